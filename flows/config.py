@@ -1,0 +1,194 @@
+"""RunConfig: the stages' settings composed; presets, overrides, and the rules that cross stages."""
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tasks.config import StageConfig, setting
+from tasks.errors import ConfigError
+from tasks.observe.config import ObserveConfig
+from tasks.rollout.config import RolloutConfig
+from tasks.score.config import ScoreConfig
+from tasks.serve.config import ServeConfig
+from tasks.store.config import StoreConfig
+from tasks.sync.config import SyncConfig
+from tasks.train.config import StartModelConfig, TrainConfig
+
+
+class EvaluateConfig(StageConfig):
+    """Held-out evaluation, greedy and sampled."""
+
+    every: int = setting(
+        10, "Steps between two evaluations; the first and the last version always have one.", ge=1
+    )
+    n_prompts: int = setting(512, "Held-out prompts, the same each time.", ge=1, fixed=True)
+    prompts_per_task: int = setting(64, "Held-out prompts of one evaluation task run.", ge=1)
+
+
+class RunConfig(StageConfig):
+    """All settings of a run."""
+
+    seed: int = setting(0, "Seed of prompts, sampling and the start model.", ge=0, lt=2**31, fixed=True)
+    steps: int = setting(40, "Steps of the whole run.", ge=1)
+    model: str = setting(
+        "", "Folder of the start model (Hugging Face format); empty with start_model.enabled.", fixed=True
+    )
+    start_model: StartModelConfig = setting(StartModelConfig(), "Make a small start model here.")
+    rollout: RolloutConfig = setting(RolloutConfig(), "Sampling.")
+    score: ScoreConfig = setting(ScoreConfig(), "Scoring and advantages.")
+    train: TrainConfig = setting(TrainConfig(), "The trainer.")
+    sync: SyncConfig = setting(SyncConfig(), "Weights from the trainer to the servers.")
+    serve: ServeConfig = setting(ServeConfig(), "The vLLM servers.")
+    store: StoreConfig = setting(StoreConfig(), "The data sets.")
+    evaluate: EvaluateConfig = setting(EvaluateConfig(), "Held-out evaluation.")
+    observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """P x G."""
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+
+PRESETS = Path("conf")
+
+
+def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Read a preset by its name in conf/ or its path, apply `key.subkey=value` overrides, and check it all.
+
+    Example: load("quickstart", ("train.lr=1e-6", "steps=2"))
+
+    Raises:
+        ConfigError: the preset is missing, or a setting is unknown, out of range or contradicts another.
+    """
+    path = Path(preset) if preset.endswith((".yaml", ".yml")) else PRESETS / f"{preset}.yaml"
+    if not path.is_file():
+        names = (
+            ", ".join(sorted(each.stem for each in PRESETS.glob("*.yaml"))) or f"none in {PRESETS.absolute()}"
+        )
+        raise ConfigError("preset", preset, f"there is no file {path}; presets are: {names}")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError("preset", preset, f"{path} is not YAML: {error}") from error
+    for override in overrides:
+        _apply(values, override)
+    return validate(values)
+
+
+def validate(values: dict[str, Any]) -> RunConfig:
+    """Check settings, those that belong to several stages included.
+
+    Raises:
+        ConfigError: names the first wrong field, its value and what is allowed.
+    """
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        remedy = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(field, first["input"], f"{remedy}{_nearest(field, first['type'])}") from None
+    for field, value, is_wrong, remedy in _cross_stage_rules(config):
+        if is_wrong:
+            raise ConfigError(field, value, remedy)
+    return config
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError("--set", override, "write it as key=value, for example train.lr=1e-6")
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError("--set", override, f"{section} is a single setting, not a section")
+    values[name] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """YAML's reading of a value; 1e-6, which YAML takes for text, is a number."""
+    value = yaml.safe_load(text) if text else ""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _nearest(field: str, error_type: str) -> str:
+    if error_type != "extra_forbidden":
+        return ""
+    matches = difflib.get_close_matches(field, list(settings()), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:
+    """Every setting by its dotted name; True for those that may not change when a run is resumed."""
+    found: dict[str, bool] = {}
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, StageConfig):
+            found |= settings(section, f"{prefix}{name}.")
+        else:
+            extra = field.json_schema_extra
+            found[f"{prefix}{name}"] = bool(isinstance(extra, dict) and extra["fixed"])
+    return found
+
+
+def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]:
+    """(field, value, is wrong, remedy) of each rule."""
+    rollout, start_model, train = config.rollout, config.start_model, config.train
+    return [
+        (
+            "model",
+            config.model,
+            bool(config.model) == start_model.enabled,
+            "give the start model's folder, or set start_model.enabled=true, but not both",
+        ),
+        (
+            "rollout.max_in_flight",
+            rollout.max_in_flight,
+            rollout.max_in_flight < rollout.group_size,
+            f"must hold one group at least: rollout.group_size is {rollout.group_size}",
+        ),
+        (
+            "score.min_group_size",
+            config.score.min_group_size,
+            config.score.min_group_size > rollout.group_size,
+            f"must not exceed rollout.group_size, which is {rollout.group_size}",
+        ),
+        (
+            "rollout.max_completion_tokens",
+            rollout.max_completion_tokens,
+            rollout.max_completion_tokens >= config.serve.max_model_len,
+            f"must be below serve.max_model_len, which is {config.serve.max_model_len}",
+        ),
+        (
+            "train.micro_batch_tokens",
+            train.micro_batch_tokens,
+            train.micro_batch_tokens < config.serve.max_model_len,
+            f"must hold the longest sequence: serve.max_model_len is {config.serve.max_model_len}",
+        ),
+        (
+            "start_model.hidden_size",
+            start_model.hidden_size,
+            start_model.hidden_size % (2 * start_model.heads) != 0,
+            f"must be a multiple of twice start_model.heads, which is {start_model.heads}",
+        ),
+    ]
+
+
+def describe(model: type[StageConfig] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every setting as a line: name, default, meaning."""
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, StageConfig):
+            yield from describe(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name} = {field.default!r}: {field.description}"

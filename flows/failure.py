@@ -1,0 +1,28 @@
+"""One error out of many: task groups collect errors, people want the cause."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tasks.errors import RollmillError
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """Raise the first Rollmill error of an exception group, or its first error, in place of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise _leaf(group) from group
+
+
+def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, RollmillError)), leaves[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

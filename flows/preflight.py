@@ -1,0 +1,89 @@
+"""What must hold before anything is started; each failure names the setting, its value and the remedy."""
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from flows.config import RunConfig
+from flows.start_model import start_model_folder
+from tasks.errors import ConfigError
+from tasks.rollout.environment import WarmUp, environment_of
+from tasks.rollout.prompts import check_prompts
+from tasks.rollout.tokens import ChatTokenizer
+from tasks.score.scorer import scorer_of
+
+
+def preflight(config: RunConfig) -> None:
+    """Check what a configuration needs of this machine.
+
+    Raises:
+        ConfigError: the first thing that is missing.
+    """
+    _check_stages(config)
+    _check_model(config)
+    _check_folder("store.root", config.store.root)
+    if not config.serve.urls:
+        _check_vllm(config)
+        _check_port("serve.port", config.serve.port)
+    if not config.train.url:
+        _check_compiler()
+        _check_port("train.port", config.train.port)
+    elif not os.environ.get(config.train.token_env):
+        remedy = "set this environment variable to the access token of the trainer at train.url"
+        raise ConfigError("train.token_env", config.train.token_env, remedy)
+
+
+def _check_stages(config: RunConfig) -> None:
+    environment = environment_of(config.rollout.environment)
+    check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
+    scorer_of(config.score.scorer)
+    if config.start_model.enabled and not isinstance(environment, WarmUp):
+        remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
+        raise ConfigError("start_model.enabled", True, remedy)
+
+
+def _check_model(config: RunConfig) -> None:
+    if config.start_model.enabled:
+        _check_folder("start_model.root", config.start_model.root)
+        return
+    folder = start_model_folder(config)
+    if not (folder / "config.json").is_file():
+        remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
+        raise ConfigError("model", config.model, remedy)
+    ChatTokenizer.load(folder)
+
+
+def _check_folder(field: str, value: str) -> None:
+    """Refuse a folder that cannot be made or written to."""
+    nearest = Path(value).absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(field, value, f"cannot write to {nearest}; give a folder that this user may write to")
+
+
+def _check_vllm(config: RunConfig) -> None:
+    python = Path(config.serve.python)
+    if not os.access(python, os.X_OK):
+        remedy = "there is no Python there; make the vLLM environment with `make setup`, or attach with serve.urls"
+        raise ConfigError("serve.python", str(python), remedy)
+
+
+def _check_compiler() -> None:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None and shutil.which("g++") is None:
+        remedy = "DeepSpeed builds an extension at first use: install a C++ compiler (Debian: apt-get install g++)"
+        raise ConfigError("C++ compiler", compiler, remedy)
+
+
+def _check_port(field: str, port: int) -> None:
+    """Refuse a port that is taken; 0 is any free one."""
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(field, port, f"the port is taken ({error.strerror}); give another, or 0 for any") from None

@@ -1,0 +1,53 @@
+"""What a step leaves behind for people: metrics in the data set, a line at the bar, artifacts in the UI."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from flows.run import Run
+from tasks.observe.metrics import Metric
+from tasks.observe.spans import StepClock
+from tasks.store.reader import scan
+from tasks.store.schemas import batch_of
+from tasks.train.client import StepResult
+
+
+async def report_step(run: Run, step: int, result: StepResult, clock: StepClock) -> None:
+    """Store the step's metrics and show it."""
+    groups = scan(run.folder, "groups").filter(pl.col("step") == step).collect()
+    rollouts = scan(run.folder, "rollouts").filter(pl.col("step") == step).select("n_completion_tokens", "status").collect()
+    tokens = int(rollouts["n_completion_tokens"].sum())
+    reward = float(groups["reward_mean"].drop_nans().mean() or 0.0)
+    own = {
+        "rollout/reward": reward,
+        "rollout/tokens": float(tokens),
+        "rollout/failed": float((rollouts["status"] == "failed").sum()),
+        "rollout/groups_trained": float((groups["reason"] == "").sum()),
+    } | {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+    own["time/step_s"] = clock.elapsed_s
+    await store_metrics(run, step, [*result.metrics, *(Metric(name, "all", "value", value) for name, value in own.items())])
+    run.progress.step_done(step, reward=reward, tokens_per_s=tokens / clock.seconds["collect"], seconds=clock.elapsed_s)
+
+
+async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:
+    """Append metrics of a step to the data set."""
+    rows = batch_of(
+        "metrics",
+        {
+            "run": [run.id] * len(metrics),
+            "step": [step] * len(metrics),
+            "name": [metric.name for metric in metrics],
+            "env": [metric.env for metric in metrics],
+            "stat": [metric.stat for metric in metrics],
+            "value": [metric.value for metric in metrics],
+        },
+    )
+    await run.store.writer.append("metrics", rows, step=step)
+
+
+def has_metrics(run: Run, step: int) -> bool:
+    """True when the training of a step is in the metrics data set."""
+    stored = scan(run.folder, "metrics").filter((pl.col("step") == step) & (pl.col("name") == "train/updated"))
+    return stored.limit(1).collect().height > 0

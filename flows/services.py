@@ -1,0 +1,145 @@
+"""The processes a run talks to, launched here or attached to."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.config import RunConfig
+from tasks.errors import ConfigError, ServiceDiedError
+from tasks.serve import vllm
+from tasks.serve.client import VllmClient
+from tasks.serve.process import LaunchedProcess, free_port
+from tasks.train import launch
+from tasks.train.client import TrainerClient
+
+LOOPBACK = "127.0.0.1"
+
+
+class TrainerService:
+    """The trainer; `process` is None when it was attached to."""
+
+    name = "trainer"
+
+    def __init__(self, config: RunConfig, logs: Path) -> None:
+        settings = config.train
+        self._config, self._logs = config, logs
+        self._token = os.environ.get(settings.token_env, "") if settings.url else secrets.token_urlsafe(24)
+        self._port = settings.port or free_port()
+        if not self._token:
+            remedy = "set this environment variable to the access token of the trainer at train.url"
+            raise ConfigError("train.token_env", settings.token_env, remedy)
+        url = settings.url or f"http://{LOOPBACK}:{self._port}"
+        self.client = TrainerClient(url, self._token, timeout_s=settings.step_timeout_s)
+        self.process: LaunchedProcess | None = None
+
+    async def start(self) -> None:
+        """Launch it if it is ours to launch, and wait until it answers.
+
+        Raises:
+            ServiceStartError: it did not answer in time, or ended.
+        """
+        settings = self._config.train
+        if not settings.url:
+            file = launch.write_config(self._logs, self._config.train, self._config.sync, port=self._port)
+            self.process = LaunchedProcess.start(
+                self.name,
+                launch.command(settings, file),
+                log=self._logs / "trainer.log",
+                env=launch.environment(settings, self._token),
+                stop_grace_s=self._config.serve.stop_grace_s,
+            )
+        await self.client.wait_until_healthy(settings.start_timeout_s, self.process)
+
+
+class ServerService:
+    """One vLLM server; `process` is None when it was attached to."""
+
+    def __init__(self, config: RunConfig, model: Path, logs: Path, url: str = "") -> None:
+        self._config, self._model, self._logs = config, model, logs
+        self._is_ours = not url
+        self._port = config.serve.port or free_port()
+        self.client = VllmClient(url or f"http://{LOOPBACK}:{self._port}", config.serve)
+        self.name = f"vLLM server {self.client.url}"
+        self.process: LaunchedProcess | None = None
+
+    async def start(self) -> None:
+        """As for the trainer; it answers its first request here, which is slow."""
+        serve = self._config.serve
+        if self._is_ours:
+            self.process = LaunchedProcess.start(
+                self.name,
+                vllm.command(serve, str(self._model), self._port),
+                log=self._logs / "vllm.log",
+                env=vllm.environment(serve),
+                stop_grace_s=serve.stop_grace_s,
+            )
+        await self.client.wait_until_healthy(serve.start_timeout_s, self.process)
+        await self.client.warm_up()
+
+    async def failed(self) -> str:
+        """Wait until it fails; returns how: its process ended, or it refuses /health."""
+        health = asyncio.ensure_future(self._refused())
+        end = asyncio.ensure_future(self.process.ended()) if self.process else None
+        waits = {health} | ({end} if end else set())
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if end is not None and self.process is not None and end.done():
+            return f"its process ended with status {self.process.returncode}"
+        return "it no longer answers /health"
+
+    async def _refused(self) -> None:
+        while await self.client.is_healthy():
+            await asyncio.sleep(self._config.serve.health_interval_s)
+
+
+async def restart(service: TrainerService | ServerService, reason: str, restarts: int, max_restarts: int) -> None:
+    """End what is left of a launched service, and start it again.
+
+    Raises:
+        ServiceDiedError: it was attached to, or has been restarted too often.
+    """
+    if service.process is None:
+        raise ServiceDiedError(service.name, f"{reason}; it was not launched by this run: bring it back and run again")
+    tail = service.process.log_tail()
+    await service.process.stop()
+    if restarts >= max_restarts:
+        raise ServiceDiedError(service.name, f"{reason}, after {restarts} restarts (serve.max_restarts)", tail)
+    await service.start()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The trainer and the servers of a run.
+
+    Attributes:
+        weights: held while weights are on their way, so that a restarted server does not meet a sync half-way.
+    """
+
+    trainer: TrainerService
+    servers: tuple[ServerService, ...]
+    weights: asyncio.Lock
+
+
+@asynccontextmanager
+async def open_services(config: RunConfig, model: Path, logs: Path) -> AsyncIterator[Services]:
+    """Start all services side by side; on the way out, however it is taken, those launched here end."""
+    trainer = TrainerService(config, logs)
+    urls = config.serve.urls or ("",)
+    servers = tuple(ServerService(config, model, logs, url) for url in urls)
+    every = (trainer, *servers)
+    try:
+        async with asyncio.TaskGroup() as starting:
+            for service in every:
+                starting.create_task(service.start())
+        yield Services(trainer, servers, asyncio.Lock())
+    finally:
+        for service in every:
+            await service.client.close()
+        await asyncio.gather(*(service.process.stop() for service in every if service.process))

@@ -1,0 +1,104 @@
+"""The start model: kept under a digest of its recipe and seed, made when it is not there."""
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import RunConfig
+from tasks.errors import ConfigError, TrainError
+from tasks.rollout.environment import Message, WarmUp, environment_of
+from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from tasks.serve.process import LaunchedProcess
+from tasks.store.corpus import write_corpus
+
+RECIPE_VERSION = 1
+NOT_IN_THE_DIGEST = {"enabled", "root", "threads", "timeout_s"}
+
+
+def start_model_folder(config: RunConfig) -> Path:
+    """Where the start model lies, or will: `config.model`, or a folder named by recipe and seed."""
+    if config.model:
+        return Path(config.model)
+    recipe = config.start_model.model_dump(exclude=NOT_IN_THE_DIGEST)
+    recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    return Path(config.start_model.root) / f"start-{digest[:16]}"
+
+
+@flow(name="start-model", persist_result=False)
+async def start_model(config: RunConfig) -> str:
+    """Make the start model of a configuration; returns its folder."""
+    return str(await ensure_start_model(config))
+
+
+async def ensure_start_model(config: RunConfig) -> Path:
+    """The start model's folder; it is made first when it is not there."""
+    folder = start_model_folder(config)
+    if not (folder / "config.json").is_file():
+        await make_start_model(config, folder)
+    return folder
+
+
+@task(name="start model", cache_policy=NO_CACHE, persist_result=False)
+async def make_start_model(config: RunConfig, folder: Path) -> None:
+    """Write the corpus and train on it, in a process of its own; the folder appears whole."""
+    recipe = config.start_model
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".start-model-", dir=folder.parent) as scratch:
+        corpus, tokenizer = Path(scratch) / "corpus.arrow", Path(scratch) / "tokenizer"
+        _write_corpus(config, tokenizer, corpus)
+        settings = Path(scratch) / "config.json"
+        settings.write_text(
+            json.dumps(
+                {
+                    "recipe": recipe.model_dump(),
+                    "seed": config.seed,
+                    "corpus": str(corpus),
+                    "tokenizer": str(tokenizer),
+                    "output": str(folder),
+                }
+            )
+        )
+        await _train(settings, folder, recipe.timeout_s, config.serve.stop_grace_s)
+
+
+async def _train(settings: Path, folder: Path, timeout_s: float, stop_grace_s: float) -> None:
+    process = LaunchedProcess.start(
+        "start model",
+        [sys.executable, "-m", "tasks.train.supervised", str(settings)],
+        log=folder.parent / f"{folder.name}.log",
+        env=dict(os.environ),
+        stop_grace_s=stop_grace_s,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            status = await process.ended()
+    except TimeoutError:
+        raise TrainError(f"start model: not done within start_model.timeout_s = {timeout_s:g} s") from None
+    finally:
+        await process.stop()
+    if status != 0:
+        raise TrainError(f"start model: training ended with status {status}:\n{process.log_tail()}")
+
+
+def _write_corpus(config: RunConfig, tokenizer_folder: Path, path: Path) -> None:
+    environment = environment_of(config.rollout.environment)
+    if not isinstance(environment, WarmUp):
+        remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
+        raise ConfigError("start_model.enabled", True, remedy)
+    tokenizer = ChatTokenizer.load(save_character_tokenizer(tokenizer_folder))
+    n_examples = config.start_model.steps * config.start_model.batch_size
+    token_ids, loss_masks = [], []
+    for prompt, answer in environment.warm_up_corpus(config.seed, n_examples):
+        before, after = tokenizer.encode([Message("user", prompt)]), tokenizer.encode_answer(answer)
+        token_ids.append(np.concatenate([before, after]))
+        loss_masks.append(np.repeat([False, True], [len(before), len(after)]))
+    write_corpus(path, token_ids, loss_masks)

@@ -1,0 +1,141 @@
+"""Every error Rollmill raises on purpose.
+
+RollmillError
+├── ConfigError                 a setting is wrong: names field, value and remedy
+├── StoreError
+│   ├── SchemaError             rows do not have the data set's schema
+│   ├── ShardError              a shard cannot be read, or lacks rows it should have
+│   ├── RunLockedError          another process writes to this run
+│   ├── RunMismatchError        a resumed run's fixed settings differ from its run.json
+│   └── RunFinishedError        every step of this run is done
+├── ServiceError
+│   ├── ServiceStartError       a service did not become healthy: its last log lines
+│   └── ServiceDiedError        a service ended or stopped answering: its last log lines
+├── RequestError                a request to a service failed for good
+│   └── TransientRequestError   ... and may succeed when sent again
+├── SyncError                   weights did not arrive
+│   └── ParityError             weights arrived and give other log-probabilities
+├── RolloutError
+│   ├── EpisodeError            the environment failed; the trajectory is a failed row
+│   └── FailedShareError        more trajectories failed in a step than the configuration allows
+├── ScoreError                  a scorer failed; the score is a failed row
+└── TrainError
+    ├── BatchRefusedError       the trainer stands at another step or holds another digest
+    └── SkippedStepsError       too many steps in a row made no update
+
+All of them are picklable: their arguments are what they print.
+"""
+
+
+class RollmillError(Exception):
+    """Base of every error that Rollmill raises on purpose."""
+
+
+class ConfigError(RollmillError):
+    """A setting is wrong; nothing has been started."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(field, value, remedy)
+        self.field, self.value, self.remedy = field, value, remedy
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.remedy}"
+
+
+class StoreError(RollmillError):
+    """Base of the errors of the data sets."""
+
+
+class SchemaError(StoreError):
+    """Rows do not have the schema of their data set."""
+
+
+class ShardError(StoreError):
+    """A shard cannot be read, or lacks rows that it should have."""
+
+
+class RunLockedError(StoreError):
+    """Another process holds the run's lock."""
+
+
+class RunMismatchError(StoreError):
+    """A resumed run was given settings that may not change on resume."""
+
+
+class RunFinishedError(StoreError):
+    """Every step of this run is done."""
+
+
+class ServiceError(RollmillError):
+    """Base of the errors of the processes that the flows talk to."""
+
+    def __init__(self, service: str, reason: str, log_tail: str = "") -> None:
+        super().__init__(service, reason, log_tail)
+        self.service, self.reason, self.log_tail = service, reason, log_tail
+
+    def __str__(self) -> str:
+        text = f"{self.service}: {self.reason}"
+        return f"{text}\nits last log lines:\n{self.log_tail}" if self.log_tail else text
+
+
+class ServiceStartError(ServiceError):
+    """A service did not become healthy in time, or ended while starting."""
+
+
+class ServiceDiedError(ServiceError):
+    """A service ended or stopped answering during the run."""
+
+
+class RequestError(RollmillError):
+    """A request to a service failed, and would fail again."""
+
+
+class TransientRequestError(RequestError):
+    """A request to a service failed, and may succeed when sent again."""
+
+
+class SyncError(RollmillError):
+    """New weights did not arrive at a server."""
+
+
+class ParityError(SyncError):
+    """A server's log-probabilities differ from the trainer's after a sync."""
+
+    def __init__(self, server: str, version: str, difference: float, threshold: float) -> None:
+        super().__init__(server, version, difference, threshold)
+        self.server, self.version = server, version
+        self.difference, self.threshold = difference, threshold
+
+    def __str__(self) -> str:
+        return (
+            f"server {self.server} at version {self.version}: its log-probabilities differ from the "
+            f"trainer's by {self.difference:.3g} nats, allowed are {self.threshold:.3g}"
+        )
+
+
+class RolloutError(RollmillError):
+    """Base of the errors of sampling."""
+
+
+class EpisodeError(RolloutError):
+    """An environment failed; the trajectory is kept as a failed row."""
+
+
+class FailedShareError(RolloutError):
+    """More trajectories of a step failed than `rollout.max_failed_share` allows."""
+
+
+class ScoreError(RollmillError):
+    """A scorer failed; the score is kept as a failed row."""
+
+
+class TrainError(RollmillError):
+    """Base of the errors of training."""
+
+
+class BatchRefusedError(TrainError):
+    """The trainer stands at another step, or has applied another batch there."""
+
+
+class SkippedStepsError(TrainError):
+    """More than `train.max_skipped_steps` steps in a row made no update."""

@@ -1,0 +1,24 @@
+"""Settings of sampling."""
+
+from tasks.config import StageConfig, setting
+
+
+class RolloutConfig(StageConfig):
+    environment: str = setting(
+        "addition", "Environment: a registered name, or an import path package.module:Class.", fixed=True
+    )
+    groups_per_step: int = setting(32, "Prompts of one step (P).", ge=1, fixed=True)
+    group_size: int = setting(8, "Trajectories sampled for one prompt (G).", ge=1, fixed=True)
+    max_in_flight: int = setting(256, "Most trajectories that are sampled at the same time.", ge=1)
+    temperature: float = setting(1.0, "Sampling temperature.", gt=0.0, le=10.0, fixed=True)
+    max_completion_tokens: int = setting(24, "Most tokens of one completion.", ge=1, fixed=True)
+    trajectory_timeout_s: float = setting(300.0, "Seconds one trajectory may take, a wait for a restarted server included.", gt=0.0)
+    max_attempts: int = setting(
+        4, "Sends of one request, the first included, when the error is transient.", ge=1
+    )
+    retry_backoff_s: float = setting(
+        0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
+    )
+    max_failed_share: float = setting(
+        0.5, "Share of a step's trajectories that may fail before the run stops.", ge=0.0, le=1.0
+    )

@@ -1,0 +1,78 @@
+"""What an environment is, and how one is found by name."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from tasks.errors import ConfigError
+
+Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem.
+
+    Attributes:
+        example_id: the environment's own name for it.
+        content: all that a scorer may read, the reference answer included; JSON values only.
+    """
+
+    example_id: str
+    content: Mapping[str, object]
+
+
+class Environment(Protocol):
+    """Produces prompts, and plays the turns of an episode.
+
+    Example: the addition environment's `reply(example, ())` is (Message("user", "47+38="),), and its
+    `reply` after the policy's completion is () since the episode is over.
+    """
+
+    name: str
+
+    def size(self, split: Split) -> int:
+        """Number of problems in a split."""
+
+    def example(self, split: Split, index: int) -> Example:
+        """The problem with this number, 0 <= index < size(split); the same one at every call."""
+
+    async def reply(self, example: Example, messages: Sequence[Message]) -> Sequence[Message]:
+        """What the environment says next: the opening when there are no messages; nothing ends the episode."""
+
+
+@runtime_checkable
+class WarmUp(Protocol):
+    """An environment that can also write the corpus of a start model."""
+
+    def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[str, str]]:
+        """(prompt, answer) pairs over the training problems only; the same ones for the same arguments."""
+
+
+REGISTERED: Mapping[str, str] = {"addition": "tasks.rollout.addition:Addition"}
+
+
+def environment_of(name: str) -> Environment:
+    """Make an environment from its registered name or its import path `package.module:Class`.
+
+    Raises:
+        ConfigError: nothing can be imported under that name.
+    """
+    path = REGISTERED.get(name, name)
+    module, _, attribute = path.partition(":")
+    try:
+        made: Environment = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        names = ", ".join(sorted(REGISTERED))
+        remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
+        raise ConfigError("rollout.environment", name, remedy) from error
+    return made

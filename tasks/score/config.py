@@ -1,0 +1,21 @@
+"""Settings of scoring and advantages."""
+
+from typing import Literal
+
+from tasks.config import StageConfig, setting
+
+
+class ScoreConfig(StageConfig):
+    scorer: str = setting(
+        "addition", "Scorer: a registered name, or an import path package.module:Class.", fixed=True
+    )
+    timeout_s: float = setting(60.0, "Seconds one score task may take.", gt=0.0)
+    workers: int = setting(0, "Worker processes for CPU-bound scorers; 0: a thread.", ge=0)
+    advantage: Literal["mean", "mean_std"] = setting(
+        "mean",
+        "Advantage of a trajectory: reward minus the group's mean, or that divided by its deviation.",
+        fixed=True,
+    )
+    min_group_size: int = setting(
+        2, "Fewest surviving trajectories of a group that is trained on.", ge=2, fixed=True
+    )

@@ -1,0 +1,77 @@
+"""Score the rows of one part of a group, off the event loop."""
+
+import json
+import math
+import time
+from concurrent.futures import Executor
+from functools import partial
+
+from tasks.score.scorer import Candidate, Reward, Scorer
+from tasks.score.workers import run_in
+from tasks.store.rows import Rows, where_in
+from tasks.store.schemas import batch_of
+
+SCORABLE = ("complete", "truncated")
+
+
+def score_rows(scorer: Scorer, run: str, step: int, rows: Rows) -> Rows:
+    """Rows of `scores`, one for each row of `rollouts`."""
+    rollouts = rows.select(_READ).to_pylist()
+    results = [_score(scorer, _candidate(row)) for row in rollouts]
+    return batch_of(
+        "scores",
+        {
+            "run": [run] * len(rollouts),
+            "step": [step] * len(rollouts),
+            "group": [row["group"] for row in rollouts],
+            "sample": [row["sample"] for row in rollouts],
+            "trajectory_id": [row["trajectory_id"] for row in rollouts],
+            "scorer": [scorer.name] * len(rollouts),
+            "version": [scorer.version] * len(rollouts),
+            "status": ["failed" if error else "scored" for _, error, _ in results],
+            "error_type": [type(error).__name__ if error else "" for _, error, _ in results],
+            "error": [str(error) if error else "" for _, error, _ in results],
+            "reward": [reward.value for reward, _, _ in results],
+            "components": [json.dumps(dict(reward.components)) for reward, _, _ in results],
+            "duration_s": [duration_s for _, _, duration_s in results],
+        },
+    )
+
+
+async def score_off_loop(
+    executor: Executor | None, scorer: Scorer, run: str, step: int, rows: Rows, timeout_s: float
+) -> Rows:
+    """`score_rows` in a worker process of `executor`, or in a thread when there is none.
+
+    Raises:
+        TimeoutError: it took longer than `timeout_s` seconds.
+    """
+    return await run_in(executor, partial(score_rows, scorer, run, step, rows), timeout_s)
+
+
+_READ = ["group", "sample", "trajectory_id", "status", "example", "messages"]
+
+
+def _candidate(row: dict[str, str]) -> Candidate:
+    return Candidate(
+        trajectory_id=row["trajectory_id"],
+        example=json.loads(row["example"]),
+        messages=json.loads(row["messages"]),
+        is_complete=row["status"] == "complete",
+    )
+
+
+def _score(scorer: Scorer, candidate: Candidate) -> tuple[Reward, Exception | None, float]:
+    started = time.perf_counter()
+    try:
+        reward, error = scorer.score(candidate), None
+        if not math.isfinite(reward.value):
+            raise ValueError(f"scorer {scorer.name} gave the reward {reward.value}, expected a finite number")
+    except Exception as raised:  # scorers are foreign code: a failed score is data, not a crash
+        reward, error = Reward(math.nan), raised
+    return reward, error, time.perf_counter() - started
+
+
+def scorable(rollouts: Rows) -> Rows:
+    """The rows that ended by themselves or at a length limit; failed and cancelled ones get no score."""
+    return where_in(rollouts, "status", SCORABLE)

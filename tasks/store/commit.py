@@ -1,0 +1,34 @@
+"""One commit: the rows gathered for several partitions, stored as one shard each."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import pyarrow as pa
+
+from tasks.errors import StoreError
+from tasks.store.filesystem import Files
+from tasks.store.layout import shard_name
+from tasks.store.shard import write_shard
+
+
+def commit(
+    files: Files, epoch: int, first_number: int, gathered: Mapping[str, Sequence[pa.RecordBatch]]
+) -> dict[str, StoreError]:
+    """Store one shard for each folder, numbered from `first_number`; returns what failed, by folder.
+
+    A folder that fails does not touch the others.
+
+    Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
+    plans/step=000000/000002-000007.arrow and rollouts/step=000000/000002-000008.arrow.
+    """
+    failed: dict[str, StoreError] = {}
+    for number, (folder, appended) in enumerate(gathered.items(), first_number):
+        dataset = folder.partition("/")[0]
+        try:
+            key = f"{folder}/{shard_name(epoch, number)}"
+            files.publish(key, partial(write_shard, dataset=dataset, appended=appended))
+        except StoreError as error:
+            failed[folder] = error
+        except Exception as error:  # noqa: BLE001 - it must reach who waits for these rows, and nobody else
+            failed[folder] = StoreError(f"cannot write to {folder}: {type(error).__name__}: {error}")
+    return failed

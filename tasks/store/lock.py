@@ -1,0 +1,122 @@
+"""The lock of a run's folder: one process writes to it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Self
+
+from tasks.errors import ConfigError, RollmillError, RunLockedError, StoreError
+from tasks.store.filesystem import reason_of
+from tasks.store.layout import RunFolder
+
+RETRY_S = 0.05
+"""flock cannot wait for a bounded time, so it is tried this often."""
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class RunLock:
+    """An exclusive flock on RUN/lock, held until it is released or the process ends, killed included."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        _held.add(self)
+
+    @classmethod
+    def acquire(cls, folder: RunFolder, root: str, timeout_s: float) -> Self:
+        """Make the folder when it is not there, lock it, and remove what an earlier writer left unfinished.
+
+        `root` is the setting store.root, for the error.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            StoreError: the disk is full.
+            RunLockedError: another process holds the lock for longer than `timeout_s` seconds.
+        """
+        try:
+            folder.root.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as on_failure:
+                descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+                on_failure.callback(os.close, descriptor)
+                _wait(descriptor, folder, timeout_s)
+                _write_holder(descriptor)
+                _empty(folder.tmp)
+                on_failure.pop_all()
+        except OSError as error:
+            raise unwritable(error, folder, root) from error
+        return cls(descriptor)
+
+    def release(self) -> None:
+        """Let another process have the lock."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """In a forked child: close the copy of the descriptor, which would hold the lock beyond the parent's death."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def unwritable(error: OSError, folder: RunFolder, root: str) -> RollmillError:
+    """A full disk is the store's trouble; any other reason is a wrong setting."""
+    where, reason = error.filename or folder.root, reason_of(error)
+    if error.errno in _DISK_FULL:
+        return StoreError(f"cannot write {where}: {reason}")
+    return ConfigError("store.root", root, f"{where} cannot be written: {reason}; name a folder that can")
+
+
+_held: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _wait(descriptor: int, folder: RunFolder, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise RunLockedError(
+                    f"{folder.root} is being written to by {_holder(folder.lock)}; end that one first, "
+                    "or give another name to begin a new run"
+                ) from None
+            time.sleep(RETRY_S)
+        else:
+            return
+
+
+def _write_holder(descriptor: int) -> None:
+    holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, holder.encode(), 0)
+
+
+def _holder(lock: Path) -> str:
+    try:
+        holder = json.loads(lock.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not said who it is"
+
+
+def _empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()

@@ -1,0 +1,79 @@
+"""run.json: what a run is, and how often it was opened."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from tasks.errors import StoreError
+from tasks.store.filesystem import files_of
+from tasks.store.layout import MANIFEST, RunFolder
+from tasks.store.schemas import SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What run.json says.
+
+    Attributes:
+        run: random id; never the folder's name.
+        incarnation: rises whenever a trainer loads state; 0: none has.
+        epoch: rises whenever the folder is opened for writing, from 1; shards carry their writer's.
+        schema_version: of all data sets of the run.
+        config: resolved configuration, as it was when the folder was last opened for writing.
+        versions: of the packages then in use, by name.
+        git_commit: of the checkout then in use; empty outside of one.
+        created_at: ISO 8601, UTC.
+    """
+
+    run: str
+    incarnation: int
+    epoch: int
+    schema_version: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    git_commit: str
+    created_at: str
+    status: Literal["running", "finished"]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def has_manifest(folder: RunFolder) -> bool:
+    """True when the folder holds a run."""
+    return bool(files_of(folder).keys(MANIFEST))
+
+
+def read_manifest(folder: RunFolder) -> Manifest:
+    """Read a run's manifest.
+
+    Raises:
+        StoreError: there is none, it is damaged, or a newer Rollmill wrote it.
+    """
+    if not has_manifest(folder):
+        raise StoreError(f"{folder.root} holds no run: there is no {MANIFEST} in it")
+    with files_of(folder).open(MANIFEST) as source:
+        text = source.read()
+    try:
+        manifest = _MANIFEST.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise StoreError(f"{folder.manifest} is damaged: {place or 'the whole'}: {first['msg']}") from error
+    if manifest.schema_version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{folder.manifest} has schema version {manifest.schema_version}, this Rollmill reads up to "
+            f"{SCHEMA_VERSION}; use a newer one"
+        )
+    return manifest
+
+
+def write_manifest(folder: RunFolder, manifest: Manifest) -> None:
+    """Replace a run's manifest, whole or not at all.
+
+    Raises:
+        StoreError: it could not be written.
+    """
+    text = _MANIFEST.dump_json(manifest, indent=2) + b"\n"
+    files_of(folder).publish(MANIFEST, lambda sink: sink.write(text))

@@ -1,0 +1,66 @@
+"""The plan of a step: which groups it samples, written before its first request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.schemas import batch_of
+from tasks.store.writer import RunWriter
+
+Reason = Literal["plan", "refill"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """Consecutive global group numbers: first, ..., first + n - 1.
+
+    Attributes:
+        reason: the step's plan, or a refill appended to it.
+    """
+
+    first: int
+    n: int
+    reason: Reason = "plan"
+
+
+def step_plan(step: int, groups_per_step: int) -> GroupRange:
+    """The groups of a step: a pure function. Example: step 3 of 32 groups each begins at group 96."""
+    return GroupRange(step * groups_per_step, groups_per_step)
+
+
+def group_numbers(ranges: Sequence[GroupRange]) -> tuple[int, ...]:
+    """Every group of a plan and its refills. Example: (0, 2) and a refill (64, 1) give (0, 1, 64)."""
+    return tuple(group for each in ranges for group in range(each.first, each.first + each.n))
+
+
+def plan_rows(run: str, step: int, ranges: Sequence[GroupRange]) -> pa.RecordBatch:
+    """A plan as rows of the `plans` data set."""
+    columns = {
+        "run": [run] * len(ranges),
+        "step": [step] * len(ranges),
+        "first_group": [each.first for each in ranges],
+        "n_groups": [each.n for each in ranges],
+        "reason": [each.reason for each in ranges],
+    }
+    return batch_of("plans", columns)
+
+
+def read_plan(folder: RunFolder, step: int) -> tuple[GroupRange, ...]:
+    """The stored plan of a step and its refills, in the order they were written; empty when there is none."""
+    rows = read(folder, "plans", ["first_group", "n_groups", "reason"], step=step).to_pylist()
+    return tuple(GroupRange(row["first_group"], row["n_groups"], row["reason"]) for row in rows)
+
+
+async def settled_plan(
+    folder: RunFolder, writer: RunWriter, *, run: str, step: int, groups_per_step: int
+) -> tuple[GroupRange, ...]:
+    """The stored plan of a step, and when there is none the plan made now, once it is stored."""
+    if stored := read_plan(folder, step):
+        return stored
+    ranges = (step_plan(step, groups_per_step),)
+    await writer.append("plans", plan_rows(run, step, ranges), step=step)
+    return ranges

@@ -1,0 +1,104 @@
+"""Read data sets: rows as Arrow tables, or as a Polars query."""
+
+from collections.abc import Sequence
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tasks.errors import SchemaError, ShardError
+from tasks.store.filesystem import Files, files_of
+from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
+from tasks.store.schemas import schema_of
+
+NAMED_IDS = 5
+"""Most missing trajectories that an error names."""
+
+
+def read(
+    folder: RunFolder, dataset: str, columns: Sequence[str] | None = None, **partition: PartitionValue
+) -> pa.Table:
+    """The rows of a data set, or of the partitions given; zero rows when nothing is stored.
+
+    Columns come in the order asked for; None: all of them.
+
+    Example: read(folder, "scores", ["trajectory_id", "reward"], scorer="addition@1", step=12)
+
+    Raises:
+        SchemaError: unknown data set, column or partition.
+        ShardError: a shard cannot be read, or has another schema; names the file.
+    """
+    schema = _selected(dataset, columns)
+    files = files_of(folder)
+    tables = [
+        _read_shard(files, folder, key, schema_of(dataset), schema)
+        for key in _shards(files, dataset, partition)
+    ]
+    return pa.concat_tables(tables) if tables else schema.empty_table()
+
+
+def read_trajectories(
+    folder: RunFolder, step: int, ids: Sequence[str], columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Rollouts of one step in the order of `ids`.
+
+    Raises:
+        ShardError: some are not stored; names them.
+    """
+    names = list(columns) if columns is not None else schema_of("rollouts").names
+    stored = read(folder, "rollouts", columns=list(dict.fromkeys(["trajectory_id", *names])), step=step)
+    places = pc.index_in(pa.array(ids, pa.string()), value_set=stored["trajectory_id"])
+    if places.null_count:
+        missing = [
+            each for each, is_stored in zip(ids, places.is_valid().to_pylist(), strict=True) if not is_stored
+        ]
+        more = f" and {len(missing) - NAMED_IDS} more" if len(missing) > NAMED_IDS else ""
+        raise ShardError(
+            f"{folder.dataset('rollouts', step=step)} has {len(ids) - len(missing)} of {len(ids)} trajectories; "
+            f"missing are {', '.join(missing[:NAMED_IDS])}{more}"
+        )
+    return stored.select(names).take(places)
+
+
+def scan(folder: RunFolder, dataset: str, **partition: PartitionValue) -> pl.LazyFrame:
+    """A Polars query over a data set, or over the partitions given; zero rows when nothing is stored.
+
+    It sees the shards that are there when it is called; the columns are those of the files.
+
+    Raises:
+        SchemaError: unknown data set or partition.
+    """
+    files = files_of(folder)
+    keys = _shards(files, dataset, partition)
+    if keys:
+        return files.scan(keys)
+    empty = pl.from_arrow(schema_of(dataset).empty_table())
+    assert isinstance(empty, pl.DataFrame)
+    return empty.lazy()
+
+
+def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) -> list[str]:
+    return files.keys(f"{partition_pattern(dataset, partition)}/*.arrow")
+
+
+def _selected(dataset: str, columns: Sequence[str] | None) -> pa.Schema:
+    schema = schema_of(dataset)
+    if columns is None:
+        return schema
+    if unknown := [name for name in columns if name not in schema.names]:
+        raise SchemaError(f"{dataset} has no column {', '.join(unknown)}; it has {', '.join(schema.names)}")
+    return pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
+
+
+def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, selected: pa.Schema) -> pa.Table:
+    fields = [whole.get_field_index(name) for name in selected.names]
+    try:
+        source = files.open(key)
+        if not pa.ipc.open_file(source).schema.equals(whole):
+            raise ShardError(f"{folder.root / key} has another schema than {key.split('/')[0]}")
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        table = reader.read_all().select(selected.names).replace_schema_metadata(selected.metadata)
+        table.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ShardError(f"cannot read {folder.root / key}: {error}") from error
+    return table

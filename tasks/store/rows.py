@@ -1,0 +1,52 @@
+"""Rows of a data set in memory, so that other stages need not know Arrow."""
+
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tasks.store.schemas import schema_of
+
+Rows: TypeAlias = pa.RecordBatch
+
+
+def no_rows(dataset: str) -> Rows:
+    """Zero rows of a data set."""
+    return pa.RecordBatch.from_pylist([], schema=schema_of(dataset))
+
+
+def rows_of(table: pa.Table) -> Rows:
+    """A table's rows in one piece."""
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+def joined(first: Rows, *others: Rows) -> Rows:
+    """Rows of the same data set, one after another."""
+    return pa.concat_batches([first, *others])
+
+
+def where(rows: Rows, column: str, value: object) -> Rows:
+    """The rows with this value in a column."""
+    return rows.filter(pc.equal(rows.column(column), pa.scalar(value)))
+
+
+def where_in(rows: Rows, column: str, values: Collection[object]) -> Rows:
+    """The rows with one of these values in a column."""
+    return rows.filter(_is_in(rows, column, values))
+
+
+def without(rows: Rows, column: str, values: Collection[object]) -> Rows:
+    """The rows with none of these values in a column."""
+    return rows.filter(pc.invert(_is_in(rows, column, values)))
+
+
+def _is_in(rows: Rows, column: str, values: Collection[object]) -> pa.Array:
+    kind = rows.schema.field(column).type
+    return pc.is_in(rows.column(column), pa.array(list(values), kind))
+
+
+def values(rows: Rows, column: str) -> Sequence[object]:
+    """A column as Python values."""
+    return list(rows.column(column).to_pylist())

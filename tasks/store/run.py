@@ -1,0 +1,117 @@
+"""A run's folder, open for writing."""
+
+import secrets
+from collections.abc import Collection
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self
+
+from tasks.errors import RunFinishedError, StoreError
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of
+from tasks.store.fixed import check_fixed
+from tasks.store.layout import PARTITION_KEYS, RunFolder
+from tasks.store.lock import RunLock
+from tasks.store.manifest import Manifest, has_manifest, read_manifest, write_manifest
+from tasks.store.schemas import SCHEMA_VERSION
+from tasks.store.writer import RunWriter
+
+RUN_ID_BYTES = 8
+
+
+class OpenRun:
+    """A locked run; a context manager. `manifest` is always what run.json says; `writer` is opened by its user."""
+
+    def __init__(self, folder: RunFolder, lock: RunLock, manifest: Manifest, flush_s: float) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.writer = RunWriter(files_of(folder), manifest.epoch, flush_s)
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls,
+        folder: RunFolder,
+        *,
+        config: dict[str, Any],
+        fixed: Collection[str],
+        versions: dict[str, str],
+        git_commit: str,
+        config_of: StoreConfig,
+    ) -> Self:
+        """Begin a run, or go on with one: its id stays, its epoch rises, its configuration becomes `config`.
+
+        Args:
+            folder: made when it is not there.
+            config: resolved configuration, JSON values; `steps` says how many steps the run has.
+            fixed: dotted names of the settings that may not change.
+            versions: of the packages in use.
+            git_commit: of the checkout; empty outside of one.
+            config_of: settings of the data sets.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            RunLockedError: another process writes to it.
+            RunMismatchError: fixed settings differ.
+            RunFinishedError: all its steps are done.
+            StoreError: run.json cannot be read or written.
+        """
+        lock = RunLock.acquire(folder, config_of.root, config_of.lock_timeout_s)
+        try:
+            now = {"config": config, "versions": versions, "git_commit": git_commit}
+            manifest = _resumed(folder, fixed, now) if has_manifest(folder) else _begun(folder, now)
+            write_manifest(folder, manifest)
+        except Exception:
+            lock.release()
+            raise
+        return cls(folder, lock, manifest, config_of.flush_s)
+
+    def next_incarnation(self) -> int:
+        """Count one more trainer that loads state; returns its number, from 1, which is stored by then."""
+        self._replace(replace(self.manifest, incarnation=self.manifest.incarnation + 1))
+        return self.manifest.incarnation
+
+    def finish(self) -> None:
+        """Note that every step is done."""
+        self._replace(replace(self.manifest, status="finished"))
+
+    def close(self) -> None:
+        """Let go of the folder; may be called twice."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _replace(self, manifest: Manifest) -> None:
+        write_manifest(self.folder, manifest)
+        self.manifest = manifest
+
+
+def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
+    if orphans := [name for name in PARTITION_KEYS if folder.dataset(name).exists()]:
+        raise StoreError(
+            f"{folder.root} has data sets ({', '.join(orphans)}) but no run.json: it is no run's folder"
+        )
+    return Manifest(
+        run=secrets.token_hex(RUN_ID_BYTES),
+        incarnation=0,
+        epoch=1,
+        schema_version=SCHEMA_VERSION,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        status="running",
+        **now,
+    )
+
+
+def _resumed(folder: RunFolder, fixed: Collection[str], now: dict[str, Any]) -> Manifest:
+    stored = read_manifest(folder)
+    check_fixed(str(folder.root), stored.config, now["config"], fixed)
+    steps = stored.config.get("steps", 0)
+    if stored.status == "finished" and now["config"].get("steps", 0) <= steps:
+        raise RunFinishedError(f"{folder.root} has done all its {steps} steps; raise steps to go on with it")
+    return replace(stored, epoch=stored.epoch + 1, status="running", **now)

@@ -1,0 +1,206 @@
+"""The data sets' schemas, in one place: every column with its unit and shape.
+
+A shard of a data set has exactly its schema: a missing, extra or null-typed column in one shard would
+break a plain scan over all of them. Axes: P prompts, G group, T tokens.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from tasks.errors import SchemaError
+
+SCHEMA_VERSION = 1
+
+_INT32_LIST = pa.large_list(pa.int32())
+_FLOAT32_LIST = pa.large_list(pa.float32())
+
+
+def _column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = False) -> pa.Field:
+    return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
+
+
+def _schema(name: str, *columns: pa.Field) -> pa.Schema:
+    return pa.schema(columns, metadata={"dataset": name, "schema_version": str(SCHEMA_VERSION)})
+
+
+_RUN = _column("run", pa.string(), "random id of the run, from run.json")
+_STEP = _column("step", pa.int32(), "step, from 0")
+_GROUP = _column("group", pa.int64(), "global number of the group, from 0")
+_SAMPLE = _column("sample", pa.int32(), "number of the trajectory in its group, 0 <= sample < G")
+_TRAJECTORY = _column("trajectory_id", pa.string(), "function of (run, group, sample, attempt)")
+_ERROR_TYPE = _column("error_type", pa.string(), "class of the error; empty when there is none")
+_ERROR = _column("error", pa.large_string(), "text of the error; empty when there is none")
+
+_SAMPLED = (
+    _column("attempt", pa.int32(), "rises only when a user asks to redo failed trajectories"),
+    _TRAJECTORY,
+    _column("env", pa.string(), "environment"),
+    _column("example_id", pa.string(), "the environment's name for the problem"),
+    _column("example", pa.large_string(), "JSON: all that a scorer may read, the reference answer included"),
+    _column("temperature", pa.float32(), "sampling temperature"),
+    _column("sampling_seed", pa.int64(), "seed of the sampler"),
+    _column("status", pa.string(), "complete | truncated | failed | cancelled"),
+    _ERROR_TYPE,
+    _ERROR,
+    _column("policy_version_first", pa.int32(), "policy version of the first sampled token; -1: none sampled"),
+    _column("policy_version_last", pa.int32(), "policy version of the last sampled token; -1: none sampled"),
+    _column("version_span_starts", _INT32_LIST, "[S] index into token_ids where a span of one policy version begins"),
+    _column("version_span_versions", _INT32_LIST, "[S] policy version of each span"),
+    _column("messages", pa.large_string(), "JSON: the conversation as a list of {role, content}"),
+    _column("token_ids", _INT32_LIST, "[T] prompt, completions and what the environment said between them"),
+    _column("loss_mask", pa.large_list(pa.bool_()), "[T] True on tokens that the policy sampled"),
+    _column("logprobs", _FLOAT32_LIST, "[T] nats: the sampler's, of the tokens as sampled; NaN where loss_mask is False"),
+    _column("n_prompt_tokens", pa.int32(), "tokens before the first sampled one"),
+    _column("n_completion_tokens", pa.int32(), "sampled tokens"),
+    _column("finish_reason", pa.string(), "the sampler's: stop | length | abort; empty when nothing came back"),
+    _column("turns", pa.int32(), "completions of the episode"),
+    _column("server", pa.string(), "address of the server that sampled it"),
+    _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began"),
+    _column("duration_s", pa.float64(), "seconds from start to end"),
+    _column("generate_s", pa.float64(), "seconds of duration_s spent waiting for the sampler's answers"),
+    _column("environment_s", pa.float64(), "seconds of duration_s spent in the environment"),
+    _column("queue_s", pa.float64(), "seconds between its group's start and its own"),
+)
+
+_SCORED = (
+    _column("scorer", pa.string(), "name of the scorer"),
+    _column("version", pa.string(), "the scorer's declared version, else 1"),
+    _column("status", pa.string(), "scored | failed | dropped"),
+    _ERROR_TYPE,
+    _ERROR,
+    _column("reward", pa.float64(), "reward; NaN unless scored"),
+    _column("components", pa.large_string(), "JSON: {part: reward} of a weighted sum; {} when it has no parts"),
+    _column("duration_s", pa.float64(), "seconds of scoring"),
+)
+
+SCHEMAS: Mapping[str, pa.Schema] = {
+    "plans": _schema(
+        "plans",
+        _RUN,
+        _STEP,
+        _column("first_group", pa.int64(), "first group number of the range"),
+        _column("n_groups", pa.int32(), "groups in the range"),
+        _column("reason", pa.string(), "plan | refill"),
+    ),
+    "rollouts": _schema("rollouts", _RUN, _STEP, _GROUP, _SAMPLE, *_SAMPLED),
+    "routing": _schema(
+        "routing",
+        _RUN,
+        _STEP,
+        _TRAJECTORY,
+        _column("shape", _INT32_LIST, "(tokens, layers, top_k)"),
+        _column("dtype", pa.string(), "numpy name of the element type"),
+        _column("experts", pa.large_binary(), "routed experts, raw bytes in C order"),
+    ),
+    "scores": _schema("scores", _RUN, _STEP, _GROUP, _SAMPLE, _TRAJECTORY, *_SCORED),
+    "groups": _schema(
+        "groups",
+        _RUN,
+        _STEP,
+        _GROUP,
+        _column("env", pa.string(), "environment"),
+        _column("expected", pa.int32(), "trajectories asked for (G)"),
+        _column("survived", pa.int32(), "trajectories with a reward"),
+        _column("reason", pa.string(), "why the group is out of the batch; empty when it is in"),
+        _column("reward_mean", pa.float64(), "mean reward of the survivors; NaN without any"),
+        _column("reward_std", pa.float64(), "population standard deviation of their rewards; NaN without any"),
+        _column("tokens_mean", pa.float64(), "mean sampled tokens of the survivors; NaN without any"),
+        _column("duration_s", pa.float64(), "seconds from the group's start to its last acknowledgement"),
+    ),
+    "batches": _schema(
+        "batches",
+        _RUN,
+        _STEP,
+        _column("order", pa.int32(), "place in the batch, from 0"),
+        _TRAJECTORY,
+        _GROUP,
+        _SAMPLE,
+        _column("env", pa.string(), "environment"),
+        _column("advantage", pa.float32(), "advantage of every sampled token of the trajectory"),
+        _column("reward", pa.float64(), "reward that the advantage comes from"),
+        _column("source", pa.string(), "run folder that holds the rollout; empty: this run"),
+        _column("source_step", pa.int32(), "step under which the rollout is stored"),
+    ),
+    "annotations": _schema(
+        "annotations",
+        _RUN,
+        _STEP,
+        _TRAJECTORY,
+        _column("logprobs", _FLOAT32_LIST, "[T] nats: the trainer's; NaN where loss_mask is False"),
+        _column("entropy", _FLOAT32_LIST, "[T] nats; NaN where loss_mask is False"),
+        _column("ratio", _FLOAT32_LIST, "[T] trainer's over sampler's probability; NaN where loss_mask is False"),
+        _column("clipped", pa.large_list(pa.bool_()), "[T] True where the clip stopped the gradient"),
+    ),
+    "evaluations": _schema(
+        "evaluations",
+        _RUN,
+        _STEP,
+        _GROUP,
+        _SAMPLE,
+        *_SAMPLED,
+        _column("policy_version", pa.int32(), "policy version evaluated"),
+        _column("greedy", pa.bool_(), "True: temperature 0; False: sampled"),
+        _column("reward", pa.float64(), "reward; NaN when it could not be scored"),
+        _column("components", pa.large_string(), "JSON: {part: reward}"),
+    ),
+    "metrics": _schema(
+        "metrics",
+        _RUN,
+        _STEP,
+        _column("name", pa.string(), "stage/metric, with its unit as suffix"),
+        _column("env", pa.string(), "environment, or all"),
+        _column("stat", pa.string(), "value | mean | std | min | max"),
+        _column("value", pa.float64(), "value"),
+    ),
+}
+
+
+def schema_of(dataset: str) -> pa.Schema:
+    """The schema of a data set; raises SchemaError for an unknown name."""
+    try:
+        return SCHEMAS[dataset]
+    except KeyError:
+        raise SchemaError(f"no data set is called {dataset!r}; there are {', '.join(sorted(SCHEMAS))}") from None
+
+
+def batch_of(dataset: str, columns: Mapping[str, object]) -> pa.RecordBatch:
+    """Build rows of a data set from one sequence or Arrow array a column.
+
+    Example: batch_of("plans", {"run": ["ab"], "step": [0], "first_group": [0], "n_groups": [32], "reason": ["plan"]})
+
+    Raises:
+        SchemaError: columns are missing, unknown, of the wrong type or of unequal length.
+    """
+    schema = schema_of(dataset)
+    if missing := set(schema.names) ^ set(columns):
+        raise SchemaError(f"{dataset}: columns missing or unknown: {', '.join(sorted(missing))}")
+    try:
+        arrays = [_array(columns[field.name], field.type) for field in schema]
+        batch = pa.record_batch(arrays, schema=schema)
+        batch.validate()
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise SchemaError(f"{dataset}: rows do not fit the schema: {error}") from error
+    for field, column in zip(schema, batch.columns, strict=True):
+        if column.null_count and not field.nullable:
+            raise SchemaError(f"{dataset}.{field.name}: {column.null_count} of {len(column)} values are null")
+    return batch
+
+
+def _array(values: object, kind: pa.DataType) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
+
+
+def ragged(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """Wrap one array a row as a list column without a Python object for each element.
+
+    Example: ragged([np.array([1, 2]), np.array([3])], pa.large_list(pa.int32())) is [[1, 2], [3]].
+    """
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    flat = np.concatenate(arrays) if arrays else np.empty(0)
+    values = pa.array(flat).cast(kind.value_type)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values, type=kind)

@@ -1,0 +1,151 @@
+"""The run's writer: rows are gathered, committed as shards in a thread, and acknowledged.
+
+A commit stores everything gathered while the one before it ran, one shard for each partition; `flush_s` makes
+it wait for more. Rows are acknowledged when their shard has been renamed into place: from then on no death of
+this process loses them. A kill between rename and acknowledgement leaves rows that nobody was told of; a
+resumed run finds them in the folder, as it finds all others.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import pyarrow as pa
+
+from tasks.errors import StoreError
+from tasks.store.commit import commit
+from tasks.store.filesystem import Files
+from tasks.store.layout import PartitionValue, partition_folder
+from tasks.store.shard import check_rows
+
+Failures: TypeAlias = dict[str, StoreError]
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Rows that wait for a commit, and whom to tell."""
+
+    rows: pa.RecordBatch
+    acknowledgement: asyncio.Future[None]
+
+
+Gathered: TypeAlias = dict[str, list[Appended]]
+
+
+class RunWriter:
+    """Appends rows to the data sets of one run; used from one event loop, as an async context manager.
+
+    Leaving the context stores everything that was appended, also when an error or a cancellation ends it.
+    """
+
+    def __init__(self, files: Files, epoch: int, flush_s: float) -> None:
+        self._files, self._epoch, self._flush_s = files, epoch, flush_s
+        self._gathered: Gathered = {}
+        self._unsettled: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_committing = False
+        self._n_shards = 0
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def __aenter__(self) -> Self:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
+        return self
+
+    def append(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> asyncio.Future[None]:
+        """Hand over rows of one partition; the future is done when they are stored.
+
+        It need not be awaited, and cancelling it, or who awaits it, does not take the rows back. Its error, when
+        the rows cannot be stored, is a StoreError.
+
+        Raises:
+            SchemaError: the rows do not have the data set's schema, or belong to another partition.
+            StoreError: the writer is not open.
+        """
+        if self._thread is None:
+            raise StoreError(
+                f"the run's writer is not open; {rows.num_rows} rows of {dataset} were not taken"
+            )
+        folder = partition_folder(dataset, partition)
+        check_rows(dataset, rows, partition)
+        acknowledgement: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unsettled.add(acknowledgement)
+        self._gathered.setdefault(folder, []).append(Appended(rows, acknowledgement))
+        self._set_timer()
+        return asyncio.shield(acknowledgement)
+
+    async def flush(self) -> None:
+        """Commit at once what was appended so far; returns when all of it is stored.
+
+        Raises:
+            StoreError: some of it could not be stored; the first such error.
+        """
+        appended = set(self._unsettled)
+        waiting = appended
+        while waiting:
+            self._commit()
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for acknowledgement in appended:
+            acknowledgement.result()
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.flush()
+        except StoreError:
+            if error is None:
+                raise
+        finally:
+            self._close()
+
+    def _set_timer(self) -> None:
+        if self._gathered and self._timer is None and not self._is_committing:
+            self._timer = asyncio.get_running_loop().call_later(self._flush_s, self._commit)
+
+    def _take(self) -> tuple[Gathered, int]:
+        """What was gathered, and the number of its first shard."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        gathered, self._gathered = self._gathered, {}
+        first, self._n_shards = self._n_shards, self._n_shards + len(gathered)
+        return gathered, first
+
+    def _commit(self) -> None:
+        """Begin a commit of what was gathered, unless one is running, whose end begins the next."""
+        if self._is_committing or not self._gathered or self._thread is None:
+            return
+        gathered, first = self._take()
+        self._is_committing = True
+        work = partial(commit, self._files, self._epoch, first, _rows_of(gathered))
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        running.add_done_callback(partial(self._committed, gathered))
+
+    def _committed(self, gathered: Gathered, running: asyncio.Future[Failures]) -> None:
+        self._is_committing = False
+        self._settle(gathered, running.result())
+        self._set_timer()
+
+    def _settle(self, gathered: Gathered, failures: Failures) -> None:
+        for folder, appended in gathered.items():
+            for each in appended:
+                self._unsettled.discard(each.acknowledgement)
+                if folder in failures:
+                    each.acknowledgement.set_exception(failures[folder])
+                else:
+                    each.acknowledgement.set_result(None)
+
+    def _close(self) -> None:
+        """Store what a cancelled exit left, without an await that could be cancelled again."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=True)
+        gathered, first = self._take()
+        self._settle(gathered, commit(self._files, self._epoch, first, _rows_of(gathered)))
+
+
+def _rows_of(gathered: Gathered) -> dict[str, list[pa.RecordBatch]]:
+    return {folder: [each.rows for each in appended] for folder, appended in gathered.items()}

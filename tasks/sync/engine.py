@@ -1,0 +1,108 @@
+"""vLLM's end of a weight transfer: receives buckets over gloo and loads the tensors as a checkpoint's."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroupGloo
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tasks.errors import SyncError
+from tasks.sync.buckets import TransferPlan
+from tasks.sync.link import RECEIVER, SENDER, open_link, open_store
+from tasks.sync.repairs import repair_after_update
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """Where the sender waits, and under which prefix of its store."""
+
+    host: str
+    port: int
+    prefix: str
+    timeout_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """A TransferPlan as JSON."""
+
+    tensors: Sequence[Mapping[str, Any]]
+    total_bytes: int
+    bucket_bytes: int
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives all weights into one buffer, which is allocated once, and loads views of it.
+
+    Layerwise reload keeps references to the tensors until the update is finished, so no part of the buffer
+    is written twice within an update.
+    """
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    repairs = True
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._link: ProcessGroupGloo | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the sender; a link that there was before is dropped."""
+        self.shutdown()
+        store = open_store(init_info.host, init_info.port, init_info.timeout_s, is_master=False)
+        self._link = open_link(store, init_info.prefix, RECEIVER, init_info.host, init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Open the live model for new weights."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Receive the buckets in order, and load each tensor when its last byte is there."""
+        if self._link is None:
+            raise SyncError("weights are announced before this server has joined a sender")
+        plan = TransferPlan.from_json(update_info.tensors, update_info.total_bytes, update_info.bucket_bytes)
+        if self._buffer.numel() < plan.total_bytes:
+            self._buffer = torch.empty(plan.total_bytes, dtype=torch.uint8)
+        self.model.load_weights(_arriving(self._link, plan, self._buffer, self.device))
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in place, in the layouts that kernels want."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.repairs:
+            repair_after_update(self.model)
+
+    def shutdown(self) -> None:
+        """Drop the link."""
+        self._link = None
+
+
+def _arriving(
+    link: ProcessGroupGloo, plan: TransferPlan, buffer: torch.Tensor, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor; the buckets after those it needs are on their way meanwhile."""
+    works = [(end, link.recv([buffer[start:end]], SENDER, 0)) for start, end in plan.buckets()]
+    arrived, n_waited = 0, 0
+    for tensor in plan.tensors:
+        end = tensor.offset + tensor.size_bytes
+        while arrived < end:
+            arrived, work = works[n_waited]
+            work.wait()
+            n_waited += 1
+        data = buffer[tensor.offset : end].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+        yield tensor.name, data.to(device)

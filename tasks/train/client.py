@@ -1,0 +1,197 @@
+"""Talks to the trainer's control API."""
+
+import asyncio
+import json
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from tasks import errors
+from tasks.errors import RequestError, ServiceDiedError, ServiceStartError
+from tasks.serve.process import LaunchedProcess
+from tasks.train.protocol import (
+    Checkpoint,
+    Command,
+    Connect,
+    Disconnect,
+    ExportPolicy,
+    Load,
+    Logprobs,
+    Rendezvous,
+    Send,
+    Shutdown,
+    StepResult,
+    TrainerHealth,
+    TrainStep,
+    WeightPlan,
+)
+
+_LONG_POLL_S = 30.0
+_HEALTH_PAUSE_S = 0.2
+_LOST_ANSWERS = 3
+_NAMED_ERRORS = ("BatchRefusedError", "StoreError", "SchemaError", "ShardError", "SyncError")
+
+
+class TrainerClient:
+    """Client of one trainer service; an async context manager.
+
+    Every command raises RequestError when the trainer refuses it or cannot do it, or the error of
+    tasks.errors that the trainer raised; and ServiceDiedError when the trainer is gone.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_s: float, connect_timeout_s: float = 10.0) -> None:
+        self._timeout_s = timeout_s
+        self._process: LaunchedProcess | None = None
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(connect_timeout_s, read=_LONG_POLL_S + connect_timeout_s),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def wait_until_healthy(
+        self, timeout_s: float, process: LaunchedProcess | None = None
+    ) -> TrainerHealth:
+        """Wait until the trainer answers; `process` is the one that was launched, for its log.
+
+        Raises:
+            ServiceStartError: it ended, or did not answer in time; with its last log lines.
+        """
+        self._process = process
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                return await self.health()
+            except ServiceDiedError:
+                if process is not None and not process.is_running:
+                    reason = f"ended with status {process.returncode} while starting"
+                    raise ServiceStartError("trainer", reason, self._log_tail()) from None
+                await asyncio.sleep(_HEALTH_PAUSE_S)
+        reason = f"not healthy within train.start_timeout_s = {timeout_s:g} s at {self._http.base_url}"
+        raise ServiceStartError("trainer", reason, self._log_tail())
+
+    async def health(self) -> TrainerHealth:
+        """Where the trainer stands."""
+        return TrainerHealth(**await self._answer("GET", "/v1/health"))
+
+    async def load(
+        self, *, run: str, incarnation: int, model: str, folder: str, checkpoint: str | None, version: int
+    ) -> None:
+        """Stand at `version` of a run: from a checkpoint's folder, or from the model's when there is none."""
+        await self._do(
+            Load(
+                run=run,
+                incarnation=incarnation,
+                model=model,
+                folder=folder,
+                checkpoint=checkpoint,
+                version=version,
+            )
+        )
+
+    async def train_step(self, *, folder: str, run: str, step: int, digest: str) -> StepResult:
+        """Apply the stored batch of a step, once: asked again, the trainer returns what it returned.
+
+        Raises:
+            BatchRefusedError: the trainer stands at another step, or holds another digest.
+        """
+        return StepResult.parse(await self._do(TrainStep(folder=folder, run=run, step=step, digest=digest)))
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """[B][T-1] raw log-probabilities in nats: log p(token i+1 | tokens 0..i), at temperature 1."""
+        found: list[list[float]] = await self._do(Logprobs(sequences=sequences))
+        return found
+
+    async def weight_plan(self) -> dict[str, Any]:
+        """What a server must know before weights are sent, as JSON."""
+        return dict(await self._do(WeightPlan()))
+
+    async def rendezvous(self) -> dict[str, Any]:
+        """{host, port} where a server meets the sender of the weights."""
+        return dict(await self._do(Rendezvous()))
+
+    async def connect(self, server: str, prefix: str) -> None:
+        """Wait until a server has joined."""
+        await self._do(Connect(server=server, prefix=prefix))
+
+    async def disconnect(self, server: str) -> None:
+        """Forget a server."""
+        await self._do(Disconnect(server=server))
+
+    async def send(self, servers: list[str]) -> dict[str, Any]:
+        """Send the weights to servers that have joined; returns statistics."""
+        return dict(await self._do(Send(servers=servers)))
+
+    async def checkpoint(self, folder: str, version: int) -> str:
+        """Write the version that the trainer stands at into RUN/checkpoints; returns the checkpoint's folder."""
+        return str(await self._do(Checkpoint(folder=folder, version=version)))
+
+    async def export_policy(self, path: str) -> None:
+        """Write the weights as a Hugging Face model folder."""
+        await self._do(ExportPolicy(path=path))
+
+    async def shutdown(self) -> None:
+        """Ask the service to end."""
+        await self._answer("POST", "/v1/shutdown", Shutdown().model_dump())
+
+    async def _do(self, command: Command) -> Any:
+        """Send a command and wait for its result."""
+        accepted = await self._answer("POST", f"/v1/{command.name}", command.model_dump())
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            state = await self._state(accepted["operation"])
+            if state["status"] == "done":
+                return state["result"]
+            if state["status"] == "failed":
+                raise _error(command.name, state["error_type"], state["error"])
+        raise RequestError(
+            f"trainer: {command.name} not done within train.step_timeout_s = {self._timeout_s:g} s"
+        )
+
+    async def _state(self, operation: str) -> dict[str, Any]:
+        """Long-poll; an answer that gets lost on the way is asked for again."""
+        for _ in range(_LOST_ANSWERS - 1):
+            try:
+                return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=_LONG_POLL_S))
+            except ServiceDiedError:
+                await asyncio.sleep(_HEALTH_PAUSE_S)
+        return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=_LONG_POLL_S))
+
+    async def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None = None, **query: float
+    ) -> Any:
+        try:
+            response = await self._http.request(method, path, json=body, params=query)
+        except httpx.TransportError as error:
+            reason = f"does not answer at {self._http.base_url}: {error or type(error).__name__}"
+            raise ServiceDiedError("trainer", reason, self._log_tail()) from error
+        if response.status_code != httpx.codes.OK:
+            raise RequestError(f"trainer: {method} {path}: {response.status_code} {_detail(response)}")
+        return json.loads(response.content)
+
+    def _log_tail(self) -> str:
+        return self._process.log_tail() if self._process is not None else ""
+
+
+def _error(command: str, error_type: str, text: str) -> Exception:
+    """The trainer's error in our process, under its own type where a caller would treat it differently."""
+    if error_type in _NAMED_ERRORS:
+        kind: type[Exception] = getattr(errors, error_type)
+        return kind(text)
+    return RequestError(f"trainer: {command}: {text}")
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text

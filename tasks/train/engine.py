@@ -1,0 +1,149 @@
+"""The policy under DeepSpeed: forward, backward, update; one instance on each rank."""
+
+import math
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from tasks.errors import StoreError
+from tasks.train.config import TrainConfig
+from tasks.train.policy import HeadPositions, load_policy, token_logprobs
+
+# Under ZeRO-3 parameters below this many elements times the hidden size stay on every rank.
+_PERSISTENT_VECTORS = 10
+
+# DeepSpeed would compile, for a minute, an all-reduce that only its inference kernels use.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Update(NamedTuple):
+    """Outcome of one optimizer update.
+
+    Attributes:
+        updated: False when the gradient was not finite; weights and moments are then as before.
+        grad_norm: global norm of the gradient before it was scaled down.
+    """
+
+    updated: bool
+    grad_norm: float
+
+
+class Engine:
+    """DeepSpeed around a Hugging Face causal language model.
+
+    Attributes:
+        model: the model itself; under ZeRO-3 its parameters are partitioned.
+        device: where this rank computes.
+        world_size: ranks (W).
+    """
+
+    def __init__(self, config: TrainConfig, model: PreTrainedModel, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.world_size = dist.get_world_size()
+        self._head = HeadPositions(model)
+        self._max_grad_norm = config.max_grad_norm
+        self._is_plain = config.zero_stage == 0 and config.dtype == "float32"
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        settings = _deepspeed_settings(config, model.config.get_text_config().hidden_size)
+        self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        self._engine.eval()
+
+    @classmethod
+    def load(cls, config: TrainConfig, folder: str, device: torch.device) -> "Engine":
+        """An engine over a Hugging Face model folder."""
+        return cls(config, load_policy(folder, config.dtype), device)
+
+    def logprobs(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] log-probabilities of the targets and [N] entropies, in nats; under ZeRO-3 a collective.
+
+        Args:
+            token_ids: [B, T].
+            positions: [N] places in the flattened [B * T] whose logits predict the targets.
+            targets: [N] token ids.
+            temperatures: [N].
+        """
+        self._head.positions = positions
+        logits = self._engine(input_ids=token_ids, use_cache=False).logits
+        return token_logprobs(logits, targets, temperatures)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Add a micro-batch's gradient, divided by the number of ranks; the last one joins those of all ranks.
+
+        A collective: each rank calls it as often as the others.
+        """
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def update(self, lr: float) -> Update:
+        """Apply the gradient, or drop it when it is not finite; a collective, after the last backward."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        if self._is_plain:
+            return self._plain_update()
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        norm = math.nan if norm is None else float(norm)
+        return Update(bool(self._engine.was_step_applied()), norm)
+
+    def _plain_update(self) -> Update:
+        """Without ZeRO in single precision DeepSpeed looks neither at the norm nor for NaN."""
+        norm = torch.nn.utils.get_total_norm(
+            [each.grad for each in self.model.parameters() if each.grad is not None]
+        )
+        if not torch.isfinite(norm):
+            self._engine.zero_grad()
+            return Update(False, float(norm))
+        if self._max_grad_norm > 0.0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self._max_grad_norm, norm)
+        self._engine.step()
+        return Update(True, float(norm))
+
+    def save(self, folder: str, tag: str) -> None:
+        """Write weights and moments under FOLDER/TAG; a collective."""
+        self._engine.save_checkpoint(folder, tag=tag, save_latest=False)
+
+    def restore(self, folder: str, tag: str) -> None:
+        """Read what `save` wrote, with the same number of ranks; a collective."""
+        path, _ = self._engine.load_checkpoint(folder, tag=tag)
+        if path is None:
+            raise StoreError(f"checkpoint {folder} has no {tag} that DeepSpeed can read")
+
+    def close(self) -> None:
+        """Let go of its memory."""
+        self._engine.destroy()
+
+
+def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration; bfloat16 needs stage 1 at least, which keeps the weights in single precision."""
+    is_plain = config.zero_stage == 0 and config.dtype == "float32"
+    stage = config.zero_stage if config.dtype == "float32" else max(1, config.zero_stage)
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0 if is_plain else config.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": _PERSISTENT_VECTORS * hidden_size,
+        },
+        "steps_per_print": None,
+    }

@@ -1,0 +1,71 @@
+"""Commands that were accepted: each an operation whose result can be asked for later."""
+
+import queue
+import secrets
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.train.protocol import Command
+
+_KEPT_RESULTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A command under way or done.
+
+    Attributes:
+        id: what its result is asked for by.
+        command: what was asked.
+        outcome: its result or error, once there is one.
+    """
+
+    id: str
+    command: Command
+    outcome: "Future[Any]" = field(default_factory=Future)
+
+
+class Operations:
+    """Accepts commands on the control API's thread, hands them out on rank 0's."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Operation] = queue.Queue()
+        self._known: OrderedDict[str, Operation] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def submit(self, command: Command) -> Operation:
+        """Queue a command; the same command, when it is queued or running already, is not queued again."""
+        operation, is_new = self.register(command)
+        if is_new:
+            self._queue.put(operation)
+        return operation
+
+    def register(self, command: Command) -> tuple[Operation, bool]:
+        """The operation of a command, and whether it is a new one, which is not queued yet."""
+        with self._lock:
+            for known in self._known.values():
+                if known.command == command and not known.outcome.done():
+                    return known, False
+            operation = Operation(secrets.token_hex(8), command)
+            self._known[operation.id] = operation
+            done = [key for key, each in self._known.items() if each.outcome.done()]
+            for key in done[: max(0, len(self._known) - _KEPT_RESULTS)]:
+                del self._known[key]
+        return operation, True
+
+    def find(self, operation_id: str) -> Operation | None:
+        """An operation by its id; None when there is none, or when its result is too old."""
+        return self._known.get(operation_id)
+
+    def take(self) -> Operation:
+        """Wait for the next command, however long that takes."""
+        return self._queue.get()
+
+    @property
+    def busy(self) -> str:
+        """Name of a command that is not done; empty when all are."""
+        with self._lock:
+            return next((each.command.name for each in self._known.values() if not each.outcome.done()), "")

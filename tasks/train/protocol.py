@@ -1,0 +1,187 @@
+"""What the trainer and its client say to each other; neither torch nor HTTP is imported here."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from tasks.config import StageConfig
+from tasks.observe.metrics import Metric
+from tasks.train.config import TrainConfig
+
+
+class ServiceConfig(StageConfig):
+    """Settings of one trainer service, as its command line names them in a JSON file.
+
+    Attributes:
+        bucket_bytes: size of one weight-transfer buffer.
+        sync_host: address that the vLLM servers reach this machine by.
+        sync_timeout_s: seconds one weight transfer may take.
+        host: address that the control API listens on.
+        port: port of the control API.
+        log_dir: folder for logs beside the service's own output.
+    """
+
+    train: TrainConfig
+    bucket_bytes: int
+    sync_host: str
+    sync_timeout_s: float
+    host: str = "127.0.0.1"
+    port: int
+    log_dir: str
+
+
+class Command(BaseModel):
+    """A request to the trainer; its name is the last part of its address."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: ClassVar[str]
+
+
+class Load(Command):
+    """Stand at `version` of a run: from a checkpoint's folder, or from a model's when there is none."""
+
+    name = "load"
+    run: str
+    incarnation: int
+    model: str
+    folder: str
+    checkpoint: str | None
+    version: int
+
+
+class TrainStep(Command):
+    """Apply the batch of a step, once."""
+
+    name = "train_step"
+    folder: str
+    run: str
+    step: int
+    digest: str
+
+
+class Logprobs(Command):
+    """Raw log-probabilities of known tokens."""
+
+    name = "logprobs"
+    sequences: list[list[int]]
+
+
+class WeightPlan(Command):
+    """What a server must know before weights are sent."""
+
+    name = "weight_plan"
+
+
+class Rendezvous(Command):
+    """Where a server meets the sender of the weights."""
+
+    name = "rendezvous"
+
+
+class Connect(Command):
+    """Wait until a server has joined."""
+
+    name = "connect"
+    server: str
+    prefix: str
+
+
+class Disconnect(Command):
+    """Forget a server."""
+
+    name = "disconnect"
+    server: str
+
+
+class Send(Command):
+    """Send the weights to servers that have joined."""
+
+    name = "send"
+    servers: list[str]
+
+
+class Checkpoint(Command):
+    """Write everything that makes up a version into RUN/checkpoints."""
+
+    name = "checkpoint"
+    folder: str
+    version: int
+
+
+class ExportPolicy(Command):
+    """Write the weights as a Hugging Face model folder."""
+
+    name = "export_policy"
+    path: str
+
+
+class Shutdown(Command):
+    """End the service."""
+
+    name = "shutdown"
+
+
+COMMANDS: dict[str, type[Command]] = {
+    each.name: each
+    for each in (
+        Load,
+        TrainStep,
+        Logprobs,
+        WeightPlan,
+        Rendezvous,
+        Connect,
+        Disconnect,
+        Send,
+        Checkpoint,
+        ExportPolicy,
+        Shutdown,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        version: the policy version that the step produced.
+        updated: False when the weights are those of the version before.
+        reason: why there was no update; empty when there was one.
+        metrics: by environment and `all`.
+        duration_s: seconds from the first row read to the last update.
+    """
+
+    version: int
+    updated: bool
+    reason: str
+    metrics: list[Metric]
+    duration_s: float
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> "StepResult":
+        """The inverse of dataclasses.asdict."""
+        return cls(**values | {"metrics": [Metric(**each) for each in values["metrics"]]})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHealth:
+    """Where the trainer stands.
+
+    Attributes:
+        run: random id of the run it has loaded; empty before the first load.
+        incarnation: the run's counter at that load.
+        version: policy version; -1 before the first load.
+        digest: digest of the last batch it applied; empty when there is none.
+        world_size: ranks (W).
+        heartbeats: [W] seconds since each rank was last heard of.
+        busy: the command it is at; empty when idle.
+    """
+
+    run: str
+    incarnation: int
+    version: int
+    digest: str
+    world_size: int
+    heartbeats: list[float]
+    busy: str

@@ -1,0 +1,90 @@
+"""How the ranks of a trainer hear of commands and of each other: keys of a store, never a collective.
+
+A rank that waits for a command sits in a store request with a deadline, for hours if need be: a collective
+would time out, and would spin on some backends.
+"""
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from tasks.train.protocol import COMMANDS, Command
+
+_BEATS_PER_TIMEOUT = 6
+_DEAD_RANK_STATUS = 70
+
+
+class CommandChannel:
+    """Commands from rank 0 to the others, in order.
+
+    `publish` is rank 0's, `next` the others'.
+    """
+
+    def __init__(self, store: Store, wait_s: float) -> None:
+        self._store, self._wait = store, timedelta(seconds=wait_s)
+        self._number = 0
+
+    def publish(self, command: Command) -> None:
+        """Tell the other ranks."""
+        self._store.set(self._key, f"{command.name} {command.model_dump_json()}")
+        self._number += 1
+
+    def next(self) -> Command:
+        """Wait for the next command, however long that takes.
+
+        Raises:
+            DistNetworkError: the store is gone, and with it the service.
+        """
+        while True:
+            try:
+                self._store.wait([self._key], self._wait)
+            except dist.DistStoreError:
+                continue  # nothing came within one wait
+            name, _, body = self._store.get(self._key).decode().partition(" ")
+            self._number += 1
+            return COMMANDS[name].model_validate_json(body)
+
+    @property
+    def _key(self) -> str:
+        return f"command/{self._number}"
+
+
+class Heartbeats:
+    """Each rank counts up a key of its own; rank 0 watches all of them, and ends the service when one stops."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._beats = [b""] * world_size
+        self._heard_at = [time.monotonic()] * world_size
+        threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
+
+    @property
+    def silences_s(self) -> list[float]:
+        """[W] seconds since rank 0 heard of each rank."""
+        now = time.monotonic()
+        return [now - heard_at for heard_at in self._heard_at]
+
+    def _beat(self) -> None:
+        number = 0
+        while True:
+            number += 1
+            self._store.set(f"beat/{self._rank}", str(number))
+            if self._rank == 0:
+                self._listen()
+            time.sleep(self._timeout_s / _BEATS_PER_TIMEOUT)
+
+    def _listen(self) -> None:
+        for rank, beat in enumerate(self._beats):
+            key = f"beat/{rank}"
+            current = self._store.get(key) if self._store.check([key]) else b""
+            if current != beat:
+                self._beats[rank], self._heard_at[rank] = current, time.monotonic()
+            elif self.silences_s[rank] > self._timeout_s:
+                sys.stderr.write(f"trainer: rank {rank} has been silent for {self.silences_s[rank]:.0f} s\n")
+                sys.stderr.flush()
+                os._exit(_DEAD_RANK_STATUS)  # torchrun ends the other ranks, whatever they wait for

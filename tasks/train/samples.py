@@ -1,0 +1,129 @@
+"""The rows of a batch, as arrays, straight from the data sets."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tasks.errors import BatchRefusedError
+from tasks.store.digest import batch_digest
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read, read_trajectories
+
+_COLUMNS = ["trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The rows of a batch, in its order; each field has one entry a row.
+
+    Attributes:
+        trajectory_ids: [B].
+        envs: [B] environments.
+        temperatures: [B] sampling temperatures.
+        advantages: [B] advantage of every trained token.
+        token_ids: [B][T] tokens.
+        loss_masks: [B][T] True on tokens to train; the first token is never one.
+        logprobs: [B][T] nats, the sampler's; NaN where loss_mask is False.
+    """
+
+    trajectory_ids: list[str]
+    envs: list[str]
+    temperatures: np.ndarray
+    advantages: np.ndarray
+    token_ids: list[np.ndarray]
+    loss_masks: list[np.ndarray]
+    logprobs: list[np.ndarray]
+
+    @property
+    def has_spread(self) -> bool:
+        """True when some token has an advantage: without one every gradient is zero."""
+        return any(
+            advantage != 0.0 and mask.any()
+            for advantage, mask in zip(self.advantages, self.loss_masks, strict=True)
+        )
+
+    def split(self, parts: int) -> list[list[int]]:
+        """Row numbers of each of `parts` updates, in the batch's order, rows without a trained token left out.
+
+        Example: five rows in two parts are [[0, 1, 2], [3, 4]].
+        """
+        rows = np.array([row for row, mask in enumerate(self.loss_masks) if mask.any()], np.int64)
+        return [part.tolist() for part in np.array_split(rows, parts)]
+
+
+def read_samples(folder: Path, step: int) -> tuple[str, Samples]:
+    """Digest and rows of a step's batch.
+
+    Raises:
+        ShardError: a shard cannot be read, or a trajectory of the batch is not there.
+    """
+    run = RunFolder(folder)
+    batch = read(run, "batches", step=step).sort_by("order")
+    parts = []
+    for source, source_step in sorted(
+        set(zip(batch["source"].to_pylist(), batch["source_step"].to_pylist(), strict=True))
+    ):
+        chosen = batch.filter((pc.field("source") == source) & (pc.field("source_step") == source_step))
+        origin = RunFolder(Path(source)) if source else run
+        rows = read_trajectories(origin, source_step, chosen["trajectory_id"].to_pylist(), _COLUMNS)
+        parts.append(
+            rows.append_column("advantage", chosen["advantage"]).append_column("order", chosen["order"])
+        )
+    return batch_digest(batch), _samples(pa.concat_tables(parts).sort_by("order") if parts else None)
+
+
+def _samples(rows: pa.Table | None) -> Samples:
+    if rows is None:
+        return Samples([], [], np.empty(0, np.float32), np.empty(0, np.float32), [], [], [])
+    return Samples(
+        trajectory_ids=rows["trajectory_id"].to_pylist(),
+        envs=rows["env"].to_pylist(),
+        temperatures=rows["temperature"].to_numpy(),
+        advantages=rows["advantage"].to_numpy(),
+        token_ids=_arrays(rows["token_ids"]),
+        loss_masks=_arrays(rows["loss_mask"]),
+        logprobs=_arrays(rows["logprobs"]),
+    )
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """One array a row; views where Arrow's layout allows it."""
+    return [
+        row
+        for chunk in column.chunks
+        for row in np.split(chunk.flatten().to_numpy(zero_copy_only=False), _inner(chunk))
+    ]
+
+
+def _inner(chunk: pa.LargeListArray) -> np.ndarray:
+    offsets = chunk.offsets.to_numpy()
+    return np.asarray(offsets[1:-1] - offsets[0])
+
+
+def check_samples(samples: Samples) -> None:
+    """Refuse rows that would put a NaN into the gradient, before any rank sees them.
+
+    Raises:
+        BatchRefusedError: names the trajectory and what is wrong with it.
+    """
+    for row, name in enumerate(samples.trajectory_ids):
+        mask, logprobs = samples.loss_masks[row], samples.logprobs[row]
+        if not len(samples.token_ids[row]) == len(mask) == len(logprobs):
+            raise BatchRefusedError(
+                f"trajectory {name}: {len(samples.token_ids[row])} token_ids, {len(mask)} of loss_mask, "
+                f"{len(logprobs)} logprobs; they must be as many"
+            )
+        if len(mask) and mask[0]:
+            raise BatchRefusedError(
+                f"trajectory {name}: its first token is to be trained; nothing comes before it"
+            )
+        if not np.isfinite(logprobs[mask]).all():
+            raise BatchRefusedError(f"trajectory {name}: a sampled token's log-probability is not finite")
+        if not np.isfinite(samples.advantages[row]) or not samples.temperatures[row] > 0.0:
+            raise BatchRefusedError(
+                f"trajectory {name}: advantage {samples.advantages[row]}, temperature {samples.temperatures[row]}; "
+                "expected a finite advantage and a temperature above 0"
+            )

@@ -1,0 +1,115 @@
+"""The trainer service: what each rank of `torchrun -m tasks.train.service CONFIG.json` runs.
+
+Rank 0 serves the control API; all ranks carry out the commands. A rank that fails ends the service, and torchrun
+prints its traceback last.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from tasks.errors import ConfigError
+from tasks.train.control import ControlServer, LocalCommands, complete, control_app
+from tasks.train.launch import TOKEN_ENV
+from tasks.train.operations import Operations
+from tasks.train.process_group import join_ranks
+from tasks.train.protocol import (
+    Command,
+    Connect,
+    Disconnect,
+    Rendezvous,
+    ServiceConfig,
+    Shutdown,
+    TrainerHealth,
+    WeightPlan,
+)
+from tasks.train.ranks import CommandChannel, Heartbeats
+from tasks.train.transfer import Transfer
+from tasks.train.worker import Worker
+
+
+@record
+def main() -> None:
+    """Serve until told to shut down."""
+    config = ServiceConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    torch.set_num_threads(config.train.threads)
+    ranks = join_ranks(config.train.step_timeout_s)
+    timeout_s = config.train.heartbeat_timeout_s
+    heartbeats = Heartbeats(ranks.store.clone(), ranks.rank, ranks.world_size, timeout_s)
+    channel = CommandChannel(ranks.store, timeout_s)
+    transfer = Transfer(config, is_sender=ranks.rank == 0)
+    worker = Worker(config.train, ranks.device, transfer)
+    if ranks.rank == 0:
+        lead(config, worker, transfer, channel, heartbeats)
+    else:
+        follow(worker, channel)
+    dist.destroy_process_group()
+
+
+def lead(
+    config: ServiceConfig, worker: Worker, transfer: Transfer, channel: CommandChannel, heartbeats: Heartbeats
+) -> None:
+    """Rank 0: take commands, check them, pass them on, carry them out."""
+    token = os.environ.get(TOKEN_ENV, "")
+    if not token:
+        raise ConfigError(TOKEN_ENV, "", "set this environment variable to the trainer's access token")
+    operations = Operations()
+
+    def health() -> TrainerHealth:
+        at = worker.progress
+        return TrainerHealth(
+            run=at.run,
+            incarnation=worker.incarnation,
+            version=at.version,
+            digest=at.digest,
+            world_size=dist.get_world_size(),
+            heartbeats=heartbeats.silences_s,
+            busy=operations.busy,
+        )
+
+    local: LocalCommands = {
+        WeightPlan.name: lambda _: transfer.plan(worker.engine),
+        Rendezvous.name: lambda _: transfer.sender.rendezvous(),
+        Connect.name: lambda command: transfer.sender.connect(command.server, command.prefix),
+        Disconnect.name: lambda command: transfer.sender.disconnect(command.server),
+    }
+    server = ControlServer(control_app(operations, local, health, token), config.host, config.port)
+    while not serve_one(operations, worker, channel):
+        pass
+    server.stop()
+
+
+def serve_one(operations: Operations, worker: Worker, channel: CommandChannel) -> bool:
+    """Carry out the next command; True when it was the last."""
+    operation = operations.take()
+
+    def run(command: Command) -> Any:
+        result = worker.prepare(command)
+        if result is not None:
+            return result
+        channel.publish(command)
+        return worker.run(command)
+
+    if operation.command.name == Shutdown.name:
+        channel.publish(operation.command)
+        operation.outcome.set_result(None)
+        return True
+    complete(operation, run)
+    return False
+
+
+def follow(worker: Worker, channel: CommandChannel) -> None:
+    """Every other rank: carry out what rank 0 passes on."""
+    while (command := channel.next()).name != Shutdown.name:
+        worker.run(command)
+
+
+if __name__ == "__main__":
+    main()

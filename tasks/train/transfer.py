@@ -1,0 +1,55 @@
+"""The trainer's side of the weight sync: the sender on rank 0, in step with the other ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tasks.errors import RequestError
+from tasks.train.engine import Engine
+from tasks.train.protocol import ServiceConfig
+from tasks.train.weights import named_weights, weight_metas
+
+
+class Transfer:
+    """Sends the weights of an engine; every rank has one, only rank 0's talks to servers."""
+
+    def __init__(self, config: ServiceConfig, *, is_sender: bool) -> None:
+        self._config, self._is_sender = config, is_sender
+        self._sender: Any = None
+
+    @property
+    def sender(self) -> Any:
+        """Rank 0's WeightSender, made at first use."""
+        if self._sender is None:
+            from tasks.sync.sender import WeightSender
+
+            self._sender = WeightSender(
+                self._config.sync_host, self._config.bucket_bytes, self._config.sync_timeout_s
+            )
+        return self._sender
+
+    def plan(self, engine: Engine | None) -> dict[str, Any]:
+        """What the servers must know beforehand, as JSON."""
+        if engine is None:
+            raise RequestError("the trainer has nothing loaded, so it has no weights to plan for")
+        plan: dict[str, Any] = self.sender.plan(weight_metas(engine.model))
+        return plan
+
+    def send(self, engine: Engine, servers: list[str]) -> dict[str, Any]:
+        """Send every weight, in order; a collective, also when a server fails half-way.
+
+        Raises:
+            SyncError: on rank 0 alone, when every rank is done.
+        """
+        weights = named_weights(engine.model)
+        try:
+            return dict(self.sender.send(servers, weights)) if self._is_sender else {}
+        finally:
+            _drain(weights)
+
+
+def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Gather what is left, so that ranks that gather with us do not wait."""
+    for _ in weights:
+        pass

@@ -1,0 +1,184 @@
+"""What a rank does when it is told to: the state of the trainer, and one method a command."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tasks.errors import BatchRefusedError, ConfigError, RequestError
+from tasks.observe.metrics import MetricTable, Reduced
+from tasks.store.layout import RunFolder
+from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint, save_checkpoint
+from tasks.train.config import TrainConfig
+from tasks.train.engine import Engine
+from tasks.train.protocol import (
+    Checkpoint,
+    Command,
+    ExportPolicy,
+    Load,
+    Logprobs,
+    Send,
+    StepResult,
+    TrainStep,
+)
+from tasks.train.samples import Samples, check_samples, read_samples
+from tasks.train.scoring import sequence_logprobs
+from tasks.train.step import StepTraining, reason_to_skip
+from tasks.train.transfer import Transfer
+from tasks.train.weights import export_policy
+
+
+class Worker:
+    """One rank's part of the trainer.
+
+    `prepare` is asked on rank 0 alone, before a command is passed on; `run` is called on every rank, with the same
+    commands in the same order.
+
+    Attributes:
+        engine: None before the first load.
+        progress: where the trainer stands.
+        incarnation: the run's counter at the last load.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, transfer: Transfer) -> None:
+        self.engine: Engine | None = None
+        self.progress = Progress(run="", version=-1)
+        self.incarnation = -1
+        self._config, self._device, self._transfer = config, device, transfer
+        self._prepared: tuple[TrainStep, Samples] | None = None
+        self._methods: dict[str, Callable[[Any], Any]] = {
+            Load.name: self._load,
+            TrainStep.name: self._train_step,
+            Logprobs.name: self._logprobs,
+            Send.name: self._send,
+            Checkpoint.name: self._checkpoint,
+            ExportPolicy.name: self._export_policy,
+        }
+
+    def prepare(self, command: Command) -> Any:
+        """Check a command on rank 0; what it returns, unless None, is the result and no rank has to run.
+
+        Raises:
+            RollmillError: the command is refused, and nothing has changed.
+        """
+        if isinstance(command, Load):
+            self._check_load(command)
+        elif self.engine is None:
+            raise RequestError(f"{command.name}: the trainer has nothing loaded; send it `load` first")
+        elif isinstance(command, TrainStep):
+            return self._prepare_step(command)
+        elif isinstance(command, Checkpoint):
+            return self._prepare_checkpoint(command)
+        return None
+
+    def run(self, command: Command) -> Any:
+        """Carry out a command; rank 0's result counts.
+
+        Raises:
+            RollmillError: the command failed, on rank 0 alone, and every rank is ready for the next one. Any
+                other error is the end of this rank.
+        """
+        return self._methods[command.name](command)
+
+    def _check_load(self, command: Load) -> None:
+        if not (Path(command.model) / "config.json").is_file():
+            raise ConfigError(
+                "model", command.model, "there is no model folder (config.json and weights) at this path"
+            )
+        if command.checkpoint is not None:
+            read_progress(Path(command.checkpoint), self._config, command.run, command.version)
+
+    def _load(self, command: Load) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        engine = Engine.load(self._config, command.model, self._device)
+        progress = Progress(run=command.run, version=command.version)
+        if command.checkpoint is not None:
+            progress = read_progress(Path(command.checkpoint), self._config, command.run, command.version)
+            restore_checkpoint(engine, Path(command.checkpoint))
+        self.engine, self.progress, self.incarnation = engine, progress, command.incarnation
+
+    def _prepare_step(self, command: TrainStep) -> StepResult | None:
+        at, self._prepared = self.progress, None
+        if command.run == at.run and command.step == at.version - 1 and command.digest == at.digest:
+            return at.result
+        if command.run != at.run or command.step != at.version:
+            raise BatchRefusedError(
+                f"the trainer stands at step {at.version} of run {at.run}, after the batch {at.digest or 'of no step'}; "
+                f"asked was step {command.step} of run {command.run} with the batch {command.digest}"
+            )
+        digest, samples = read_samples(Path(command.folder), command.step)
+        if digest != command.digest:
+            raise BatchRefusedError(
+                f"step {command.step}: the stored batch is {digest}, asked was {command.digest}"
+            )
+        check_samples(samples)
+        self._prepared = command, samples
+        return None
+
+    def _train_step(self, command: TrainStep) -> StepResult:
+        started = time.perf_counter()
+        samples = self._samples(command)
+        read_s = time.perf_counter() - started
+        table, n_updates, reason = MetricTable(), self.progress.n_updates, reason_to_skip(samples)
+        if not reason:
+            training = StepTraining(self._config, self._loaded, samples, n_updates)
+            training.run()
+            table, n_updates, reason = _joined(training.table), training.n_updates, training.reason
+        table.add("train/read_s", Reduced("max", read_s))
+        table.add("train/trajectories", Reduced("value", float(len(samples.trajectory_ids))))
+        result = StepResult(
+            version=command.step + 1,
+            updated=not reason,
+            reason=reason,
+            metrics=table.metrics(),
+            duration_s=time.perf_counter() - started,
+        )
+        self.progress = Progress(command.run, result.version, command.digest, n_updates, result)
+        return result
+
+    def _samples(self, command: TrainStep) -> Samples:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == command:
+            return prepared[1]
+        return read_samples(Path(command.folder), command.step)[1]
+
+    def _logprobs(self, command: Logprobs) -> list[list[float]]:
+        return sequence_logprobs(self._loaded, command.sequences, self._config.micro_batch_tokens)
+
+    def _send(self, command: Send) -> dict[str, Any]:
+        return self._transfer.send(self._loaded, command.servers)
+
+    def _prepare_checkpoint(self, command: Checkpoint) -> str | None:
+        if command.version != self.progress.version:
+            raise RequestError(
+                f"the trainer stands at version {self.progress.version}, not {command.version}"
+            )
+        run = RunFolder(Path(command.folder))
+        is_there = run.checkpoint_marker(command.version).exists()
+        return str(run.checkpoint(command.version)) if is_there else None
+
+    def _checkpoint(self, command: Checkpoint) -> str:
+        return str(save_checkpoint(self._loaded, self._config, self.progress, Path(command.folder)))
+
+    def _export_policy(self, command: ExportPolicy) -> None:
+        export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)
+
+    @property
+    def _loaded(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("a command that needs a loaded model reached this rank before `load`")
+        return self.engine
+
+
+def _joined(table: MetricTable) -> MetricTable:
+    """All ranks' metrics on rank 0; a collective."""
+    tables: list[MetricTable] | None = [table] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(table, tables)
+    joined = MetricTable()
+    joined.join(tables or [])
+    return joined

@@ -1,0 +1,182 @@
+"""The local Prefect server starts once, tells a taken port, is found again, and is gone after `down`."""
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flows import server
+from tasks.errors import ConfigError, ServiceStartError
+from tasks.serve.process import free_port
+
+START = "from pathlib import Path; from flows import server; print(server.up(Path({home!r}), {port}))"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Home of a server that another process, ended by now, has started."""
+    folder = tmp_path_factory.mktemp("prefect")
+    script = START.format(home=str(folder), port=free_port())
+    try:
+        subprocess.run([sys.executable, "-c", script], check=True)
+        yield folder
+    finally:
+        server.down(folder)
+
+
+def running(home: Path) -> server.Server:
+    found = server.status(home)
+    assert found is not None
+    return found
+
+
+@pytest.mark.service
+def test_server_outlives_the_command_that_started_it_and_its_terminal(home: Path) -> None:
+    pid = running(home).pid
+    assert os.getsid(pid) == pid
+    assert httpx.get(f"{running(home).api_url}/health").json() is True
+
+
+@pytest.mark.service
+def test_ui_answers_and_calls_the_api_on_its_own_port(home: Path) -> None:
+    url = running(home).ui_url
+    assert "<html" in httpx.get(url, follow_redirects=True).text
+    assert httpx.get(f"{url}/ui-settings").json()["api_url"] == "/api"
+
+
+@pytest.mark.service
+def test_server_runs_with_the_tuned_settings(home: Path) -> None:
+    settings = httpx.get(f"{running(home).api_url}/admin/settings").json()
+    assert settings["home"] == str(home)
+    services = settings["server"]["services"]
+    assert services["task_run_recorder"]["batch_size"] == 200
+    assert services["event_persister"]["batch_size"] == 500
+    assert settings["server"]["ui"]["show_promotional_content"] is False
+    assert settings["server"]["analytics_enabled"] is False
+    assert settings["server"]["events"]["retention_period"] == "P2D"
+
+
+@pytest.mark.service
+def test_second_up_finds_the_running_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    before = running(home)
+    assert server.up(home, free_port()) == before.ui_url
+    assert server.ensure(home, free_port()) == before.api_url
+    assert running(home) == before
+
+
+@pytest.mark.service
+def test_prefect_api_url_is_attached_to(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", running(home).api_url)
+    assert server.ensure(tmp_path / "never") == running(home).api_url
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.service
+def test_ui_address_in_place_of_the_api_address_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", running(home).ui_url)
+    with pytest.raises(ConfigError, match=r"not Prefect's API \(it ends with /api"):
+        server.ensure()
+
+
+@pytest.mark.service
+def test_down_leaves_nothing_running_and_up_starts_again(tmp_path: Path) -> None:
+    server.up(tmp_path, free_port())
+    first = running(tmp_path)
+    assert server.down(tmp_path)
+    assert not first.is_running
+    assert server.status(tmp_path) is None
+    assert not server.down(tmp_path)
+    server.up(tmp_path, first.port)
+    second = running(tmp_path)
+    assert second.pid != first.pid
+    assert server.down(tmp_path)
+
+
+def test_taken_port_is_a_config_error_with_a_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port = {port}: .*rollmill up --port {port + 1}"):
+            server.up(tmp_path, port)
+    assert server.status(tmp_path) is None
+
+
+def test_home_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="run in a folder that you may write to"):
+        server.up(tmp_path / "file" / "home", free_port())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(
+            json.dumps({"pid": os.getpid(), "started": 1, "port": 4200}), id="pid of another process"
+        ),
+        pytest.param(json.dumps({"pid": 2**22 + 1, "started": 1, "port": 4200}), id="pid of no process"),
+        pytest.param(
+            json.dumps({"pid": 2**22 + 1, "started": 0, "port": 4200}), id="ended before it was known"
+        ),
+        pytest.param('{"pid": 12', id="cut off"),
+        pytest.param("[]", id="not a state"),
+    ],
+)
+def test_stale_state_file_does_no_harm(tmp_path: Path, state: str) -> None:
+    (tmp_path / "server.json").write_text(state)
+    assert server.status(tmp_path) is None
+    assert not server.down(tmp_path)
+    assert not (tmp_path / "server.json").exists()
+
+
+def test_down_makes_no_home(tmp_path: Path) -> None:
+    assert not server.down(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_server_that_ends_while_starting_is_told_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE", "many")
+    with pytest.raises(ServiceStartError, match=r"(?s)ended while starting.*valid integer"):
+        server.up(tmp_path, free_port())
+    assert server.status(tmp_path) is None
+
+
+def test_address_where_nobody_answers_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    with pytest.raises(ConfigError, match=r"PREFECT_API_URL = .*nothing answers there"):
+        server.ensure()
+
+
+def test_address_of_something_else_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{other.server_address[1]}/api")
+        with pytest.raises(ConfigError, match="not Prefect's API"):
+            server.ensure()
+
+
+def test_environment_is_its_own_where_it_must_be_and_the_users_elsewhere() -> None:
+    ours = {
+        "PREFECT_API_URL": "http://elsewhere/api",
+        "PREFECT_PROFILE": "cloud",
+        "PREFECT_HOME": "/elsewhere",
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D",
+        "PATH": "/bin",
+    }
+    made = server.environment(Path("/state"), ours)
+    assert "PREFECT_API_URL" not in made
+    assert "PREFECT_PROFILE" not in made
+    assert made["PREFECT_HOME"] == "/state"
+    assert made["PREFECT_SERVER_EVENTS_RETENTION_PERIOD"] == "P7D"
+    assert made["PATH"] == "/bin"

@@ -1,0 +1,127 @@
+"""Playing episodes against a sampler, and groups of them."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.errors import RequestError, ServiceDiedError
+from tasks.rollout.environment import Example, Message, Split
+from tasks.rollout.group import GroupPart, StepSampler, group_work
+from tasks.rollout.sampling import Player, Sampled
+from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from tasks.rollout.trajectory import Work
+from tasks.store.rows import Rows
+
+
+class Echo:
+    """An environment of two turns: asks for a number, asks again, then is silent."""
+
+    name = "echo"
+
+    def size(self, split: Split) -> int:
+        return 10
+
+    def example(self, split: Split, index: int) -> Example:
+        return Example(str(index), {"problem": f"{index}?"})
+
+    async def reply(self, example: Example, messages: Sequence[Message]) -> Sequence[Message]:
+        if len(messages) > 2:
+            return ()
+        return (Message("user", "again?" if messages else str(example.content["problem"])),)
+
+
+class Scripted:
+    """A sampler that answers `7<eos>`, or does what the sample's number says in its script."""
+
+    def __init__(self, script: dict[int, Exception | str]) -> None:
+        self.script = script
+        self.in_flight = self.most_in_flight = 0
+
+    async def sample(self, work: Work, token_ids: np.ndarray) -> Sampled:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.01)
+        self.in_flight -= 1
+        act = self.script.get(work.sample, "stop")
+        if isinstance(act, Exception):
+            raise act
+        ids = np.array([9, 1] if act == "stop" else [9, 9], np.int32)
+        return Sampled(ids, np.array([-0.5, -0.25], np.float32), [(0, 3), (1, 4)], act, "http://server")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> ChatTokenizer:
+    return ChatTokenizer.load(save_character_tokenizer(tmp_path))
+
+
+def part_of(tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows], *, in_flight: int = 8) -> GroupPart:
+    def keep(rows: Rows) -> Awaitable[None]:
+        kept.append(rows)
+        return asyncio.sleep(0)
+
+    player = Player(Echo(), tokenizer, sampler, max_tokens=64, timeout_s=5.0)
+    step_sampler = StepSampler(player, asyncio.Semaphore(in_flight), "run", 2, keep)
+    work = group_work(Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0)
+    return GroupPart(step_sampler, work)
+
+
+async def finish(part: GroupPart) -> list[dict[str, object]]:
+    await part.sample()
+    await asyncio.gather(*part.acknowledgements)
+    rows: list[dict[str, object]] = part.rows.to_pylist()
+    return rows
+
+
+async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenizer: ChatTokenizer) -> None:
+    row = (await finish(part_of(tokenizer, Scripted({}), [])))[0]
+    assert row["status"] == "complete" and row["turns"] == 2
+    assert np.array(row["loss_mask"]).sum() == row["n_completion_tokens"] == 4
+    assert tokenizer.decode(np.array(row["token_ids"])[np.array(row["loss_mask"])]) == "77"
+    assert np.isnan(np.array(row["logprobs"])[~np.array(row["loss_mask"])]).all()
+    assert np.array(row["logprobs"])[np.array(row["loss_mask"])].tolist() == [-0.5, -0.25, -0.5, -0.25]
+
+
+async def test_version_spans_index_the_whole_sequence(tokenizer: ChatTokenizer) -> None:
+    row = (await finish(part_of(tokenizer, Scripted({}), [])))[0]
+    prompt = row["n_prompt_tokens"]
+    assert row["version_span_starts"] == [prompt, prompt + 1, prompt + 8, prompt + 9]
+    assert row["version_span_versions"] == [3, 4, 3, 4]
+    assert (row["policy_version_first"], row["policy_version_last"]) == (3, 4)
+
+
+async def test_a_failed_request_is_a_failed_row_and_its_group_goes_on(tokenizer: ChatTokenizer) -> None:
+    kept: list[Rows] = []
+    rows = await finish(part_of(tokenizer, Scripted({1: RequestError("status 400: no")}), kept))
+    assert [row["status"] for row in rows] == ["complete", "failed", "complete", "complete"]
+    assert (rows[1]["error_type"], rows[1]["error"]) == ("RequestError", "status 400: no")
+    assert rows[1]["policy_version_first"] == -1
+    assert sum(each.num_rows for each in kept) == 4
+
+
+async def test_an_answer_cut_off_at_the_length_limit_is_truncated(tokenizer: ChatTokenizer) -> None:
+    rows = await finish(part_of(tokenizer, Scripted({0: "length"}), []))
+    assert (rows[0]["status"], rows[0]["finish_reason"]) == ("truncated", "length")
+
+
+async def test_a_service_that_is_gone_for_good_ends_the_group_instead_of_failing_rows(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        await finish(part_of(tokenizer, Scripted({2: ServiceDiedError("vllm", "gone")}), []))
+    assert isinstance(raised.value.exceptions[0], ServiceDiedError)
+
+
+async def test_admission_bounds_the_trajectories_in_flight(tokenizer: ChatTokenizer) -> None:
+    sampler = Scripted({})
+    await finish(part_of(tokenizer, sampler, [], in_flight=2))
+    assert sampler.most_in_flight == 2
+
+
+def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> None:
+    def ids(group: int) -> list[str]:
+        work = group_work(Echo(), run="ab", seed=1, group=group, samples=range(3), temperature=1.0)
+        return [item.trajectory_id for item in work]
+
+    assert ids(7) == ids(7) == ["ab.7.0.0", "ab.7.1.0", "ab.7.2.0"]
+    assert not set(ids(7)) & set(ids(8))

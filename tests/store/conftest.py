@@ -1,0 +1,49 @@
+"""Rows of any data set, made from its schema."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tasks.store.layout import RunFolder
+from tasks.store.schemas import batch_of, schema_of
+
+RowMaker = Callable[..., pa.RecordBatch]
+
+
+def make_rows(dataset: str, n: int = 1, **columns: object) -> pa.RecordBatch:
+    """`n` rows with a plain value in every column but those given, each one value for all rows or a list."""
+    made = {field.name: columns.get(field.name, _plain(field.type)) for field in schema_of(dataset)}
+    return batch_of(
+        dataset,
+        {name: value if _is_column(name, value, columns) else [value] * n for name, value in made.items()},
+    )
+
+
+def _is_column(name: str, value: object, columns: dict[str, object]) -> bool:
+    return name in columns and isinstance(value, list)
+
+
+def _plain(kind: pa.DataType) -> object:
+    if pa.types.is_large_list(kind):
+        return [_plain(kind.value_type)] * 3
+    if pa.types.is_timestamp(kind):
+        return datetime(2026, 11, 1, tzinfo=UTC)
+    if pa.types.is_large_binary(kind):
+        return b"\x00\xff"
+    return pa.scalar(1).cast(kind).as_py()
+
+
+@pytest.fixture(scope="session")
+def rows() -> RowMaker:
+    return make_rows
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run's folder as it is when it is open for writing."""
+    run = RunFolder(tmp_path / "run")
+    run.tmp.mkdir(parents=True)
+    return run

@@ -1,0 +1,124 @@
+"""Reading, also what is not there or not whole."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from tasks.errors import SchemaError, ShardError
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read, read_trajectories, scan
+from tasks.store.schemas import schema_of
+from tasks.store.writer import RunWriter
+
+RowMaker = Callable[..., pa.RecordBatch]
+
+
+@pytest.fixture
+async def filled(folder: RunFolder, rows: RowMaker) -> RunFolder:
+    """Two steps of two rollouts each, scored by two scorers."""
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        for step in (0, 1):
+            ids = [f"r.{step}.0", f"r.{step}.1"]
+            made = rows("rollouts", 2, step=step, group=[10 * step, 10 * step + 1], trajectory_id=ids)
+            await writer.append("rollouts", made, step=step)
+            for scorer in ("addition", "length"):
+                scores = rows("scores", 2, step=step, trajectory_id=ids, scorer=scorer, version="1")
+                await writer.append("scores", scores, scorer=f"{scorer}@1", step=step)
+    return folder
+
+
+def shard_of(folder: RunFolder, step: int = 0) -> Path:
+    return next(folder.dataset("rollouts", step=step).glob("*.arrow"))
+
+
+def test_a_folder_without_rows_reads_as_an_empty_table_with_the_schema(folder: RunFolder) -> None:
+    assert read(folder, "rollouts", step=5).schema.equals(schema_of("rollouts"), check_metadata=True)
+    assert read(folder, "rollouts", ["group"]).schema.names == ["group"]
+    assert scan(folder, "rollouts").collect().columns == schema_of("rollouts").names
+    assert scan(RunFolder(folder.root / "nowhere"), "groups").collect().is_empty()
+
+
+def test_columns_come_in_the_order_asked_for_and_partitions_select(filled: RunFolder) -> None:
+    table = read(filled, "rollouts", ["trajectory_id", "group"], step=1)
+    assert table.schema.names == ["trajectory_id", "group"]
+    assert table.to_pylist() == [
+        {"trajectory_id": "r.1.0", "group": 10},
+        {"trajectory_id": "r.1.1", "group": 11},
+    ]
+    assert read(filled, "scores", scorer="length@1").num_rows == 4
+    assert read(filled, "scores", step=0).num_rows == 4
+    assert read(filled, "scores", scorer="length@1", step=0).num_rows == 2
+
+
+def test_trajectories_come_in_the_order_of_their_ids_and_may_repeat(filled: RunFolder) -> None:
+    table = read_trajectories(filled, 1, ["r.1.1", "r.1.0", "r.1.1"], ["group"])
+    assert table.to_pydict() == {"group": [11, 10, 11]}
+    assert read_trajectories(filled, 1, [], ["group"]).num_rows == 0
+    assert read_trajectories(filled, 1, ["r.1.0"]).schema.names == schema_of("rollouts").names
+
+
+def test_missing_trajectories_are_named(filled: RunFolder) -> None:
+    with pytest.raises(ShardError, match=r"step=000001 has 1 of 3 trajectories; missing are r\.0\.0, x$"):
+        read_trajectories(filled, 1, ["r.0.0", "r.1.0", "x"], ["group"])
+    with pytest.raises(ShardError, match="m0, m1, m2, m3, m4 and 2 more"):
+        read_trajectories(filled, 1, [f"m{n}" for n in range(7)], ["group"])
+
+
+def test_unknown_columns_and_data_sets_are_refused(filled: RunFolder) -> None:
+    with pytest.raises(SchemaError, match="rollouts has no column rewards; it has run, step"):
+        read(filled, "rollouts", ["rewards"])
+    with pytest.raises(SchemaError, match="no data set is called 'rewards'"):
+        scan(filled, "rewards")
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 100, -1])
+def test_a_shard_that_was_cut_off_is_an_error_that_names_it(filled: RunFolder, n_bytes: int) -> None:
+    shard = shard_of(filled)
+    shard.write_bytes(shard.read_bytes()[:n_bytes])
+    with pytest.raises(ShardError, match=str(shard)):
+        read(filled, "rollouts")
+    assert read(filled, "rollouts", step=1).num_rows == 2
+
+
+def test_offsets_that_point_outside_a_shard_are_an_error_that_names_it(filled: RunFolder) -> None:
+    shard = shard_of(filled)
+    content = bytearray(shard.read_bytes())
+    offsets = bytes(pa.array([0, 3, 6], pa.int64()).buffers()[1])[:24]
+    place = content.find(offsets)
+    assert place > 0
+    content[place + 8 : place + 16] = (1 << 40).to_bytes(8, "little")
+    shard.write_bytes(content)
+    with pytest.raises(ShardError, match=str(shard)):
+        read(filled, "rollouts", step=0)
+
+
+def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) -> None:
+    shard = shard_of(filled)
+    with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_file(sink, schema_of("groups")):
+        pass
+    with pytest.raises(ShardError, match=f"{shard} has another schema than rollouts"):
+        read(filled, "rollouts")
+
+
+def test_a_plain_polars_scan_opens_every_data_set_in_the_middle_of_a_run(filled: RunFolder) -> None:
+    (filled.tmp / "half.arrow").write_bytes(b"ARROW1")
+    rollouts = pl.scan_ipc(f"{filled.root}/rollouts/**/*.arrow", hive_partitioning=True)
+    assert rollouts.filter(pl.col("step") == 1).select("group").collect()["group"].to_list() == [10, 11]
+    assert rollouts.collect_schema()["step"] == pl.Int32
+    scores = pl.scan_ipc(f"{filled.root}/scores/**/*.arrow", hive_partitioning=True)
+    counts = scores.group_by("scorer").len().sort("scorer").collect()
+    assert counts.rows() == [("addition@1", 4), ("length@1", 4)]
+
+
+def test_our_scan_reads_the_columns_of_the_files_and_selects_partitions(filled: RunFolder) -> None:
+    assert scan(filled, "scores").select(pl.col("scorer").unique().sort()).collect()["scorer"].to_list() == [
+        "addition",
+        "length",
+    ]
+    assert scan(filled, "scores", step=1).select(pl.len()).collect().item() == 4
+    joined = scan(filled, "rollouts").join(scan(filled, "scores", scorer="length@1"), on="trajectory_id")
+    assert joined.select(pl.len()).collect().item() == 4

@@ -1,0 +1,176 @@
+"""The rules of the house that import-linter cannot say."""
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = sorted(file for package in ("flows", "tasks") for file in (ROOT / package).rglob("*.py"))
+FLOWS = sorted(file.stem for file in (ROOT / "flows").glob("*.py") if file.stem != "__init__")
+PLUGIN = "tasks.sync.plugin"
+PLUGIN_MAY_IMPORT = {"torch", "vllm"}
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+REGISTRIES = [
+    "pypi" + ".org",
+    "python" + "hosted",
+    "download." + "pytorch",
+    "ghcr" + ".io",
+    "quay" + ".io",
+    "nvcr" + ".io",
+]
+MACHINE_PATHS = re.compile(r"(?<![\w.\]])/(home|root|Users|work|opt|mnt)/\w")
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """Who imports whom, other distributions included by their top-level name."""
+    return grimp.build_graph("flows", "tasks", include_external_packages=True, cache_dir=None)
+
+
+def tree() -> list[Path]:
+    """Every text file of the repository, those not yet committed included."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name]
+    return [file for file in files if file.is_file() and b"\0" not in file.read_bytes()[:4096]]
+
+
+def modules(graph: grimp.ImportGraph) -> set[str]:
+    """Our own modules."""
+    return {module for module in graph.modules if module.split(".")[0] in ("flows", "tasks")}
+
+
+def stage_task(module: str) -> bool:
+    """True for tasks.<stage>.task."""
+    return re.fullmatch(r"tasks\.\w+\.task", module) is not None
+
+
+def test_every_init_is_empty() -> None:
+    assert [file for file in CODE if file.name == "__init__.py" and file.read_bytes()] == []
+
+
+def test_every_package_has_an_init() -> None:
+    assert {file.parent for file in CODE if not (file.parent / "__init__.py").exists()} == set()
+
+
+def test_tests_have_no_init() -> None:
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_task_modules_are_imported_by_flows_alone(graph: grimp.ImportGraph) -> None:
+    importers = {
+        (importer, module)
+        for module in modules(graph)
+        if stage_task(module)
+        for importer in graph.find_modules_that_directly_import(module)
+    }
+    assert {pair for pair in importers if not pair[0].startswith("flows.")} == set()
+
+
+def test_prefect_is_imported_by_flows_and_task_modules_alone(graph: grimp.ImportGraph) -> None:
+    importers = graph.find_modules_that_directly_import("prefect")
+    assert {each for each in importers if not each.startswith("flows.") and not stage_task(each)} == set()
+
+
+def test_vllm_is_imported_by_what_the_plugin_reaches_alone(graph: grimp.ImportGraph) -> None:
+    if "vllm" in graph.modules:
+        assert graph.find_modules_that_directly_import("vllm") <= plugin_side(graph)
+
+
+def plugin_side(graph: grimp.ImportGraph) -> set[str]:
+    """The plugin and our modules that it imports, directly or not."""
+    return {PLUGIN} | (graph.find_upstream_modules(PLUGIN) & modules(graph))
+
+
+def test_plugin_reaches_only_sync_and_errors_among_our_modules(graph: grimp.ImportGraph) -> None:
+    side = plugin_side(graph)
+    allowed = {each for each in side if each.startswith("tasks.sync")} | {"tasks", "tasks.errors"}
+    assert side - allowed == set()
+
+
+def test_plugin_side_imports_only_the_standard_library_torch_and_vllm(graph: grimp.ImportGraph) -> None:
+    external = {
+        (module, imported)
+        for module in plugin_side(graph)
+        for imported in graph.find_modules_directly_imported_by(module)
+        if imported.split(".")[0] not in {"flows", "tasks"} | PLUGIN_MAY_IMPORT | sys.stdlib_module_names
+    }
+    assert external == set()
+
+
+def test_supervisor_imports_only_the_standard_library(graph: grimp.ImportGraph) -> None:
+    imported = graph.find_modules_directly_imported_by("tasks.serve.supervisor")
+    assert {each for each in imported if each not in sys.stdlib_module_names} == set()
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_every_flow_module_can_be_imported(name: str) -> None:
+    importlib.import_module(f"flows.{name}")
+
+
+def test_the_flow_process_imports_no_torch() -> None:
+    script = f"import sys, importlib; [importlib.import_module('flows.' + each) for each in {FLOWS!r}]"
+    script += "; print(sorted({'torch', 'deepspeed', 'transformers', 'vllm'} & set(sys.modules)))"
+    shown = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert shown.stdout.strip() == "[]"
+
+
+def test_the_command_starts_without_prefect() -> None:
+    script = "import sys, flows.cli; print(sorted({'prefect', 'pyarrow', 'polars'} & set(sys.modules)))"
+    shown = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert shown.stdout.strip() == "[]"
+
+
+def test_no_module_is_called_by_a_vague_name() -> None:
+    assert {file for file in CODE if file.stem in VAGUE_NAMES or file.parent.name in VAGUE_NAMES} == set()
+
+
+def test_no_module_is_called_like_one_of_the_standard_library_or_a_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dependencies = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]}
+    taken = (sys.stdlib_module_names | dependencies) - {"__init__"}
+    assert {str(file.relative_to(ROOT)) for file in CODE if file.stem in taken} == set()
+
+
+def test_every_ignored_type_error_has_a_reason() -> None:
+    bare = re.compile(r"type: " + r"ignore(\[[\w, -]+\])?\s*$")
+    found = [
+        (file, n)
+        for file in CODE
+        for n, line in enumerate(file.read_text().splitlines())
+        if bare.search(line)
+    ]
+    assert found == []
+
+
+def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{n}: {line.strip()}"
+        for file in tree()
+        for n, line in enumerate(file.read_text(errors="replace").splitlines(), start=1)
+        if MACHINE_PATHS.search(line) or any(registry in line for registry in REGISTRIES)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-vllm.txt", "constraints-vllm-cuda.txt"])
+def test_constraints_pin_public_versions_and_nothing_else(name: str) -> None:
+    pin = re.compile(r"[a-z0-9][a-z0-9._-]*==[0-9][a-z0-9.]*")
+    assert [line for line in (ROOT / name).read_text().splitlines() if not pin.fullmatch(line)] == []
+
+
+def test_ci_runs_make_test_and_nothing_else() -> None:
+    lines = [
+        line for line in (ROOT / ".ci/run").read_text().splitlines() if line and not line.startswith("#")
+    ]
+    assert lines == ["exec make test"]
