@@ -27,7 +27,9 @@ class ProgressArtifact:
         """Set the bar."""
         percent = 100.0 * steps_done / self._steps
         if self._id is None:
-            made = await acreate_progress_artifact(percent, key=_key(f"{self._name}-progress"), description="steps done")
+            made = await acreate_progress_artifact(
+                percent, key=_key(f"{self._name}-progress"), description="steps done"
+            )
             self._id = made
         else:
             await aupdate_progress_artifact(self._id, percent)
@@ -36,7 +38,10 @@ class ProgressArtifact:
 async def create_run_artifact(folder: RunFolder) -> None:
     """A markdown page of the whole run: held-out table, learning curve, steps, the line that opens the data set."""
     picture = base64.b64encode(plot_learning_curve(folder).read_bytes()).decode()
-    evaluations = [f"| {each['step']} | {each['reward']:.3f} | {each['greedy_accuracy']:.3f} |" for each in held_out(folder)]
+    evaluations = [
+        f"| {each['step']} | {each['reward']:.3f} | {each['greedy_accuracy']:.3f} |"
+        for each in held_out(folder)
+    ]
     view = run_view(folder)
     steps = [f"| {' | '.join(view.cells(row))} |" for row in view.rows]
     markdown = "\n".join(

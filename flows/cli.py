@@ -12,7 +12,9 @@ from tasks.errors import ConfigError, RollmillError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 Preset = Annotated[str, typer.Argument(help="Name of a preset in conf/, or path of a YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="key=value, for example train.lr=1e-6; repeatable.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value, for example train.lr=1e-6; repeatable.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -35,9 +37,13 @@ def down() -> None:
 @app.command()
 def run(
     preset: Preset,
-    name: Annotated[str, typer.Option(help="Folder of the run below store.root; the preset's name by default.")] = "",
+    name: Annotated[
+        str, typer.Option(help="Folder of the run below store.root; the preset's name by default.")
+    ] = "",
     overrides: Overrides = None,
-    again: Annotated[bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
+    ] = False,
 ) -> None:
     """Run the flow post-train here; an unfinished run of that name is gone on with."""
     from flows.config import load

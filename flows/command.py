@@ -4,14 +4,19 @@ import asyncio
 import os
 import secrets
 import signal
-import subprocess
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
+from flows import server
 from flows.config import RunConfig
-from tasks.errors import RunFinishedError
-from tasks.serve.process import free_port
+from flows.preflight import preflight
+from flows.recipe import start_model_folder
+from tasks.errors import ConfigError, RunFinishedError
+from tasks.serve import vllm
+from tasks.serve.process import LaunchedProcess, free_port
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
+from tasks.train import launch
 
 QUIET_TERMINAL = {"PREFECT_LOGGING_LEVEL": "WARNING", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
 """The UI keeps the flow's log; the terminal shows the progress bar, and an error once."""
@@ -21,48 +26,45 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     """Run post-train in this process, against the Prefect server of PREFECT_API_URL or a local one.
 
     Args:
+        config: all settings.
+        name: folder of the run below `store.root`.
         again: move a finished run of that name to NAME-N, and start anew.
 
     Raises:
         ConfigError: something is missing; nothing has been started.
         RunFinishedError: the run is finished, and `again` is False.
     """
-    from flows.preflight import preflight
-
     preflight(config)
-    folder = Path(config.store.root) / name
+    folder = RunFolder(Path(config.store.root) / name)
     _settle_finished(folder, config.steps, again=again)
-    for key, value in QUIET_TERMINAL.items():
-        os.environ.setdefault(key, value)
-    from flows import server
-
+    os.environ |= {key: value for key, value in QUIET_TERMINAL.items() if key not in os.environ}
     os.environ["PREFECT_API_URL"] = server.ensure()
+    # Prefect reads its settings when it is imported.
     from flows.post_train import post_train
-    from flows.summary import print_summary
 
+    print(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}", flush=True)
     asyncio.run(_until_signalled(post_train(name, config)))
-    print_summary(RunFolder(folder), run_url)
 
 
-async def _until_signalled(work: "Coroutine[object, object, str]") -> str:
-    """Await `work`; SIGTERM cancels it as Ctrl-C does, so that what it opened is closed."""
+async def _until_signalled(work: Coroutine[object, object, str]) -> str:
+    """Await `work`; SIGTERM cancels it as Ctrl-C does, so that all it opened is closed."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task
 
 
-def _settle_finished(folder: Path, steps: int, *, again: bool) -> None:
-    run_folder = RunFolder(folder)
-    if not has_manifest(run_folder):
+def _settle_finished(folder: RunFolder, steps: int, *, again: bool) -> None:
+    if not has_manifest(folder):
         return
-    manifest = read_manifest(run_folder)
+    manifest = read_manifest(folder)
     if manifest.status != "finished":
         return
     if again:
-        folder.rename(_free_name(folder))
+        folder.root.rename(_free_name(folder.root))
     elif manifest.config["steps"] >= steps:
         raise RunFinishedError(
-            f"{folder} has finished its {steps} steps; add --again to move it aside and start anew, or raise steps"
+            f"{folder.root} has done all its {manifest.config['steps']} steps; raise steps to go on with it, "
+            "or add --again to move it aside and start anew"
         )
 
 
@@ -71,3 +73,41 @@ def _free_name(folder: Path) -> Path:
     while (moved := folder.with_name(f"{folder.name}-{n}")).exists():
         n += 1
     return moved
+
+
+def trainer_here(config: RunConfig) -> None:
+    """Run a trainer in the foreground; prints what a flow needs to attach to it."""
+    token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
+    port = config.train.port or free_port()
+    logs = Path(config.store.root) / "trainer"
+    print(
+        f"train.url=http://{vllm.LOOPBACK}:{port}", f"{config.train.token_env}={token}", sep="\n", flush=True
+    )
+    command = launch.command(config.train, launch.write_config(config.train, config.sync, port, logs))
+    _foreground(command, launch.environment(config.train, token))
+
+
+def vllm_here(config: RunConfig) -> None:
+    """Run a vLLM server in the foreground; prints what a flow needs to attach to it.
+
+    Raises:
+        ConfigError: the model is not there.
+    """
+    model = start_model_folder(config)
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            "model", str(model), "there is no model there yet; `rollmill run` makes a start model"
+        )
+    port = config.serve.port or free_port()
+    print(f"serve.urls=[http://{vllm.LOOPBACK}:{port}]", flush=True)
+    _foreground(vllm.command(config.serve, str(model), port), vllm.environment(config.serve))
+
+
+def _foreground(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Run a service in this terminal until it ends; it ends with all below it when this process does."""
+    log = Path(os.ttyname(1)) if os.isatty(1) else Path("/dev/stdout")
+    service = LaunchedProcess.start(command[0], command, log=log, env=environment, stop_grace_s=5.0)
+    try:
+        raise SystemExit(asyncio.run(service.ended()))
+    finally:
+        service.stop_now()

@@ -92,10 +92,15 @@ def validate(values: dict[str, Any]) -> RunConfig:
         field = ".".join(str(part) for part in first["loc"])
         remedy = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(field, first["input"], f"{remedy}{_nearest(field, first['type'])}") from None
+    check(config)
+    return config
+
+
+def check(config: RunConfig) -> None:
+    """Refuse settings that contradict each other; ConfigError names the first."""
     for field, value, is_wrong, remedy in _cross_stage_rules(config):
         if is_wrong:
             raise ConfigError(field, value, remedy)
-    return config
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -20,7 +20,12 @@ HELD_OUT_GROUP = 1 << 40
 
 
 async def evaluate_version(run: Run, version: int) -> None:
-    """Sample and score what is missing of a version's evaluation; what is stored is kept."""
+    """Sample and score what is missing of a version's evaluation; what is stored is kept.
+
+    Versions that are multiples of `evaluate.every` are due, and the last one.
+    """
+    if version % run.config.evaluate.every and version != run.config.steps:
+        return
     stored = rows_of(read(run.folder, "evaluations", columns=["trajectory_id"], version=version))
     done = set(values(stored, "trajectory_id"))
     work = [each for each in held_out_work(run, version) if each.trajectory_id not in done]
@@ -64,7 +69,12 @@ class EvaluationPart:
         trajectories = await asyncio.gather(*(self._play(each) for each in self.work))
         rollouts = rollout_rows(run.id, self.version, run.environment.name, trajectories)
         scores = await score_off_loop(
-            run.score_executor, run.scorer, run.id, self.version, scorable(rollouts), run.config.score.timeout_s
+            run.score_executor,
+            run.scorer,
+            run.id,
+            self.version,
+            scorable(rollouts),
+            run.config.score.timeout_s,
         )
         rewards = dict(zip(values(scores, "trajectory_id"), values(scores, "reward"), strict=True))
         components = dict(zip(values(scores, "trajectory_id"), values(scores, "components"), strict=True))

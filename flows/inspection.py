@@ -3,14 +3,15 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import polars as pl
 from rich.table import Table
 
+from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
+from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.reader import scan
-
 
 FULL_REWARD = 1.0
 
@@ -37,6 +38,20 @@ class View:
     def cells(row: Sequence[object]) -> list[str]:
         """A row's values as a person reads them."""
         return [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row]
+
+
+def view(root: Path, *, step: int | None = None, group: int | None = None) -> View:
+    """The table that was asked for: a group's trajectories, a step's groups, or the run's steps.
+
+    Raises:
+        ConfigError: there is no run in that folder.
+    """
+    folder = RunFolder(root)
+    if not has_manifest(folder):
+        raise ConfigError("RUN", str(root), "there is no run in this folder (run.json is missing)")
+    if group is not None:
+        return group_view(folder, group)
+    return run_view(folder) if step is None else step_view(folder, step)
 
 
 def run_view(folder: RunFolder) -> View:
@@ -75,13 +90,23 @@ def group_view(folder: RunFolder, group: int) -> View:
         .filter(pl.col("group") == group)
         .join(scores, on="trajectory_id", how="left")
         .sort("sample")
-        .select("trajectory_id", "status", "reward", "n_completion_tokens", "policy_version_last", "messages", "error")
+        .select(
+            "trajectory_id",
+            "status",
+            "reward",
+            "n_completion_tokens",
+            "policy_version_last",
+            "messages",
+            "error",
+        )
         .collect()
     )
     shown = rollouts.with_columns(
         pl.col("messages").map_elements(_last_message, return_dtype=pl.String).alias("answer")
     ).select("trajectory_id", "status", "reward", "n_completion_tokens", "answer", "error")
-    return View({"group": group, "trajectories": rollouts.to_dicts()}, f"group {group}", shown.columns, shown.rows())
+    return View(
+        {"group": group, "trajectories": rollouts.to_dicts()}, f"group {group}", shown.columns, shown.rows()
+    )
 
 
 def _last_message(messages: str) -> str:
@@ -138,5 +163,7 @@ def _counts(folder: RunFolder) -> dict[str, int]:
 
 
 def _n_trained(folder: RunFolder) -> int:
-    trained = scan(folder, "metrics").filter(pl.col("name") == "train/updated").select("step").unique().collect()
+    trained = (
+        scan(folder, "metrics").filter(pl.col("name") == "train/updated").select("step").unique().collect()
+    )
     return len(trained)

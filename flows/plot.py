@@ -27,7 +27,9 @@ def plot_learning_curve(folder: RunFolder) -> Path:
     figure, (reward, length) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1))
     reward.plot(steps["step"], steps["reward_mean"], color="tab:gray", label="training reward")
     reward.plot(versions, [each["reward"] for each in evaluations], "o-", label="held-out reward, sampled")
-    reward.plot(versions, [each["greedy_accuracy"] for each in evaluations], "s--", label="held-out accuracy, greedy")
+    reward.plot(
+        versions, [each["greedy_accuracy"] for each in evaluations], "s--", label="held-out accuracy, greedy"
+    )
     reward.set(ylabel="reward, accuracy", ylim=(0, 1.02))
     reward.legend(loc="lower right")
     reward.grid(alpha=0.3)

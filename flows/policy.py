@@ -7,16 +7,15 @@ from dataclasses import replace
 
 from flows.report import has_metrics, store_metrics
 from flows.run import Run
-from flows.services import ServerService, Services, TrainerService, open_services, restart
-from tasks.errors import RequestError, ServiceDiedError, ServiceError, SkippedStepsError, SyncError
+from flows.servers import Servers
+from flows.services import ServerService, TrainerService, open_services, restart
+from tasks.errors import ServiceDiedError, SkippedStepsError
+from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion
-from tasks.store.batch import stored_digest, stored_sequences
+from tasks.store.batch import stored_digest
 from tasks.store.resume import resume_point
-from tasks.sync.task import SyncPart, sync_weights
-from tasks.train.client import StepResult
-from tasks.train.task import TrainPart, train_step
-
-DEATHS = (ServiceError, RequestError)
+from tasks.sync.drive import SyncReport
+from tasks.train.protocol import StepResult
 
 
 class Policy:
@@ -26,9 +25,10 @@ class Policy:
         current: what the trainer stands at; its number is how many stored batches it has applied.
     """
 
-    def __init__(self, run: Run, services: Services) -> None:
-        self._run, self._services = run, services
-        self._restarts: dict[str, int] = {}
+    def __init__(self, run: Run, trainer: TrainerService, servers: Servers) -> None:
+        self._run, self._trainer, self._servers = run, trainer, servers
+        self._still = asyncio.Lock()  # held while the trainer's weights move or travel
+        self._restarts = 0
         self._replayed: dict[int, StepResult] = {}
         self._skipped = 0
         self.current = PolicyVersion(run.id, 0, 0)
@@ -39,45 +39,60 @@ class Policy:
         The last complete checkpoint is loaded, the stored batches after it are applied again in order,
         nothing is generated for them, and every server gets the result.
         """
-        async with self._services.weights:
-            await self._load_trainer()
-            await self._sync(self._services.servers)
+        async with self._still:
+            await self._load()
+            await self._servers.bring_up(self.current)
         for step, result in self._replayed.items():
             if not has_metrics(self._run, step):
                 await store_metrics(self._run, step, result.metrics)
         return self.current.version
 
     async def train(self, step: int, digest: str) -> StepResult:
-        """Apply a stored batch; a launched trainer that dies is brought back and goes on from the folder.
+        """Apply the stored batch of a step; a launched trainer that dies goes on from the folder.
 
         Raises:
             SkippedStepsError: too many steps in a row made no update.
         """
-        part = TrainPart(self._services.trainer.client, str(self._run.folder.root), self._run.id, digest)
-        async with self._services.weights:
+        folder = str(self._run.folder.root)
+        async with self._still:
             try:
-                result = await train_step(part, step)
-            except DEATHS as error:
+                result = await self._trainer.client.train_step(
+                    folder=folder, run=self._run.id, step=step, digest=digest
+                )
+            except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
                 result = self._replayed[step]
             self.current = replace(self.current, version=result.version)
         self._count_skipped(result)
         return result
 
-    async def sync(self, result: StepResult) -> None:
-        """Give every server the current version: its weights, or its number alone when no update was made."""
-        async with self._services.weights:
-            await self._sync(self._services.servers, only_number=not result.updated)
-
-    async def checkpoint(self) -> None:
-        """Write everything that makes up the current version into the run's folder."""
-        version = self.current.version
-        async with self._services.weights:
+    async def sync(self, result: StepResult) -> list[Metric]:
+        """Give every server the current version: its weights, or its name alone when no update was made."""
+        async with self._still:
             try:
-                await self._services.trainer.client.checkpoint(folder=str(self._run.folder.root), version=version)
-            except DEATHS as error:
+                reports = await self._servers.bring_up(self.current, only_name=not result.updated)
+            except ServiceDiedError as error:
+                if error.service != self._trainer.name:
+                    raise
+                reports = await self._bring_back_trainer(error)
+        values = {
+            "sync/sent_bytes": float(sum(report.bytes_sent for report in reports)),
+            "sync/transfer_s": max(report.transfer_s for report in reports),
+            "sync/logprob_difference": max(report.difference for report in reports),
+        }
+        return [Metric(name, "all", "value", value) for name, value in values.items()]
+
+    async def checkpoint_if_due(self) -> None:
+        """Write everything that makes up the current version into the run's folder, now and then and at the end."""
+        config, folder, version = self._run.config, str(self._run.folder.root), self.current.version
+        if version % config.train.checkpoint_every and version != config.steps:
+            return
+        async with self._still:
+            try:
+                await self._trainer.client.checkpoint(folder, version)
+            except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
-                await self._services.trainer.client.checkpoint(folder=str(self._run.folder.root), version=version)
+                await self._trainer.client.checkpoint(folder, version)
 
     async def watch(self, server: ServerService) -> None:
         """For ever: wait until a server fails, and bring it back.
@@ -87,50 +102,39 @@ class Policy:
         """
         while True:
             reason = await server.failed()
-            async with self._services.weights:
+            self._run.pool.set_aside(server.client)
+            async with self._still:
                 if not await server.client.is_healthy():
-                    await self._bring_back_server(server, reason)
+                    await self._servers.bring_back(server, self.current, reason)
 
-    async def _load_trainer(self) -> None:
-        run, client = self._run, self._services.trainer.client
+    async def _load(self) -> None:
+        run, client, folder = self._run, self._trainer.client, str(self._run.folder.root)
         point = resume_point(run.folder)
-        first = point.checkpoint_version or 0
+        version = point.checkpoint_version
         incarnation = run.store.next_incarnation()
-        checkpoint = None if point.checkpoint_version is None else str(run.folder.checkpoint(first))
-        folder = str(run.folder.root)
         await client.load(
-            run=run.id, incarnation=incarnation, model=str(run.model), folder=folder, checkpoint=checkpoint, version=first
+            run=run.id,
+            incarnation=incarnation,
+            model=str(run.model),
+            folder=folder,
+            checkpoint=None if version is None else str(run.folder.checkpoint(version)),
+            version=version or 0,
         )
         self._replayed = {}
-        for step in range(first, point.stored_batches):
+        for step in range(version or 0, point.stored_batches):
             digest = stored_digest(run.folder, step)
-            self._replayed[step] = await client.train_step(folder=folder, run=run.id, step=step, digest=digest)
+            self._replayed[step] = await client.train_step(
+                folder=folder, run=run.id, step=step, digest=digest
+            )
         self.current = PolicyVersion(run.id, incarnation, point.stored_batches)
 
-    async def _sync(self, servers: tuple[ServerService, ...], *, only_number: bool = False) -> None:
-        """Bring servers to the current version; one that fails half-way is started again."""
-        sequences = stored_sequences(self._run.folder, self.current.version - 1, self._run.config.sync.parity_sequences)
-        part = SyncPart(self._services.trainer.client, self.current, self._run.config.sync, sequences)
-        ...
-
-    async def _bring_back_trainer(self, error: Exception) -> None:
-        """Start a launched trainer again and go on from the folder; `error` is raised when it has not died."""
-        trainer = self._services.trainer
-        if trainer.process is None or trainer.process.is_running:
-            raise error
-        await self._restart(trainer, str(error))
-        await self._load_trainer()
-        await self._sync(self._services.servers)
-
-    async def _bring_back_server(self, server: ServerService, reason: str) -> None:
-        self._run.pool.set_aside(server.client, reason)
-        await self._restart(server, reason)
-        await self._sync((server,))
-
-    async def _restart(self, service: TrainerService | ServerService, reason: str) -> None:
-        n = self._restarts[service.name] = self._restarts.get(service.name, 0) + 1
-        self._run.progress.note(f"{service.name}: {reason.splitlines()[0]}; starting it again ({n})")
-        await restart(service, reason, n, self._run.config.serve.max_restarts)
+    async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
+        """Start a launched trainer again, go on from the folder, and bring the servers to it."""
+        self._run.progress.note(f"{error.service}: {error.reason}; starting it again")
+        await restart(self._trainer, error.reason, self._restarts, self._run.config.serve.max_restarts)
+        self._restarts += 1
+        await self._load()
+        return await self._servers.bring_up(self.current)
 
     def _count_skipped(self, result: StepResult) -> None:
         allowed = self._run.config.train.max_skipped_steps
@@ -144,11 +148,11 @@ class Policy:
 
 @asynccontextmanager
 async def open_policy(run: Run) -> AsyncIterator[Policy]:
-    """Start the services of a run and watch over its servers while it goes on."""
-    async with open_services(run.config, run.model, run.folder.logs) as services:
-        policy = Policy(run, services)
+    """Start the services of a run, and watch over its servers while it goes on."""
+    async with open_services(run.config, run.model, run.folder.logs) as (trainer, servers):
+        policy = Policy(run, trainer, Servers(run, trainer.client, servers))
         async with asyncio.TaskGroup() as watching:
-            watches = [watching.create_task(policy.watch(server)) for server in services.servers]
+            watches = [watching.create_task(policy.watch(server)) for server in servers]
             yield policy
             for watch in watches:
                 watch.cancel()

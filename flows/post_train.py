@@ -30,18 +30,16 @@ async def post_train(run_name: str, config: RunConfig) -> str:
         async with open_run(run_name, config, model) as run, open_policy(run) as policy:
             for step in range(await policy.restore(), config.steps):
                 clock = StepClock()
-                if step % config.evaluate.every == 0:
+                with clock.span("evaluate"):
                     await evaluate_version(run, step)
                 with clock.span("collect"):
                     digest = await collect_step(run, step)
                 with clock.span("train"):
                     result = await policy.train(step, digest)
                 with clock.span("sync"):
-                    await policy.sync(result)
-                await report_step(run, step, result, clock)
-                if policy.checkpoint_is_due(step + 1):
-                    await policy.checkpoint()
+                    synced = await policy.sync(result)
+                await report_step(run, step, [*result.metrics, *synced], clock)
+                await policy.checkpoint_if_due()
             await evaluate_version(run, config.steps)
             await report_run(run)
-            run.store.finish()
     return str(run.folder.root)

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from flows.config import RunConfig
-from flows.start_model import start_model_folder
+from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
 from tasks.rollout.environment import WarmUp, environment_of
 from tasks.rollout.prompts import check_prompts
@@ -60,20 +60,26 @@ def _check_folder(field: str, value: str) -> None:
     while not nearest.exists():
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(field, value, f"cannot write to {nearest}; give a folder that this user may write to")
+        raise ConfigError(
+            field, value, f"cannot write to {nearest}; give a folder that this user may write to"
+        )
 
 
 def _check_vllm(config: RunConfig) -> None:
     python = Path(config.serve.python)
     if not os.access(python, os.X_OK):
-        remedy = "there is no Python there; make the vLLM environment with `make setup`, or attach with serve.urls"
+        remedy = (
+            "there is no Python there; make the vLLM environment with `make setup`, or attach with serve.urls"
+        )
         raise ConfigError("serve.python", str(python), remedy)
 
 
 def _check_compiler() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None and shutil.which("g++") is None:
-        remedy = "DeepSpeed builds an extension at first use: install a C++ compiler (Debian: apt-get install g++)"
+        remedy = (
+            "DeepSpeed builds an extension at first use: install a C++ compiler (Debian: apt-get install g++)"
+        )
         raise ConfigError("C++ compiler", compiler, remedy)
 
 
@@ -86,4 +92,6 @@ def _check_port(field: str, port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ConfigError(field, port, f"the port is taken ({error.strerror}); give another, or 0 for any") from None
+            raise ConfigError(
+                field, port, f"the port is taken ({error.strerror}); give another, or 0 for any"
+            ) from None

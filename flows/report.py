@@ -1,23 +1,28 @@
 """What a step leaves behind for people: metrics in the data set, a line at the bar, artifacts in the UI."""
 
-import asyncio
 from collections.abc import Sequence
 
-import numpy as np
 import polars as pl
+from prefect.runtime import flow_run
 
+from flows.artifacts import create_run_artifact
 from flows.run import Run
+from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
 from tasks.store.reader import scan
 from tasks.store.schemas import batch_of
-from tasks.train.client import StepResult
 
 
-async def report_step(run: Run, step: int, result: StepResult, clock: StepClock) -> None:
+async def report_step(run: Run, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
     groups = scan(run.folder, "groups").filter(pl.col("step") == step).collect()
-    rollouts = scan(run.folder, "rollouts").filter(pl.col("step") == step).select("n_completion_tokens", "status").collect()
+    rollouts = (
+        scan(run.folder, "rollouts")
+        .filter(pl.col("step") == step)
+        .select("n_completion_tokens", "status")
+        .collect()
+    )
     tokens = int(rollouts["n_completion_tokens"].sum())
     reward = float(groups["reward_mean"].drop_nans().mean() or 0.0)
     own = {
@@ -27,8 +32,12 @@ async def report_step(run: Run, step: int, result: StepResult, clock: StepClock)
         "rollout/groups_trained": float((groups["reason"] == "").sum()),
     } | {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     own["time/step_s"] = clock.elapsed_s
-    await store_metrics(run, step, [*result.metrics, *(Metric(name, "all", "value", value) for name, value in own.items())])
-    run.progress.step_done(step, reward=reward, tokens_per_s=tokens / clock.seconds["collect"], seconds=clock.elapsed_s)
+    await store_metrics(
+        run, step, [*metrics, *(Metric(name, "all", "value", value) for name, value in own.items())]
+    )
+    run.progress.step_done(
+        step, reward=reward, tokens_per_s=tokens / clock.seconds["collect"], seconds=clock.elapsed_s
+    )
 
 
 async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:
@@ -49,5 +58,17 @@ async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:
 
 def has_metrics(run: Run, step: int) -> bool:
     """True when the training of a step is in the metrics data set."""
-    stored = scan(run.folder, "metrics").filter((pl.col("step") == step) & (pl.col("name") == "train/updated"))
+    stored = scan(run.folder, "metrics").filter(
+        (pl.col("step") == step) & (pl.col("name") == "train/updated")
+    )
     return stored.limit(1).collect().height > 0
+
+
+async def report_run(run: Run) -> None:
+    """Close the run's books: its page in the UI, its task runs recorded, its manifest finished."""
+    await create_run_artifact(run.folder)
+    print_summary(run.folder, flow_run.ui_url or "")
+    left = await run.recording.wait_until_recorded(run.config.observe.record_timeout_s)
+    if left:
+        run.progress.note(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
+    run.store.finish()

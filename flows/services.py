@@ -5,7 +5,6 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from flows.config import RunConfig
@@ -44,7 +43,7 @@ class TrainerService:
         """
         settings = self._config.train
         if not settings.url:
-            file = launch.write_config(self._logs, self._config.train, self._config.sync, port=self._port)
+            file = launch.write_config(settings, self._config.sync, self._port, self._logs)
             self.process = LaunchedProcess.start(
                 self.name,
                 launch.command(settings, file),
@@ -99,46 +98,40 @@ class ServerService:
             await asyncio.sleep(self._config.serve.health_interval_s)
 
 
-async def restart(service: TrainerService | ServerService, reason: str, restarts: int, max_restarts: int) -> None:
+async def restart(
+    service: TrainerService | ServerService, reason: str, restarts: int, max_restarts: int
+) -> None:
     """End what is left of a launched service, and start it again.
 
     Raises:
         ServiceDiedError: it was attached to, or has been restarted too often.
     """
     if service.process is None:
-        raise ServiceDiedError(service.name, f"{reason}; it was not launched by this run: bring it back and run again")
+        raise ServiceDiedError(
+            service.name, f"{reason}; it was not launched by this run: bring it back and run again"
+        )
     tail = service.process.log_tail()
     await service.process.stop()
     if restarts >= max_restarts:
-        raise ServiceDiedError(service.name, f"{reason}, after {restarts} restarts (serve.max_restarts)", tail)
+        raise ServiceDiedError(
+            service.name, f"{reason}, after {restarts} restarts (serve.max_restarts)", tail
+        )
     await service.start()
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The trainer and the servers of a run.
-
-    Attributes:
-        weights: held while weights are on their way, so that a restarted server does not meet a sync half-way.
-    """
-
-    trainer: TrainerService
-    servers: tuple[ServerService, ...]
-    weights: asyncio.Lock
-
-
 @asynccontextmanager
-async def open_services(config: RunConfig, model: Path, logs: Path) -> AsyncIterator[Services]:
-    """Start all services side by side; on the way out, however it is taken, those launched here end."""
+async def open_services(
+    config: RunConfig, model: Path, logs: Path
+) -> AsyncIterator[tuple[TrainerService, tuple[ServerService, ...]]]:
+    """Start the trainer and the servers side by side; on the way out, however it is taken, what was launched ends."""
     trainer = TrainerService(config, logs)
-    urls = config.serve.urls or ("",)
-    servers = tuple(ServerService(config, model, logs, url) for url in urls)
-    every = (trainer, *servers)
+    servers = tuple(ServerService(config, model, logs, url) for url in config.serve.urls or ("",))
+    every: tuple[TrainerService | ServerService, ...] = (trainer, *servers)
     try:
         async with asyncio.TaskGroup() as starting:
             for service in every:
                 starting.create_task(service.start())
-        yield Services(trainer, servers, asyncio.Lock())
+        yield trainer, servers
     finally:
         for service in every:
             await service.client.close()

@@ -1,7 +1,6 @@
 """The start model: kept under a digest of its recipe and seed, made when it is not there."""
 
 import asyncio
-import hashlib
 import json
 import os
 import sys
@@ -13,24 +12,12 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
+from flows.recipe import start_model_folder
 from tasks.errors import ConfigError, TrainError
 from tasks.rollout.environment import Message, WarmUp, environment_of
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.serve.process import LaunchedProcess
 from tasks.store.corpus import write_corpus
-
-RECIPE_VERSION = 1
-NOT_IN_THE_DIGEST = {"enabled", "root", "threads", "timeout_s"}
-
-
-def start_model_folder(config: RunConfig) -> Path:
-    """Where the start model lies, or will: `config.model`, or a folder named by recipe and seed."""
-    if config.model:
-        return Path(config.model)
-    recipe = config.start_model.model_dump(exclude=NOT_IN_THE_DIGEST)
-    recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    return Path(config.start_model.root) / f"start-{digest[:16]}"
 
 
 @flow(name="start-model", persist_result=False)

@@ -17,7 +17,7 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
     lines = {
         "learning curve": str(plot_learning_curve(folder)),
         "data set": f'pl.scan_ipc("{folder.root}/rollouts/**/*.arrow", hive_partitioning=True)',
-        "in the UI": run_url,
+        "the run in the UI": run_url,
     }
     for name, value in lines.items():
         console.print(f"[bold]{name}[/bold]", highlight=False)

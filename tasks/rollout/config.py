@@ -12,7 +12,9 @@ class RolloutConfig(StageConfig):
     max_in_flight: int = setting(256, "Most trajectories that are sampled at the same time.", ge=1)
     temperature: float = setting(1.0, "Sampling temperature.", gt=0.0, le=10.0, fixed=True)
     max_completion_tokens: int = setting(24, "Most tokens of one completion.", ge=1, fixed=True)
-    trajectory_timeout_s: float = setting(300.0, "Seconds one trajectory may take, a wait for a restarted server included.", gt=0.0)
+    trajectory_timeout_s: float = setting(
+        300.0, "Seconds one trajectory may take, a wait for a restarted server included.", gt=0.0
+    )
     max_attempts: int = setting(
         4, "Sends of one request, the first included, when the error is transient.", ge=1
     )

@@ -9,7 +9,7 @@ from tasks.errors import RolloutError, TransientRequestError
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work
-from tasks.serve.client import Completion
+from tasks.serve.answers import Completion
 from tasks.serve.pool import ServerPool
 from tasks.serve.version import PolicyVersion
 
@@ -32,7 +32,9 @@ class PoolSampler:
         sends = AsyncRetrying(
             retry=retry_if_exception_type(TransientRequestError),
             stop=stop_after_attempt(self.config.max_attempts),
-            wait=wait_exponential_jitter(initial=self.config.retry_backoff_s, jitter=self.config.retry_backoff_s),
+            wait=wait_exponential_jitter(
+                initial=self.config.retry_backoff_s, jitter=self.config.retry_backoff_s
+            ),
             reraise=True,
         )
         return await sends(self._send, work, token_ids)
@@ -57,5 +59,7 @@ class PoolSampler:
     def _versions(self, completion: Completion) -> list[tuple[int, int]]:
         spans = [(start, PolicyVersion.parse(version)) for start, version in completion.version_spans]
         if strangers := {str(version) for _, version in spans if version.run != self.run}:
-            raise RolloutError(f"a server answered with weights of another run: {', '.join(sorted(strangers))}")
+            raise RolloutError(
+                f"a server answered with weights of another run: {', '.join(sorted(strangers))}"
+            )
         return [(start, version.version) for start, version in spans]

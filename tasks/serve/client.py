@@ -78,7 +78,9 @@ class VllmClient:
 
     async def warm_up(self) -> None:
         """Send the first request, which compiles for seconds, with everything that later ones ask for."""
-        await self.generate(np.array([0, 0], np.int32), max_tokens=2, temperature=1.0, seed=0, timeout_s=300.0)
+        await self.generate(
+            np.array([0, 0], np.int32), max_tokens=2, temperature=1.0, seed=0, timeout_s=300.0
+        )
         await self.prompt_logprobs(np.array([0, 0], np.int32))
 
     async def generate(
@@ -97,7 +99,9 @@ class VllmClient:
     async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         """[T-1] float32, nats: log p(token i+1 | tokens 0..i), never divided by a temperature."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        return await self._sample(token_ids, sampling, prompt_logprobs_of(token_ids), self._config.request_timeout_s)
+        return await self._sample(
+            token_ids, sampling, prompt_logprobs_of(token_ids), self._config.request_timeout_s
+        )
 
     async def version(self) -> str:
         """The name of the weights that the server has."""
@@ -141,7 +145,11 @@ class VllmClient:
         await self._call("POST", "/reset_prefix_cache")
 
     async def _sample(
-        self, token_ids: np.ndarray, sampling: dict[str, Any], read: Callable[[bytes], Answer], timeout_s: float
+        self,
+        token_ids: np.ndarray,
+        sampling: dict[str, Any],
+        read: Callable[[bytes], Answer],
+        timeout_s: float,
     ) -> Answer:
         """Send a generation request; the answer is decoded off the event loop."""
         body = msgspec.json.encode({"token_ids": token_ids.tolist(), "sampling_params": sampling})
@@ -162,7 +170,9 @@ class VllmClient:
         timeout = httpx.Timeout(self._config.connect_timeout_s, read=timeout_s)
         headers = {"Content-Type": "application/json"}
         try:
-            response = await self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+            response = await self._http.request(
+                method, path, content=content, headers=headers, timeout=timeout
+            )
         except httpx.TimeoutException as error:
             raise TransientRequestError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except httpx.TransportError as error:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tasks.errors import RunMismatchError
 
-ABSENT = "absent"
+_ABSENT = object()
 
 
 def check_fixed(
@@ -19,7 +19,7 @@ def check_fixed(
         RunMismatchError: names every setting that differs, both its values and the remedy.
     """
     lines = [
-        f"  {name}: the run has {before}, given is {after}"
+        f"  {name}: the run has {_text(before)}, given is {_text(after)}"
         for name in sorted(fixed)
         if (before := _value(stored, name)) != (after := _value(given, name))
     ]
@@ -31,10 +31,14 @@ def check_fixed(
         )
 
 
-def _value(config: Mapping[str, Any], name: str) -> str:
+def _value(config: Mapping[str, Any], name: str) -> object:
     value: Any = config
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            return ABSENT
+            return _ABSENT
         value = value[part]
-    return repr(value)
+    return value
+
+
+def _text(value: object) -> str:
+    return "absent" if value is _ABSENT else repr(value)

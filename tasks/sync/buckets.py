@@ -49,7 +49,9 @@ class TransferPlan:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tensors: Sequence[Mapping[str, Any]], total_bytes: int, bucket_bytes: int) -> "TransferPlan":
+    def from_json(
+        cls, tensors: Sequence[Mapping[str, Any]], total_bytes: int, bucket_bytes: int
+    ) -> "TransferPlan":
         """What `to_json` gave."""
         plans = (TensorPlan(**{**each, "shape": tuple(each["shape"])}) for each in tensors)
         return cls(tuple(plans), total_bytes, bucket_bytes)

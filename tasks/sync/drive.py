@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tasks.errors import ParityError, RequestError, SyncError
+from tasks.errors import ParityError, RequestError, ServiceError, SyncError
 from tasks.serve.client import VllmClient
 from tasks.sync.config import SyncConfig
 from tasks.sync.parity import largest_difference
@@ -64,7 +64,9 @@ async def join(source: WeightSource, server: VllmClient, config: SyncConfig) -> 
             both.create_task(server.init_weight_transfer(info, config.timeout_s))
 
 
-async def send_weights(source: WeightSource, server: VllmClient, version: str, config: SyncConfig) -> dict[str, Any]:
+async def send_weights(
+    source: WeightSource, server: VllmClient, version: str, config: SyncConfig
+) -> dict[str, Any]:
     """Replace a server's weights by the trainer's; its requests are frozen meanwhile.
 
     Raises:
@@ -110,8 +112,13 @@ async def _named(server: VllmClient, what: str, timeout_s: float) -> AsyncIterat
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        raise SyncError(f"server {server.url}: {what} took longer than sync.timeout_s = {timeout_s:g} s") from None
+        raise SyncError(
+            f"server {server.url}: {what} took longer than sync.timeout_s = {timeout_s:g} s"
+        ) from None
     except (RequestError, SyncError) as error:
         raise SyncError(f"server {server.url}: {what}: {error}") from error
     except ExceptionGroup as group:
+        for death in group.exceptions:
+            if isinstance(death, ServiceError):
+                raise death from group
         raise SyncError(f"server {server.url}: {what}: {'; '.join(map(str, group.exceptions))}") from group

@@ -14,7 +14,9 @@ LOOPBACK = "127.0.0.1"
 
 def open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> TCPStore:
     """The store where both ends meet; the master listens on any free port when `port` is 0."""
-    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(
+        host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def open_link(store: Store, prefix: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:

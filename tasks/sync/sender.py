@@ -116,7 +116,9 @@ class WeightSender:
             while True:
                 first, last = max(piece_start, start), min(piece_start + piece.numel(), end)
                 if first < last:
-                    buffer[first - start : last - start].copy_(piece[first - piece_start : last - piece_start])
+                    buffer[first - start : last - start].copy_(
+                        piece[first - piece_start : last - piece_start]
+                    )
                 if piece_start + piece.numel() > end:
                     break
                 following = next(pieces, None)

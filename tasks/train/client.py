@@ -1,6 +1,7 @@
 """Talks to the trainer's control API."""
 
 import asyncio
+import contextlib
 import json
 import time
 from types import TracebackType
@@ -31,6 +32,7 @@ from tasks.train.protocol import (
 _LONG_POLL_S = 30.0
 _HEALTH_PAUSE_S = 0.2
 _LOST_ANSWERS = 3
+_LAST_WORDS_S = 5.0
 _NAMED_ERRORS = ("BatchRefusedError", "StoreError", "SchemaError", "ShardError", "SyncError")
 
 
@@ -56,6 +58,10 @@ class TrainerClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def wait_until_healthy(
@@ -69,15 +75,14 @@ class TrainerClient:
         self._process = process
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            try:
-                return await self.health()
-            except ServiceDiedError:
-                if process is not None and not process.is_running:
-                    reason = f"ended with status {process.returncode} while starting"
-                    raise ServiceStartError("trainer", reason, self._log_tail()) from None
-                await asyncio.sleep(_HEALTH_PAUSE_S)
+            with contextlib.suppress(httpx.TransportError):
+                return TrainerHealth(**await self._request("GET", "/v1/health"))
+            if process is not None and not process.is_running:
+                reason = f"ended with status {process.returncode} while starting"
+                raise ServiceStartError("trainer", reason, process.log_tail())
+            await asyncio.sleep(_HEALTH_PAUSE_S)
         reason = f"not healthy within train.start_timeout_s = {timeout_s:g} s at {self._http.base_url}"
-        raise ServiceStartError("trainer", reason, self._log_tail())
+        raise ServiceStartError("trainer", reason, process.log_tail() if process is not None else "")
 
     async def health(self) -> TrainerHealth:
         """Where the trainer stands."""
@@ -170,16 +175,27 @@ class TrainerClient:
         self, method: str, path: str, body: dict[str, Any] | None = None, **query: float
     ) -> Any:
         try:
-            response = await self._http.request(method, path, json=body, params=query)
+            return await self._request(method, path, body, **query)
         except httpx.TransportError as error:
             reason = f"does not answer at {self._http.base_url}: {error or type(error).__name__}"
-            raise ServiceDiedError("trainer", reason, self._log_tail()) from error
+            raise ServiceDiedError("trainer", reason, await self._last_words()) from error
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, **query: float
+    ) -> Any:
+        response = await self._http.request(method, path, json=body, params=query)
         if response.status_code != httpx.codes.OK:
             raise RequestError(f"trainer: {method} {path}: {response.status_code} {_detail(response)}")
         return json.loads(response.content)
 
-    def _log_tail(self) -> str:
-        return self._process.log_tail() if self._process is not None else ""
+    async def _last_words(self) -> str:
+        """The end of the log of a process that we launched, when that process has had time to write it."""
+        if self._process is None:
+            return ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._process.ended()
+        return self._process.log_tail()
 
 
 def _error(command: str, error_type: str, text: str) -> Exception:

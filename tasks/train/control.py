@@ -13,7 +13,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -36,7 +35,6 @@ def control_app(
     operations: Operations, local: LocalCommands, health: Callable[[], TrainerHealth], token: str
 ) -> FastAPI:
     """The application; `token` is what a request must carry."""
-    threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="local-command")
 
     def authorized(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -66,7 +64,7 @@ def control_app(
             return _json({"operation": operations.submit(command).id})
         operation, is_new = operations.register(command)
         if is_new:
-            threads.submit(complete, operation, local[name])
+            threading.Thread(target=complete, args=(operation, local[name]), name=name, daemon=True).start()
         return _json({"operation": operation.id})
 
     return app

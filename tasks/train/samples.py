@@ -37,13 +37,23 @@ class Samples:
     loss_masks: list[np.ndarray]
     logprobs: list[np.ndarray]
 
-    @property
-    def has_spread(self) -> bool:
-        """True when some token has an advantage: without one every gradient is zero."""
-        return any(
-            advantage != 0.0 and mask.any()
-            for advantage, mask in zip(self.advantages, self.loss_masks, strict=True)
+    @classmethod
+    def known(cls, token_ids: list[np.ndarray], loss_masks: list[np.ndarray]) -> "Samples":
+        """Sequences that no sampler made: temperature 1, no advantage."""
+        n_rows = len(token_ids)
+        return cls(
+            trajectory_ids=[""] * n_rows,
+            envs=[""] * n_rows,
+            temperatures=np.ones(n_rows, np.float32),
+            advantages=np.zeros(n_rows, np.float32),
+            token_ids=token_ids,
+            loss_masks=loss_masks,
+            logprobs=[np.zeros(len(each), np.float32) for each in token_ids],
         )
+
+    def has_spread(self, rows: list[int]) -> bool:
+        """True when some of the rows has an advantage: without one every gradient is zero."""
+        return bool(self.advantages[rows].any())
 
     def split(self, parts: int) -> list[list[int]]:
         """Row numbers of each of `parts` updates, in the batch's order, rows without a trained token left out.
@@ -83,13 +93,13 @@ def _samples(rows: pa.Table | None) -> Samples:
         envs=rows["env"].to_pylist(),
         temperatures=rows["temperature"].to_numpy(),
         advantages=rows["advantage"].to_numpy(),
-        token_ids=_arrays(rows["token_ids"]),
-        loss_masks=_arrays(rows["loss_mask"]),
-        logprobs=_arrays(rows["logprobs"]),
+        token_ids=arrays(rows["token_ids"]),
+        loss_masks=arrays(rows["loss_mask"]),
+        logprobs=arrays(rows["logprobs"]),
     )
 
 
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
     """One array a row; views where Arrow's layout allows it."""
     return [
         row

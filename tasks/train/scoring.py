@@ -19,7 +19,8 @@ def sequence_logprobs(
 
     Every rank computes all of them, so that ranks stay in step.
     """
-    samples = _samples(sequences)
+    token_ids = [np.asarray(each, np.int64) for each in sequences]
+    samples = Samples.known(token_ids, [np.arange(len(each)) > 0 for each in token_ids])
     rows = [row for row, mask in enumerate(samples.loss_masks) if mask.any()]
     found: list[list[float]] = [[] for _ in sequences]
     for places in pack([len(sequences[row]) for row in rows], 1, budget_tokens)[0]:
@@ -31,16 +32,3 @@ def sequence_logprobs(
         ):
             found[row] = values.tolist()
     return found
-
-
-def _samples(sequences: Sequence[Sequence[int]]) -> Samples:
-    token_ids = [np.asarray(each, np.int64) for each in sequences]
-    return Samples(
-        trajectory_ids=[""] * len(sequences),
-        envs=[""] * len(sequences),
-        temperatures=np.ones(len(sequences), np.float32),
-        advantages=np.zeros(len(sequences), np.float32),
-        token_ids=token_ids,
-        loss_masks=[np.arange(len(each)) > 0 for each in token_ids],
-        logprobs=[np.zeros(len(each), np.float32) for each in token_ids],
-    )

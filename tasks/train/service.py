@@ -42,7 +42,8 @@ def main() -> None:
     torch.set_num_threads(config.train.threads)
     ranks = join_ranks(config.train.step_timeout_s)
     timeout_s = config.train.heartbeat_timeout_s
-    heartbeats = Heartbeats(ranks.store.clone(), ranks.rank, ranks.world_size, timeout_s)
+    own_connection = ranks.store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+    heartbeats = Heartbeats(own_connection, ranks.rank, ranks.world_size, timeout_s)
     channel = CommandChannel(ranks.store, timeout_s)
     transfer = Transfer(config, is_sender=ranks.rank == 0)
     worker = Worker(config.train, ranks.device, transfer)

@@ -23,9 +23,10 @@ NON_FINITE_GRADIENT = "non-finite gradient"
 
 def reason_to_skip(samples: Samples) -> str:
     """Why a batch makes no update, known before any work; empty when it does."""
-    if not any(samples.split(1)):
+    (rows,) = samples.split(1)
+    if not rows:
         return EMPTY_BATCH
-    return "" if samples.has_spread else NO_SPREAD
+    return "" if samples.has_spread(rows) else NO_SPREAD
 
 
 class StepTraining:
@@ -49,8 +50,8 @@ class StepTraining:
         """Make every update of the step; a collective."""
         rank = dist.get_rank()
         with self._timed("pack"):
-            parts = [part for part in self._samples.split(self._config.updates_per_step) if part]
-            plans = [self._plan(part, rank) for part in parts]
+            parts = self._samples.split(self._config.updates_per_step)
+            plans = [self._plan(part, rank) for part in parts if self._samples.has_spread(part)]
             counts = [
                 sum(int(self._samples.loss_masks[row].sum()) for rows in plan for row in rows)
                 for plan in plans

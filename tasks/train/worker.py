@@ -48,7 +48,7 @@ class Worker:
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
         self._config, self._device, self._transfer = config, device, transfer
-        self._prepared: tuple[TrainStep, Samples] | None = None
+        self._prepared: tuple[Samples, float] | None = None
         self._methods: dict[str, Callable[[Any], Any]] = {
             Load.name: self._load,
             TrainStep.name: self._train_step,
@@ -111,19 +111,19 @@ class Worker:
                 f"the trainer stands at step {at.version} of run {at.run}, after the batch {at.digest or 'of no step'}; "
                 f"asked was step {command.step} of run {command.run} with the batch {command.digest}"
             )
+        started = time.perf_counter()
         digest, samples = read_samples(Path(command.folder), command.step)
         if digest != command.digest:
             raise BatchRefusedError(
                 f"step {command.step}: the stored batch is {digest}, asked was {command.digest}"
             )
         check_samples(samples)
-        self._prepared = command, samples
+        self._prepared = samples, time.perf_counter() - started
         return None
 
     def _train_step(self, command: TrainStep) -> StepResult:
         started = time.perf_counter()
-        samples = self._samples(command)
-        read_s = time.perf_counter() - started
+        samples, read_s = self._rows_of(command)
         table, n_updates, reason = MetricTable(), self.progress.n_updates, reason_to_skip(samples)
         if not reason:
             training = StepTraining(self._config, self._loaded, samples, n_updates)
@@ -136,16 +136,17 @@ class Worker:
             updated=not reason,
             reason=reason,
             metrics=table.metrics(),
-            duration_s=time.perf_counter() - started,
+            duration_s=read_s + time.perf_counter() - started,
         )
         self.progress = Progress(command.run, result.version, command.digest, n_updates, result)
         return result
 
-    def _samples(self, command: TrainStep) -> Samples:
+    def _rows_of(self, command: TrainStep) -> tuple[Samples, float]:
+        """The batch's rows, which rank 0 has read, and the seconds that reading them took."""
+        if self._prepared is None:
+            return read_samples(Path(command.folder), command.step)[1], 0.0
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == command:
-            return prepared[1]
-        return read_samples(Path(command.folder), command.step)[1]
+        return prepared
 
     def _logprobs(self, command: Logprobs) -> list[list[float]]:
         return sequence_logprobs(self._loaded, command.sequences, self._config.micro_batch_tokens)

@@ -14,10 +14,10 @@ from tasks.store.reader import read
 
 REPOSITORY = Path(__file__).parents[2]
 N_KILLS = 4
-GROUPS = 1_000
+GROUPS = 400
 
 WRITER = """
-import asyncio, os, sys
+import asyncio, itertools, os, signal, sys
 from pathlib import Path
 
 sys.path.insert(0, "tests/store")
@@ -28,7 +28,10 @@ from tasks.store.layout import RunFolder
 from tasks.store.resume import unfinished
 from tasks.store.run import OpenRun
 
-async def work(root, groups):
+CHAINS = 7
+
+async def work(root, groups, dies_at):
+    acknowledged = itertools.count(1)
     folder = RunFolder(Path(root) / "run")
     config_of = StoreConfig(root=root, flush_s=0.0)
     with OpenRun.open(
@@ -36,27 +39,36 @@ async def work(root, groups):
     ) as run:
         async with run.writer as writer:
             missing = unfinished(folder, 0, range(groups), 1, "addition@1").to_sample
+            rows = [(group, make_rows("rollouts", step=0, group=group, sample=0)) for group, _ in missing]
 
-            async def one(group):
-                await writer.append("rollouts", make_rows("rollouts", step=0, group=group, sample=0), step=0)
-                os.write(1, f"{group}\\n".encode())
+            async def one_after_another(first):
+                for group, row in rows[first::CHAINS]:
+                    await writer.append("rollouts", row, step=0)
+                    os.write(1, f"{group}\\n".encode())
+                    if next(acknowledged) == dies_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
 
-            for first in range(0, len(missing), 7):
-                await asyncio.sleep(0)
-                for group, _ in missing[first : first + 7]:
-                    asyncio.get_running_loop().create_task(one(group))
+            await asyncio.gather(*(one_after_another(first) for first in range(CHAINS)))
 
-asyncio.run(work(sys.argv[1], int(sys.argv[2])))
+asyncio.run(work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 """
 
 
-def killed_after(n_acknowledged: int, root: Path) -> list[int]:
-    """Run the writer until it has acknowledged that many groups, kill it; returns all it has acknowledged."""
-    command = [sys.executable, "-c", WRITER, str(root), str(GROUPS)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as writer:
+def command(root: Path, dies_at: int) -> list[str]:
+    """A writer that kills itself the moment that many groups are acknowledged; 0: never."""
+    return [sys.executable, "-c", WRITER, str(root), str(GROUPS), str(dies_at)]
+
+
+def killed_after(n_acknowledged: int, root: Path, *, by_itself: bool) -> list[int]:
+    """Run a writer until that many groups are acknowledged, or a little longer; returns all that were."""
+    dies_at = n_acknowledged if by_itself else 0
+    with subprocess.Popen(
+        command(root, dies_at), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         acknowledged = [int(writer.stdout.readline()) for _ in range(n_acknowledged)]
-        os.kill(writer.pid, signal.SIGKILL)
+        if not by_itself:
+            os.kill(writer.pid, signal.SIGKILL)
         acknowledged += [int(line) for line in writer.stdout]
     assert writer.returncode == -signal.SIGKILL
     return acknowledged
@@ -65,9 +77,9 @@ def killed_after(n_acknowledged: int, root: Path) -> list[int]:
 def test_whatever_was_acknowledged_before_a_kill_is_there_and_nothing_is_there_twice(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     acknowledged: set[int] = set()
-    for n in random.Random(7).choices(range(1, 200), k=N_KILLS):
+    for number, n in enumerate(random.Random(7).choices(range(1, 80), k=N_KILLS)):
         before = set(read(folder, "rollouts", ["group"])["group"].to_pylist())
-        now = killed_after(n, tmp_path)
+        now = killed_after(n, tmp_path, by_itself=number % 2 == 0)
         assert not before & set(now)
         acknowledged |= set(now)
         stored = read(folder, "rollouts", ["group"])["group"].to_pylist()
@@ -75,10 +87,5 @@ def test_whatever_was_acknowledged_before_a_kill_is_there_and_nothing_is_there_t
         assert len(stored) == len(set(stored))
         scanned = pl.scan_ipc(f"{folder.root}/rollouts/**/*.arrow", hive_partitioning=True)
         assert scanned.select(pl.len()).collect().item() == len(stored)
-    subprocess.run(
-        [sys.executable, "-c", WRITER, str(tmp_path), str(GROUPS)],
-        cwd=REPOSITORY,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    subprocess.run(command(tmp_path, 0), cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     assert sorted(read(folder, "rollouts", ["group"])["group"].to_pylist()) == list(range(GROUPS))

@@ -153,5 +153,8 @@ def write_step(folder: Path, step: int, rows: list[Row], *, run: str = "r", seed
 def write_shard(folder: Path, dataset: str, step: int, rows: pa.RecordBatch) -> None:
     target = RunFolder(folder).dataset(dataset, step=step)
     target.mkdir(parents=True, exist_ok=True)
-    with pa.OSFile(str(target / shard_name(1, 1)), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
+    with (
+        pa.OSFile(str(target / shard_name(1, 1)), "wb") as file,
+        pa.ipc.new_file(file, rows.schema) as writer,
+    ):
         writer.write_batch(rows)

@@ -1,0 +1,102 @@
+"""The vLLM servers of a run: kept at the policy's current version, verified, started again when they fail."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from flows.failure import one_error
+from flows.run import Run
+from flows.services import ServerService, restart
+from tasks.errors import ParityError, RequestError, SyncError
+from tasks.rollout.environment import Message
+from tasks.serve.version import PolicyVersion
+from tasks.store.batch import stored_sequences
+from tasks.sync.drive import SyncReport, check_parity, join, send_weights
+from tasks.sync.parity import threshold_of
+from tasks.train.client import TrainerClient
+
+
+class Servers:
+    """Brings servers to the trainer's version; a server is in the pool only while it is there.
+
+    Every method is called with the trainer's weights held still.
+    """
+
+    def __init__(self, run: Run, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
+        self._run, self._trainer = run, trainer
+        self.every = tuple(servers)
+        self._joined: dict[ServerService, int] = {}
+        self._restarts = dict.fromkeys(servers, 0)
+        self._parity_at_0: list[float] = []
+
+    async def bring_up(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
+        """Give every server the trainer's weights, all at once, or the version's name alone."""
+        with one_error():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._bring_up(each, version, only_name)) for each in self.every]
+        return [task.result() for task in tasks]
+
+    async def bring_back(self, server: ServerService, version: PolicyVersion, reason: str) -> SyncReport:
+        """Start a failed server again and give it the trainer's weights.
+
+        Raises:
+            ServiceDiedError: it is not ours to start, or was started again too often.
+        """
+        self._run.pool.set_aside(server.client)
+        self._run.progress.note(f"{server.name}: {reason.splitlines()[0]}; starting it again")
+        await restart(server, reason, self._restarts[server], self._run.config.serve.max_restarts)
+        self._restarts[server] += 1
+        self._joined.pop(server, None)
+        return await self._sync(server, version)
+
+    async def _bring_up(self, server: ServerService, version: PolicyVersion, only_name: bool) -> SyncReport:
+        try:
+            if only_name and self._joined.get(server) == version.incarnation:
+                await server.client.set_version(str(version))
+                return SyncReport(server.client.url, 0, 0.0, math.nan)
+            return await self._sync(server, version)
+        except (SyncError, RequestError) as error:
+            if isinstance(error, ParityError) and server.process is None:
+                raise
+            return await self.bring_back(server, version, str(error))
+
+    async def _sync(self, server: ServerService, version: PolicyVersion) -> SyncReport:
+        """Send, compare, and let in; weights that fail the comparison are sent once more."""
+        config, client = self._run.config.sync, server.client
+        if self._joined.get(server) != version.incarnation:
+            await join(self._trainer, client, config)
+            self._joined[server] = version.incarnation
+        stats = await send_weights(self._trainer, client, str(version), config)
+        try:
+            difference = await self._compare(server, version)
+        except ParityError as error:
+            self._run.progress.note(f"{error}; sending it once more")
+            stats = await send_weights(self._trainer, client, str(version), config)
+            difference = await self._compare(server, version)
+        await self._run.pool.admit(client)
+        return SyncReport(client.url, int(stats["bytes"]), float(stats["seconds"]), difference)
+
+    async def _compare(self, server: ServerService, version: PolicyVersion) -> float:
+        """Largest difference in log-probability, in nats; at version 0 it calibrates the threshold."""
+        config = self._run.config
+        threshold = threshold_of(config.train.dtype, config.sync.parity_threshold, self._parity_at_0)
+        if version.version == 0 and config.train.dtype != "float32":
+            threshold = math.inf
+        sequences = self._sequences(version.version)
+        difference = await check_parity(self._trainer, server.client, sequences, str(version), threshold)
+        if version.version == 0:
+            self._parity_at_0.append(difference)
+        return difference
+
+    def _sequences(self, version: int) -> list[np.ndarray]:
+        """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
+        n = self._run.config.sync.parity_sequences
+        found = stored_sequences(self._run.folder, version - 1, n) if version else []
+        return found or [self._prompt(index) for index in range(n)]
+
+    def _prompt(self, index: int) -> np.ndarray:
+        environment = self._run.environment
+        text = str(environment.example("train", index).content)
+        return self._run.player.tokenizer.encode([Message("user", text)])
