@@ -3,23 +3,22 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import httpx
 import msgspec
 import numpy as np
 
-from tasks.errors import RequestError, ServiceStartError, TransientRequestError
+from tasks.errors import RequestError, ServiceStartError
 from tasks.serve.answers import Completion, completion_of, prompt_logprobs_of
 from tasks.serve.config import ServeConfig
+from tasks.serve.connection import Connection
 from tasks.serve.process import LaunchedProcess
 
 Answer = TypeVar("Answer")
 
 HEALTH_PAUSE_S = 0.25
-TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class VllmClient:
@@ -32,12 +31,10 @@ class VllmClient:
     def __init__(self, url: str, config: ServeConfig) -> None:
         self.url = url.rstrip("/")
         self._config = config
-        key = os.environ.get(config.api_key_env)
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(config.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        self._connection = Connection(
+            self.url,
+            api_key=os.environ.get(config.api_key_env, ""),
+            connect_timeout_s=config.connect_timeout_s,
         )
 
     async def __aenter__(self) -> Self:
@@ -50,7 +47,7 @@ class VllmClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._connection.close()
 
     async def wait_until_healthy(self, timeout_s: float, process: LaunchedProcess | None = None) -> None:
         """Wait until the server answers /health; `process` is the one that was launched, for its log.
@@ -72,36 +69,46 @@ class VllmClient:
     async def is_healthy(self) -> bool:
         """True when the server and its engine answer."""
         try:
-            return (await self._http.get("/health")).status_code == httpx.codes.OK
-        except httpx.TransportError:
+            await self._call("GET", "/health")
+        except RequestError:
             return False
+        return True
 
     async def warm_up(self) -> None:
         """Send the first request, which compiles for seconds, with everything that later ones ask for."""
-        await self.generate(
-            np.array([0, 0], np.int32), max_tokens=2, temperature=1.0, seed=0, timeout_s=300.0
-        )
-        await self.prompt_logprobs(np.array([0, 0], np.int32))
+        tokens, timeout_s = np.zeros(2, np.int32), self._config.start_timeout_s
+        await self.generate(tokens, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s)
+        await self.prompt_logprobs(tokens, timeout_s)
 
     async def generate(
-        self, token_ids: np.ndarray, *, max_tokens: int, temperature: float, seed: int, timeout_s: float
+        self,
+        token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_token_ids: Sequence[int] = (),
+        timeout_s: float,
     ) -> Completion:
-        """One completion of `token_ids` ([T] int32), with the log-probabilities its tokens were sampled by."""
+        """One completion of `token_ids` ([T] int32), with the log-probabilities its tokens were sampled by.
+
+        It ends at the model's end of sequence, and at any of `stop_token_ids`, that token included.
+        """
         sampling = {
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
             "logprobs": 0,
             "detokenize": False,
+            "stop_token_ids": list(stop_token_ids),
         }
         return await self._sample(token_ids, sampling, completion_of, timeout_s)
 
-    async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+    async def prompt_logprobs(self, token_ids: np.ndarray, timeout_s: float | None = None) -> np.ndarray:
         """[T-1] float32, nats: log p(token i+1 | tokens 0..i), never divided by a temperature."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        return await self._sample(
-            token_ids, sampling, prompt_logprobs_of(token_ids), self._config.request_timeout_s
-        )
+        wait_s = timeout_s or self._config.request_timeout_s
+        return await self._sample(token_ids, sampling, prompt_logprobs_of(token_ids), wait_s)
 
     async def version(self) -> str:
         """The name of the weights that the server has."""
@@ -116,21 +123,21 @@ class VllmClient:
         answer = await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
         return [int(token) for token in answer["tokens"]]
 
-    async def pause(self) -> None:
+    async def pause(self, timeout_s: float) -> None:
         """Freeze requests; they go on at `resume`, with a recomputed cache."""
-        await self._call("POST", "/pause?mode=keep&clear_cache=true")
+        await self._call("POST", "/pause?mode=keep&clear_cache=true", None, timeout_s)
 
-    async def resume(self) -> None:
+    async def resume(self, timeout_s: float) -> None:
         """Go on with frozen requests."""
-        await self._call("POST", "/resume")
+        await self._call("POST", "/resume", None, timeout_s)
 
     async def init_weight_transfer(self, info: dict[str, Any], timeout_s: float) -> None:
         """Have the server join the sender of the weights; returns when it has."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
-    async def start_weight_update(self) -> None:
+    async def start_weight_update(self, timeout_s: float) -> None:
         """Open the live model for new weights; from here on it cannot decode until `finish_weight_update`."""
-        await self._call("POST", "/start_weight_update")
+        await self._call("POST", "/start_weight_update", None, timeout_s)
 
     async def update_weights(self, plan: dict[str, Any], timeout_s: float) -> None:
         """Receive weights by plan; returns when they have arrived."""
@@ -140,9 +147,9 @@ class VllmClient:
         """Put the new weights in place, under a new name."""
         await self._call("POST", "/finish_weight_update", {"weight_version": version}, timeout_s)
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self, timeout_s: float) -> None:
         """Forget the cache, which old weights made."""
-        await self._call("POST", "/reset_prefix_cache")
+        await self._call("POST", "/reset_prefix_cache", None, timeout_s)
 
     async def _sample(
         self,
@@ -153,7 +160,7 @@ class VllmClient:
     ) -> Answer:
         """Send a generation request; the answer is decoded off the event loop."""
         body = msgspec.json.encode({"token_ids": token_ids.tolist(), "sampling_params": sampling})
-        content = await self._send("POST", "/inference/v1/generate", body, timeout_s)
+        content = await self._connection.send("POST", "/inference/v1/generate", body, timeout_s)
         try:
             return await asyncio.to_thread(read, content)
         except (msgspec.DecodeError, LookupError, ValueError) as error:
@@ -162,22 +169,8 @@ class VllmClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
+        """The decoded answer of a control route; None when it has no body."""
         content = msgspec.json.encode(body) if body is not None else b""
-        answer = await self._send(method, path, content, timeout_s or self._config.connect_timeout_s)
+        wait_s = timeout_s or self._config.connect_timeout_s
+        answer = await self._connection.send(method, path, content, wait_s)
         return msgspec.json.decode(answer) if answer else None
-
-    async def _send(self, method: str, path: str, content: bytes, timeout_s: float) -> bytes:
-        timeout = httpx.Timeout(self._config.connect_timeout_s, read=timeout_s)
-        headers = {"Content-Type": "application/json"}
-        try:
-            response = await self._http.request(
-                method, path, content=content, headers=headers, timeout=timeout
-            )
-        except httpx.TimeoutException as error:
-            raise TransientRequestError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
-        except httpx.TransportError as error:
-            raise TransientRequestError(f"{self.url}{path}: {error or type(error).__name__}") from error
-        if response.is_success:
-            return response.content
-        kind = TransientRequestError if response.status_code in TRANSIENT_STATUSES else RequestError
-        raise kind(f"{self.url}{path}: {response.status_code} {response.text[:500]}")

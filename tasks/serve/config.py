@@ -9,13 +9,20 @@ class ServeConfig(StageConfig):
     urls: tuple[str, ...] = setting(
         (), "Addresses (http://host:port) of running vLLM servers to attach to; empty: launch one here."
     )
-    python: str = setting(".venv-vllm/bin/python", "Python of the environment that holds vLLM, for launching.")
+    python: str = setting(
+        ".venv-vllm/bin/python", "Python of the environment that holds vLLM, for launching."
+    )
     port: int = setting(0, "Loopback port of the launched server; 0: any free one.", ge=0, le=65535)
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the served weights.", fixed=True)
     max_model_len: int = setting(256, "Most tokens of prompt and completion together.", ge=8, fixed=True)
     max_num_seqs: int = setting(256, "Most sequences that a server decodes at once.", ge=1)
     kv_cache_gib: int = setting(1, "GiB of key-value cache of a launched CPU server.", ge=1)
-    gpu_memory_utilization: float = setting(0.85, "Share of a GPU's memory for a launched server.", gt=0.0, lt=1.0)
+    gpu_memory_utilization: float = setting(
+        0.85, "Share of a GPU's memory for a launched server.", gt=0.0, lt=1.0
+    )
+    threads: int = setting(
+        1, "CPU threads of a launched server; more spin on each other where cores are shared.", ge=1
+    )
     extra_args: tuple[str, ...] = setting((), "More command-line arguments for a launched server.")
     api_key_env: str = setting(
         "ROLLMILL_VLLM_API_KEY", "Environment variable that holds the servers' API key; unset: none."
@@ -24,5 +31,9 @@ class ServeConfig(StageConfig):
     request_timeout_s: float = setting(300.0, "Seconds one generation request may take.", gt=0.0)
     connect_timeout_s: float = setting(10.0, "Seconds to open a connection, and for control calls.", gt=0.0)
     health_interval_s: float = setting(2.0, "Seconds between two health checks of a server.", gt=0.0)
-    max_restarts: int = setting(2, "How often a launched service is started again before the run stops.", ge=0)
-    stop_grace_s: float = setting(5.0, "Seconds between asking a launched process to end and killing it.", ge=0.0)
+    max_restarts: int = setting(
+        2, "How often a launched service is started again before the run stops.", ge=0
+    )
+    stop_grace_s: float = setting(
+        5.0, "Seconds between asking a launched process to end and killing it.", ge=0.0
+    )

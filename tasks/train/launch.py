@@ -34,13 +34,17 @@ def write_config(
 
 
 def command(train: TrainConfig, config: Path) -> list[str]:
-    """The words of torchrun over `train.ranks` ranks; a failed rank ends all of them, none is started again."""
+    """What starts a trainer service by its configuration."""
+    return [*torchrun(train.ranks), "-m", "tasks.train.service", str(config)]
+
+
+def torchrun(n_ranks: int) -> list[str]:
+    """Torchrun on this machine; a failed rank ends all of them, none is started again."""
     return [
         sys.executable,
         *("-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(train.ranks), "--max-restarts", "0"),
+        *("--nnodes", "1", "--nproc-per-node", str(n_ranks), "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_LOOPBACK}:0", "--local-addr", _LOOPBACK),
-        *("-m", "tasks.train.service", str(config)),
     ]
 
 

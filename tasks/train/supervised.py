@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -60,6 +61,10 @@ def new_model(recipe: StartModelConfig, tokenizer: Path) -> PreTrainedModel:
     vocabulary = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     special = {name: settings.get(f"{name}_token") for name in ("bos", "eos", "pad")}
+    ids: dict[str, Any] = {
+        f"{name}_token_id": vocabulary.token_to_id(token) if token else None
+        for name, token in special.items()
+    }
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary.get_vocab_size(),
@@ -71,10 +76,7 @@ def new_model(recipe: StartModelConfig, tokenizer: Path) -> PreTrainedModel:
             max_position_embeddings=recipe.max_position_embeddings,
             tie_word_embeddings=False,
             dtype="float32",
-            **{
-                f"{name}_token_id": vocabulary.token_to_id(token) if token else None
-                for name, token in special.items()
-            },
+            **ids,
         )
     )
 

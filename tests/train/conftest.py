@@ -1,6 +1,8 @@
 """A tiny model, batches in a run's folder, and a trainer service that is kept for the module."""
 
+import json
 import secrets
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -91,7 +93,7 @@ def uneven_rows(n_rows: int, seed: int = 0) -> list[Row]:
     rng = np.random.default_rng(seed)
     rows = [
         Row(
-            n_prompt=int(rng.integers(2, 30)),
+            n_prompt=int(rng.choice([2, 8, 30, 120])),
             n_completion=int(rng.choice([1, 2, 5, 40, 90])),
             advantage=float(rng.normal()),
             env=["addition", "countdown"][int(rng.integers(2))],
@@ -158,3 +160,37 @@ def write_shard(folder: Path, dataset: str, step: int, rows: pa.RecordBatch) -> 
         pa.ipc.new_file(file, rows.schema) as writer,
     ):
         writer.write_batch(rows)
+
+
+class Batches(NamedTuple):
+    """What tests need of the functions above."""
+
+    row: type[Row]
+    uneven_rows: Callable[..., list[Row]]
+    write_step: Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def batches() -> Batches:
+    return Batches(Row, uneven_rows, write_step)
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[[str, int, dict[str, object]], None]:
+    """Run a script beside this file on ranks that torchrun starts; fails with its last output."""
+
+    def run(script: str, n_ranks: int, job: dict[str, object]) -> None:
+        path = tmp_path / f"{script}-{n_ranks}.json"
+        path.write_text(json.dumps(job))
+        words = [*launch.torchrun(n_ranks), str(Path(__file__).with_name(script)), str(path)]
+        done = subprocess.run(
+            words,
+            env=launch.environment(TrainConfig(), "-"),
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+    return run

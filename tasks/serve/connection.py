@@ -1,0 +1,82 @@
+"""HTTP to one server: many small requests at once, and errors that say whether sending again may help.
+
+aiohttp, because httpx's pool looks through all connections for every request: 256 at once cost it seconds of
+CPU, aiohttp a twentieth of one.
+"""
+
+from http import HTTPStatus
+
+import aiohttp
+
+from tasks.errors import RequestError, TransientRequestError
+
+IDLE_S = 2.0
+"""An idle connection is not used again after this; servers close theirs after 5 s, vLLM's default."""
+
+TRANSIENT_STATUSES = frozenset(
+    {
+        HTTPStatus.REQUEST_TIMEOUT,
+        HTTPStatus.TOO_EARLY,
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
+SHOWN_CHARACTERS = 500
+
+
+class Connection:
+    """Connections to one server, as many as requests are under way; opened at first use.
+
+    Args:
+        url: http://host:port, without a path.
+        api_key: sent as a bearer token; empty: none.
+        connect_timeout_s: seconds to open a connection.
+    """
+
+    def __init__(self, url: str, *, api_key: str, connect_timeout_s: float) -> None:
+        self._url, self._connect_timeout_s = url, connect_timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections; they open again at the next request."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def send(self, method: str, path: str, content: bytes, timeout_s: float) -> bytes:
+        """The body of the answer.
+
+        Raises:
+            TransientRequestError: it may succeed when sent again: no connection, no answer within `timeout_s`
+                seconds, a busy or failing server.
+            RequestError: it would not.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
+        try:
+            async with self._opened().request(
+                method, self._url + path, data=content, headers=self._headers, timeout=timeout
+            ) as response:
+                body = await response.read()
+        except TimeoutError as error:
+            raise TransientRequestError(f"{self._url}{path}: no answer within {timeout_s:g} s") from error
+        except aiohttp.InvalidURL as error:
+            raise RequestError(f"{self._url}{path}: not an address") from error
+        except aiohttp.ClientError as error:
+            raise TransientRequestError(f"{self._url}{path}: {error or type(error).__name__}") from error
+        if response.ok:
+            return body
+        kind = TransientRequestError if response.status in TRANSIENT_STATUSES else RequestError
+        text = body.decode(errors="replace")[:SHOWN_CHARACTERS]
+        raise kind(f"{self._url}{path}: {response.status} {text}")
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session

@@ -1,0 +1,88 @@
+"""Run by torchrun: an update whose gradient is not finite on one rank, for every case of JOB.json.
+
+JOB.json: {"model", "output", "cases": [{"name", "zero_stage", "dtype"}]}. Rank 0 writes {name: facts} to output.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from tasks.train.config import TrainConfig
+from tasks.train.engine import Engine, Update
+from tasks.train.process_group import Ranks, join_ranks
+from tasks.train.weights import named_weights
+
+
+def updated(engine: Engine, ranks: Ranks, factor: float) -> Update:
+    """Two micro-batches of the same rows; the last rank's second one has its loss multiplied by `factor`."""
+    token_ids = torch.arange(2, 20).reshape(2, 9)
+    positions, targets = torch.tensor([3, 4, 12]), torch.tensor([6, 7, 15])
+    for is_last in (False, True):
+        logprobs, _ = engine.logprobs(token_ids, positions, targets, torch.ones(3))
+        is_hit = is_last and ranks.rank == ranks.world_size - 1
+        engine.backward(-logprobs.sum() * (factor if is_hit else 1.0), is_last=is_last)
+    return engine.update(1e-2)
+
+
+def state(engine: Engine) -> list[torch.Tensor]:
+    """Every weight, master weight and moment, and the number of updates the optimizer counts."""
+    whole = [each.clone() for _, each in named_weights(engine.model)]
+    optimizer = engine._engine.optimizer
+    if hasattr(optimizer, "dp_process_group") or hasattr(optimizer, "real_dp_process_group"):
+        for parameter in engine.model.parameters():
+            whole.append(safe_get_full_fp32_param(parameter).clone())
+            whole += [
+                safe_get_full_optimizer_state(parameter, key).clone() for key in ("exp_avg", "exp_avg_sq")
+            ]
+    basic = getattr(optimizer, "optimizer", optimizer)
+    whole += [
+        each.clone() for moments in basic.state.values() for each in moments.values() if torch.is_tensor(each)
+    ]
+    return whole
+
+
+def is_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    same = len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    answers: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(answers, same)
+    return all(answers)
+
+
+def facts(job: dict[str, str], case: dict[str, object], ranks: Ranks) -> dict[str, object]:
+    config = TrainConfig(ranks=ranks.world_size, zero_stage=case["zero_stage"], dtype=case["dtype"])
+    hit, spared = (Engine.load(config, job["model"], ranks.device) for _ in range(2))
+    updated(hit, ranks, 1.0)
+    updated(spared, ranks, 1.0)
+    before = state(hit)
+    skipped = [updated(hit, ranks, factor).updated for factor in (float("nan"), float("inf"))]
+    is_untouched = is_same(state(hit), before)
+    applied = updated(hit, ranks, 1.0).updated
+    updated(spared, ranks, 1.0)
+    found = {
+        "n_tensors": len(before),
+        "applied_non_finite": any(skipped),
+        "is_untouched": is_untouched,
+        "applied_afterwards": applied,
+        "changed_afterwards": not is_same(state(hit), before),
+        "as_if_nothing_had_been": is_same(state(hit), state(spared)),
+    }
+    hit.close()
+    spared.close()
+    return found
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    ranks = join_ranks(120.0)
+    found = {case["name"]: facts(job, case, ranks) for case in job["cases"]}
+    if ranks.rank == 0:
+        Path(job["output"]).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,90 @@
+"""The gradient of a very uneven batch, however it is split, against plain double precision."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tasks.train.config import TrainConfig
+from tasks.train.samples import Samples, read_samples
+
+Gradient = dict[str, torch.Tensor]
+
+STAGES = (0, 1, 2, 3)
+MICRO_BATCH_TOKENS = (120, 700, 10_000)
+RANK_BY_RANK = "rank-by-rank"
+
+
+def naive_gradient(model: Path, samples: Samples, config: TrainConfig) -> Gradient:
+    """One row at a time, in double precision, the loss written out as in the papers."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    total, n_tokens = torch.zeros((), dtype=torch.float64), 0
+    for row, mask in enumerate(samples.loss_masks):
+        logits = policy(input_ids=torch.tensor(samples.token_ids[row][None].astype("int64"))).logits[0]
+        log_p = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)
+        for t in mask.nonzero()[0]:
+            token = int(samples.token_ids[row][t])
+            ratio = torch.exp(log_p[t - 1, token] - float(samples.logprobs[row][t]))
+            advantage = float(samples.advantages[row])
+            bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+            total = total - torch.minimum(ratio * advantage, bounded * advantage)
+            n_tokens += 1
+    (total / n_tokens).backward()
+    return {name: each.grad for name, each in policy.named_parameters()}
+
+
+def distance(one: Gradient, other: Gradient) -> float:
+    """Largest norm of a tensor's difference, to the norm of the tensor."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
+
+
+def whole(gradient: Gradient) -> torch.Tensor:
+    return torch.cat([gradient[name].flatten().double() for name in sorted(gradient)])
+
+
+@pytest.mark.service
+def test_gradient_does_not_depend_on_ranks_stage_or_micro_batches(
+    tiny_model: Path,
+    batches: Any,
+    run_ranks: Callable[[str, int, dict[str, object]], None],
+    tmp_path: Path,
+) -> None:
+    batches.write_step(tmp_path, 0, batches.uneven_rows(24))
+    splits = [
+        {
+            "name": f"zero{stage}-{tokens}",
+            "zero_stage": stage,
+            "micro_batch_tokens": tokens,
+            "rank_by_rank": False,
+        }
+        for stage, tokens in product(STAGES, MICRO_BATCH_TOKENS)
+    ]
+    control = {"name": RANK_BY_RANK, "zero_stage": 0, "micro_batch_tokens": 700, "rank_by_rank": True}
+    found: dict[str, Gradient] = {}
+    for n_ranks in (1, 2):
+        output = tmp_path / f"ranks{n_ranks}"
+        output.mkdir()
+        job = {
+            "model": str(tiny_model),
+            "folder": str(tmp_path),
+            "output": str(output),
+            "cases": [*splits, control],
+        }
+        run_ranks("gradient_ranks.py", n_ranks, job)
+        found |= {f"ranks{n_ranks}-{file.stem}": load_file(file) for file in output.iterdir()}
+    wrong = found.pop(f"ranks2-{RANK_BY_RANK}")
+    reference = naive_gradient(tiny_model, read_samples(tmp_path, 0)[1], TrainConfig())
+
+    assert len(found) == 2 * len(splits) + 1
+    for name, gradient in found.items():
+        assert distance(gradient, reference) < 1e-5, name
+    first = whole(next(iter(found.values())))
+    for name, gradient in found.items():
+        assert (whole(gradient) - first).norm() / first.norm() < 1e-6, name
+    assert distance(wrong, reference) > 1e-3

@@ -1,0 +1,260 @@
+"""The trainer service as a whole: real ranks under torchrun, spoken to by its client."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tasks.errors import (
+    BatchRefusedError,
+    RequestError,
+    ServiceDiedError,
+    ServiceStartError,
+    ShardError,
+    StoreError,
+)
+from tasks.serve.process import LaunchedProcess
+from tasks.train.client import TrainerClient
+from tasks.train.config import TrainConfig
+from tasks.train.protocol import StepResult
+
+pytestmark = pytest.mark.service
+
+END_S = 60.0
+
+
+class RunTrainer(Protocol):
+    def __call__(self, config: TrainConfig) -> AbstractAsyncContextManager[Any]: ...
+
+
+async def load(client: TrainerClient, model: Path, run: Path, version: int = 0, incarnation: int = 1) -> None:
+    checkpoint = str(run / "checkpoints" / f"version={version:06d}") if version else None
+    await client.load(
+        run="r",
+        incarnation=incarnation,
+        model=str(model),
+        folder=str(run),
+        checkpoint=checkpoint,
+        version=version,
+    )
+
+
+async def exported(client: TrainerClient, folder: Path) -> bytes:
+    await client.export_policy(str(folder))
+    return (folder / "model.safetensors").read_bytes()
+
+
+def without_times(result: StepResult) -> list[object]:
+    metrics = [metric for metric in result.metrics if not metric.name.endswith("_s")]
+    return [dataclasses.replace(result, metrics=[], duration_s=0.0), *metrics]
+
+
+def rank_pids(process: LaunchedProcess) -> dict[int, int]:
+    """Process id of each rank below a launched trainer."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and _is_below(int(folder.name), process.pid):
+            words = (folder / "environ").read_bytes().split(b"\0")
+            ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
+            found |= dict.fromkeys(ranks, int(folder.name))
+    return found
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == ancestor
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage"),
+    [
+        (1, 0),
+        (2, 3),
+        *[
+            pytest.param(ranks, stage, marks=pytest.mark.long)
+            for ranks, stage in [(1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2)]
+        ],
+    ],
+)
+async def test_resumed_trainer_reaches_the_same_bytes(
+    ranks: int, zero_stage: int, tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    config, run = TrainConfig(ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=512), tmp_path / "run"
+    digests = [batches.write_step(run, step, batches.uneven_rows(16, seed=step)) for step in range(4)]
+
+    async def train(client: TrainerClient, step: int) -> StepResult:
+        return await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])
+
+    async with run_trainer(config) as (client, _):
+        await load(client, tiny_model, run)
+        results = [await train(client, step) for step in range(2)]
+        await client.checkpoint(str(run), 2)
+        results += [await train(client, step) for step in range(2, 4)]
+        straight = await exported(client, tmp_path / "straight")
+
+    async with run_trainer(config) as (client, _):
+        await load(client, tiny_model, run, version=2, incarnation=2)
+        at_checkpoint = await exported(client, tmp_path / "checkpoint")
+        assert await train(client, 1) == results[1], (
+            "the applied batch's result is stored with the checkpoint"
+        )
+        again = [await train(client, step) for step in range(2, 4)]
+        resumed = await exported(client, tmp_path / "resumed")
+        await load(client, tiny_model, run, version=2, incarnation=3)
+        loaded_anew = await exported(client, tmp_path / "anew")
+
+    assert resumed == straight
+    assert loaded_anew == at_checkpoint != straight
+    assert [without_times(each) for each in again] == [without_times(each) for each in results[2:]]
+    assert [each.version for each in results] == [1, 2, 3, 4]
+
+
+async def test_a_batch_is_applied_once_and_anything_else_is_refused(
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    digests = [batches.write_step(run, step, batches.uneven_rows(6, seed=step)) for step in range(3)]
+
+    async with run_trainer(TrainConfig()) as (client, process):
+
+        async def train(step: int, digest: str, run_id: str = "r", folder: Path = run) -> StepResult:
+            return await client.train_step(folder=str(folder), run=run_id, step=step, digest=digest)
+
+        with pytest.raises(RequestError, match="nothing loaded"):
+            await train(0, digests[0])
+        with pytest.raises(RequestError, match="no model folder"):
+            await load(client, tmp_path / "nowhere", run)
+        with pytest.raises(StoreError, match="not complete"):
+            await load(client, tiny_model, run, version=7)
+        await load(client, tiny_model, run)
+        first, at_the_same_time = await asyncio.gather(train(0, digests[0]), train(0, digests[0]))
+        assert first == at_the_same_time == await train(0, digests[0])
+        weights = await exported(client, tmp_path / "after-step-0")
+
+        for step, digest, run_id in [(0, digests[1], "r"), (2, digests[2], "r"), (1, digests[1], "other")]:
+            with pytest.raises(
+                BatchRefusedError, match=f"stands at step 1 of run r, after the batch {digests[0]}"
+            ):
+                await train(step, digest, run_id)
+        with pytest.raises(BatchRefusedError, match=f"stored batch is {digests[1]}, asked was {digests[2]}"):
+            await train(1, digests[2])
+        (run / "rollouts" / "step=000001" / "000001-000001.arrow").write_bytes(b"torn")
+        with pytest.raises(ShardError, match="cannot read"):
+            await train(1, digests[1])
+
+        assert await exported(client, tmp_path / "after-refusals") == weights
+        batches.write_step(run, 1, batches.uneven_rows(6, seed=1))
+        assert (await train(1, digests[1])).version == 2
+        with pytest.raises(RequestError, match="stands at version 2, not 1"):
+            await client.checkpoint(str(run), 1)
+        health = await client.health()
+        assert (health.run, health.incarnation, health.version, health.digest) == ("r", 1, 2, digests[1])
+        with pytest.raises(RequestError, match="401"):
+            await TrainerClient(str(client._http.base_url), "guess", timeout_s=10.0).health()
+        await client.shutdown()
+        assert await asyncio.wait_for(process.ended(), END_S) == 0
+
+
+async def test_steps_without_update_raise_the_version_and_keep_the_weights(
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    rows = [
+        [],
+        [batches.row(4, 6, 0.0), batches.row(4, 3, 0.0)],
+        [batches.row(4, 0, 1.0)],
+        [batches.row(4, 6, 3e38), batches.row(4, 3, -3e38)],
+        batches.uneven_rows(6),
+    ]
+    digests = [batches.write_step(run, step, each) for step, each in enumerate(rows)]
+
+    async with run_trainer(TrainConfig(ranks=2, zero_stage=2, heartbeat_timeout_s=2.0)) as (client, _):
+        await load(client, tiny_model, run)
+        before = await exported(client, tmp_path / "before")
+        results = [
+            await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])
+            for step in range(4)
+        ]
+        assert await exported(client, tmp_path / "after") == before
+        await asyncio.sleep(3 * 2.0)  # idle for several heartbeats' time
+        assert max((await client.health()).heartbeats) < 2.0
+        last = await client.train_step(folder=str(run), run="r", step=4, digest=digests[4])
+        assert last.updated
+        assert await exported(client, tmp_path / "trained") != before
+
+    assert [(each.version, each.updated) for each in results] == [
+        (1, False),
+        (2, False),
+        (3, False),
+        (4, False),
+    ]
+    assert [each.reason for each in results] == [
+        "empty batch",
+        "no spread",
+        "empty batch",
+        "non-finite gradient",
+    ]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
+    victim: int, tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    digest = batches.write_step(run, 0, batches.uneven_rows(4000))
+
+    async with run_trainer(TrainConfig(ranks=2, micro_batch_tokens=256)) as (client, process):
+        await load(client, tiny_model, run)
+        training = asyncio.create_task(client.train_step(folder=str(run), run="r", step=0, digest=digest))
+        await asyncio.sleep(1.0)
+        assert not training.done()
+        os.kill(rank_pids(process)[victim], signal.SIGKILL)
+        with pytest.raises(ServiceDiedError, match="SIGKILL"):
+            await asyncio.wait_for(training, END_S)
+        assert await asyncio.wait_for(process.ended(), END_S) != 0
+        assert rank_pids(process) == {}
+
+
+async def test_service_ends_when_a_rank_falls_silent(
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    digest = batches.write_step(run, 0, batches.uneven_rows(6))
+
+    async with run_trainer(TrainConfig(ranks=2, heartbeat_timeout_s=3.0)) as (client, process):
+        await load(client, tiny_model, run)
+        os.kill(rank_pids(process)[1], signal.SIGSTOP)
+        with pytest.raises(ServiceDiedError, match="rank 1 has been silent"):
+            await asyncio.wait_for(
+                client.train_step(folder=str(run), run="r", step=0, digest=digest), 2 * END_S
+            )
+
+
+async def test_an_error_in_a_rank_ends_the_service_with_its_traceback(
+    tiny_model: Path, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny_model / "config.json").read_text())
+
+    async with run_trainer(TrainConfig()) as (client, process):
+        with pytest.raises(ServiceDiedError, match="OSError"):
+            await load(client, broken, tmp_path / "run")
+        assert await asyncio.wait_for(process.ended(), END_S) != 0
+
+
+async def test_a_taken_port_is_said_at_the_start(run_trainer: RunTrainer) -> None:
+    async with run_trainer(TrainConfig()) as (client, _):
+        port = client._http.base_url.port
+        with pytest.raises(ServiceStartError, match="already in use|ended with status"):
+            async with run_trainer(TrainConfig(port=port)):
+                pass
