@@ -85,7 +85,14 @@ class Servers:
         if version.version == 0 and config.train.dtype != "float32":
             threshold = math.inf
         sequences = self._sequences(version.version)
-        difference = await check_parity(self._trainer, server.client, sequences, str(version), threshold)
+        difference = await check_parity(
+            self._trainer,
+            server.client,
+            sequences,
+            str(version),
+            threshold=threshold,
+            timeout_s=config.sync.timeout_s,
+        )
         if version.version == 0:
             self._parity_at_0.append(difference)
         return difference

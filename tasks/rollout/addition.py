@@ -9,6 +9,7 @@ import numpy as np
 from tasks.rollout.environment import Example, Message, Split
 
 SMALLEST, LARGEST = 10, 99
+LARGEST_COLUMN = 9 + 9 + 1
 HELD_OUT_MODULUS = 5
 
 
@@ -47,8 +48,8 @@ def _problems(split: Split) -> tuple[tuple[int, int], ...]:
 def noisy_student(a: int, b: int, random: np.random.Generator) -> str:
     """One answer of the warm-up corpus.
 
-    Of the students 30 % answer without work, and two thirds of them are off by a digit; 70 % show their
-    work, in which each column slips by one with probability 0.2, and the slip is carried on.
+    Of the students 30 % answer without work, and two thirds of them are off in one digit; 70 % show their
+    work, in which each column slips with probability 0.2, and the slip is carried on.
 
     Example: noisy_student(47, 38, ...) may be "[7+8=15 4+3+1=8]85", "[7+8=14 4+3+1=8]84" or "75".
     """
@@ -63,9 +64,11 @@ def noisy_student(a: int, b: int, random: np.random.Generator) -> str:
 
 
 def _slipped(total: int, random: np.random.Generator) -> int:
+    """A column's sum, or with probability 0.2 any other sum that two digits and a carry can have."""
     if random.random() >= 0.2:
         return total
-    return max(0, total + (1 if random.random() < 0.5 else -1))
+    other = int(random.integers(LARGEST_COLUMN))
+    return other if other < total else other + 1
 
 
 def _off_by_a_digit(total: int, random: np.random.Generator) -> int:

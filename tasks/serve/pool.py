@@ -1,6 +1,7 @@
 """Spreads requests over the servers that are at the current version."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,19 +15,20 @@ class ServerPool:
     """
 
     def __init__(self) -> None:
-        self._outstanding_tokens: dict[VllmClient, int] = {}
+        self._outstanding_tokens: Counter[VllmClient] = Counter()
+        self._admitted: set[VllmClient] = set()
         self._server_of_group: dict[int, VllmClient] = {}
-        self._admitted = asyncio.Condition()
+        self._changed = asyncio.Condition()
 
     async def admit(self, server: VllmClient) -> None:
         """Let a server be asked."""
-        async with self._admitted:
-            self._outstanding_tokens.setdefault(server, 0)
-            self._admitted.notify_all()
+        async with self._changed:
+            self._admitted.add(server)
+            self._changed.notify_all()
 
     def set_aside(self, server: VllmClient) -> None:
         """Ask a server no more; its groups choose another, or wait."""
-        self._outstanding_tokens.pop(server, None)
+        self._admitted.discard(server)
         self._server_of_group = {
             group: chosen for group, chosen in self._server_of_group.items() if chosen is not server
         }
@@ -38,16 +40,14 @@ class ServerPool:
     @asynccontextmanager
     async def lease(self, group: int, n_tokens: int) -> AsyncIterator[VllmClient]:
         """The group's server, while a request of at most `n_tokens` tokens is under way."""
-        async with self._admitted:
-            await self._admitted.wait_for(lambda: self._outstanding_tokens)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._admitted)
         server = self._server_of_group.get(group)
         if server is None:
-            server = self._server_of_group[group] = min(
-                self._outstanding_tokens, key=lambda each: self._outstanding_tokens[each]
-            )
+            server = min(self._admitted, key=lambda each: (self._outstanding_tokens[each], each.url))
+            self._server_of_group[group] = server
         self._outstanding_tokens[server] += n_tokens
         try:
             yield server
         finally:
-            if server in self._outstanding_tokens:
-                self._outstanding_tokens[server] -= n_tokens
+            self._outstanding_tokens[server] -= n_tokens

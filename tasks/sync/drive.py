@@ -72,8 +72,8 @@ async def send_weights(
     Raises:
         SyncError: it failed half-way; the server must be started again.
     """
-    plan = await source.weight_plan()
     async with _named(server, f"taking version {version}", config.timeout_s):
+        plan = await source.weight_plan()
         await server.pause(config.timeout_s)
         await server.start_weight_update(config.timeout_s)
         async with asyncio.TaskGroup() as both:
@@ -86,20 +86,27 @@ async def send_weights(
 
 
 async def check_parity(
-    source: WeightSource, server: VllmClient, sequences: Sequence[np.ndarray], version: str, threshold: float
+    source: WeightSource,
+    server: VllmClient,
+    sequences: Sequence[np.ndarray],
+    version: str,
+    *,
+    threshold: float,
+    timeout_s: float,
 ) -> float:
     """Compare a server's log-probabilities of known tokens with the trainer's; returns the largest difference.
 
     Raises:
         ParityError: it is above `threshold` nats, or not a number.
+        SyncError: one of both did not answer within `timeout_s` seconds.
     """
     if not sequences:
         return float("nan")
-    expected, *found = await asyncio.gather(
-        source.logprobs([sequence.tolist() for sequence in sequences]),
-        *(server.prompt_logprobs(sequence) for sequence in sequences),
-    )
-    difference = largest_difference(expected, found)
+    what = f"comparing log-probabilities at version {version}"
+    async with _named(server, what, timeout_s), asyncio.TaskGroup() as every:
+        expected = every.create_task(source.logprobs([sequence.tolist() for sequence in sequences]))
+        found = [every.create_task(server.prompt_logprobs(each, timeout_s)) for each in sequences]
+    difference = largest_difference(expected.result(), [each.result() for each in found])
     if not difference <= threshold:
         raise ParityError(server.url, version, difference, threshold)
     return difference

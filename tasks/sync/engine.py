@@ -1,11 +1,10 @@
 """vLLM's end of a weight transfer: receives buckets over gloo and loads the tensors as a checkpoint's."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -17,8 +16,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from tasks.errors import SyncError
 from tasks.sync.buckets import TransferPlan
-from tasks.sync.link import RECEIVER, SENDER, open_link, open_store
-from tasks.sync.repairs import repair_after_update
+from tasks.sync.link import RECEIVER, join_store, open_link
+from tasks.sync.receiver import arriving
+from tasks.sync.repairs import needed_repairs
 
 
 @dataclass
@@ -49,7 +49,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
-    repairs = True
 
     def __init__(
         self,
@@ -59,13 +58,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._link: ProcessGroupGloo | None = None
+        if (workers := vllm_config.parallel_config.world_size) > 1:
+            raise SyncError(f"the gloo transfer serves one worker a server, this one has {workers}")
+        self.repairs = needed_repairs()
+        self._link: Any = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the sender; a link that there was before is dropped."""
         self.shutdown()
-        store = open_store(init_info.host, init_info.port, init_info.timeout_s, is_master=False)
+        store = join_store(init_info.host, init_info.port, init_info.timeout_s)
         self._link = open_link(store, init_info.prefix, RECEIVER, init_info.host, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
@@ -79,30 +81,15 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         plan = TransferPlan.from_json(update_info.tensors, update_info.total_bytes, update_info.bucket_bytes)
         if self._buffer.numel() < plan.total_bytes:
             self._buffer = torch.empty(plan.total_bytes, dtype=torch.uint8)
-        self.model.load_weights(_arriving(self._link, plan, self._buffer, self.device))
+        arrived = arriving(self._link, plan, self._buffer)
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in arrived)
 
     def finish_weight_update(self) -> None:
         """Put the new weights in place, in the layouts that kernels want."""
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.repairs:
-            repair_after_update(self.model)
+        for repair in self.repairs:
+            repair(self.model)
 
     def shutdown(self) -> None:
         """Drop the link."""
         self._link = None
-
-
-def _arriving(
-    link: ProcessGroupGloo, plan: TransferPlan, buffer: torch.Tensor, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each tensor; the buckets after those it needs are on their way meanwhile."""
-    works = [(end, link.recv([buffer[start:end]], SENDER, 0)) for start, end in plan.buckets()]
-    arrived, n_waited = 0, 0
-    for tensor in plan.tensors:
-        end = tensor.offset + tensor.size_bytes
-        while arrived < end:
-            arrived, work = works[n_waited]
-            work.wait()
-            n_waited += 1
-        data = buffer[tensor.offset : end].view(getattr(torch, tensor.dtype)).view(tensor.shape)
-        yield tensor.name, data.to(device)

@@ -1,6 +1,7 @@
 """One gloo link between the trainer's sender and one worker of a server; no global process group is touched."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,11 +13,25 @@ SENDER, RECEIVER = 0, 1
 LOOPBACK = "127.0.0.1"
 
 
-def open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> TCPStore:
-    """The store where both ends meet; the master listens on any free port when `port` is 0."""
+def serve_store(host: str, timeout_s: float) -> TCPStore:
+    """The store where both ends meet, at any free port of this machine's address `host` and no other address."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
     return TCPStore(
-        host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )
+
+
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """The store that another process serves; RuntimeError when it is not there within `timeout_s` seconds."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def open_link(store: Store, prefix: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroupGloo
 
 from tasks.errors import SyncError
 from tasks.sync.buckets import TransferPlan, plan_transfer
-from tasks.sync.link import RECEIVER, SENDER, as_bytes, open_link, open_store
+from tasks.sync.link import RECEIVER, SENDER, as_bytes, open_link, serve_store
 
 N_BUFFERS = 2
 """One is filled while the other is on the wire."""
@@ -37,8 +37,8 @@ class WeightSender:
 
     def __init__(self, host: str, bucket_bytes: int, timeout_s: float) -> None:
         self._host, self._bucket_bytes, self._timeout_s = host, bucket_bytes, timeout_s
-        self._store = open_store(host, 0, timeout_s, is_master=True)
-        self._links: dict[str, ProcessGroupGloo] = {}
+        self._store = serve_store(host, timeout_s)
+        self._links: dict[str, Any] = {}
         self._plan: TransferPlan | None = None
         self._buffers: list[torch.Tensor] = []
 
@@ -68,7 +68,7 @@ class WeightSender:
         self._plan = plan_transfer(described, self._bucket_bytes)
         size = min(self._bucket_bytes, self._plan.total_bytes)
         if not self._buffers or self._buffers[0].numel() < size:
-            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(N_BUFFERS)]
+            self._buffers = _new_buffers(size)
         return self._plan.to_json()
 
     def send(self, servers: Sequence[str], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
@@ -85,20 +85,33 @@ class WeightSender:
         if strangers := set(servers) - set(self._links):
             raise SyncError(f"servers that have not joined: {', '.join(sorted(strangers))}")
         started = time.perf_counter()
+        try:
+            n_buckets = self._send(self._plan, servers, tensors)
+        except SyncError:
+            for server in servers:  # what is still under way would be taken for the next transfer's
+                self.disconnect(server)
+            self._buffers = _new_buffers(self._buffers[0].numel())
+            raise
+        seconds = time.perf_counter() - started
+        return {"bytes": self._plan.total_bytes, "buckets": n_buckets, "seconds": seconds}
+
+    def _send(
+        self, plan: TransferPlan, servers: Sequence[str], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> int:
+        """Send each bucket as soon as it is full; returns how many there were when the last has arrived."""
         under_way: list[list[tuple[str, Any]]] = [[] for _ in self._buffers]
         n_buckets = 0
-        for number, bucket in enumerate(self._fill(self._plan, tensors, under_way)):
-            slot = number % len(self._buffers)
+        for bucket in self._fill(plan, tensors, under_way):
+            works = under_way[n_buckets % len(self._buffers)]
             for server in servers:
                 try:
-                    under_way[slot].append((server, self._links[server].send([bucket], RECEIVER, 0)))
+                    works.append((server, self._links[server].send([bucket], RECEIVER, 0)))
                 except RuntimeError as error:
-                    raise SyncError(f"server {server} does not take bucket {number}: {error}") from error
+                    raise SyncError(f"server {server} does not take bucket {n_buckets}: {error}") from error
             n_buckets += 1
         for works in under_way:
             _wait(works)
-        seconds = time.perf_counter() - started
-        return {"bytes": self._plan.total_bytes, "buckets": n_buckets, "seconds": seconds}
+        return n_buckets
 
     def _fill(
         self,
@@ -128,11 +141,19 @@ class WeightSender:
             yield buffer
 
 
+def _new_buffers(size: int) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=torch.uint8) for _ in range(N_BUFFERS)]
+
+
 def _pieces(
     plan: TransferPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(offset in the stream, bytes) of each tensor, checked against the plan."""
-    for expected, (name, tensor) in zip(plan.tensors, tensors, strict=True):
+    for expected, given in zip_longest(plan.tensors, tensors):
+        if expected is None or given is None:
+            what = "more" if expected is None else f"none for {expected.name}"
+            raise SyncError(f"expected the {len(plan.tensors)} tensors of the plan, got {what}")
+        name, tensor = given
         data = as_bytes(tensor.detach().to("cpu").contiguous())
         if name != expected.name or data.numel() != expected.size_bytes:
             raise SyncError(

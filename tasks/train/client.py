@@ -44,12 +44,11 @@ class TrainerClient:
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float, connect_timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         self._process: LaunchedProcess | None = None
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(connect_timeout_s, read=_LONG_POLL_S + connect_timeout_s),
         )
 
     async def __aenter__(self) -> Self:
@@ -183,7 +182,8 @@ class TrainerClient:
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, **query: float
     ) -> Any:
-        response = await self._http.request(method, path, json=body, params=query)
+        timeout_s = self._connect_timeout_s + query.get("wait_s", 0.0)
+        response = await self._http.request(method, path, json=body, params=query, timeout=timeout_s)
         if response.status_code != httpx.codes.OK:
             raise RequestError(f"trainer: {method} {path}: {response.status_code} {_detail(response)}")
         return json.loads(response.content)

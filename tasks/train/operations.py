@@ -37,7 +37,7 @@ class Operations:
         self._lock = threading.Lock()
 
     def submit(self, command: Command) -> Operation:
-        """Queue a command; the same command, when it is queued or running already, is not queued again."""
+        """Queue a command, unless it is queued or running already and of those that are joined."""
         operation, is_new = self.register(command)
         if is_new:
             self._queue.put(operation)
@@ -47,7 +47,7 @@ class Operations:
         """The operation of a command, and whether it is a new one, which is not queued yet."""
         with self._lock:
             for known in self._known.values():
-                if known.command == command and not known.outcome.done():
+                if command.is_joined and known.command == command and not known.outcome.done():
                     return known, False
             operation = Operation(secrets.token_hex(8), command)
             self._known[operation.id] = operation

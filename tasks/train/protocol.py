@@ -32,16 +32,23 @@ class ServiceConfig(StageConfig):
 
 
 class Command(BaseModel):
-    """A request to the trainer; its name is the last part of its address."""
+    """A request to the trainer.
+
+    Attributes:
+        name: the last part of its address.
+        is_joined: True when the same command, sent again while it is under way, is the same operation.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: ClassVar[str]
+    is_joined: ClassVar[bool] = False
 
 
 class Load(Command):
     """Stand at `version` of a run: from a checkpoint's folder, or from a model's when there is none."""
 
     name = "load"
+    is_joined = True
     run: str
     incarnation: int
     model: str
@@ -54,6 +61,7 @@ class TrainStep(Command):
     """Apply the batch of a step, once."""
 
     name = "train_step"
+    is_joined = True
     folder: str
     run: str
     step: int
@@ -105,6 +113,7 @@ class Checkpoint(Command):
     """Write everything that makes up a version into RUN/checkpoints."""
 
     name = "checkpoint"
+    is_joined = True
     folder: str
     version: int
 

@@ -101,9 +101,10 @@ def train(model: PreTrainedModel, recipe: StartModelConfig, examples: Samples, s
 
 
 def learning_rate(recipe: StartModelConfig, step: int) -> float:
-    """The rate of a step: constant, then falling linearly to 0 over the last `decay_share` of the steps."""
+    """The rate of a step: rising linearly, constant, falling linearly to 0 over the last `decay_share` of the steps."""
     falling = recipe.decay_share * recipe.steps
-    return recipe.lr * min(1.0, (recipe.steps - step) / falling) if falling else recipe.lr
+    rising = min(1.0, (step + 1) / recipe.warmup_steps) if recipe.warmup_steps else 1.0
+    return recipe.lr * min(rising, (recipe.steps - step) / falling if falling else 1.0)
 
 
 def _batches(n_examples: int, recipe: StartModelConfig, seed: int) -> Iterator[list[int]]:

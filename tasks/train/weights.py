@@ -55,7 +55,8 @@ def weight_metas(model: PreTrainedModel) -> list[WeightMeta]:
 
 def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> None:
     """Write a Hugging Face model folder on one rank; under ZeRO-3 a collective of all ranks."""
-    state: dict[str, torch.Tensor] = dict(model.named_buffers()) if is_writer else {}
+    persistent = model.state_dict().keys()
+    state = {name: each for name, each in model.named_buffers() if name in persistent}
     for _, layer in groupby(model.named_parameters(), key=_layer_of):
         parameters = dict(layer)
         with deepspeed.zero.GatheredParameters(list(parameters.values())):

@@ -59,7 +59,7 @@ def run_trainer(
 
     @asynccontextmanager
     async def running(config: TrainConfig) -> AsyncIterator[RunningTrainer]:
-        port, token = free_port(), secrets.token_hex(8)
+        port, token = config.port or free_port(), secrets.token_hex(8)
         path = launch.write_config(config, SyncConfig(), port, tmp_path / "logs")
         process = LaunchedProcess.start(
             "trainer",

@@ -1,0 +1,37 @@
+import math
+
+import pytest
+import torch
+
+from tasks.train.losses.clipped import clipped_loss
+
+
+def gradient_of(ratio: float, advantage: float) -> float:
+    logprob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    found = clipped_loss(
+        logprob, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28
+    )
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprob)
+    assert bool(found.clipped) == (gradient.item() == 0.0 and advantage != 0.0)
+    assert found.ratio.item() == pytest.approx(ratio)
+    return gradient.item()
+
+
+def test_gradient_within_the_bounds_is_that_of_the_plain_policy_gradient() -> None:
+    for ratio in (0.81, 1.0, 1.27):
+        for advantage in (-2.0, 2.0):
+            assert gradient_of(ratio, advantage) == pytest.approx(-ratio * advantage)
+
+
+def test_clip_stops_the_gradient_only_where_the_step_would_go_further() -> None:
+    assert gradient_of(1.29, 2.0) == 0.0
+    assert gradient_of(0.79, -2.0) == 0.0
+    assert gradient_of(1.29, -2.0) == pytest.approx(1.29 * 2.0)
+    assert gradient_of(0.79, 2.0) == pytest.approx(-0.79 * 2.0)
+
+
+def test_loss_of_a_token_on_policy_is_minus_its_advantage() -> None:
+    logprobs = torch.tensor([-1.0, -3.0])
+    found = clipped_loss(logprobs, logprobs, torch.tensor([0.5, -0.25]), clip_low=0.2, clip_high=0.28)
+
+    assert found.loss.tolist() == [-0.5, 0.25]

@@ -1,0 +1,88 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.errors import BatchRefusedError, ShardError
+from tasks.train.normalization import learning_rate
+from tasks.train.rows import padded
+from tasks.train.samples import Samples, check_samples, read_samples
+
+
+@pytest.fixture
+def samples(batches: Any, tmp_path: Path) -> Samples:
+    batches.write_step(tmp_path, 0, batches.uneven_rows(9))
+    return read_samples(tmp_path, 0)[1]
+
+
+def test_rows_come_in_the_order_of_the_batch(batches: Any, tmp_path: Path) -> None:
+    rows = batches.uneven_rows(9)
+    written = batches.write_step(tmp_path, 0, rows)
+    digest, samples = read_samples(tmp_path, 0)
+
+    assert digest == written
+    assert samples.trajectory_ids == [f"r-0-{i}" for i in range(9)]
+    assert samples.advantages.tolist() == [np.float32(row.advantage) for row in rows]
+    assert [len(each) for each in samples.token_ids] == [row.n_prompt + row.n_completion for row in rows]
+    assert [int(each.sum()) for each in samples.loss_masks] == [row.n_completion for row in rows]
+
+
+def test_a_step_without_rows_is_an_empty_batch(batches: Any, tmp_path: Path) -> None:
+    batches.write_step(tmp_path, 0, [])
+
+    assert read_samples(tmp_path, 0)[1].trajectory_ids == []
+
+
+def test_a_missing_trajectory_is_named(batches: Any, tmp_path: Path) -> None:
+    batches.write_step(tmp_path, 0, batches.uneven_rows(3))
+    next((tmp_path / "rollouts").rglob("*.arrow")).unlink()
+
+    with pytest.raises(ShardError, match="r-0-2"):
+        read_samples(tmp_path, 0)
+
+
+def test_updates_share_the_rows_that_have_trained_tokens(samples: Samples) -> None:
+    assert samples.split(3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("logprobs", np.nan, "r-0-1: a sampled token's log-probability is not finite"),
+        ("loss_masks", True, "r-0-1: its first token is to be trained"),
+    ],
+)
+def test_a_row_that_would_poison_the_gradient_is_refused(
+    samples: Samples, field: str, value: object, message: str
+) -> None:
+    check_samples(samples)
+    column = [each.copy() for each in getattr(samples, field)]
+    column[1][:] = value
+
+    with pytest.raises(BatchRefusedError, match=message):
+        check_samples(dataclasses.replace(samples, **{field: column}))
+
+
+def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) -> None:
+    rows = [4, 8, 0]
+    batch = padded(samples, rows, sorted(set(samples.envs)), torch.device("cpu"))
+    flat = batch.token_ids.flatten()
+    expected = np.concatenate([samples.token_ids[row][samples.loss_masks[row]] for row in rows])
+
+    assert batch.targets.tolist() == flat[batch.positions + 1].tolist() == expected.tolist()
+    assert torch.isfinite(batch.sampler_logprobs).all()
+
+
+def test_a_micro_batch_without_rows_trains_nothing(samples: Samples) -> None:
+    batch = padded(samples, [], ["addition"], torch.device("cpu"))
+
+    assert batch.token_ids.shape == (1, 2)
+    assert batch.positions.numel() == batch.targets.numel() == batch.advantages.numel() == 0
+
+
+def test_rate_rises_over_the_first_updates_and_stays() -> None:
+    assert [learning_rate(3.0, n, 3) for n in range(5)] == [1.0, 2.0, 3.0, 3.0, 3.0]
+    assert learning_rate(3.0, 0, 0) == 3.0
