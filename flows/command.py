@@ -3,9 +3,10 @@
 import asyncio
 import os
 import secrets
-import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+import typer
 
 from flows import server
 from flows.config import RunConfig
@@ -40,17 +41,15 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     os.environ |= {key: value for key, value in QUIET_TERMINAL.items() if key not in os.environ}
     os.environ["PREFECT_API_URL"] = server.ensure()
     # Prefect reads its settings when it is imported.
+    from prefect.exceptions import TerminationSignal
+
     from flows.post_train import post_train
 
-    print(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}", flush=True)
-    asyncio.run(_until_signalled(post_train(name, config)))
-
-
-async def _until_signalled(work: Coroutine[object, object, str]) -> str:
-    """Await `work`; SIGTERM cancels it as Ctrl-C does, so that all it opened is closed."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
+    typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
+    try:
+        asyncio.run(post_train(name, config))
+    except TerminationSignal as end:
+        raise SystemExit(128 + end.signal) from None
 
 
 def _settle_finished(folder: RunFolder, steps: int, *, again: bool) -> None:
@@ -80,9 +79,7 @@ def trainer_here(config: RunConfig) -> None:
     token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
     port = config.train.port or free_port()
     logs = Path(config.store.root) / "trainer"
-    print(
-        f"train.url=http://{vllm.LOOPBACK}:{port}", f"{config.train.token_env}={token}", sep="\n", flush=True
-    )
+    typer.echo(f"train.url=http://{vllm.LOOPBACK}:{port}\n{config.train.token_env}={token}")
     command = launch.command(config.train, launch.write_config(config.train, config.sync, port, logs))
     _foreground(command, launch.environment(config.train, token))
 
@@ -99,7 +96,7 @@ def vllm_here(config: RunConfig) -> None:
             "model", str(model), "there is no model there yet; `rollmill run` makes a start model"
         )
     port = config.serve.port or free_port()
-    print(f"serve.urls=[http://{vllm.LOOPBACK}:{port}]", flush=True)
+    typer.echo(f"serve.urls=[http://{vllm.LOOPBACK}:{port}]")
     _foreground(vllm.command(config.serve, str(model), port), vllm.environment(config.serve))
 
 

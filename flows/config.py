@@ -54,6 +54,8 @@ class RunConfig(StageConfig):
 
 
 PRESETS = Path("conf")
+HEAD_MULTIPLE = 32
+"""Widths of an attention head that vLLM's CPU kernels have are multiples of this."""
 
 
 def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -183,8 +185,9 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
         (
             "start_model.hidden_size",
             start_model.hidden_size,
-            start_model.hidden_size % (2 * start_model.heads) != 0,
-            f"must be a multiple of twice start_model.heads, which is {start_model.heads}",
+            start_model.hidden_size % (HEAD_MULTIPLE * start_model.heads) != 0,
+            f"must be a multiple of {HEAD_MULTIPLE} x start_model.heads, which is {start_model.heads}: vLLM's attention on "
+            "CPU wants it",
         ),
     ]
 

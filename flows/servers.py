@@ -10,7 +10,6 @@ from flows.failure import one_error
 from flows.run import Run
 from flows.services import ServerService, restart
 from tasks.errors import ParityError, RequestError, SyncError
-from tasks.rollout.environment import Message
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_sequences
 from tasks.sync.drive import SyncReport, check_parity, join, send_weights
@@ -84,7 +83,7 @@ class Servers:
         threshold = threshold_of(config.train.dtype, config.sync.parity_threshold, self._parity_at_0)
         if version.version == 0 and config.train.dtype != "float32":
             threshold = math.inf
-        sequences = self._sequences(version.version)
+        sequences = await self._sequences(version.version)
         difference = await check_parity(
             self._trainer,
             server.client,
@@ -97,13 +96,13 @@ class Servers:
             self._parity_at_0.append(difference)
         return difference
 
-    def _sequences(self, version: int) -> list[np.ndarray]:
+    async def _sequences(self, version: int) -> list[np.ndarray]:
         """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
         n = self._run.config.sync.parity_sequences
         found = stored_sequences(self._run.folder, version - 1, n) if version else []
-        return found or [self._prompt(index) for index in range(n)]
+        return found or [await self._prompt(index) for index in range(n)]
 
-    def _prompt(self, index: int) -> np.ndarray:
+    async def _prompt(self, index: int) -> np.ndarray:
         environment = self._run.environment
-        text = str(environment.example("train", index).content)
-        return self._run.player.tokenizer.encode([Message("user", text)])
+        opening = await environment.reply(environment.example("train", index), ())
+        return self._run.player.tokenizer.encode(opening)

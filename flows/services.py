@@ -77,7 +77,7 @@ class ServerService:
                 stop_grace_s=serve.stop_grace_s,
             )
         await self.client.wait_until_healthy(serve.start_timeout_s, self.process)
-        await self.client.warm_up()
+        await self.client.warm_up(self.process)
 
     async def failed(self) -> str:
         """Wait until it fails; returns how: its process ended, or it refuses /health."""

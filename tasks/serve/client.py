@@ -74,11 +74,21 @@ class VllmClient:
             return False
         return True
 
-    async def warm_up(self) -> None:
-        """Send the first request, which compiles for seconds, with everything that later ones ask for."""
+    async def warm_up(self, process: LaunchedProcess | None = None) -> None:
+        """Send the first request, which is slow, with everything that later ones ask for.
+
+        Raises:
+            ServiceStartError: it failed, as with a model that vLLM loads and cannot compute; with the last
+                log lines.
+        """
         tokens, timeout_s = np.zeros(2, np.int32), self._config.start_timeout_s
-        await self.generate(tokens, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s)
-        await self.prompt_logprobs(tokens, timeout_s)
+        try:
+            await self.generate(tokens, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s)
+            await self.prompt_logprobs(tokens, timeout_s)
+        except RequestError as error:
+            tail = process.log_tail() if process else ""
+            reason = f"its first request failed: {error}"
+            raise ServiceStartError(f"vLLM server {self.url}", reason, tail) from error
 
     async def generate(
         self,

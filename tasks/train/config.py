@@ -64,5 +64,5 @@ class StartModelConfig(StageConfig):
     decay_share: float = setting(
         0.3, "Last share of the steps over which the rate falls linearly to 0.", ge=0.0, le=1.0, fixed=True
     )
-    threads: int = setting(2, "CPU threads.", ge=1)
+    threads: int = setting(1, "CPU threads; more spin on each other where cores are shared.", ge=1)
     timeout_s: float = setting(1800.0, "Seconds the training may take.", gt=0.0)

@@ -1,6 +1,6 @@
 """The gradient of a very uneven batch, however it is split, against plain double precision."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tasks.train.config import TrainConfig
 from tasks.train.samples import Samples, read_samples
 
 Gradient = dict[str, torch.Tensor]
 
-STAGES = (0, 1, 2, 3)
-MICRO_BATCH_TOKENS = (120, 700, 10_000)
 RANK_BY_RANK = "rank-by-rank"
 
 
 def naive_gradient(model: Path, samples: Samples, config: TrainConfig) -> Gradient:
     """One row at a time, in double precision, the loss written out as in the papers."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
     total, n_tokens = torch.zeros((), dtype=torch.float64), 0
     for row, mask in enumerate(samples.loss_masks):
         logits = policy(input_ids=torch.tensor(samples.token_ids[row][None].astype("int64"))).logits[0]
@@ -48,22 +46,53 @@ def whole(gradient: Gradient) -> torch.Tensor:
     return torch.cat([gradient[name].flatten().double() for name in sorted(gradient)])
 
 
+SIZES = {
+    "vocab_size": 57,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "dense": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+
+
 @pytest.mark.service
+@pytest.mark.parametrize(
+    ("kind", "splits"),
+    [
+        ("dense", product((0, 1, 2, 3), (120, 700, 10_000))),
+        pytest.param("tied", product((0, 1, 2, 3), (120, 700)), marks=pytest.mark.long),
+        pytest.param("experts", product((0, 1, 2, 3), (120, 700)), marks=pytest.mark.long),
+    ],
+    ids=["dense", "tied", "experts"],
+)
 def test_gradient_does_not_depend_on_ranks_stage_or_micro_batches(
-    tiny_model: Path,
+    kind: str,
+    splits: Iterable[tuple[int, int]],
     batches: Any,
     run_ranks: Callable[[str, int, dict[str, object]], None],
     tmp_path: Path,
 ) -> None:
+    torch.manual_seed(0)
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(MODELS[kind]).save_pretrained(model)
     batches.write_step(tmp_path, 0, batches.uneven_rows(24))
-    splits = [
+    cases = [
         {
             "name": f"zero{stage}-{tokens}",
             "zero_stage": stage,
             "micro_batch_tokens": tokens,
             "rank_by_rank": False,
         }
-        for stage, tokens in product(STAGES, MICRO_BATCH_TOKENS)
+        for stage, tokens in splits
     ]
     control = {"name": RANK_BY_RANK, "zero_stage": 0, "micro_batch_tokens": 700, "rank_by_rank": True}
     found: dict[str, Gradient] = {}
@@ -71,17 +100,17 @@ def test_gradient_does_not_depend_on_ranks_stage_or_micro_batches(
         output = tmp_path / f"ranks{n_ranks}"
         output.mkdir()
         job = {
-            "model": str(tiny_model),
+            "model": str(model),
             "folder": str(tmp_path),
             "output": str(output),
-            "cases": [*splits, control],
+            "cases": [*cases, control],
         }
         run_ranks("gradient_ranks.py", n_ranks, job)
         found |= {f"ranks{n_ranks}-{file.stem}": load_file(file) for file in output.iterdir()}
     wrong = found.pop(f"ranks2-{RANK_BY_RANK}")
-    reference = naive_gradient(tiny_model, read_samples(tmp_path, 0)[1], TrainConfig())
+    reference = naive_gradient(model, read_samples(tmp_path, 0)[1], TrainConfig())
 
-    assert len(found) == 2 * len(splits) + 1
+    assert len(found) == 2 * len(cases) + 1
     for name, gradient in found.items():
         assert distance(gradient, reference) < 1e-5, name
     first = whole(next(iter(found.values())))

@@ -25,7 +25,8 @@ def test_start_model_learns_and_is_the_same_each_time(tmp_path: Path) -> None:
         [np.array([2, 3, 4, 1], np.int32)] * 40,
         [np.array([False, False, True, True])] * 40,
     )
-    recipe = StartModelConfig(hidden_size=16, heads=2, intermediate_size=16, steps=30, batch_size=8)
+    sizes = {"hidden_size": 16, "heads": 2, "intermediate_size": 16}
+    recipe = StartModelConfig(**sizes, steps=30, batch_size=8, warmup_steps=0)
 
     def made(name: str) -> tuple[bytes, str]:
         job = {"recipe": recipe.model_dump(), "seed": 3, "corpus": str(tmp_path / "corpus.arrow")}
@@ -45,8 +46,14 @@ def test_start_model_learns_and_is_the_same_each_time(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir() if file.is_dir()} == {"tokenizer", "one", "two"}
 
 
+def test_rate_rises_linearly_over_the_first_steps() -> None:
+    recipe = StartModelConfig(steps=10, decay_share=0.0, lr=1.0, warmup_steps=4)
+
+    assert [learning_rate(recipe, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
 def test_rate_falls_linearly_over_the_last_share_of_the_steps() -> None:
-    recipe = StartModelConfig(steps=10, decay_share=0.4, lr=1.0)
+    recipe = StartModelConfig(steps=10, decay_share=0.4, lr=1.0, warmup_steps=0)
 
     assert [learning_rate(recipe, step) for step in range(10)] == [1.0] * 7 + [0.75, 0.5, 0.25]
     assert learning_rate(recipe.model_copy(update={"decay_share": 0.0}), 9) == 1.0

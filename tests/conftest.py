@@ -1,0 +1,103 @@
+"""Tiny models made here, and one vLLM server for the whole session."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tasks.rollout.tokens import save_character_tokenizer
+from tasks.serve import vllm
+from tasks.serve.client import VllmClient
+from tasks.serve.config import ServeConfig
+from tasks.serve.process import LaunchedProcess, free_port
+
+VOCABULARY = 57
+MAX_TOKENS = 256
+EXTENSION_FOLDER = Path(__file__).parent / "sync"
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # of 32 each: vLLM's attention on CPU knows no smaller ones
+    "num_key_value_heads": 1,
+    "max_position_embeddings": MAX_TOKENS,
+    "initializer_range": 0.2,  # spread out: what a stale tensor changes is far above rounding
+}
+
+
+class ServedModel(NamedTuple):
+    """A running vLLM server and the model folder it was started with."""
+
+    url: str
+    model: Path
+    config: ServeConfig
+    process: LaunchedProcess
+
+
+@pytest.fixture(scope="session")
+def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a tiny model with random weights and the character tokenizer; returns its folder."""
+
+    def saved(kind: Any, config_kind: Any, **settings: Any) -> Path:
+        import torch
+
+        torch.manual_seed(0)
+        folder = save_character_tokenizer(tmp_path_factory.mktemp("model"))
+        kind(config_kind(**SIZES, **settings)).save_pretrained(folder)
+        return folder
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def tied_model(save_tiny: Callable[..., Path]) -> Path:
+    """A Qwen2 whose head is its embedding."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return save_tiny(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def run_server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Path], AbstractContextManager[ServedModel]]:
+    """Launch a server of a model folder, and end it afterwards."""
+
+    @contextmanager
+    def running(model: Path) -> Iterator[ServedModel]:
+        extension = ("--worker-extension-cls", "repair_switch.RepairSwitch")
+        config, port = ServeConfig(max_model_len=MAX_TOKENS, extra_args=extension), free_port()
+        process = LaunchedProcess.start(
+            "vLLM server",
+            vllm.command(config, str(model), port),
+            log=tmp_path_factory.mktemp("vllm") / "vllm.log",
+            env={**vllm.environment(config), "PYTHONPATH": str(EXTENSION_FOLDER)},
+            stop_grace_s=2.0,
+        )
+        served = ServedModel(f"http://127.0.0.1:{port}", model, config, process)
+        try:
+            asyncio.run(_started(served))
+            yield served
+        finally:
+            process.stop_now()
+
+    return running
+
+
+@pytest.fixture(scope="session")
+def vllm_server(
+    run_server: Callable[[Path], AbstractContextManager[ServedModel]], tied_model: Path
+) -> Iterator[ServedModel]:
+    """The session's server; what its weights are depends on the tests before."""
+    with run_server(tied_model) as served:
+        yield served
+
+
+async def _started(served: ServedModel) -> None:
+    async with VllmClient(served.url, served.config) as client:
+        await client.wait_until_healthy(300.0, served.process)
+        await client.warm_up(served.process)

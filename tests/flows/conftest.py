@@ -1,0 +1,83 @@
+"""A Prefect server for the session, and the command `rollmill` as a user runs it."""
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows import server
+from tasks.serve.process import free_port
+
+SMALL = {
+    "steps": 8,
+    "start_model": {"enabled": True, "hidden_size": 64, "intermediate_size": 64, "heads": 2, "steps": 60},
+    "rollout": {"groups_per_step": 6, "group_size": 4, "max_in_flight": 24},
+    "train": {"checkpoint_every": 2, "warmup_steps": 0},
+    "evaluate": {"every": 4, "n_prompts": 8, "prompts_per_task": 8},
+}
+"""A preset of seconds: a model that has hardly learned anything, so that rewards are spread."""
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home = tmp_path_factory.mktemp("prefect")
+    yield f"{server.up(home, free_port())}/api"
+    server.down(home)
+
+
+class Workplace:
+    """A folder to run the command in, and what is left of its processes."""
+
+    def __init__(self, folder: Path, api: str) -> None:
+        self.folder = folder
+        self.marker = f"workplace-{uuid.uuid4().hex}"
+        vllm_python = Path(sys.executable).parent.parent.parent / ".venv-vllm" / "bin" / "python"
+        preset = SMALL | {"serve": {"python": str(vllm_python)}}
+        (folder / "conf").mkdir()
+        (folder / "conf" / "small.yaml").write_text(yaml.safe_dump(preset))
+        self.environment = os.environ | {
+            "PREFECT_API_URL": api,
+            "WORKPLACE": self.marker,
+            "SPT_NOENV": "1",  # vLLM's processes take titles, and would write them over their environment
+        }
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start `rollmill WORDS` in the background."""
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / "rollmill"), *words],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *words: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+        """Run `rollmill WORDS` to its end."""
+        process = self.start(*words)
+        output, _ = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(words, process.returncode, output)
+
+    def processes(self) -> dict[int, str]:
+        """Command line of every living process that was started from here, by process id."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.marker.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended meanwhile, or is not ours
+        return found
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, prefect_api: str) -> Iterator[Workplace]:
+    place = Workplace(tmp_path, prefect_api)
+    yield place
+    assert not place.processes(), "a process was left behind"

@@ -1,0 +1,127 @@
+"""The whole loop with real parts: Prefect, vLLM, DeepSpeed, Arrow, gloo; interrupted in every way."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+pytestmark = pytest.mark.service
+
+STEPS, GROUPS, GROUP_SIZE = 8, 6, 4
+
+
+def rollouts(run: Path) -> pl.DataFrame:
+    """What a user's plain scan sees."""
+    if not list(run.glob("rollouts/*/*.arrow")):
+        return pl.DataFrame({"trajectory_id": [], "step": []})
+    return pl.scan_ipc(run / "rollouts/**/*.arrow", hive_partitioning=True).collect()
+
+
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 240.0
+) -> None:
+    """Wait for something that a running command does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, f"the command ended: {process.communicate()[0]}"
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def inspect(workplace: Any, run: str) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(workplace.run("inspect", run, "--json").stdout)
+    return shown
+
+
+def the_process(workplace: Any, words: str) -> int:
+    """The one process of a workplace whose command line has these words."""
+    (pid,) = [pid for pid, line in workplace.processes().items() if words in line]
+    return pid
+
+
+def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(workplace: Any) -> None:
+    run = workplace.folder / "runs" / "small"
+
+    interrupted = workplace.start("run", "small")
+    wait_until(lambda: len(rollouts(run)) > 0, interrupted)
+    interrupted.send_signal(signal.SIGINT)
+    output, _ = interrupted.communicate(timeout=60)
+    assert interrupted.returncode != 0
+    assert "Traceback" not in output, output
+    assert not workplace.processes()
+    before_kill = rollouts(run)
+
+    killed = workplace.start("run", "small")
+    wait_until(lambda: rollouts(run)["step"].n_unique() > 1, killed)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    wait_until_gone(workplace)
+    stored = rollouts(run)
+    same = stored.join(before_kill, on="trajectory_id", how="semi").sort("trajectory_id")
+    assert same.equals(before_kill.sort("trajectory_id"))
+
+    n_steps = stored["step"].n_unique()
+    resumed = workplace.start("run", "small")
+    wait_until(lambda: rollouts(run)["step"].n_unique() > n_steps, resumed)
+    os.kill(the_process(workplace, "VLLM::EngineCore"), signal.SIGKILL)
+    wait_until(lambda: rollouts(run)["step"].n_unique() > n_steps + 1, resumed)
+    os.kill(the_process(workplace, "-m tasks.train.service"), signal.SIGKILL)
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+
+    check_finished(workplace, run, stored)
+    again = workplace.run("run", "small")
+    assert again.returncode == 1
+    assert f"has done all its {STEPS} steps" in again.stdout
+
+
+def wait_until_gone(workplace: Any, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := workplace.processes():
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+
+
+def check_finished(workplace: Any, run: Path, stored: pl.DataFrame) -> None:
+    """Every trajectory once, the stored ones untouched, versions right, and the summary adds up."""
+    rows = rollouts(run)
+    assert len(rows) == rows["trajectory_id"].n_unique() == STEPS * GROUPS * GROUP_SIZE
+    assert (
+        rows.join(stored, on="trajectory_id", how="semi")
+        .sort("trajectory_id")
+        .equals(stored.sort("trajectory_id"))
+    )
+    assert (rows["policy_version_first"] == rows["step"]).all()
+    assert (rows["policy_version_last"] == rows["step"]).all()
+    masked = rows.select(pl.col("loss_mask").list.sum() == pl.col("n_completion_tokens"))
+    assert masked.to_series().all()
+    shown = inspect(workplace, str(run))
+    assert (shown["steps"], shown["policy_version"], shown["trajectories"]) == (STEPS, STEPS, len(rows))
+    assert shown["by_status"].keys() <= {"complete", "truncated"}
+    assert [each["step"] for each in shown["held_out"]] == [0, 4, 8]
+    assert (run / "checkpoints" / f"version={STEPS:06d}" / "COMPLETE.json").is_file()
+    metrics = pl.scan_ipc(run / "metrics/**/*.arrow", hive_partitioning=True).collect()
+    trained = metrics.filter(pl.col("name") == "train/updated")
+    assert sorted(trained["step"]) == list(range(STEPS))
+    differences = metrics.filter(pl.col("name") == "sync/logprob_difference")["value"]
+    assert differences.max() < 1e-4
+
+
+def test_a_server_that_cannot_be_brought_back_ends_the_run_with_its_last_log_lines(workplace: Any) -> None:
+    run = workplace.folder / "runs" / "small"
+    running = workplace.start("run", "small", "--set", "serve.max_restarts=0")
+    wait_until(lambda: len(rollouts(run)) > 0, running)
+    os.kill(the_process(workplace, "VLLM::EngineCore"), signal.SIGKILL)
+    output, _ = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert "vLLM server" in output and "its last log lines" in output
+    assert "Traceback (most recent call last)" not in output.split("its last log lines")[0]
+    assert len(rollouts(run)) > 0
+    assert inspect(workplace, str(run))["trajectories"] == len(rollouts(run))

@@ -1,0 +1,192 @@
+"""The client, against a real server; and against none, a slow one and one that is not vLLM."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.errors import RequestError, ServiceStartError, TransientRequestError
+from tasks.serve.answers import completion_of
+from tasks.serve.client import VllmClient
+from tasks.serve.config import ServeConfig
+from tasks.serve.process import LaunchedProcess, free_port
+
+PROMPT = np.array([5, 9, 40, 12], np.int32)
+SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "timeout_s": 60.0}
+
+
+@pytest.fixture
+async def client(vllm_server) -> AsyncIterator[VllmClient]:
+    async with VllmClient(vllm_server.url, vllm_server.config) as client:
+        yield client
+
+
+async def full_seed(client: VllmClient) -> int:
+    """A seed whose completion has every token that was asked for, whatever weights earlier tests left."""
+    for seed in range(50):
+        completion = await client.generate(PROMPT, **{**SAMPLING, "seed": seed})
+        if completion.finish_reason == "length":
+            return seed
+    raise AssertionError("every completion ends early")
+
+
+@pytest.mark.service
+async def test_a_completion_has_a_logprob_for_every_token(client) -> None:
+    completion = await client.generate(PROMPT, **{**SAMPLING, "seed": await full_seed(client)})
+    assert completion.token_ids.dtype == np.int32
+    assert completion.logprobs.dtype == np.float32
+    assert len(completion.token_ids) == len(completion.logprobs) == 12
+
+
+@pytest.mark.service
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+async def test_logprobs_are_those_the_tokens_were_sampled_by(client, temperature: float) -> None:
+    completion = await client.generate(PROMPT, **{**SAMPLING, "temperature": temperature})
+    whole = np.concatenate([PROMPT, completion.token_ids])
+    raw = (await client.prompt_logprobs(whole))[len(PROMPT) - 1 :]
+    if temperature == 1.0:
+        np.testing.assert_allclose(completion.logprobs, raw, atol=1e-4)
+    else:
+        assert np.abs(completion.logprobs - raw).max() > 1e-2
+
+
+@pytest.mark.service
+async def test_prompt_logprobs_add_up_over_the_vocabulary(client) -> None:
+    prompts = [np.array([3, token], np.int32) for token in range(57)]
+    found = await asyncio.gather(*map(client.prompt_logprobs, prompts))
+    assert [each.shape for each in found] == [(1,)] * 57
+    assert np.exp(np.concatenate(found)).sum() == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.service
+async def test_the_seed_decides_the_completion(client) -> None:
+    seeds = [1, 1, *range(2, 12)]
+    one, again, *others = await asyncio.gather(
+        *(client.generate(PROMPT, **{**SAMPLING, "seed": seed}) for seed in seeds)
+    )
+    assert one.token_ids.tolist() == again.token_ids.tolist()
+    assert any(one.token_ids.tolist() != other.token_ids.tolist() for other in others)
+
+
+@pytest.mark.service
+async def test_a_completion_ends_with_a_stop_token_and_keeps_it(client) -> None:
+    sampling = {**SAMPLING, "seed": await full_seed(client)}
+    whole = await client.generate(PROMPT, **sampling)
+    stop = int(whole.token_ids[5])
+    ended = await client.generate(PROMPT, **sampling, stop_token_ids=[stop])
+    n_kept = whole.token_ids.tolist().index(stop) + 1
+    assert ended.token_ids.tolist() == whole.token_ids.tolist()[:n_kept]
+    assert ended.finish_reason == "stop"
+
+
+@pytest.mark.service
+async def test_every_completion_names_the_weights_it_came_from(client) -> None:
+    await client.set_version("run:3:14")
+    completion = await client.generate(PROMPT, **SAMPLING)
+    assert await client.version() == "run:3:14"
+    assert completion.version_spans == ((0, "run:3:14"),)
+
+
+@pytest.mark.service
+async def test_hundreds_of_requests_at_once_are_all_answered(client) -> None:
+    for _ in range(2):  # the second time over connections that are there already
+        completions = await asyncio.gather(
+            *(client.generate(PROMPT, **{**SAMPLING, "seed": seed}) for seed in range(300))
+        )
+        assert all(0 < len(each.token_ids) <= 12 for each in completions)
+
+
+@pytest.mark.service
+async def test_the_server_tokenizes_as_the_model_does(client) -> None:
+    assert await client.tokenize("47+38=") == [6, 9, 39, 5, 10, 43]
+
+
+@pytest.mark.service
+async def test_a_prompt_that_is_too_long_fails_for_good(client) -> None:
+    with pytest.raises(RequestError, match="400") as refused:
+        await client.generate(np.ones(400, np.int32), **SAMPLING)
+    assert not isinstance(refused.value, TransientRequestError)
+
+
+async def test_a_server_that_is_not_there_may_come_back() -> None:
+    async with VllmClient(f"http://127.0.0.1:{free_port()}", ServeConfig()) as client:
+        assert not await client.is_healthy()
+        with pytest.raises(TransientRequestError, match="/inference/v1/generate"):
+            await client.generate(PROMPT, **SAMPLING)
+
+
+@pytest.fixture
+async def answering(request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]:
+    """A client of a server that answers everything with the test's parameter; None: never."""
+    held = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        if request.param is None:
+            await held.wait()
+        else:
+            writer.write(request.param)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig()) as client:
+        yield client
+    held.set()
+    server.close()
+
+
+def response(status: str, body: bytes) -> bytes:
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status.encode(), len(body), body)
+
+
+@pytest.mark.parametrize("answering", [None], indirect=True)
+async def test_no_answer_in_time_is_transient_and_names_the_time(answering) -> None:
+    with pytest.raises(TransientRequestError, match=r"no answer within 0\.2 s"):
+        await answering.generate(PROMPT, **{**SAMPLING, "timeout_s": 0.2})
+
+
+@pytest.mark.parametrize("answering", [response("503 busy", b"later")], indirect=True)
+async def test_a_busy_server_is_transient(answering) -> None:
+    with pytest.raises(TransientRequestError, match="503 later"):
+        await answering.generate(PROMPT, **SAMPLING)
+
+
+@pytest.mark.parametrize("answering", [response("200 OK", b"x" * 50)[:-20], b""], indirect=True)
+async def test_a_connection_that_breaks_is_transient(answering) -> None:
+    with pytest.raises(TransientRequestError):
+        await answering.generate(PROMPT, **SAMPLING)
+
+
+@pytest.mark.parametrize(
+    "answering",
+    [response("200 OK", b"<html>"), response("200 OK", b'{"choices": []}'), response("404 no", b"gone")],
+    indirect=True,
+)
+async def test_what_is_not_a_vllm_server_fails_for_good(answering) -> None:
+    with pytest.raises(RequestError) as wrong:
+        await answering.generate(PROMPT, **SAMPLING)
+    assert not isinstance(wrong.value, TransientRequestError)
+
+
+def test_a_completion_without_its_logprobs_is_refused() -> None:
+    with pytest.raises(LookupError, match="2 tokens came with 0 log-probabilities"):
+        completion_of(b'{"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}')
+
+
+async def test_a_server_that_ends_while_starting_shows_its_last_lines(tmp_path: Path) -> None:
+    process = LaunchedProcess.start(
+        "vLLM server", ["sh", "-c", "echo no such model; exit 3"], log=tmp_path / "log", stop_grace_s=1.0
+    )
+    async with VllmClient(f"http://127.0.0.1:{free_port()}", ServeConfig()) as client:
+        with pytest.raises(ServiceStartError, match=r"(?s)ended with status 3.*no such model"):
+            await client.wait_until_healthy(60.0, process)
+
+
+async def test_a_server_that_never_answers_names_the_setting() -> None:
+    async with VllmClient(f"http://127.0.0.1:{free_port()}", ServeConfig()) as client:
+        with pytest.raises(ServiceStartError, match=r"serve\.start_timeout_s = 0\.1 s"):
+            await client.wait_until_healthy(0.1)

@@ -1,0 +1,61 @@
+"""How a server is launched, for what its environment holds."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import RequestError
+from tasks.serve import vllm
+from tasks.serve.config import ServeConfig
+from tasks.serve.version import PolicyVersion
+
+
+@pytest.fixture
+def config_of(tmp_path: Path):
+    def config(distribution: str, **settings: object) -> ServeConfig:
+        (tmp_path / "lib/python3.11/site-packages" / f"{distribution}-0.32.0.dist-info").mkdir(parents=True)
+        return ServeConfig(python=str(tmp_path / "bin/python"), **settings)
+
+    return config
+
+
+def test_the_cpu_build_computes_eagerly_in_the_engines_process(config_of) -> None:
+    words = vllm.command(config_of("vllm_cpu"), "model", 80)
+    assert "--enforce-eager" in words
+    assert any("UniProcExecutor" in word for word in words)
+
+
+def test_the_gpu_build_keeps_its_own_ways(config_of) -> None:
+    config = config_of("vllm")
+    assert "--enforce-eager" not in vllm.command(config, "model", 80)
+    assert "TORCHDYNAMO_DISABLE" not in vllm.environment(config, {})
+
+
+def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
+    config = config_of("vllm", extra_args=("--max-num-seqs", "7"))
+    assert vllm.command(config, "model", 80)[-2:] == ["--max-num-seqs", "7"]
+
+
+def test_a_server_knows_nothing_of_prefect_or_of_our_python(config_of) -> None:
+    base = {"PREFECT_API_KEY": "secret", "PYTHONPATH": "here", "HOME": "/", "PATH": "bin"}
+    environment = vllm.environment(config_of("vllm"), base)
+    assert not {"PREFECT_API_KEY", "PYTHONPATH"} & set(environment)
+    assert environment["HOME"] == "/"
+
+
+def test_a_server_asks_for_the_key_that_the_client_sends(config_of) -> None:
+    config = config_of("vllm", api_key_env="KEY")
+    assert vllm.environment(config, {"KEY": "k"})["VLLM_API_KEY"] == "k"
+    assert "VLLM_API_KEY" not in vllm.environment(config, {})
+
+
+def test_a_version_is_read_as_it_was_written() -> None:
+    version = PolicyVersion("9f2c", 1, 12)
+    assert str(version) == "9f2c:1:12"
+    assert PolicyVersion.parse(str(version)) == version
+
+
+@pytest.mark.parametrize("text", ["default", "", "run:1", "run:1:x", "run:1:-2", "a:b:1:2"])
+def test_what_is_no_version_of_ours_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="expected run:incarnation:version"):
+        PolicyVersion.parse(text)

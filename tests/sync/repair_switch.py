@@ -1,0 +1,12 @@
+"""Lets a test choose the repairs of a running server; vLLM mixes it into the worker (--worker-extension-cls)."""
+
+from typing import Any
+
+from tasks.sync.repairs import CPU_REPAIRS
+
+
+class RepairSwitch:
+    weight_transfer_engine: Any
+
+    def use_repairs(self, *names: str) -> None:
+        self.weight_transfer_engine.repairs = tuple(each for each in CPU_REPAIRS if each.__name__ in names)

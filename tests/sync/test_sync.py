@@ -1,0 +1,142 @@
+"""Weights from a sender to a real vLLM server, its log-probabilities compared with the model's."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.errors import ParityError
+from tasks.serve.client import VllmClient
+from tasks.sync.config import SyncConfig
+from tasks.sync.drive import check_parity, join, send_weights
+from tasks.sync.parity import FLOAT32_THRESHOLD
+
+pytestmark = pytest.mark.service
+
+SYNC = SyncConfig(timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def expert_model(save_tiny: Callable[..., Path]) -> Path:
+    """A mixture of experts with a head of its own."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    return save_tiny(Qwen3MoeForCausalLM, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
+
+
+@pytest.fixture(scope="module")
+def expert_server(
+    run_server: Callable[[Path], AbstractContextManager[Any]], expert_model: Path
+) -> Iterator[Any]:
+    with run_server(expert_model) as served:
+        yield served
+
+
+@pytest.fixture
+async def client(vllm_server, use_repairs) -> AsyncIterator[VllmClient]:
+    async with VllmClient(vllm_server.url, vllm_server.config) as client:
+        await use_repairs(client)
+        yield client
+
+
+@pytest.fixture
+async def expert_client(expert_server, use_repairs) -> AsyncIterator[VllmClient]:
+    async with VllmClient(expert_server.url, expert_server.config) as client:
+        await use_repairs(client)
+        yield client
+
+
+async def difference(source, client, sequences, version: str) -> float:
+    limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": SYNC.timeout_s}
+    return await check_parity(source, client, sequences, version, **limits)
+
+
+async def test_a_server_computes_with_the_weights_it_was_sent(client, vllm_server, source_of, sequences):
+    source = source_of(vllm_server.model)
+    await join(source, client, SYNC)
+    for version in ("run:1:1", "run:1:2"):
+        source.change(seed=int(version[-1]))
+        with pytest.raises(ParityError, match=f"server {client.url} at version {version}"):
+            await difference(source, client, sequences, version)
+        stats = await send_weights(source, client, version, SYNC)
+        assert await difference(source, client, sequences, version) <= 1e-4
+        assert await client.version() == version
+        assert stats["buckets"] > 10
+
+
+async def test_a_server_joins_one_trainer_after_another(client, vllm_server, source_of, sequences):
+    for incarnation in (1, 2):
+        source = source_of(vllm_server.model)
+        source.change(seed=10 + incarnation)
+        await join(source, client, SYNC)
+        await send_weights(source, client, f"run:{incarnation}:0", SYNC)
+        assert await difference(source, client, sequences, f"run:{incarnation}:0") <= 1e-4
+
+
+async def test_a_tied_head_is_stale_without_its_repair(
+    client, vllm_server, source_of, sequences, use_repairs
+):
+    source = source_of(vllm_server.model)
+    assert source.model.config.tie_word_embeddings
+    source.change(seed=20)
+    await join(source, client, SYNC)
+    await use_repairs(client, ("repack_experts",))
+    await send_weights(source, client, "run:1:1", SYNC)
+    with pytest.raises(ParityError) as stale:
+        await difference(source, client, sequences, "run:1:1")
+    assert stale.value.difference > 0.1
+    await use_repairs(client)
+    await send_weights(source, client, "run:1:1", SYNC)
+    assert await difference(source, client, sequences, "run:1:1") <= 1e-4
+
+
+async def test_experts_are_stale_without_their_repair(
+    expert_client, expert_server, source_of, sequences, use_repairs
+):
+    source, client = source_of(expert_server.model), expert_client
+    source.change(seed=30)
+    await join(source, client, SYNC)
+    await use_repairs(client, ("repack_heads",))
+    await send_weights(source, client, "run:1:1", SYNC)
+    with pytest.raises(ParityError) as stale:
+        await difference(source, client, sequences, "run:1:1")
+    assert stale.value.difference > 0.1
+    await use_repairs(client)
+    for version in ("run:1:2", "run:1:3"):
+        source.change(seed=30 + int(version[-1]))
+        await send_weights(source, client, version, SYNC)
+        assert await difference(source, client, sequences, version) <= 1e-4
+
+
+async def test_requests_under_way_go_on_with_the_new_weights(client, vllm_server, source_of):
+    old, new = source_of(vllm_server.model), source_of(vllm_server.model)
+    new.change(seed=40)
+    prompt = np.arange(2, 12, dtype=np.int32)
+    await join(old, client, SYNC)
+    await send_weights(old, client, "run:1:1", SYNC)
+    await join(new, client, SYNC)
+    sampling = {"temperature": 1.0, "timeout_s": 60.0}
+    under_way = [
+        asyncio.ensure_future(client.generate(prompt, max_tokens=200, seed=seed, **sampling))
+        for seed in range(16)
+    ]
+    await client.generate(prompt, max_tokens=8, seed=99, **sampling)  # in the same batches: they have begun
+    await send_weights(new, client, "run:1:2", SYNC)
+    across = [each for each in await asyncio.gather(*under_way) if len(each.version_spans) == 2]
+    assert across
+    for completion in across:
+        (first, before), (switch, after) = completion.version_spans
+        assert (first, before, after) == (0, "run:1:1", "run:1:2")
+        whole = [*prompt.tolist(), *completion.token_ids.tolist()]
+        expected = np.concatenate(
+            [
+                old.token_logprobs(whole)[len(prompt) - 1 :][:switch],
+                new.token_logprobs(whole)[len(prompt) - 1 :][switch:],
+            ]
+        )
+        assert np.abs(expected - completion.logprobs).max() <= 1e-3
