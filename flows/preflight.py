@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 from flows.config import RunConfig

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import polars as pl
 from prefect.runtime import flow_run
 
@@ -24,7 +25,7 @@ async def report_step(run: Run, step: int, metrics: Sequence[Metric], clock: Ste
         .collect()
     )
     tokens = int(rollouts["n_completion_tokens"].sum())
-    reward = float(groups["reward_mean"].drop_nans().mean() or 0.0)
+    reward = float(np.nanmean(groups["reward_mean"].to_numpy()))
     own = {
         "rollout/reward": reward,
         "rollout/tokens": float(tokens),

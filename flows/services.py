@@ -94,7 +94,7 @@ class ServerService:
         return "it no longer answers /health"
 
     async def _refused(self) -> None:
-        while await self.client.is_healthy():
+        while await self.client.is_healthy():  # noqa: ASYNC110 - a failing server tells nobody
             await asyncio.sleep(self._config.serve.health_interval_s)
 
 

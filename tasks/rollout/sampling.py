@@ -81,7 +81,7 @@ class Player:
             )
         except ServiceError:
             raise
-        except Exception as raised:  # environments are foreign code: a bad rollout is data, not a crash
+        except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
             error_type, error = type(raised).__name__, str(raised)
         return Trajectory(
             work=work,

@@ -67,7 +67,7 @@ def _score(scorer: Scorer, candidate: Candidate) -> tuple[Reward, Exception | No
         reward, error = scorer.score(candidate), None
         if not math.isfinite(reward.value):
             raise ValueError(f"scorer {scorer.name} gave the reward {reward.value}, expected a finite number")
-    except Exception as raised:  # scorers are foreign code: a failed score is data, not a crash
+    except Exception as raised:  # noqa: BLE001 - scorers are foreign code: a failed score is data
         reward, error = Reward(math.nan), raised
     return reward, error, time.perf_counter() - started
 

@@ -44,17 +44,29 @@ _SAMPLED = (
     _column("status", pa.string(), "complete | truncated | failed | cancelled"),
     _ERROR_TYPE,
     _ERROR,
-    _column("policy_version_first", pa.int32(), "policy version of the first sampled token; -1: none sampled"),
+    _column(
+        "policy_version_first", pa.int32(), "policy version of the first sampled token; -1: none sampled"
+    ),
     _column("policy_version_last", pa.int32(), "policy version of the last sampled token; -1: none sampled"),
-    _column("version_span_starts", _INT32_LIST, "[S] index into token_ids where a span of one policy version begins"),
+    _column(
+        "version_span_starts",
+        _INT32_LIST,
+        "[S] index into token_ids where a span of one policy version begins",
+    ),
     _column("version_span_versions", _INT32_LIST, "[S] policy version of each span"),
     _column("messages", pa.large_string(), "JSON: the conversation as a list of {role, content}"),
     _column("token_ids", _INT32_LIST, "[T] prompt, completions and what the environment said between them"),
     _column("loss_mask", pa.large_list(pa.bool_()), "[T] True on tokens that the policy sampled"),
-    _column("logprobs", _FLOAT32_LIST, "[T] nats: the sampler's, of the tokens as sampled; NaN where loss_mask is False"),
+    _column(
+        "logprobs",
+        _FLOAT32_LIST,
+        "[T] nats: the sampler's, of the tokens as sampled; NaN where loss_mask is False",
+    ),
     _column("n_prompt_tokens", pa.int32(), "tokens before the first sampled one"),
     _column("n_completion_tokens", pa.int32(), "sampled tokens"),
-    _column("finish_reason", pa.string(), "the sampler's: stop | length | abort; empty when nothing came back"),
+    _column(
+        "finish_reason", pa.string(), "the sampler's: stop | length | abort; empty when nothing came back"
+    ),
     _column("turns", pa.int32(), "completions of the episode"),
     _column("server", pa.string(), "address of the server that sampled it"),
     _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began"),
@@ -71,7 +83,9 @@ _SCORED = (
     _ERROR_TYPE,
     _ERROR,
     _column("reward", pa.float64(), "reward; NaN unless scored"),
-    _column("components", pa.large_string(), "JSON: {part: reward} of a weighted sum; {} when it has no parts"),
+    _column(
+        "components", pa.large_string(), "JSON: {part: reward} of a weighted sum; {} when it has no parts"
+    ),
     _column("duration_s", pa.float64(), "seconds of scoring"),
 )
 
@@ -105,7 +119,9 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("survived", pa.int32(), "trajectories with a reward"),
         _column("reason", pa.string(), "why the group is out of the batch; empty when it is in"),
         _column("reward_mean", pa.float64(), "mean reward of the survivors; NaN without any"),
-        _column("reward_std", pa.float64(), "population standard deviation of their rewards; NaN without any"),
+        _column(
+            "reward_std", pa.float64(), "population standard deviation of their rewards; NaN without any"
+        ),
         _column("tokens_mean", pa.float64(), "mean sampled tokens of the survivors; NaN without any"),
         _column("duration_s", pa.float64(), "seconds from the group's start to its last acknowledgement"),
     ),
@@ -130,7 +146,9 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _TRAJECTORY,
         _column("logprobs", _FLOAT32_LIST, "[T] nats: the trainer's; NaN where loss_mask is False"),
         _column("entropy", _FLOAT32_LIST, "[T] nats; NaN where loss_mask is False"),
-        _column("ratio", _FLOAT32_LIST, "[T] trainer's over sampler's probability; NaN where loss_mask is False"),
+        _column(
+            "ratio", _FLOAT32_LIST, "[T] trainer's over sampler's probability; NaN where loss_mask is False"
+        ),
         _column("clipped", pa.large_list(pa.bool_()), "[T] True where the clip stopped the gradient"),
     ),
     "evaluations": _schema(
@@ -162,7 +180,9 @@ def schema_of(dataset: str) -> pa.Schema:
     try:
         return SCHEMAS[dataset]
     except KeyError:
-        raise SchemaError(f"no data set is called {dataset!r}; there are {', '.join(sorted(SCHEMAS))}") from None
+        raise SchemaError(
+            f"no data set is called {dataset!r}; there are {', '.join(sorted(SCHEMAS))}"
+        ) from None
 
 
 def batch_of(dataset: str, columns: Mapping[str, object]) -> pa.RecordBatch:

@@ -1,12 +1,10 @@
 """Bad input ends before anything is started: one message with field, value and remedy, and no traceback."""
 
-import os
 import socket
 import stat
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from flows import cli
 
@@ -34,3 +32,84 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     assert said.out == ""
     assert "Traceback" not in said.err
     return said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["quickstart", "--set", "train.lr=-1"], ["train.lr", "-1", "greater than or equal to 0"]),
+        (["quickstart", "--set", "train.lrr=1"], ["train.lrr", "did you mean train.lr?"]),
+        (["quickstart", "--set", "nonsense"], ["--set", "key=value"]),
+        (["quickstart", "--set", "score.advantage=rank"], ["score.advantage", "'mean' or 'mean_std'"]),
+        (["quickstrat"], ["preset", "quickstrat", "presets are: quickstart"]),
+        (["quickstart", "--set", "evaluate.n_prompts=100000"], ["evaluate.n_prompts", "held-out problems"]),
+        (
+            ["quickstart", "--set", "rollout.groups_per_step=9999"],
+            ["rollout.groups_per_step", "training problems"],
+        ),
+        (["quickstart", "--set", "rollout.environment=chess"], ["rollout.environment", "chess", "addition"]),
+        (["quickstart", "--set", "score.scorer=a:B"], ["score.scorer", "a:B", "addition"]),
+        (
+            ["quickstart", "--set", "rollout.max_in_flight=4"],
+            ["rollout.max_in_flight", "rollout.group_size is 8"],
+        ),
+        (["quickstart", "--set", "start_model.heads=8"], ["start_model.hidden_size", "multiple of 32"]),
+        (["quickstart", "--set", "start_model.enabled=false"], ["model", "start_model.enabled=true"]),
+        (
+            ["quickstart", "--set", "start_model.enabled=false", "--set", "model=nowhere"],
+            ["model", "nowhere", "config.json is missing"],
+        ),
+        (
+            ["quickstart", "--set", "serve.python=nowhere/python"],
+            ["serve.python", "nowhere/python", "make setup"],
+        ),
+        (["quickstart", "--set", "store.root=/proc/runs"], ["store.root", "/proc/runs", "cannot write"]),
+        (["quickstart", "--set", "store.root=conf/quickstart.yaml"], ["store.root", "cannot write"]),
+        (
+            ["quickstart", "--set", "train.url=http://127.0.0.1:9"],
+            ["train.token_env", "ROLLMILL_TRAINER_TOKEN"],
+        ),
+        (["quickstart"], ["PREFECT_API_URL", "http://127.0.0.1:9/api"]),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_field_value_and_remedy(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: list[str],
+) -> None:
+    said = refusal(capsys, monkeypatch, "run", *words)
+    assert all(each in said for each in told), said
+    assert not (folder / "runs").exists()
+    assert not (folder / ".rollmill").exists()
+
+
+@pytest.mark.parametrize("field", ["serve.port", "train.port"])
+def test_a_taken_port_is_refused_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refusal(capsys, monkeypatch, "run", "quickstart", "--set", f"{field}={port}")
+    assert field in said
+    assert str(port) in said
+    assert "taken" in said
+
+
+def test_a_missing_compiler_is_refused_with_how_to_get_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CXX", raising=False)
+    said = refusal(capsys, monkeypatch, "run", "quickstart")
+    assert "C++ compiler" in said
+    assert "apt-get install g++" in said
+
+
+def test_inspecting_a_folder_without_a_run_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "run.json is missing" in refusal(capsys, monkeypatch, "inspect", str(folder))

@@ -72,7 +72,7 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(workplace:
     wait_until(lambda: rollouts(run)["step"].n_unique() > n_steps, resumed)
     os.kill(the_process(workplace, "VLLM::EngineCore"), signal.SIGKILL)
     wait_until(lambda: rollouts(run)["step"].n_unique() > n_steps + 1, resumed)
-    os.kill(the_process(workplace, "-m tasks.train.service"), signal.SIGKILL)
+    os.kill(the_process(workplace, "-u -m tasks.train.service"), signal.SIGKILL)
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
 
@@ -121,7 +121,8 @@ def test_a_server_that_cannot_be_brought_back_ends_the_run_with_its_last_log_lin
     os.kill(the_process(workplace, "VLLM::EngineCore"), signal.SIGKILL)
     output, _ = running.communicate(timeout=120)
     assert running.returncode == 1
-    assert "vLLM server" in output and "its last log lines" in output
+    assert "vLLM server" in output
+    assert "its last log lines" in output
     assert "Traceback (most recent call last)" not in output.split("its last log lines")[0]
     assert len(rollouts(run)) > 0
     assert inspect(workplace, str(run))["trajectories"] == len(rollouts(run))

@@ -3,20 +3,26 @@
 import numpy as np
 import pytest
 
+from tasks.errors import ConfigError
 from tasks.rollout.addition import Addition, noisy_student
 from tasks.rollout.prompts import check_prompts, example_index, sampling_seed
-from tasks.errors import ConfigError
 
 
 def test_every_problem_is_in_exactly_one_split() -> None:
     environment = Addition()
-    ids = [environment.example(split, i).example_id for split in ("train", "held_out") for i in range(environment.size(split))]
+    ids = [
+        environment.example(split, i).example_id
+        for split in ("train", "held_out")
+        for i in range(environment.size(split))
+    ]
     assert len(ids) == len(set(ids)) == 90 * 90
 
 
 def test_at_least_512_problems_are_held_out_and_the_corpus_has_none_of_them() -> None:
     environment = Addition()
-    held_out = {environment.example("held_out", i).content["problem"] for i in range(environment.size("held_out"))}
+    held_out = {
+        environment.example("held_out", i).content["problem"] for i in range(environment.size("held_out"))
+    }
     corpus = {problem for problem, _ in environment.warm_up_corpus(0, 2000)}
     assert len(held_out) >= 512
     assert not corpus & held_out
@@ -52,7 +58,7 @@ def test_sampling_seeds_differ_by_seed_group_and_sample_and_fit_the_sampler() ->
 
 
 def test_too_few_prompts_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="rollout.groups_per_step"):
+    with pytest.raises(ConfigError, match=r"rollout\.groups_per_step"):
         check_prompts(Addition(), 100_000, 1)
-    with pytest.raises(ConfigError, match="evaluate.n_prompts"):
+    with pytest.raises(ConfigError, match=r"evaluate\.n_prompts"):
         check_prompts(Addition(), 1, 100_000)

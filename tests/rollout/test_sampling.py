@@ -57,7 +57,9 @@ def tokenizer(tmp_path: Path) -> ChatTokenizer:
     return ChatTokenizer.load(save_character_tokenizer(tmp_path))
 
 
-def part_of(tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows], *, in_flight: int = 8) -> GroupPart:
+def part_of(
+    tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows], *, in_flight: int = 8
+) -> GroupPart:
     def keep(rows: Rows) -> Awaitable[None]:
         kept.append(rows)
         return asyncio.sleep(0)
@@ -77,7 +79,7 @@ async def finish(part: GroupPart) -> list[dict[str, object]]:
 
 async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenizer: ChatTokenizer) -> None:
     row = (await finish(part_of(tokenizer, Scripted({}), [])))[0]
-    assert row["status"] == "complete" and row["turns"] == 2
+    assert (row["status"], row["turns"]) == ("complete", 2)
     assert np.array(row["loss_mask"]).sum() == row["n_completion_tokens"] == 4
     assert tokenizer.decode(np.array(row["token_ids"])[np.array(row["loss_mask"])]) == "77"
     assert np.isnan(np.array(row["logprobs"])[~np.array(row["loss_mask"])]).all()
@@ -106,7 +108,9 @@ async def test_an_answer_cut_off_at_the_length_limit_is_truncated(tokenizer: Cha
     assert (rows[0]["status"], rows[0]["finish_reason"]) == ("truncated", "length")
 
 
-async def test_a_service_that_is_gone_for_good_ends_the_group_instead_of_failing_rows(tokenizer: ChatTokenizer) -> None:
+async def test_a_service_that_is_gone_for_good_ends_the_group_instead_of_failing_rows(
+    tokenizer: ChatTokenizer,
+) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         await finish(part_of(tokenizer, Scripted({2: ServiceDiedError("vllm", "gone")}), []))
     assert isinstance(raised.value.exceptions[0], ServiceDiedError)

@@ -5,11 +5,20 @@ import pytest
 
 from tasks.score.advantages import mean, mean_std
 from tasks.score.config import ScoreConfig
-from tasks.score.outcome import NO_REWARD_SPREAD, TOO_FEW_SURVIVORS, GroupOutcome, Survivor, batch_rows, judge_group
+from tasks.score.outcome import (
+    NO_REWARD_SPREAD,
+    TOO_FEW_SURVIVORS,
+    GroupOutcome,
+    Survivor,
+    batch_rows,
+    judge_group,
+)
 
 
 def judged(rewards: list[float], group: int = 0, **settings: object) -> GroupOutcome:
-    survivors = tuple(Survivor(f"r.{group}.{i}.0", i, "addition", 5, reward) for i, reward in enumerate(rewards))
+    survivors = tuple(
+        Survivor(f"r.{group}.{i}.0", i, "addition", 5, reward) for i, reward in enumerate(rewards)
+    )
     config = ScoreConfig.model_validate(settings)
     return judge_group(config, group=group, env="addition", expected=4, survivors=survivors)
 
@@ -32,7 +41,9 @@ def test_a_group_without_spread_is_left_out_with_its_reason() -> None:
 
 
 def test_the_batch_holds_the_groups_that_are_in_by_group_and_sample_with_their_advantages() -> None:
-    rows = batch_rows("r", 3, [judged([1.0, 0.0], group=7), judged([1.0, 1.0], group=6), judged([0.0, 1.0], group=5)])
+    rows = batch_rows(
+        "r", 3, [judged([1.0, 0.0], group=7), judged([1.0, 1.0], group=6), judged([0.0, 1.0], group=5)]
+    )
     assert rows.column("trajectory_id").to_pylist() == ["r.5.0.0", "r.5.1.0", "r.7.0.0", "r.7.1.0"]
     assert rows.column("advantage").to_pylist() == [-0.5, 0.5, 0.5, -0.5]
     assert rows.column("order").to_pylist() == [0, 1, 2, 3]
