@@ -60,10 +60,12 @@ def _check_folder(field: str, value: str) -> None:
     nearest = Path(value).absolute()
     while not nearest.exists():
         nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(
-            field, value, f"cannot write to {nearest}; give a folder that this user may write to"
-        )
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        remedy = f"cannot write to {nearest} ({error.strerror}); give a folder that this user may write to"
+        raise ConfigError(field, value, remedy) from None
 
 
 def _check_vllm(config: RunConfig) -> None:
