@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def trainer_here(config: RunConfig) -> None:
     logs = Path(config.store.root) / "trainer"
     typer.echo(f"train.url=http://{vllm.LOOPBACK}:{port}\n{config.train.token_env}={token}")
     command = launch.command(config.train, launch.write_config(config.train, config.sync, port, logs))
-    _foreground(command, launch.environment(config.train, token))
+    _foreground(command, launch.environment(config.train, token), config.serve.stop_grace_s)
 
 
 def vllm_here(config: RunConfig) -> None:
@@ -97,14 +98,20 @@ def vllm_here(config: RunConfig) -> None:
         )
     port = config.serve.port or free_port()
     typer.echo(f"serve.urls=[http://{vllm.LOOPBACK}:{port}]")
-    _foreground(vllm.command(config.serve, str(model), port), vllm.environment(config.serve))
+    _foreground(
+        vllm.command(config.serve, str(model), port),
+        vllm.environment(config.serve),
+        config.serve.stop_grace_s,
+    )
 
 
-def _foreground(command: Sequence[str], environment: dict[str, str]) -> None:
+def _foreground(command: Sequence[str], environment: dict[str, str], grace_s: float) -> None:
     """Run a service in this terminal until it ends; it ends with all below it when this process does."""
-    log = Path(os.ttyname(1)) if os.isatty(1) else Path("/dev/stdout")
-    service = LaunchedProcess.start(command[0], command, log=log, env=environment, stop_grace_s=5.0)
+    service = LaunchedProcess.start(command[0], command, log=None, env=environment, stop_grace_s=grace_s)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         raise SystemExit(asyncio.run(service.ended()))
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         service.stop_now()

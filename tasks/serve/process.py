@@ -6,8 +6,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from tasks.errors import ServiceError
 from tasks.serve import supervisor
@@ -21,12 +22,12 @@ class LaunchedProcess:
 
     Attributes:
         name: what errors call it.
-        log: file that its output, both streams, is appended to.
+        log: file that its output, both streams, is appended to; None: our own streams.
         pid: the supervisor's, which is the command's session and process group too.
     """
 
     def __init__(
-        self, name: str, log: Path, popen: subprocess.Popen[bytes], log_start: int, grace_s: float
+        self, name: str, log: Path | None, popen: subprocess.Popen[bytes], log_start: int, grace_s: float
     ) -> None:
         self.name, self.log, self.pid = name, log, popen.pid
         self._popen, self._log_start, self._grace_s = popen, log_start, grace_s
@@ -37,7 +38,7 @@ class LaunchedProcess:
         name: str,
         command: Sequence[str],
         *,
-        log: Path,
+        log: Path | None,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         stop_grace_s: float,
@@ -47,15 +48,14 @@ class LaunchedProcess:
         Args:
             name: what errors call it.
             command: the program and its arguments.
-            log: file for its output; made with its folder, appended to.
+            log: file for its output; made with its folder, appended to; None: our own streams.
             env: its whole environment, as with subprocess; None: ours.
             cwd: its working directory; None: ours.
             stop_grace_s: seconds between asking it to end and killing all that is left.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
         owner = [str(os.getpid()), str(stop_grace_s)]
-        with log.open("ab") as output:
-            log_start = output.tell()
+        with _opened(log) as output:
+            log_start = output.tell() if output else 0
             popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, *owner, *command],
                 stdin=subprocess.PIPE,
@@ -106,7 +106,9 @@ class LaunchedProcess:
             raise self._stuck() from None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that this process wrote."""
+        """The last lines that this process wrote; nothing when they went to our own streams."""
+        if self.log is None:
+            return ""
         with self.log.open("rb") as output:
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self._log_start, end - _TAIL_BYTES))
@@ -123,6 +125,13 @@ class LaunchedProcess:
 
     def _stuck(self) -> ServiceError:
         return ServiceError(self.name, f"process {self.pid} did not end", self.log_tail())
+
+
+def _opened(log: Path | None) -> AbstractContextManager[BinaryIO | None]:
+    if log is None:
+        return nullcontext()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("ab")
 
 
 def free_port() -> int:

@@ -6,8 +6,10 @@ under ZeRO-3 no rank ever holds more than one layer whole.
 """
 
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import deepspeed
@@ -15,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+_TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "chat_template*")
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -54,7 +57,10 @@ def weight_metas(model: PreTrainedModel) -> list[WeightMeta]:
 
 
 def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> None:
-    """Write a Hugging Face model folder on one rank; under ZeRO-3 a collective of all ranks."""
+    """Write a Hugging Face model folder, with the tokenizer of the folder that the model was read from.
+
+    One rank writes; under ZeRO-3 it is a collective of all ranks.
+    """
     persistent = model.state_dict().keys()
     state = {name: each for name, each in model.named_buffers() if name in persistent}
     for _, layer in groupby(model.named_parameters(), key=_layer_of):
@@ -64,6 +70,9 @@ def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> No
                 state |= {name: each.detach().cpu().clone() for name, each in parameters.items()}
     if is_writer:
         model.save_pretrained(folder, state_dict=state)
+        for pattern in _TOKENIZER_FILES if model.name_or_path else ():
+            for file in Path(model.name_or_path or "").glob(pattern):
+                shutil.copy(file, folder)
 
 
 def _layer_of(item: tuple[str, torch.nn.Parameter]) -> str:
