@@ -60,7 +60,7 @@ class StartModelConfig(StageConfig):
     steps: int = setting(900, "Optimizer steps of supervised training.", ge=1, fixed=True)
     batch_size: int = setting(64, "Examples of one step.", ge=1, fixed=True)
     lr: float = setting(3e-3, "Learning rate of AdamW.", gt=0.0, fixed=True)
-    warmup_steps: int = setting(20, "Steps over which the learning rate rises from 0.", ge=0, fixed=True)
+    warmup_steps: int = setting(100, "Steps over which the learning rate rises from 0.", ge=0, fixed=True)
     decay_share: float = setting(
         0.3, "Last share of the steps over which the rate falls linearly to 0.", ge=0.0, le=1.0, fixed=True
     )
