@@ -1,10 +1,9 @@
-"""What the Prefect UI shows of a run beside its task runs: progress, and a page with the curves."""
+"""What the Prefect UI shows of a run beside its task runs: a page with the curves."""
 
 import base64
 import re
-from uuid import UUID
 
-from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
+from prefect.artifacts import acreate_markdown_artifact
 
 from flows.inspection import held_out, run_view
 from flows.plot import plot_learning_curve
@@ -14,25 +13,6 @@ from tasks.store.layout import RunFolder
 def _key(name: str) -> str:
     """A name as Prefect allows it: lowercase letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-class ProgressArtifact:
-    """One progress bar in the UI; made at the first step, updated at every other."""
-
-    def __init__(self, name: str, steps: int) -> None:
-        self._name, self._steps = name, steps
-        self._id: UUID | None = None
-
-    async def show(self, steps_done: int) -> None:
-        """Set the bar."""
-        percent = 100.0 * steps_done / self._steps
-        if self._id is None:
-            made = await acreate_progress_artifact(
-                percent, key=_key(f"{self._name}-progress"), description="steps done"
-            )
-            self._id = made
-        else:
-            await aupdate_progress_artifact(self._id, percent)
 
 
 async def create_run_artifact(folder: RunFolder) -> None:

@@ -23,10 +23,10 @@ from tasks.store.step import StoredStep
 class StepCollection:
     """What the groups of one step share: how they sample, how they are scored, and what is stored already."""
 
-    def __init__(self, run: Run, step: int) -> None:
+    def __init__(self, run: Run, step: int, stored: StoredStep) -> None:
         append, scorer_key = run.store.writer.append, run.scorer_key
         self.run, self.step = run, step
-        self.stored = StoredStep.read(run.folder, step, scorer_key)
+        self.stored = stored
         self.sampler = StepSampler(
             player=run.player,
             admission=run.admission,
@@ -69,7 +69,8 @@ async def collect_step(run: Run, step: int) -> str:
         step=step,
         groups_per_step=run.config.rollout.groups_per_step,
     )
-    collection = StepCollection(run, step)
+    stored = await asyncio.to_thread(StoredStep.read, run.folder, step, run.scorer_key)
+    collection = StepCollection(run, step, stored)
     async with asyncio.TaskGroup() as fan_out:
         collecting = []
         for group in group_numbers(ranges):
@@ -78,9 +79,10 @@ async def collect_step(run: Run, step: int) -> str:
             await asyncio.sleep(0)
     outcomes = [each.result() for each in collecting]
     rows = batch_rows(run.id, step, outcomes)
-    _check_failures(run, step)
+    await asyncio.to_thread(_check_failures, run, step)
     await run.store.writer.append("batches", rows, step=step)
-    return stored_digest(run.folder, step)
+    run.pool.forget_groups()
+    return await asyncio.to_thread(stored_digest, run.folder, step)
 
 
 async def collect_group(collection: StepCollection, group: int) -> GroupOutcome:

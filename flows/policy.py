@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from flows.report import has_metrics, store_metrics
+from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run
-from flows.servers import Servers
+from flows.servers import AT_START, Servers
 from flows.services import ServerService, TrainerService, open_services, restart
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
@@ -16,6 +16,7 @@ from tasks.store.batch import stored_digest
 from tasks.store.resume import resume_point
 from tasks.sync.drive import SyncReport
 from tasks.train.protocol import StepResult
+from tasks.train.task import train_step
 
 
 class Policy:
@@ -41,10 +42,13 @@ class Policy:
         """
         async with self._still:
             await self._load()
-            await self._servers.bring_up(self.current)
+            reports = await self._servers.bring_up(self.current)
+        if self.current.version == 0:
+            differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
+            await store_metrics(self._run, 0, differences)
         for step, result in self._replayed.items():
             if not has_metrics(self._run, step):
-                await store_metrics(self._run, step, result.metrics)
+                await store_metrics(self._run, step, train_metrics(result))
         return self.current.version
 
     async def train(self, step: int, digest: str) -> StepResult:
@@ -56,9 +60,8 @@ class Policy:
         folder = str(self._run.folder.root)
         async with self._still:
             try:
-                result = await self._trainer.client.train_step(
-                    folder=folder, run=self._run.id, step=step, digest=digest
-                )
+                self._run.recording.started()
+                result = await train_step(self._trainer.client, folder, self._run.id, step, digest)
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
                 result = self._replayed[step]

@@ -7,7 +7,7 @@ from flows.config import RunConfig, check
 from flows.evaluate import evaluate_version
 from flows.failure import one_error
 from flows.policy import open_policy
-from flows.report import report_run, report_step
+from flows.report import report_run, report_step, train_metrics
 from flows.run import open_run
 from flows.start_model import ensure_start_model
 from tasks.observe.spans import StepClock
@@ -38,7 +38,7 @@ async def post_train(run_name: str, config: RunConfig) -> str:
                     result = await policy.train(step, digest)
                 with clock.span("sync"):
                     synced = await policy.sync(result)
-                await report_step(run, step, [*result.metrics, *synced], clock)
+                await report_step(run, step, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()
             await evaluate_version(run, config.steps)
             await report_run(run)

@@ -1,5 +1,7 @@
 """What a step leaves behind for people: metrics in the data set, a line at the bar, artifacts in the UI."""
 
+import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,10 +15,30 @@ from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
 from tasks.store.reader import scan
 from tasks.store.schemas import batch_of
+from tasks.train.protocol import StepResult
+
+
+def train_metrics(result: StepResult) -> list[Metric]:
+    """What the trainer measured, whether it made an update, and the reason when it made none."""
+    metrics = [*result.metrics, Metric("train/updated", "all", "value", float(result.updated))]
+    if not result.updated:
+        metrics.append(Metric(f"train/skipped_{result.reason.replace(' ', '_')}", "all", "value", 1.0))
+    return metrics
 
 
 async def report_step(run: Run, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
+    reward, measured = await asyncio.to_thread(_measure, run, step)
+    measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+    measured["time/step_s"] = clock.elapsed_s
+    own = [Metric(name, "all", "value", value) for name, value in measured.items()]
+    await store_metrics(run, step, [*metrics, *own])
+    tokens_per_s = measured["rollout/tokens"] / clock.seconds["collect"]
+    run.progress.step_done(step, reward=reward, tokens_per_s=tokens_per_s, seconds=clock.elapsed_s)
+
+
+def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:
+    """Mean reward of a step's groups (NaN without any), and its metrics by name."""
     groups = scan(run.folder, "groups").filter(pl.col("step") == step).collect()
     rollouts = (
         scan(run.folder, "rollouts")
@@ -24,21 +46,14 @@ async def report_step(run: Run, step: int, metrics: Sequence[Metric], clock: Ste
         .select("n_completion_tokens", "status")
         .collect()
     )
-    tokens = int(rollouts["n_completion_tokens"].sum())
-    reward = float(np.nanmean(groups["reward_mean"].to_numpy()))
-    own = {
+    rewards = groups["reward_mean"].drop_nans()
+    reward = float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan
+    return reward, {
         "rollout/reward": reward,
-        "rollout/tokens": float(tokens),
+        "rollout/tokens": float(rollouts["n_completion_tokens"].sum()),
         "rollout/failed": float((rollouts["status"] == "failed").sum()),
         "rollout/groups_trained": float((groups["reason"] == "").sum()),
-    } | {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
-    own["time/step_s"] = clock.elapsed_s
-    await store_metrics(
-        run, step, [*metrics, *(Metric(name, "all", "value", value) for name, value in own.items())]
-    )
-    run.progress.step_done(
-        step, reward=reward, tokens_per_s=tokens / clock.seconds["collect"], seconds=clock.elapsed_s
-    )
+    }
 
 
 async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:

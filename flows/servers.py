@@ -3,18 +3,33 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import polars as pl
 
 from flows.failure import one_error
 from flows.run import Run
 from flows.services import ServerService, restart
-from tasks.errors import ParityError, RequestError, SyncError
+from tasks.errors import ConfigError, ParityError, RequestError, SyncError
+from tasks.rollout.environment import Message
+from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_sequences
-from tasks.sync.drive import SyncReport, check_parity, join, send_weights
+from tasks.store.reader import scan
+from tasks.sync.drive import SyncReport, check_parity, join
 from tasks.sync.parity import threshold_of
+from tasks.sync.task import send_weights
 from tasks.train.client import TrainerClient
+
+AT_START = "sync/logprob_difference_at_start"
+"""Metric of step 0: the largest difference at version 0, from which thresholds are calibrated."""
+
+
+def differences_at_start(run: Run) -> list[float]:
+    """The differences that this run, or an earlier process of it, measured at version 0, in nats."""
+    stored = scan(run.folder, "metrics", step=0).filter(pl.col("name") == AT_START)
+    return [float(value) for value in stored.select("value").collect()["value"]]
 
 
 class Servers:
@@ -28,7 +43,7 @@ class Servers:
         self.every = tuple(servers)
         self._joined: dict[ServerService, int] = {}
         self._restarts = dict.fromkeys(servers, 0)
-        self._parity_at_0: list[float] = []
+        self._parity_at_0 = differences_at_start(run)
 
     async def bring_up(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's weights, all at once, or the version's name alone."""
@@ -65,17 +80,46 @@ class Servers:
         """Send, compare, and let in; weights that fail the comparison are sent once more."""
         config, client = self._run.config.sync, server.client
         if self._joined.get(server) != version.incarnation:
+            await self._check_tokenizer(client)
             await join(self._trainer, client, config)
             self._joined[server] = version.incarnation
-        stats = await send_weights(self._trainer, client, str(version), config)
+        stats = await self._send(client, version)
         try:
             difference = await self._compare(server, version)
         except ParityError as error:
             self._run.progress.note(f"{error}; sending it once more")
-            stats = await send_weights(self._trainer, client, str(version), config)
+            stats = await self._send(client, version)
             difference = await self._compare(server, version)
+        if (reported := await client.version()) != str(version):
+            raise SyncError(f"server {client.url} reports version {reported} after a sync of {version}")
         await self._run.pool.admit(client)
         return SyncReport(client.url, int(stats["bytes"]), float(stats["seconds"]), difference)
+
+    async def _send(self, client: VllmClient, version: PolicyVersion) -> dict[str, Any]:
+        self._run.recording.started()
+        return await send_weights(self._trainer, client, str(version), self._run.config.sync)
+
+    async def _check_tokenizer(self, client: VllmClient) -> None:
+        """Refuse a server that reads a prompt as other tokens than we do.
+
+        Raises:
+            ConfigError: it has another tokenizer or chat template.
+        """
+        messages = await self._opening(0)
+        ours, theirs = (
+            self._run.player.tokenizer.encode(messages).tolist(),
+            await self._tokens(client, messages),
+        )
+        if ours != theirs:
+            remedy = f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
+            raise ConfigError("serve.urls", client.url, remedy)
+
+    async def _tokens(self, client: VllmClient, messages: Sequence[Message]) -> list[int]:
+        if self._run.player.tokenizer.has_template:
+            return await client.tokenize_chat(
+                [{"role": each.role, "content": each.content} for each in messages]
+            )
+        return await client.tokenize("".join(each.content for each in messages))
 
     async def _compare(self, server: ServerService, version: PolicyVersion) -> float:
         """Largest difference in log-probability, in nats; at version 0 it calibrates the threshold."""
@@ -103,6 +147,8 @@ class Servers:
         return found or [await self._prompt(index) for index in range(n)]
 
     async def _prompt(self, index: int) -> np.ndarray:
+        return self._run.player.tokenizer.encode(await self._opening(index))
+
+    async def _opening(self, index: int) -> Sequence[Message]:
         environment = self._run.environment
-        opening = await environment.reply(environment.example("train", index), ())
-        return self._run.player.tokenizer.encode(opening)
+        return await environment.reply(environment.example("train", index), ())

@@ -48,6 +48,11 @@ class ChatTokenizer:
         )
         return cls(tokenizer, _eos_ids(model, tokenizer, specials), template, specials)
 
+    @property
+    def has_template(self) -> bool:
+        """True when conversations are written by a chat template, False when their texts are joined."""
+        return self._template is not None
+
     def encode(self, messages: Sequence[Message]) -> np.ndarray:
         """[T] int32 token ids that ask the policy for its next message."""
         return self._ids(self._render(messages, ask=True))

@@ -133,6 +133,11 @@ class VllmClient:
         answer = await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
         return [int(token) for token in answer["tokens"]]
 
+    async def tokenize_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation that asks for the next message, by the server's own chat template."""
+        body = {"messages": list(messages), "add_generation_prompt": True, "add_special_tokens": False}
+        return [int(token) for token in (await self._call("POST", "/tokenize", body))["tokens"]]
+
     async def pause(self, timeout_s: float) -> None:
         """Freeze requests; they go on at `resume`, with a recomputed cache."""
         await self._call("POST", "/pause?mode=keep&clear_cache=true", None, timeout_s)
