@@ -11,13 +11,12 @@ import typer
 
 from flows import server
 from flows.config import RunConfig
+from flows.folder import check_resumable, move_finished_aside, run_folder
 from flows.preflight import preflight
 from flows.recipe import start_model_folder
-from tasks.errors import ConfigError, RunFinishedError
+from tasks.errors import ConfigError
 from tasks.serve import vllm
 from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import has_manifest, read_manifest
 from tasks.train import launch
 
 QUIET_TERMINAL = {"PREFECT_LOGGING_LEVEL": "WARNING", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
@@ -34,11 +33,13 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
 
     Raises:
         ConfigError: something is missing; nothing has been started.
-        RunFinishedError: the run is finished, and `again` is False.
+        RunFinishedError, RunMismatchError: the folder's run cannot be gone on with like this.
     """
     preflight(config)
-    folder = RunFolder(Path(config.store.root) / name)
-    _settle_finished(folder, config.steps, again=again)
+    folder = run_folder(name, config)
+    if again:
+        move_finished_aside(folder)
+    check_resumable(folder, config)
     os.environ |= {key: value for key, value in QUIET_TERMINAL.items() if key not in os.environ}
     os.environ["PREFECT_API_URL"] = server.ensure()
     # Prefect reads its settings when it is imported.
@@ -51,28 +52,6 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
         asyncio.run(post_train(name, config))
     except TerminationSignal as end:
         raise SystemExit(128 + end.signal) from None
-
-
-def _settle_finished(folder: RunFolder, steps: int, *, again: bool) -> None:
-    if not has_manifest(folder):
-        return
-    manifest = read_manifest(folder)
-    if manifest.status != "finished":
-        return
-    if again:
-        folder.root.rename(_free_name(folder.root))
-    elif manifest.config["steps"] >= steps:
-        raise RunFinishedError(
-            f"{folder.root} has done all its {manifest.config['steps']} steps; raise steps to go on with it, "
-            "or add --again to move it aside and start anew"
-        )
-
-
-def _free_name(folder: Path) -> Path:
-    n = 1
-    while (moved := folder.with_name(f"{folder.name}-{n}")).exists():
-        n += 1
-    return moved
 
 
 def trainer_here(config: RunConfig) -> None:

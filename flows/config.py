@@ -148,6 +148,11 @@ def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str
     return found
 
 
+def fixed_settings() -> frozenset[str]:
+    """Dotted names of the settings that may not change when a run is resumed."""
+    return frozenset(name for name, is_fixed in settings().items() if is_fixed)
+
+
 def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]:
     """(field, value, is wrong, remedy) of each rule."""
     rollout, start_model, train = config.rollout, config.start_model, config.train

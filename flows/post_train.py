@@ -6,6 +6,7 @@ from flows.collect import collect_step
 from flows.config import RunConfig, check
 from flows.evaluate import evaluate_version
 from flows.failure import one_error
+from flows.folder import check_resumable, run_folder
 from flows.policy import open_policy
 from flows.report import report_run, report_step, train_metrics
 from flows.run import open_run
@@ -25,6 +26,7 @@ async def post_train(run_name: str, config: RunConfig) -> str:
         The run's folder.
     """
     check(config)
+    check_resumable(run_folder(run_name, config), config)
     with one_error():
         model = await ensure_start_model(config)
         async with open_run(run_name, config, model) as run, open_policy(run) as policy:

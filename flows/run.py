@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.config import RunConfig, settings
+from flows.config import RunConfig, fixed_settings
+from flows.folder import run_folder
 from flows.progress import RunProgress
 from flows.recording import Recording
 from tasks.rollout.environment import Environment, environment_of
@@ -71,9 +72,9 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
     """
     store = OpenRun.open(
-        RunFolder(Path(config.store.root) / name),
+        run_folder(name, config),
         config=config.model_dump(mode="json"),
-        fixed=frozenset(name for name, is_fixed in settings().items() if is_fixed),
+        fixed=fixed_settings(),
         versions={package: importlib.metadata.version(package) for package in VERSIONED_PACKAGES},
         git_commit=_git_commit(),
         config_of=config.store,

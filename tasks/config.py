@@ -1,8 +1,12 @@
-"""The base of every stage's configuration, and the one way to declare a setting."""
+"""The base of every stage's configuration, and the one way to declare a setting, or a thing it names."""
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from tasks.errors import ConfigError
 
 
 class StageConfig(BaseModel):
@@ -21,3 +25,18 @@ def setting(default: Any, description: str, *, fixed: bool = False, **limits: An
         limits: pydantic's `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`, ...
     """
     return Field(default, description=description, json_schema_extra={"fixed": fixed}, **limits)
+
+
+def made_by_name(field: str, name: str, registered: Mapping[str, str]) -> Any:
+    """Make what a setting names: a registered name, or an import path `package.module:Class`.
+
+    Raises:
+        ConfigError: nothing can be imported under that name, or made without arguments.
+    """
+    module, _, attribute = registered.get(name, name).partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        names = ", ".join(sorted(registered))
+        remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
+        raise ConfigError(field, name, remedy) from error

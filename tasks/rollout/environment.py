@@ -1,11 +1,10 @@
 """What an environment is, and how one is found by name."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from tasks.errors import ConfigError
+from tasks.config import made_by_name
 
 Split = Literal["train", "held_out"]
 
@@ -67,12 +66,5 @@ def environment_of(name: str) -> Environment:
     Raises:
         ConfigError: nothing can be imported under that name.
     """
-    path = REGISTERED.get(name, name)
-    module, _, attribute = path.partition(":")
-    try:
-        made: Environment = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        names = ", ".join(sorted(REGISTERED))
-        remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
-        raise ConfigError("rollout.environment", name, remedy) from error
+    made: Environment = made_by_name("rollout.environment", name, REGISTERED)
     return made

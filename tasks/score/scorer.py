@@ -1,11 +1,10 @@
 """What a scorer is, and how one is found by name."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tasks.errors import ConfigError
+from tasks.config import made_by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,5 @@ def scorer_of(name: str) -> Scorer:
     Raises:
         ConfigError: nothing can be imported under that name.
     """
-    path = REGISTERED.get(name, name)
-    module, _, attribute = path.partition(":")
-    try:
-        made: Scorer = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        names = ", ".join(sorted(REGISTERED))
-        remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
-        raise ConfigError("score.scorer", name, remedy) from error
+    made: Scorer = made_by_name("score.scorer", name, REGISTERED)
     return made

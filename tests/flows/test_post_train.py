@@ -77,6 +77,9 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(workplace:
     assert resumed.returncode == 0, output
 
     check_finished(workplace, run, stored)
+    reseeded = workplace.run("run", "small", "--set", "seed=5")
+    assert reseeded.returncode == 1
+    assert "seed: the run has 0, given is 5" in reseeded.stdout
     again = workplace.run("run", "small")
     assert again.returncode == 1
     assert f"has done all its {STEPS} steps" in again.stdout
