@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run
 from flows.servers import AT_START, Servers
@@ -46,6 +47,7 @@ class Policy:
         if self.current.version == 0:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
             await store_metrics(self._run, 0, differences)
+        self._run.progress.begin(self.current.version)
         for step, result in self._replayed.items():
             if not has_metrics(self._run, step):
                 await store_metrics(self._run, step, train_metrics(result))
@@ -133,7 +135,7 @@ class Policy:
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Start a launched trainer again, go on from the folder, and bring the servers to it."""
-        self._run.progress.note(f"{error.service}: {error.reason}; starting it again")
+        say(f"{error.service}: {error.reason}; starting it again")
         await restart(self._trainer, error.reason, self._restarts, self._run.config.serve.max_restarts)
         self._restarts += 1
         await self._load()
@@ -152,6 +154,7 @@ class Policy:
 @asynccontextmanager
 async def open_policy(run: Run) -> AsyncIterator[Policy]:
     """Start the services of a run, and watch over its servers while it goes on."""
+    say("bringing up the trainer and the vLLM server")
     async with open_services(run.config, run.model, run.folder.logs) as (trainer, servers):
         policy = Policy(run, trainer, Servers(run, trainer.client, servers))
         async with asyncio.TaskGroup() as watching:

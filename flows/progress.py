@@ -5,27 +5,31 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+CONSOLE = Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """One line, above the bar when there is one."""
+    CONSOLE.print(text, highlight=False, soft_wrap=True, markup=False)
+
 
 class RunProgress:
-    """Shows step, reward, tokens a second and time left; notes appear above the bar."""
+    """Shows step, reward, tokens a second and time left, from the first step to the last or to an error."""
 
     def __init__(self, name: str, steps: int) -> None:
-        self._console = Console(stderr=True)
-        self._name, self._steps = name, steps
+        self._steps = steps
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
-            console=self._console,
+            console=CONSOLE,
             expand=True,
         )
-        self._task: TaskID | None = None
+        self._task: TaskID = self._bar.add_task(name, total=steps, figures="")
 
     def __enter__(self) -> "RunProgress":
-        if self._console.is_terminal:
-            self._bar.start()
         return self
 
     def __exit__(
@@ -33,16 +37,17 @@ class RunProgress:
     ) -> None:
         self._bar.stop()
 
-    def note(self, text: str) -> None:
-        """One line above the bar."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+    def begin(self, step: int) -> None:
+        """Show the bar, standing at the step that is worked on first."""
+        self._bar.update(self._task, completed=step)
+        if CONSOLE.is_terminal:
+            self._bar.start()
 
     def step_done(self, step: int, *, reward: float, tokens_per_s: float, seconds: float) -> None:
         """Show that a step is over."""
         figures = f"reward {reward:.2f} {tokens_per_s:,.0f} tok/s"
-        if not self._console.is_terminal:
-            self.note(f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s")
-            return
-        if self._task is None:
-            self._task = self._bar.add_task(self._name, total=self._steps, completed=step, figures=figures)
         self._bar.update(self._task, completed=step + 1, figures=figures)
+        if not CONSOLE.is_terminal:
+            say(f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s")
+        elif step + 1 == self._steps:
+            self._bar.stop()

@@ -9,6 +9,7 @@ import polars as pl
 from prefect.runtime import flow_run
 
 from flows.artifacts import create_run_artifact
+from flows.progress import say
 from flows.run import Run
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
@@ -86,5 +87,5 @@ async def report_run(run: Run) -> None:
     print_summary(run.folder, flow_run.ui_url or "")
     left = await run.recording.wait_until_recorded(run.config.observe.record_timeout_s)
     if left:
-        run.progress.note(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
+        say(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
     run.store.finish()

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from flows.failure import one_error
+from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService, restart
 from tasks.errors import ConfigError, ParityError, RequestError, SyncError
@@ -59,7 +60,7 @@ class Servers:
             ServiceDiedError: it is not ours to start, or was started again too often.
         """
         self._run.pool.set_aside(server.client)
-        self._run.progress.note(f"{server.name}: {reason.splitlines()[0]}; starting it again")
+        say(f"{server.name}: {reason.splitlines()[0]}; starting it again")
         await restart(server, reason, self._restarts[server], self._run.config.serve.max_restarts)
         self._restarts[server] += 1
         self._joined.pop(server, None)
@@ -87,7 +88,7 @@ class Servers:
         try:
             difference = await self._compare(server, version)
         except ParityError as error:
-            self._run.progress.note(f"{error}; sending it once more")
+            say(f"{error}; sending it once more")
             stats = await self._send(client, version)
             difference = await self._compare(server, version)
         if (reported := await client.version()) != str(version):

@@ -12,6 +12,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
+from flows.progress import say
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError, TrainError
 from tasks.rollout.environment import Message, WarmUp, environment_of
@@ -30,6 +31,7 @@ async def ensure_start_model(config: RunConfig) -> Path:
     """The start model's folder; it is made first when it is not there."""
     folder = start_model_folder(config)
     if not (folder / "config.json").is_file():
+        say(f"making the start model {folder}: {config.start_model.steps} steps, about a minute on one core")
         await make_start_model(config, folder)
     return folder
 
