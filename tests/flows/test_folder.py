@@ -1,0 +1,76 @@
+"""Whether a run's folder can be gone on with."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.config import load, settings
+from flows.folder import check_resumable, move_finished_aside, run_folder
+from tasks.errors import RunFinishedError, RunMismatchError
+from tasks.store.manifest import Manifest, write_manifest
+
+
+def begun(root: Path, status: str) -> Path:
+    """A folder that holds a run of the quickstart, called `quickstart`."""
+    settings_of_it = load("quickstart", (f"store.root={root}",))
+    folder = run_folder("quickstart", settings_of_it)
+    folder.root.mkdir()
+    folder.tmp.mkdir()
+    write_manifest(
+        folder,
+        Manifest(
+            run="ab",
+            incarnation=1,
+            epoch=1,
+            schema_version=1,
+            config=settings_of_it.model_dump(mode="json"),
+            versions={},
+            git_commit="",
+            created_at="2026-01-01T00:00:00+00:00",
+            status=status,
+        ),
+    )
+    return folder.root
+
+
+@pytest.mark.parametrize(
+    "change", ["train.lr=1e-6", "steps=50", "rollout.trajectory_timeout_s=9", "serve.max_restarts=1"]
+)
+def test_what_may_change_on_resume_may_change(tmp_path: Path, change: str) -> None:
+    begun(tmp_path, "running")
+    given = load("quickstart", (f"store.root={tmp_path}", change))
+    check_resumable(run_folder("quickstart", given), given)
+
+
+@pytest.mark.parametrize("change", ["seed=5", "rollout.group_size=4", "start_model.lr=1e-2", "train.ranks=2"])
+def test_what_would_make_another_run_is_refused_with_both_values(tmp_path: Path, change: str) -> None:
+    begun(tmp_path, "running")
+    given = load("quickstart", (f"store.root={tmp_path}", change))
+    field, value = change.split("=")
+    with pytest.raises(RunMismatchError) as refused:
+        check_resumable(run_folder("quickstart", given), given)
+    assert f"{field}: the run has" in str(refused.value)
+    assert (value if value != "1e-2" else "0.01") in str(refused.value)
+
+
+def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> None:
+    begun(tmp_path, "finished")
+    same, more = (load("quickstart", (f"store.root={tmp_path}", each)) for each in ("steps=40", "steps=41"))
+    with pytest.raises(RunFinishedError, match="--again"):
+        check_resumable(run_folder("quickstart", same), same)
+    check_resumable(run_folder("quickstart", more), more)
+
+
+def test_only_a_finished_run_is_moved_aside_to_the_first_free_name(tmp_path: Path) -> None:
+    given = load("quickstart", (f"store.root={tmp_path}",))
+    (tmp_path / "quickstart-1").mkdir()
+    begun(tmp_path, "finished")
+    move_finished_aside(run_folder("quickstart", given))
+    begun(tmp_path, "running")
+    move_finished_aside(run_folder("quickstart", given))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart", "quickstart-1", "quickstart-2"]
+
+
+def test_every_setting_says_whether_it_may_change() -> None:
+    assert settings()["seed"] is True
+    assert settings()["train.lr"] is False
