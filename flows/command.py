@@ -19,7 +19,11 @@ from tasks.serve import vllm
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.train import launch
 
-QUIET_TERMINAL = {"PREFECT_LOGGING_LEVEL": "WARNING", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
+QUIET_TERMINAL = {
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "DO_NOT_TRACK": "1",
+}
 """The UI keeps the flow's log; the terminal shows the progress bar, and an error once."""
 
 
