@@ -12,7 +12,7 @@ import typer
 from flows import server
 from flows.config import RunConfig
 from flows.folder import check_resumable, move_finished_aside, run_folder
-from flows.preflight import preflight
+from flows.preflight import check_trainer, check_vllm, preflight
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
 from tasks.serve import vllm
@@ -21,6 +21,7 @@ from tasks.train import launch
 
 QUIET_TERMINAL = {
     "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "DO_NOT_TRACK": "1",
 }
@@ -59,7 +60,12 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
 
 
 def trainer_here(config: RunConfig) -> None:
-    """Run a trainer in the foreground; prints what a flow needs to attach to it."""
+    """Run a trainer in the foreground; prints what a flow needs to attach to it.
+
+    Raises:
+        ConfigError: something that it needs is missing; nothing has been started.
+    """
+    check_trainer(config)
     token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
     port = config.train.port or free_port()
     logs = Path(config.store.root) / "trainer"
@@ -72,8 +78,9 @@ def vllm_here(config: RunConfig) -> None:
     """Run a vLLM server in the foreground; prints what a flow needs to attach to it.
 
     Raises:
-        ConfigError: the model is not there.
+        ConfigError: the model, or something else that it needs, is missing; nothing has been started.
     """
+    check_vllm(config)
     model = start_model_folder(config)
     if not (model / "config.json").is_file():
         raise ConfigError(

@@ -25,11 +25,9 @@ def preflight(config: RunConfig) -> None:
     _check_model(config)
     _check_folder("store.root", config.store.root)
     if not config.serve.urls:
-        _check_vllm(config)
-        _check_port("serve.port", config.serve.port)
+        check_vllm(config)
     if not config.train.url:
-        _check_compiler()
-        _check_port("train.port", config.train.port)
+        check_trainer(config)
     elif not os.environ.get(config.train.token_env):
         remedy = "set this environment variable to the access token of the trainer at train.url"
         raise ConfigError("train.token_env", config.train.token_env, remedy)
@@ -68,7 +66,15 @@ def _check_folder(field: str, value: str) -> None:
         raise ConfigError(field, value, remedy) from None
 
 
-def _check_vllm(config: RunConfig) -> None:
+def check_trainer(config: RunConfig) -> None:
+    """Check what launching a trainer needs; ConfigError names the first thing that is missing."""
+    _check_compiler()
+    _check_port("train.port", config.train.port)
+
+
+def check_vllm(config: RunConfig) -> None:
+    """Check what launching a vLLM server needs; ConfigError names the first thing that is missing."""
+    _check_port("serve.port", config.serve.port)
     python = Path(config.serve.python)
     if not os.access(python, os.X_OK):
         remedy = (

@@ -2,6 +2,7 @@
 
 from types import TracebackType
 
+from prefect.logging import get_run_logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -9,8 +10,9 @@ CONSOLE = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """One line, above the bar when there is one."""
+    """One line: on the terminal, above the bar when there is one, and in the flow run's log."""
     CONSOLE.print(text, highlight=False, soft_wrap=True, markup=False)
+    get_run_logger().info(text)
 
 
 class RunProgress:
@@ -46,8 +48,11 @@ class RunProgress:
     def step_done(self, step: int, *, reward: float, tokens_per_s: float, seconds: float) -> None:
         """Show that a step is over."""
         figures = f"reward {reward:.2f} {tokens_per_s:,.0f} tok/s"
+        line = f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s"
         self._bar.update(self._task, completed=step + 1, figures=figures)
         if not CONSOLE.is_terminal:
-            say(f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s")
-        elif step + 1 == self._steps:
+            say(line)
+            return
+        get_run_logger().info(line)
+        if step + 1 == self._steps:
             self._bar.stop()
