@@ -31,7 +31,7 @@ def down() -> None:
     """Stop the local Prefect server."""
     from flows import server
 
-    server.down()
+    typer.echo("stopped" if server.down() else "no local Prefect server was running")
 
 
 @app.command()

@@ -11,7 +11,7 @@ import typer
 
 from flows import server
 from flows.config import RunConfig
-from flows.folder import check_resumable, move_finished_aside, run_folder
+from flows.folder import check_resumable, is_finished, move_aside, run_folder
 from flows.preflight import check_trainer, check_vllm, preflight
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
@@ -42,11 +42,13 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     """
     preflight(config)
     folder = run_folder(name, config)
-    if again:
-        move_finished_aside(folder)
-    check_resumable(folder, config)
+    starts_anew = again and is_finished(folder)
+    if not starts_anew:
+        check_resumable(folder, config)
     os.environ |= {key: value for key, value in QUIET_TERMINAL.items() if key not in os.environ}
     os.environ["PREFECT_API_URL"] = server.ensure()
+    if starts_anew:
+        move_aside(folder)
     # Prefect reads its settings when it is imported.
     from prefect.exceptions import TerminationSignal
 
@@ -55,8 +57,9 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
     try:
         asyncio.run(post_train(name, config))
-    except TerminationSignal as end:
-        raise SystemExit(128 + end.signal) from None
+    except (KeyboardInterrupt, TerminationSignal) as end:
+        typer.echo("stopped; the same command goes on from here", err=True)
+        raise SystemExit(128 + getattr(end, "signal", signal.SIGINT)) from None
 
 
 def trainer_here(config: RunConfig) -> None:

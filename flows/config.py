@@ -74,8 +74,10 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
         raise ConfigError("preset", preset, f"there is no file {path}; presets are: {names}")
     try:
         values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("preset", preset, f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError("preset", preset, f"{path} must hold settings by name, such as `steps: 40`")
     for override in overrides:
         _apply(values, override)
     return validate(values)
@@ -119,7 +121,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _value(text: str) -> Any:
     """YAML's reading of a value; 1e-6, which YAML takes for text, is a number."""
-    value = yaml.safe_load(text) if text else ""
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        raise ConfigError("--set", text, f"the value is not YAML: {error}") from error
     if isinstance(value, str):
         try:
             return float(value)

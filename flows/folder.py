@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
-from tasks.errors import RunFinishedError
+from tasks.errors import ConfigError, RunFinishedError
 from tasks.store.fixed import check_fixed
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
+from tasks.store.resume import stored_batch_steps
 
 
 def run_folder(name: str, config: RunConfig) -> RunFolder:
@@ -18,6 +19,7 @@ def check_resumable(folder: RunFolder, config: RunConfig) -> None:
     """Refuse to go on with a run that is finished, or under settings that would make another run of it.
 
     Raises:
+        ConfigError: it has done more steps than are asked for.
         RunFinishedError: all its steps are done.
         RunMismatchError: names every setting that differs, and both its values.
     """
@@ -25,6 +27,9 @@ def check_resumable(folder: RunFolder, config: RunConfig) -> None:
         return
     manifest = read_manifest(folder)
     check_fixed(str(folder.root), manifest.config, config.model_dump(mode="json"), fixed_settings())
+    n_done = len(stored_batch_steps(folder))
+    if config.steps < n_done:
+        raise ConfigError("steps", config.steps, f"{folder.root} has done {n_done} steps already; give more")
     if manifest.status == "finished" and manifest.config["steps"] >= config.steps:
         raise RunFinishedError(
             f"{folder.root} has done all its {manifest.config['steps']} steps; raise steps to go on with it, "
@@ -32,10 +37,13 @@ def check_resumable(folder: RunFolder, config: RunConfig) -> None:
         )
 
 
-def move_finished_aside(folder: RunFolder) -> None:
-    """Rename a finished run to NAME-N, with the first N that is free; an unfinished one stays."""
-    if not has_manifest(folder) or read_manifest(folder).status != "finished":
-        return
+def is_finished(folder: RunFolder) -> bool:
+    """True when a run lies there and has done all its steps."""
+    return has_manifest(folder) and read_manifest(folder).status == "finished"
+
+
+def move_aside(folder: RunFolder) -> None:
+    """Rename a run to NAME-N, with the first N that is free."""
     n = 1
     while (moved := folder.root.with_name(f"{folder.root.name}-{n}")).exists():
         n += 1

@@ -109,7 +109,9 @@ class Policy:
             reason = await server.failed()
             self._run.pool.set_aside(server.client)
             async with self._still:
-                if not await server.client.is_healthy():
+                if await self._servers.is_current(server, self.current):
+                    await self._run.pool.admit(server.client)
+                else:
                     await self._servers.bring_back(server, self.current, reason)
 
     async def _load(self) -> None:
@@ -135,7 +137,6 @@ class Policy:
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Start a launched trainer again, go on from the folder, and bring the servers to it."""
-        say(f"{error.service}: {error.reason}; starting it again")
         await restart(self._trainer, error.reason, self._restarts, self._run.config.serve.max_restarts)
         self._restarts += 1
         await self._load()

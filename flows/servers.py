@@ -60,11 +60,17 @@ class Servers:
             ServiceDiedError: it is not ours to start, or was started again too often.
         """
         self._run.pool.set_aside(server.client)
-        say(f"{server.name}: {reason.splitlines()[0]}; starting it again")
         await restart(server, reason, self._restarts[server], self._run.config.serve.max_restarts)
         self._restarts[server] += 1
         self._joined.pop(server, None)
         return await self._sync(server, version)
+
+    async def is_current(self, server: ServerService, version: PolicyVersion) -> bool:
+        """True when a server that seemed to have failed answers after all, and has the trainer's version."""
+        try:
+            return await server.client.is_healthy() and await server.client.version() == str(version)
+        except RequestError:
+            return False
 
     async def _bring_up(self, server: ServerService, version: PolicyVersion, only_name: bool) -> SyncReport:
         try:

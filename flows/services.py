@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from flows.config import RunConfig
+from flows.progress import say
 from tasks.errors import ConfigError, ServiceDiedError
 from tasks.serve import vllm
 from tasks.serve.client import VllmClient
@@ -116,6 +117,7 @@ async def restart(
         raise ServiceDiedError(
             service.name, f"{reason}, after {restarts} restarts (serve.max_restarts)", tail
         )
+    say(f"{service.name}: {reason.splitlines()[0]}; starting it again")
     await service.start()
 
 

@@ -5,6 +5,7 @@ import math
 import time
 from concurrent.futures import Executor
 from functools import partial
+from typing import TypeAlias
 
 from tasks.score.scorer import Candidate, Reward, Scorer
 from tasks.score.workers import run_in
@@ -13,11 +14,19 @@ from tasks.store.schemas import batch_of
 
 SCORABLE = ("complete", "truncated")
 
+Result: TypeAlias = tuple[Reward, Exception | None, float]
+"""Reward, error if scoring failed, seconds."""
+
 
 def score_rows(scorer: Scorer, run: str, step: int, rows: Rows) -> Rows:
     """Rows of `scores`, one for each row of `rollouts`."""
     rollouts = rows.select(_READ).to_pylist()
-    results = [_score(scorer, _candidate(row)) for row in rollouts]
+    return _score_rows(scorer, run, step, rollouts, [_score(scorer, _candidate(row)) for row in rollouts])
+
+
+def _score_rows(
+    scorer: Scorer, run: str, step: int, rollouts: list[dict[str, str]], results: list[Result]
+) -> Rows:
     return batch_of(
         "scores",
         {
@@ -43,10 +52,15 @@ async def score_off_loop(
 ) -> Rows:
     """`score_rows` in a worker process of `executor`, or in a thread when there is none.
 
-    Raises:
-        TimeoutError: it took longer than `timeout_s` seconds.
+    What takes longer than `timeout_s` seconds is a failed row for each rollout. A thread cannot be ended:
+    it goes on beside the run.
     """
-    return await run_in(executor, partial(score_rows, scorer, run, step, rows), timeout_s)
+    try:
+        return await run_in(executor, partial(score_rows, scorer, run, step, rows), timeout_s)
+    except TimeoutError:
+        late = TimeoutError(f"no score within score.timeout_s = {timeout_s:g} s")
+        results: list[Result] = [(Reward(math.nan), late, timeout_s)] * rows.num_rows
+        return _score_rows(scorer, run, step, rows.select(_READ).to_pylist(), results)
 
 
 _READ = ["group", "sample", "trajectory_id", "status", "example", "messages"]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flows.config import load, settings
-from flows.folder import check_resumable, move_finished_aside, run_folder
-from tasks.errors import RunFinishedError, RunMismatchError
+from flows.folder import check_resumable, is_finished, move_aside, run_folder
+from tasks.errors import ConfigError, RunFinishedError, RunMismatchError
 from tasks.store.manifest import Manifest, write_manifest
 
 
@@ -61,14 +61,26 @@ def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> 
     check_resumable(run_folder("quickstart", more), more)
 
 
-def test_only_a_finished_run_is_moved_aside_to_the_first_free_name(tmp_path: Path) -> None:
+def test_a_run_is_moved_aside_to_the_first_free_name(tmp_path: Path) -> None:
     given = load("quickstart", (f"store.root={tmp_path}",))
     (tmp_path / "quickstart-1").mkdir()
     begun(tmp_path, "finished")
-    move_finished_aside(run_folder("quickstart", given))
+    assert is_finished(run_folder("quickstart", given))
+    move_aside(run_folder("quickstart", given))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
     begun(tmp_path, "running")
-    move_finished_aside(run_folder("quickstart", given))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart", "quickstart-1", "quickstart-2"]
+    assert not is_finished(run_folder("quickstart", given))
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
+    root = begun(tmp_path, "running")
+    for step in range(4):
+        shard = root / "batches" / f"step={step:06d}" / "000001-000001.arrow"
+        shard.parent.mkdir(parents=True)
+        shard.touch()
+    given = load("quickstart", (f"store.root={tmp_path}", "steps=3"))
+    with pytest.raises(ConfigError, match="has done 4 steps already"):
+        check_resumable(run_folder("quickstart", given), given)
 
 
 def test_every_setting_says_whether_it_may_change() -> None:
