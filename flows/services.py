@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from flows.config import RunConfig
 from flows.progress import say
@@ -15,8 +16,11 @@ from tasks.serve.client import VllmClient
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.train import launch
 from tasks.train.client import TrainerClient
+from tasks.train.config import TrainConfig
 
 LOOPBACK = "127.0.0.1"
+OF_THE_CONNECTION = {"url", "port", "token_env", "start_timeout_s", "step_timeout_s"}
+"""Settings of `train` that say how a trainer is reached, not how it trains."""
 
 
 class TrainerService:
@@ -52,7 +56,16 @@ class TrainerService:
                 env=launch.environment(settings, self._token),
                 stop_grace_s=self._config.serve.stop_grace_s,
             )
-        await self.client.wait_until_healthy(settings.start_timeout_s, self.process)
+        health = await self.client.wait_until_healthy(settings.start_timeout_s, self.process)
+        _check_settings(settings, health.settings)
+
+
+def _check_settings(ours: TrainConfig, theirs: dict[str, Any]) -> None:
+    """Refuse a trainer that was started with other settings of training than the run has; ConfigError names one."""
+    for name, value in ours.model_dump(mode="json", exclude=OF_THE_CONNECTION).items():
+        if theirs.get(name) != value:
+            remedy = f"the trainer at train.url was started with {theirs.get(name)!r}: start it with the run's settings"
+            raise ConfigError(f"train.{name}", value, remedy)
 
 
 class ServerService:

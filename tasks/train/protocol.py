@@ -185,6 +185,7 @@ class TrainerHealth:
         world_size: ranks (W).
         heartbeats: [W] seconds since each rank was last heard of.
         busy: the command it is at; empty when idle.
+        settings: the TrainConfig it was started with.
     """
 
     run: str
@@ -194,3 +195,4 @@ class TrainerHealth:
     world_size: int
     heartbeats: list[float]
     busy: str
+    settings: dict[str, Any]

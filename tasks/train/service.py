@@ -73,6 +73,7 @@ def lead(
             world_size=dist.get_world_size(),
             heartbeats=heartbeats.silences_s,
             busy=operations.busy,
+            settings=config.train.model_dump(mode="json"),
         )
 
     local: LocalCommands = {
