@@ -1,5 +1,6 @@
 """A run's folder before it is opened: where it lies, whether it can be gone on with, out of the way when it is done."""
 
+import re
 from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
@@ -11,7 +12,9 @@ from tasks.store.resume import stored_batch_steps
 
 
 def run_folder(name: str, config: RunConfig) -> RunFolder:
-    """Where a run lies."""
+    """Where a run lies; ConfigError when the name is not that of a folder below `store.root`."""
+    if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        raise ConfigError("run name", name, "give letters, digits and . _ - only, a letter or digit first")
     return RunFolder(Path(config.store.root) / name)
 
 
