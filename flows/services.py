@@ -19,8 +19,11 @@ from tasks.train.client import TrainerClient
 from tasks.train.config import TrainConfig
 
 LOOPBACK = "127.0.0.1"
-OF_THE_CONNECTION = {"url", "port", "token_env", "start_timeout_s", "step_timeout_s"}
-"""Settings of `train` that say how a trainer is reached, not how it trains."""
+OF_THE_FLOW = {
+    *("url", "port", "token_env", "start_timeout_s", "step_timeout_s"),
+    *("checkpoint_every", "max_skipped_steps"),
+}
+"""Settings of `train` that the flow goes by, not the trainer."""
 
 
 class TrainerService:
@@ -57,12 +60,12 @@ class TrainerService:
                 stop_grace_s=self._config.serve.stop_grace_s,
             )
         health = await self.client.wait_until_healthy(settings.start_timeout_s, self.process)
-        _check_settings(settings, health.settings)
+        check_settings(settings, health.settings)
 
 
-def _check_settings(ours: TrainConfig, theirs: dict[str, Any]) -> None:
+def check_settings(ours: TrainConfig, theirs: dict[str, Any]) -> None:
     """Refuse a trainer that was started with other settings of training than the run has; ConfigError names one."""
-    for name, value in ours.model_dump(mode="json", exclude=OF_THE_CONNECTION).items():
+    for name, value in ours.model_dump(mode="json", exclude=OF_THE_FLOW).items():
         if theirs.get(name) != value:
             remedy = f"the trainer at train.url was started with {theirs.get(name)!r}: start it with the run's settings"
             raise ConfigError(f"train.{name}", value, remedy)

@@ -1,0 +1,17 @@
+"""What a run asks of services that it attaches to."""
+
+import pytest
+
+from flows.services import check_settings
+from tasks.errors import ConfigError
+from tasks.train.config import TrainConfig
+
+
+def test_a_trainer_with_other_settings_of_training_is_refused_with_both_values() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lr = 0\.5: .*started with 0\.001"):
+        check_settings(TrainConfig(lr=0.5), TrainConfig(lr=0.001).model_dump(mode="json"))
+
+
+def test_settings_that_the_flow_goes_by_may_differ() -> None:
+    theirs = TrainConfig(port=1234).model_dump(mode="json")
+    check_settings(TrainConfig(url="http://127.0.0.1:1234", checkpoint_every=3), theirs)
