@@ -158,4 +158,7 @@ class Servers:
 
     async def _opening(self, index: int) -> Sequence[Message]:
         environment = self._run.environment
-        return await environment.reply(environment.example("train", index), ())
+        episode = environment.episode(environment.example("train", index), seed=0)
+        opening = await episode.reply(())
+        await episode.close()
+        return opening

@@ -1,9 +1,16 @@
 """Settings of what is measured and recorded."""
 
+from typing import Literal
+
 from tasks.config import StageConfig, setting
 
 
 class ObserveConfig(StageConfig):
+    task_runs: Literal["all", "groups", "events"] = setting(
+        "all",
+        "What Prefect records of the fan-out: a task run for each rollout and score task, one for each group, or "
+        "none and an event for each group.",
+    )
     max_unrecorded_task_runs: int = setting(
         2000, "Task runs that Prefect has not recorded yet before new rollouts are held back.", ge=1, le=9000
     )

@@ -1,12 +1,11 @@
 """Two-digit addition with visible work: `47+38=` is answered by `[7+8=15 4+3+1=8]85`."""
 
 import zlib
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
-from tasks.rollout.environment import Example, Message, Split
+from tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
 
 SMALLEST, LARGEST = 10, 99
 LARGEST_COLUMN = 9 + 9 + 1
@@ -25,8 +24,8 @@ class Addition:
         a, b = _problems(split)[index]
         return Example(example_id=f"{a}+{b}", content={"problem": f"{a}+{b}=", "answer": str(a + b)})
 
-    async def reply(self, example: Example, messages: Sequence[Message]) -> Sequence[Message]:
-        return () if messages else (Message("user", str(example.content["problem"])),)
+    def episode(self, example: Example, seed: int) -> Episode:
+        return SingleTurn((Message("user", str(example.content["problem"])),))
 
     def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[str, str]]:
         """(problem, noisy student's answer) pairs over the training problems only."""

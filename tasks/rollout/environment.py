@@ -30,12 +30,42 @@ class Example:
     content: Mapping[str, object]
 
 
-class Environment(Protocol):
-    """Produces prompts, and plays the turns of an episode.
+class Episode(Protocol):
+    """One attempt at a problem as its environment plays it; it may keep state between the turns.
 
-    Example: the addition environment's `reply(example, ())` is (Message("user", "47+38="),), and its
-    `reply` after the policy's completion is () since the episode is over.
+    Example: an addition episode's `reply(())` is (Message("user", "47+38="),), and its `reply` after the
+    policy's completion is () since the episode is over.
     """
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """What the environment says next.
+
+        Args:
+            messages: the conversation so far, the policy's message last; empty at the opening.
+
+        Returns:
+            The opening, the environment's turn, or nothing when the episode is over.
+        """
+
+    async def close(self) -> Mapping[str, object]:
+        """End the episode, which is called once however it went; returns what a scorer may read of it (JSON values)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTurn:
+    """The episode of a problem that is over with the policy's first message."""
+
+    opening: tuple[Message, ...]
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return () if messages else self.opening
+
+    async def close(self) -> Mapping[str, object]:
+        return {}
+
+
+class Environment(Protocol):
+    """Produces problems, and plays the episodes of their trajectories."""
 
     name: str
 
@@ -45,8 +75,8 @@ class Environment(Protocol):
     def example(self, split: Split, index: int) -> Example:
         """The problem with this number, 0 <= index < size(split); the same one at every call."""
 
-    async def reply(self, example: Example, messages: Sequence[Message]) -> Sequence[Message]:
-        """What the environment says next: the opening when there are no messages; nothing ends the episode."""
+    def episode(self, example: Example, seed: int) -> Episode:
+        """A new attempt at a problem; whatever is random in it follows from `seed`."""
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 """Samples from the pool of vLLM servers; transient errors are sent again."""
 
+import asyncio
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ class PoolSampler:
     run: str
     timeout_s: float
 
-    async def sample(self, work: Work, token_ids: np.ndarray) -> Sampled:
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
         """One completion of `token_ids`; see Sampler."""
         sends = AsyncRetrying(
             retry=retry_if_exception_type(TransientRequestError),
@@ -37,7 +38,8 @@ class PoolSampler:
             ),
             reraise=True,
         )
-        return await sends(self._send, work, token_ids)
+        async with asyncio.timeout_at(until):
+            return await sends(self._send, work, token_ids)
 
     async def _send(self, work: Work, token_ids: np.ndarray) -> Sampled:
         async with self.pool.lease(work.group, len(token_ids) + self.config.max_completion_tokens) as server:

@@ -2,17 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 import numpy as np
 
-from tasks.errors import ServiceError
-from tasks.rollout.environment import Environment, Message
+from tasks.errors import EpisodeError, ServiceError
+from tasks.rollout.environment import Environment, Episode, Message
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.trajectory import Draft, Status, Trajectory, Work
+
+ABORTED = "abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Sampled:
         token_ids: [T] int32, an end-of-sequence token included.
         logprobs: [T] float32, nats, of the tokens as sampled.
         version_spans: (index into token_ids, policy version) where each span of one version begins.
-        finish_reason: stop | length | abort.
+        finish_reason: stop | length | abort; abort: cut at `until`, or by the server.
         server: address of the server.
     """
 
@@ -37,13 +39,29 @@ class Sampled:
 class Sampler(Protocol):
     """Continues a sequence of token ids; sends transient errors again itself."""
 
-    async def sample(self, work: Work, token_ids: np.ndarray) -> Sampled:
-        """Continue `token_ids` ([T] int32).
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        """Continue `token_ids` ([T] int32) at most until a moment of the event loop's clock, in seconds.
+
+        What was sampled by then comes back with finish_reason abort.
 
         Raises:
             RequestError: no server gave an answer.
+            TimeoutError: the moment came before any server had the request.
             ServiceError: no server is left and none can be brought back.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When an episode is cut.
+
+    Attributes:
+        at: moment of the event loop's clock, in seconds.
+        setting: what set it, for the error.
+    """
+
+    at: float
+    setting: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,7 @@ class Player:
     Attributes:
         max_tokens: longest sequence, prompt included; an episode that reaches it is truncated.
         timeout_s: seconds one trajectory may take.
+        cut_grace_s: seconds that a sampler has to return what it has when its time is over.
     """
 
     environment: Environment
@@ -60,25 +79,31 @@ class Player:
     sampler: Sampler
     max_tokens: int
     timeout_s: float
+    cut_grace_s: float = 5.0
 
-    async def play(self, work: Work, *, queue_s: float = 0.0) -> Trajectory:
-        """Play one episode; a failure of environment or sampler, or a deadline, is a failed Trajectory.
+    async def play(
+        self, work: Work, *, queue_s: float = 0.0, group_deadline: Deadline | None = None
+    ) -> Trajectory:
+        """Play one episode; what fails is a failed Trajectory, what a deadline cuts a cancelled one, with its tokens.
 
         Raises:
             ServiceError: no server is left: that ends the run, not the trajectory.
         """
         draft = Draft()
         started, started_at = time.perf_counter(), datetime.now(UTC)
+        own = Deadline(
+            asyncio.get_running_loop().time() + self.timeout_s,
+            f"rollout.trajectory_timeout_s = {self.timeout_s:g} s",
+        )
+        deadline = own if group_deadline is None or own.at <= group_deadline.at else group_deadline
         status: Status = "failed"
+        outcome: Mapping[str, object] = {}
         error_type = error = ""
         try:
-            async with asyncio.timeout(self.timeout_s):
-                status = await self._turns(work, draft)
-        except TimeoutError:
-            error_type, error = (
-                "TimeoutError",
-                f"no end within rollout.trajectory_timeout_s = {self.timeout_s:g} s",
-            )
+            status, outcome = await self._episode(work, draft, deadline)
+        except _CutError:
+            status, error_type = "cancelled", "Deadline"
+            error = f"cut after {time.perf_counter() - started:.1f} s: {deadline.setting}"
         except ServiceError:
             raise
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
@@ -99,36 +124,75 @@ class Player:
             generate_s=draft.generate_s,
             environment_s=draft.environment_s,
             queue_s=queue_s,
+            outcome=outcome,
             error_type=error_type,
             error=error,
         )
 
-    async def _turns(self, work: Work, draft: Draft) -> Status:
-        draft.messages = await self._reply(work, draft)
+    async def _episode(
+        self, work: Work, draft: Draft, deadline: Deadline
+    ) -> tuple[Status, Mapping[str, object]]:
+        """Status and outcome; raises _CutError at the deadline, and whatever environment or sampler raise."""
+        episode = self.environment.episode(work.example, work.seed)
+        try:
+            async with asyncio.timeout_at(deadline.at + self.cut_grace_s) as limit:
+                status = await self._turns(episode, work, draft, deadline)
+        except TimeoutError:
+            if limit.expired():
+                raise _CutError from None
+            raise
+        finally:
+            closing = asyncio.ensure_future(episode.close())
+            await asyncio.wait([closing], timeout=self.cut_grace_s)
+        if not closing.done():
+            closing.cancel()
+            raise EpisodeError(f"environment {self.environment.name} did not close its episode")
+        return status, closing.result()
+
+    async def _turns(self, episode: Episode, work: Work, draft: Draft, deadline: Deadline) -> Status:
+        draft.messages = await self._reply(episode, draft, deadline)
         draft.add_context(self.tokenizer.encode(draft.messages))
         while draft.n_tokens < self.max_tokens:
-            await self._complete(work, draft)
+            await self._complete(work, draft, deadline)
             if draft.finish_reason != "stop":
                 return "truncated"
-            reply = await self._reply(work, draft)
+            reply = await self._reply(episode, draft, deadline)
             if not reply:
                 return "complete"
             draft.add_context(self.tokenizer.encode_reply(draft.messages, reply))
             draft.messages += reply
         return "truncated"
 
-    async def _reply(self, work: Work, draft: Draft) -> tuple[Message, ...]:
+    async def _reply(self, episode: Episode, draft: Draft, deadline: Deadline) -> tuple[Message, ...]:
         started = time.perf_counter()
-        reply = tuple(await self.environment.reply(work.example, draft.messages))
-        draft.environment_s += time.perf_counter() - started
-        return reply
+        try:
+            async with asyncio.timeout_at(deadline.at) as limit:
+                return tuple(await episode.reply(draft.messages))
+        except TimeoutError:
+            if limit.expired():
+                raise _CutError from None
+            raise
+        finally:
+            draft.environment_s += time.perf_counter() - started
 
-    async def _complete(self, work: Work, draft: Draft) -> None:
+    async def _complete(self, work: Work, draft: Draft, deadline: Deadline) -> None:
         started = time.perf_counter()
-        sampled = await self.sampler.sample(work, draft.token_ids())
-        draft.generate_s += time.perf_counter() - started
+        try:
+            sampled = await self.sampler.sample(work, draft.token_ids(), deadline.at)
+        except TimeoutError:
+            raise _CutError from None
+        finally:
+            draft.generate_s += time.perf_counter() - started
         draft.server = sampled.server
         draft.add_completion(
             sampled.token_ids, sampled.logprobs, sampled.version_spans, sampled.finish_reason
         )
         draft.messages += (Message("assistant", self.tokenizer.decode(sampled.token_ids)),)
+        if sampled.finish_reason == ABORTED:
+            if asyncio.get_running_loop().time() >= deadline.at:
+                raise _CutError
+            raise EpisodeError(f"server {sampled.server} aborted the request")
+
+
+class _CutError(Exception):
+    """The episode's deadline has come."""

@@ -1,7 +1,7 @@
 """A trajectory, and trajectories as rows of the `rollouts` data set."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Literal
@@ -44,6 +44,7 @@ class Trajectory:
         loss_mask: [T] bool, True on tokens that the policy sampled.
         logprobs: [T] float32 in nats, the sampler's; NaN where loss_mask is False.
         version_spans: (index into token_ids, policy version) where each span of one version begins.
+        outcome: what the environment says of how the episode ended.
     """
 
     work: Work
@@ -61,6 +62,7 @@ class Trajectory:
     generate_s: float
     environment_s: float
     queue_s: float
+    outcome: Mapping[str, object] = field(default_factory=dict)
     error_type: str = ""
     error: str = ""
 
@@ -136,6 +138,7 @@ def rollout_columns(run: str, step: int, env: str, trajectories: Sequence[Trajec
         "version_span_starts": [[start for start, _ in row.version_spans] for row in rows],
         "version_span_versions": [[version for _, version in row.version_spans] for row in rows],
         "messages": [json.dumps([asdict(message) for message in row.messages]) for row in rows],
+        "outcome": [json.dumps(dict(row.outcome)) for row in rows],
         "token_ids": ragged([row.token_ids for row in rows], schema.field("token_ids").type),
         "loss_mask": ragged([row.loss_mask for row in rows], schema.field("loss_mask").type),
         "logprobs": ragged([row.logprobs for row in rows], schema.field("logprobs").type),

@@ -16,6 +16,12 @@ class ScoreConfig(StageConfig):
         "Advantage of a trajectory: reward minus the group's mean, or that divided by its deviation.",
         fixed=True,
     )
+    needs_whole_group: bool = setting(
+        False,
+        "Leave a group out, unscored by a group's scorer, when a trajectory of it is missing.",
+        fixed=True,
+    )
+    max_in_flight: int = setting(64, "Most calls of an asynchronous scorer at the same time.", ge=1)
     min_group_size: int = setting(
         2, "Fewest surviving trajectories of a group that is trained on.", ge=2, fixed=True
     )

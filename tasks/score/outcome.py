@@ -92,6 +92,7 @@ def group_row(run: str, step: int, outcome: GroupOutcome, duration_s: float) -> 
             "run": [run],
             "step": [step],
             "group": [outcome.group],
+            "subgroup": [0],
             "env": [outcome.env],
             "expected": [outcome.expected],
             "survived": [len(outcome.survivors)],

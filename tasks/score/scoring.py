@@ -42,6 +42,7 @@ def _score_rows(
             "error": [str(error) if error else "" for _, error, _ in results],
             "reward": [reward.value for reward, _, _ in results],
             "components": [json.dumps(dict(reward.components)) for reward, _, _ in results],
+            "subgroup": [0] * len(rollouts),
             "duration_s": [duration_s for _, _, duration_s in results],
         },
     )

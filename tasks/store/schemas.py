@@ -30,6 +30,11 @@ _STEP = _column("step", pa.int32(), "step, from 0")
 _GROUP = _column("group", pa.int64(), "global number of the group, from 0")
 _SAMPLE = _column("sample", pa.int32(), "number of the trajectory in its group, 0 <= sample < G")
 _TRAJECTORY = _column("trajectory_id", pa.string(), "function of (run, group, sample, attempt)")
+_SUBGROUP = _column(
+    "subgroup",
+    pa.int32(),
+    "part of the group in which the advantage is taken; 0 unless a scorer split the group",
+)
 _ERROR_TYPE = _column("error_type", pa.string(), "class of the error; empty when there is none")
 _ERROR = _column("error", pa.large_string(), "text of the error; empty when there is none")
 
@@ -62,6 +67,11 @@ _SAMPLED = (
         _FLOAT32_LIST,
         "[T] nats: the sampler's, of the tokens as sampled; NaN where loss_mask is False",
     ),
+    _column(
+        "outcome",
+        pa.large_string(),
+        "JSON: what the environment says of how the episode ended; {} for nothing",
+    ),
     _column("n_prompt_tokens", pa.int32(), "tokens before the first sampled one"),
     _column("n_completion_tokens", pa.int32(), "sampled tokens"),
     _column(
@@ -86,6 +96,7 @@ _SCORED = (
     _column(
         "components", pa.large_string(), "JSON: {part: reward} of a weighted sum; {} when it has no parts"
     ),
+    _SUBGROUP,
     _column("duration_s", pa.float64(), "seconds of scoring"),
 )
 
@@ -114,6 +125,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _RUN,
         _STEP,
         _GROUP,
+        _SUBGROUP,
         _column("env", pa.string(), "environment"),
         _column("expected", pa.int32(), "trajectories asked for (G)"),
         _column("survived", pa.int32(), "trajectories with a reward"),

@@ -31,9 +31,10 @@ def test_at_least_512_problems_are_held_out_and_the_corpus_has_none_of_them() ->
 async def test_the_environment_asks_once_and_is_silent_after_the_answer() -> None:
     environment = Addition()
     example = environment.example("train", 0)
-    opening = await environment.reply(example, ())
+    episode = environment.episode(example, seed=0)
+    opening = await episode.reply(())
     assert [message.content for message in opening] == [example.content["problem"]]
-    assert not await environment.reply(example, opening)
+    assert not await episode.reply(opening)
 
 
 def test_students_who_show_their_work_are_right_about_as_often_as_two_columns_allow() -> None:

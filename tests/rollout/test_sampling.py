@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tasks.errors import RequestError, ServiceDiedError
-from tasks.rollout.environment import Example, Message, Split
+from tasks.rollout.environment import Episode, Example, Message, Split
 from tasks.rollout.group import GroupPart, StepSampler, group_work
 from tasks.rollout.sampling import Player, Sampled
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
@@ -27,10 +27,21 @@ class Echo:
     def example(self, split: Split, index: int) -> Example:
         return Example(str(index), {"problem": f"{index}?"})
 
-    async def reply(self, example: Example, messages: Sequence[Message]) -> Sequence[Message]:
+    def episode(self, example: Example, seed: int) -> Episode:
+        return EchoEpisode(str(example.content["problem"]))
+
+
+class EchoEpisode:
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         if len(messages) > 2:
             return ()
-        return (Message("user", "again?" if messages else str(example.content["problem"])),)
+        return (Message("user", "again?" if messages else self.problem),)
+
+    async def close(self) -> dict[str, object]:
+        return {"asked": 2}
 
 
 class Scripted:
@@ -40,7 +51,7 @@ class Scripted:
         self.script = script
         self.in_flight = self.most_in_flight = 0
 
-    async def sample(self, work: Work, token_ids: np.ndarray) -> Sampled:
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(0.01)

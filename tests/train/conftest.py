@@ -123,6 +123,7 @@ def write_step(folder: Path, step: int, rows: list[Row], *, run: str = "r", seed
         "temperature": [row.temperature for row in rows],
         "status": ["complete"] * len(rows),
         "finish_reason": ["stop"] * len(rows),
+        "outcome": ["{}"] * len(rows),
         "token_ids": ragged([rng.integers(2, VOCABULARY, n) for n in lengths], kind.field("token_ids").type),
         "loss_mask": ragged(masks, kind.field("loss_mask").type),
         "logprobs": ragged(
