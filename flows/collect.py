@@ -43,11 +43,11 @@ class StepCollection:
             keep=lambda rows: append("scores", rows, scorer=scorer_key, step=step),
         )
 
-    def missing(self, group: int) -> list[Work]:
+    async def missing(self, group: int) -> list[Work]:
         """The trajectories of a group that have no row yet."""
         config = self.run.config
         stored = set(values(where(self.stored.rollouts, "group", group), "sample"))
-        return group_work(
+        return await group_work(
             self.run.environment,
             run=self.run.id,
             seed=config.seed,
@@ -89,7 +89,7 @@ async def collect_group(collection: StepCollection, group: int) -> GroupOutcome:
     """One group: sample what is missing, score what is unscored, wait until all of it is stored, and judge it."""
     run, step, stored = collection.run, collection.step, collection.stored
     started = time.perf_counter()
-    sampling = GroupPart(collection.sampler, collection.missing(group))
+    sampling = GroupPart(collection.sampler, await collection.missing(group))
     if sampling.work:
         run.recording.started()
         await rollout(sampling, step, group)

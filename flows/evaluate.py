@@ -28,7 +28,7 @@ async def evaluate_version(run: Run, version: int) -> None:
         return
     stored = rows_of(read(run.folder, "evaluations", columns=["trajectory_id"], version=version))
     done = set(values(stored, "trajectory_id"))
-    work = [each for each in held_out_work(run, version) if each.trajectory_id not in done]
+    work = [each for each in await held_out_work(run, version) if each.trajectory_id not in done]
     size = run.config.evaluate.prompts_per_task
     async with asyncio.TaskGroup() as fan_out:
         for first in range(0, len(work), size):
@@ -38,7 +38,7 @@ async def evaluate_version(run: Run, version: int) -> None:
             await asyncio.sleep(0)
 
 
-def held_out_work(run: Run, version: int) -> list[Work]:
+async def held_out_work(run: Run, version: int) -> list[Work]:
     """Each held-out prompt twice, greedy and sampled; the same prompts and seeds for every version."""
     return [
         Work(
@@ -46,7 +46,7 @@ def held_out_work(run: Run, version: int) -> list[Work]:
             group=HELD_OUT_GROUP + prompt,
             sample=0 if greedy else 1,
             attempt=0,
-            example=run.environment.example("held_out", prompt),
+            example=await run.environment.example("held_out", prompt),
             seed=sampling_seed(run.config.seed, HELD_OUT_GROUP + prompt, 0),
             temperature=0.0 if greedy else run.config.rollout.temperature,
         )

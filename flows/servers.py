@@ -158,7 +158,7 @@ class Servers:
 
     async def _opening(self, index: int) -> Sequence[Message]:
         environment = self._run.environment
-        episode = environment.episode(environment.example("train", index), seed=0)
+        episode = environment.episode(await environment.example("train", index), seed=0)
         opening = await episode.reply(())
         await episode.close()
         return opening

@@ -20,7 +20,7 @@ class Addition:
     def size(self, split: Split) -> int:
         return len(_problems(split))
 
-    def example(self, split: Split, index: int) -> Example:
+    async def example(self, split: Split, index: int) -> Example:
         a, b = _problems(split)[index]
         return Example(example_id=f"{a}+{b}", content={"problem": f"{a}+{b}=", "answer": str(a + b)})
 

@@ -72,7 +72,7 @@ class Environment(Protocol):
     def size(self, split: Split) -> int:
         """Number of problems in a split."""
 
-    def example(self, split: Split, index: int) -> Example:
+    async def example(self, split: Split, index: int) -> Example:
         """The problem with this number, 0 <= index < size(split); the same one at every call."""
 
     def episode(self, example: Example, seed: int) -> Episode:

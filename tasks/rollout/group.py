@@ -14,14 +14,14 @@ from tasks.store.rows import Rows, no_rows
 Keep = Callable[[Rows], Awaitable[None]]
 
 
-def group_work(
+async def group_work(
     environment: Environment, *, run: str, seed: int, group: int, samples: Sequence[int], temperature: float
 ) -> list[Work]:
     """The trajectories to sample for a group: a pure function of its arguments.
 
     Example: run "ab", group 7 and samples (0, 3) give the trajectory ids "ab.7.0.0" and "ab.7.3.0".
     """
-    example = environment.example("train", example_index(seed, group, environment.size("train")))
+    example = await environment.example("train", example_index(seed, group, environment.size("train")))
     return [
         Work(
             trajectory_id=f"{run}.{group}.{sample}.0",

@@ -8,20 +8,21 @@ from tasks.rollout.addition import Addition, noisy_student
 from tasks.rollout.prompts import check_prompts, example_index, sampling_seed
 
 
-def test_every_problem_is_in_exactly_one_split() -> None:
+async def test_every_problem_is_in_exactly_one_split() -> None:
     environment = Addition()
     ids = [
-        environment.example(split, i).example_id
+        (await environment.example(split, i)).example_id
         for split in ("train", "held_out")
         for i in range(environment.size(split))
     ]
     assert len(ids) == len(set(ids)) == 90 * 90
 
 
-def test_at_least_512_problems_are_held_out_and_the_corpus_has_none_of_them() -> None:
+async def test_at_least_512_problems_are_held_out_and_the_corpus_has_none_of_them() -> None:
     environment = Addition()
     held_out = {
-        environment.example("held_out", i).content["problem"] for i in range(environment.size("held_out"))
+        (await environment.example("held_out", i)).content["problem"]
+        for i in range(environment.size("held_out"))
     }
     corpus = {problem for problem, _ in environment.warm_up_corpus(0, 2000)}
     assert len(held_out) >= 512
@@ -30,7 +31,7 @@ def test_at_least_512_problems_are_held_out_and_the_corpus_has_none_of_them() ->
 
 async def test_the_environment_asks_once_and_is_silent_after_the_answer() -> None:
     environment = Addition()
-    example = environment.example("train", 0)
+    example = await environment.example("train", 0)
     episode = environment.episode(example, seed=0)
     opening = await episode.reply(())
     assert [message.content for message in opening] == [example.content["problem"]]

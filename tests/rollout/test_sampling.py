@@ -24,7 +24,7 @@ class Echo:
     def size(self, split: Split) -> int:
         return 10
 
-    def example(self, split: Split, index: int) -> Example:
+    async def example(self, split: Split, index: int) -> Example:
         return Example(str(index), {"problem": f"{index}?"})
 
     def episode(self, example: Example, seed: int) -> Episode:
@@ -68,7 +68,7 @@ def tokenizer(tmp_path: Path) -> ChatTokenizer:
     return ChatTokenizer.load(save_character_tokenizer(tmp_path))
 
 
-def part_of(
+async def part_of(
     tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows], *, in_flight: int = 8
 ) -> GroupPart:
     def keep(rows: Rows) -> Awaitable[None]:
@@ -77,7 +77,7 @@ def part_of(
 
     player = Player(Echo(), tokenizer, sampler, max_tokens=64, timeout_s=5.0)
     step_sampler = StepSampler(player, asyncio.Semaphore(in_flight), "run", 2, keep)
-    work = group_work(Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0)
+    work = await group_work(Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0)
     return GroupPart(step_sampler, work)
 
 
@@ -89,7 +89,7 @@ async def finish(part: GroupPart) -> list[dict[str, object]]:
 
 
 async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenizer: ChatTokenizer) -> None:
-    row = (await finish(part_of(tokenizer, Scripted({}), [])))[0]
+    row = (await finish(await part_of(tokenizer, Scripted({}), [])))[0]
     assert (row["status"], row["turns"]) == ("complete", 2)
     assert np.array(row["loss_mask"]).sum() == row["n_completion_tokens"] == 4
     assert tokenizer.decode(np.array(row["token_ids"])[np.array(row["loss_mask"])]) == "77"
@@ -98,7 +98,7 @@ async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenize
 
 
 async def test_version_spans_index_the_whole_sequence(tokenizer: ChatTokenizer) -> None:
-    row = (await finish(part_of(tokenizer, Scripted({}), [])))[0]
+    row = (await finish(await part_of(tokenizer, Scripted({}), [])))[0]
     prompt = row["n_prompt_tokens"]
     assert row["version_span_starts"] == [prompt, prompt + 1, prompt + 8, prompt + 9]
     assert row["version_span_versions"] == [3, 4, 3, 4]
@@ -107,7 +107,7 @@ async def test_version_spans_index_the_whole_sequence(tokenizer: ChatTokenizer) 
 
 async def test_a_failed_request_is_a_failed_row_and_its_group_goes_on(tokenizer: ChatTokenizer) -> None:
     kept: list[Rows] = []
-    rows = await finish(part_of(tokenizer, Scripted({1: RequestError("status 400: no")}), kept))
+    rows = await finish(await part_of(tokenizer, Scripted({1: RequestError("status 400: no")}), kept))
     assert [row["status"] for row in rows] == ["complete", "failed", "complete", "complete"]
     assert (rows[1]["error_type"], rows[1]["error"]) == ("RequestError", "status 400: no")
     assert rows[1]["policy_version_first"] == -1
@@ -115,7 +115,7 @@ async def test_a_failed_request_is_a_failed_row_and_its_group_goes_on(tokenizer:
 
 
 async def test_an_answer_cut_off_at_the_length_limit_is_truncated(tokenizer: ChatTokenizer) -> None:
-    rows = await finish(part_of(tokenizer, Scripted({0: "length"}), []))
+    rows = await finish(await part_of(tokenizer, Scripted({0: "length"}), []))
     assert (rows[0]["status"], rows[0]["finish_reason"]) == ("truncated", "length")
 
 
@@ -123,20 +123,20 @@ async def test_a_service_that_is_gone_for_good_ends_the_group_instead_of_failing
     tokenizer: ChatTokenizer,
 ) -> None:
     with pytest.raises(ExceptionGroup) as raised:
-        await finish(part_of(tokenizer, Scripted({2: ServiceDiedError("vllm", "gone")}), []))
+        await finish(await part_of(tokenizer, Scripted({2: ServiceDiedError("vllm", "gone")}), []))
     assert isinstance(raised.value.exceptions[0], ServiceDiedError)
 
 
 async def test_admission_bounds_the_trajectories_in_flight(tokenizer: ChatTokenizer) -> None:
     sampler = Scripted({})
-    await finish(part_of(tokenizer, sampler, [], in_flight=2))
+    await finish(await part_of(tokenizer, sampler, [], in_flight=2))
     assert sampler.most_in_flight == 2
 
 
-def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> None:
-    def ids(group: int) -> list[str]:
-        work = group_work(Echo(), run="ab", seed=1, group=group, samples=range(3), temperature=1.0)
+async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> None:
+    async def ids(group: int) -> list[str]:
+        work = await group_work(Echo(), run="ab", seed=1, group=group, samples=range(3), temperature=1.0)
         return [item.trajectory_id for item in work]
 
-    assert ids(7) == ids(7) == ["ab.7.0.0", "ab.7.1.0", "ab.7.2.0"]
-    assert not set(ids(7)) & set(ids(8))
+    assert await ids(7) == await ids(7) == ["ab.7.0.0", "ab.7.1.0", "ab.7.2.0"]
+    assert not set(await ids(7)) & set(await ids(8))
