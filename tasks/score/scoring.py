@@ -1,14 +1,17 @@
 """Score the rows of one part of a group, off the event loop."""
 
+import asyncio
 import json
 import math
 import time
 from concurrent.futures import Executor
 from functools import partial
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
-from tasks.score.scorer import Candidate, Reward, Scorer
-from tasks.score.workers import run_in
+from tasks.observe.metrics import Metric
+from tasks.score.config import ScoreConfig
+from tasks.score.scorer import Candidate, Reward, Scorer, scorer_of
+from tasks.score.workers import run_in, score_workers
 from tasks.store.rows import Rows, where_in
 from tasks.store.schemas import batch_of
 
@@ -90,3 +93,44 @@ def _score(scorer: Scorer, candidate: Candidate) -> tuple[Reward, Exception | No
 def scorable(rollouts: Rows) -> Rows:
     """The rows that ended by themselves or at a length limit; failed and cancelled ones get no score."""
     return where_in(rollouts, "status", SCORABLE)
+
+
+class Scoring:
+    """The run's scorer, and where it runs; the one thing that flows use to score.
+
+    Args:
+        scorer: another one than the configuration's, for evaluation.
+
+    Attributes:
+        key: NAME@VERSION.
+        by_group: True when the scorer wants a group's survivors together.
+    """
+
+    def __init__(self, config: ScoreConfig, run: str, scorer: str = "") -> None:
+        self._config, self._run = config, run
+        self._scorer = scorer_of(scorer or config.scorer)
+        self.key = f"{self._scorer.name}@{self._scorer.version}"
+        self.by_group = False
+        self._executor: Executor | None = None
+
+    async def __aenter__(self) -> Self:
+        self._executor = score_workers(self._config.workers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    async def score(self, rollouts: Rows, *, step: int) -> Rows:
+        """Rows of `scores`, one for each row given, in order; whatever the scorer does is a row.
+
+        Args:
+            rollouts: scorable rows; when `by_group`, all survivors of one group.
+        """
+        return await score_off_loop(
+            self._executor, self._scorer, self._run, step, rollouts, self._config.timeout_s
+        )
+
+    def metrics(self) -> list[Metric]:
+        """What happened since the last call."""
+        return []
