@@ -126,6 +126,7 @@ class Scoring:
 
         Args:
             rollouts: scorable rows; when `by_group`, all survivors of one group.
+            step: their step.
         """
         return await score_off_loop(
             self._executor, self._scorer, self._run, step, rollouts, self._config.timeout_s
