@@ -92,7 +92,7 @@ async def collect_group(collection: StepCollection, group: int) -> GroupOutcome:
     sampling = GroupPart(collection.sampler, await collection.missing(group))
     if sampling.work:
         run.recording.started()
-        await rollout(sampling, step, group)
+        await rollout(sampling, step, str(group))
     rollouts = joined(where(stored.rollouts, "group", group), sampling.rows)
     old_scores = where(stored.scores, "group", group)
     scoring = ScorePart(
@@ -100,7 +100,7 @@ async def collect_group(collection: StepCollection, group: int) -> GroupOutcome:
     )
     if scoring.rollouts.num_rows:
         run.recording.started()
-        await score(scoring, step, group)
+        await score(scoring, step, str(group))
     await asyncio.gather(*sampling.acknowledgements, *scoring.acknowledgements)
     outcome = judge_group(
         run.config.score,

@@ -18,28 +18,28 @@ class Recording:
 
     def __init__(self, max_unrecorded: int) -> None:
         self._max_unrecorded = max_unrecorded
-        self._started = 0
+        self.n_started = 0
         self._recorded = 0
 
     def started(self) -> None:
         """Note that a task run begins."""
-        self._started += 1
+        self.n_started += 1
 
     async def hold_back(self) -> None:
         """Wait while too many task runs are not recorded; asks the server only when that can be so."""
-        while self._started - self._recorded > self._max_unrecorded:
+        while self.n_started - self._recorded > self._max_unrecorded:
             await self._refresh()
-            if self._started - self._recorded > self._max_unrecorded:
+            if self.n_started - self._recorded > self._max_unrecorded:
                 await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def wait_until_recorded(self, timeout_s: float) -> int:
         """Wait until the server has recorded every task run; returns how many it had not in `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         await self._refresh()
-        while self._recorded < self._started and time.monotonic() < deadline:
+        while self._recorded < self.n_started and time.monotonic() < deadline:
             await asyncio.sleep(CHECK_INTERVAL_S)
             await self._refresh()
-        return max(0, self._started - self._recorded)
+        return max(0, self.n_started - self._recorded)
 
     async def _refresh(self) -> None:
         body = {
