@@ -50,8 +50,7 @@ check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/pytest -q -m "not service and not long" $(ARGS)
 
 bench: setup  ## every benchmark: a table each, and a JSON object as the last line
-	@for script in benchmarks/*.py; do name=$$(basename "$$script" .py); echo "== $$name"; \
-	  .venv/bin/python -m "benchmarks.$$name" $(ARGS); done
+	@for script in benchmarks/*.py; do echo "== $$script"; .venv/bin/python "$$script" $(ARGS); done
 
 clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay
 	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi

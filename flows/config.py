@@ -26,6 +26,7 @@ class EvaluateConfig(StageConfig):
         10, "Steps between two evaluations; the first and the last version always have one.", ge=1
     )
     n_prompts: int = setting(512, "Held-out prompts, the same each time.", ge=1, fixed=True)
+    scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
     prompts_per_task: int = setting(64, "Held-out prompts of one evaluation task run.", ge=1)
 
 

@@ -8,9 +8,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.run import Run
+from tasks.rollout.admission import EVALUATION, Place
+from tasks.rollout.group import parts_of
 from tasks.rollout.prompts import sampling_seed
 from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_rows
-from tasks.score.scoring import scorable, score_off_loop
+from tasks.score.scoring import scorable
 from tasks.store.reader import read
 from tasks.store.rows import rows_of, values
 from tasks.store.schemas import batch_of
@@ -19,23 +21,36 @@ HELD_OUT_GROUP = 1 << 40
 """Group numbers of held-out prompts begin here, above those of any step."""
 
 
-async def evaluate_version(run: Run, version: int) -> None:
-    """Sample and score what is missing of a version's evaluation; what is stored is kept.
+def is_due(run: Run, version: int) -> bool:
+    """True for versions that are multiples of `evaluate.every`, and for the last one."""
+    return version % run.config.evaluate.every == 0 or version == run.config.steps
 
-    Versions that are multiples of `evaluate.every` are due, and the last one.
-    """
-    if version % run.config.evaluate.every and version != run.config.steps:
+
+def is_evaluated(run: Run, version: int) -> bool:
+    """True when every held-out trajectory of a version is stored."""
+    stored = read(run.folder, "evaluations", columns=["trajectory_id"], version=version)
+    return bool(stored.num_rows >= 2 * run.config.evaluate.n_prompts)
+
+
+async def evaluate_version(run: Run, version: int) -> None:
+    """Sample and score what is missing of a version's evaluation, if it is due; what is stored is kept."""
+    if not is_due(run, version):
         return
     stored = rows_of(read(run.folder, "evaluations", columns=["trajectory_id"], version=version))
     done = set(values(stored, "trajectory_id"))
     work = [each for each in await held_out_work(run, version) if each.trajectory_id not in done]
-    size = run.config.evaluate.prompts_per_task
     async with asyncio.TaskGroup() as fan_out:
-        for first in range(0, len(work), size):
-            run.recording.started()
-            part = EvaluationPart(run, version, work[first : first + size])
-            fan_out.create_task(evaluate(part, version, first // size))
+        for number, part in enumerate(parts_of(work, run.config.evaluate.prompts_per_task)):
+            fan_out.create_task(_evaluate_part(run, version, part, number))
             await asyncio.sleep(0)
+
+
+async def _evaluate_part(run: Run, version: int, work: Sequence[Work], number: int) -> None:
+    """Begin a part's task run once its first trajectory may begin."""
+    with run.admission.places(len(work), (version, EVALUATION)) as places:
+        await asyncio.shield(places[0].granted)
+        run.recording.started()
+        await evaluate(EvaluationPart(run, version, work, places), version, number)
 
 
 async def held_out_work(run: Run, version: int) -> list[Work]:
@@ -58,24 +73,21 @@ async def held_out_work(run: Run, version: int) -> list[Work]:
 class EvaluationPart:
     """Held-out prompts that one task run samples and scores."""
 
-    __slots__ = ("run", "version", "work")
+    __slots__ = ("places", "run", "version", "work")
 
-    def __init__(self, run: Run, version: int, work: Sequence[Work]) -> None:
-        self.run, self.version, self.work = run, version, work
+    def __init__(self, run: Run, version: int, work: Sequence[Work], places: Sequence[Place]) -> None:
+        self.run, self.version, self.work, self.places = run, version, work, places
 
     async def evaluate(self) -> str:
         """Sample, score and store; returns the mean reward in words."""
         run = self.run
-        trajectories = await asyncio.gather(*(self._play(each) for each in self.work))
+        async with asyncio.TaskGroup() as playing:
+            tasks = [
+                playing.create_task(self._play(*each)) for each in zip(self.work, self.places, strict=True)
+            ]
+        trajectories = [task.result() for task in tasks]
         rollouts = rollout_rows(run.id, self.version, run.environment.name, trajectories)
-        scores = await score_off_loop(
-            run.score_executor,
-            run.scorer,
-            run.id,
-            self.version,
-            scorable(rollouts),
-            run.config.score.timeout_s,
-        )
+        scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
         rewards = dict(zip(values(scores, "trajectory_id"), values(scores, "reward"), strict=True))
         components = dict(zip(values(scores, "trajectory_id"), values(scores, "components"), strict=True))
         ids = [each.trajectory_id for each in self.work]
@@ -88,8 +100,8 @@ class EvaluationPart:
         await run.store.writer.append("evaluations", batch_of("evaluations", columns), version=self.version)
         return f"{len(ids)} trajectories"
 
-    async def _play(self, work: Work) -> Trajectory:
-        async with self.run.admission:
+    async def _play(self, work: Work, place: Place) -> Trajectory:
+        async with self.run.admission.slot(place):
             return await self.run.player.play(work)
 
 

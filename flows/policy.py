@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from flows.evaluate import evaluate_version, is_due, is_evaluated
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run
@@ -39,10 +40,19 @@ class Policy:
         """Bring trainer and servers to the folder's version; returns it, which is the open step's number.
 
         The last complete checkpoint is loaded, the stored batches after it are applied again in order,
-        nothing is generated for them, and every server gets the result.
+        nothing is generated for them, and every server gets the result. A version on the way whose evaluation
+        went on beside training when the run was ended is evaluated to the end.
         """
         async with self._still:
-            await self._load()
+            end = await self._load_checkpoint()
+        for step in range(self.current.version, end):
+            if is_due(self._run, step) and not is_evaluated(self._run, step):
+                async with self._still:
+                    await self._servers.bring_up(self.current)
+                await evaluate_version(self._run, step)
+            async with self._still:
+                await self._replay(step)
+        async with self._still:
             reports = await self._servers.bring_up(self.current)
         if self.current.version == 0:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
@@ -115,6 +125,13 @@ class Policy:
                     await self._servers.bring_back(server, self.current, reason)
 
     async def _load(self) -> None:
+        """Bring the trainer to the folder's version."""
+        end = await self._load_checkpoint()
+        for step in range(self.current.version, end):
+            await self._replay(step)
+
+    async def _load_checkpoint(self) -> int:
+        """Load the last complete checkpoint; returns how many batches are stored."""
         run, client, folder = self._run, self._trainer.client, str(self._run.folder.root)
         point = resume_point(run.folder)
         version = point.checkpoint_version
@@ -128,12 +145,17 @@ class Policy:
             version=version or 0,
         )
         self._replayed = {}
-        for step in range(version or 0, point.stored_batches):
-            digest = stored_digest(run.folder, step)
-            self._replayed[step] = await client.train_step(
-                folder=folder, run=run.id, step=step, digest=digest
-            )
-        self.current = PolicyVersion(run.id, incarnation, point.stored_batches)
+        self.current = PolicyVersion(run.id, incarnation, version or 0)
+        return point.stored_batches
+
+    async def _replay(self, step: int) -> None:
+        """Apply the stored batch of a step again."""
+        run = self._run
+        result = await self._trainer.client.train_step(
+            folder=str(run.folder.root), run=run.id, step=step, digest=stored_digest(run.folder, step)
+        )
+        self._replayed[step] = result
+        self.current = replace(self.current, version=result.version)
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Start a launched trainer again, go on from the folder, and bring the servers to it."""

@@ -1,10 +1,10 @@
-"""The main flow: for each step collect -> train -> sync -> report."""
+"""The main flow: for each step collect -> train -> sync -> report, and what may go on beside it."""
 
 from prefect import flow
 
-from flows.collect import collect_step
+from flows.beside import Beside
+from flows.collect import store_batch
 from flows.config import RunConfig, check
-from flows.evaluate import evaluate_version
 from flows.failure import one_error
 from flows.folder import check_resumable, run_folder
 from flows.policy import open_policy
@@ -29,19 +29,26 @@ async def post_train(run_name: str, config: RunConfig) -> str:
     check_resumable(run_folder(run_name, config), config)
     with one_error():
         model = await ensure_start_model(config)
-        async with open_run(run_name, config, model) as run, open_policy(run) as policy:
-            for step in range(await policy.restore(), config.steps):
+        async with (
+            open_run(run_name, config, model) as run,
+            open_policy(run) as policy,
+            Beside(run) as beside,
+        ):
+            first = await policy.restore()
+            beside.begin(first)
+            for step in range(first, config.steps):
                 clock = StepClock()
-                with clock.span("evaluate"):
-                    await evaluate_version(run, step)
                 with clock.span("collect"):
-                    digest = await collect_step(run, step)
+                    collected = await beside.collected(step)
                 with clock.span("train"):
-                    result = await policy.train(step, digest)
+                    result = await policy.train(step, await store_batch(run, collected))
+                with clock.span("evaluate"):
+                    await beside.evaluated(step)
                 with clock.span("sync"):
                     synced = await policy.sync(result)
-                await report_step(run, step, [*train_metrics(result), *synced], clock)
+                beside.begin(step + 1)
+                await report_step(run, collected, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()
-            await evaluate_version(run, config.steps)
+            await beside.evaluated(config.steps)
             await report_run(run)
     return str(run.folder.root)

@@ -45,10 +45,12 @@ class RunProgress:
         if CONSOLE.is_terminal:
             self._bar.start()
 
-    def step_done(self, step: int, *, reward: float, tokens_per_s: float, seconds: float) -> None:
-        """Show that a step is over."""
+    def step_done(
+        self, step: int, *, reward: float, tokens_per_s: float, seconds: float, dropped: str
+    ) -> None:
+        """Show that a step is over; `dropped`: what was lost of it, in words, empty for nothing."""
         figures = f"reward {reward:.2f} {tokens_per_s:,.0f} tok/s"
-        line = f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s"
+        line = f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s{dropped and f', {dropped}'}"
         self._bar.update(self._task, completed=step + 1, figures=figures)
         if not CONSOLE.is_terminal:
             say(line)

@@ -9,6 +9,8 @@ import polars as pl
 from prefect.runtime import flow_run
 
 from flows.artifacts import create_run_artifact
+from flows.collect import Collected
+from flows.drops import drop_line, drop_metrics, drops
 from flows.progress import say
 from flows.run import Run
 from flows.summary import print_summary
@@ -27,15 +29,23 @@ def train_metrics(result: StepResult) -> list[Metric]:
     return metrics
 
 
-async def report_step(run: Run, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:
+async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
+    step = collected.step
     reward, measured = await asyncio.to_thread(_measure, run, step)
+    dropped = await asyncio.to_thread(drops, run.folder, step, run.scoring.key)
     measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
-    measured["time/step_s"] = clock.elapsed_s
+    measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    await store_metrics(run, step, [*metrics, *own])
-    tokens_per_s = measured["rollout/tokens"] / clock.seconds["collect"]
-    run.progress.step_done(step, reward=reward, tokens_per_s=tokens_per_s, seconds=clock.elapsed_s)
+    services = [*run.scoring.metrics()]
+    await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped)])
+    run.progress.step_done(
+        step,
+        reward=reward,
+        tokens_per_s=measured["rollout/tokens"] / collected.seconds,
+        seconds=clock.elapsed_s,
+        dropped=drop_line(dropped),
+    )
 
 
 def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:

@@ -1,24 +1,23 @@
 """An open run: its folder, locked, and everything its steps share."""
 
-import asyncio
 import importlib.metadata
 import subprocess
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
 from flows.folder import run_folder
+from flows.picture import Picture, picture_of
 from flows.progress import RunProgress
 from flows.recording import Recording
+from tasks.rollout.admission import Admission
 from tasks.rollout.environment import Environment, environment_of
 from tasks.rollout.pool_sampler import PoolSampler
 from tasks.rollout.sampling import Player
 from tasks.rollout.tokens import ChatTokenizer
-from tasks.score.scorer import Scorer, scorer_of
-from tasks.score.workers import score_workers
+from tasks.score.scoring import Scoring
 from tasks.serve.pool import ServerPool
 from tasks.store.layout import RunFolder
 from tasks.store.run import OpenRun
@@ -32,7 +31,7 @@ class Run:
 
     Attributes:
         model: folder of the start model.
-        score_executor: worker processes of the scorer; None: a thread.
+        held_out_scoring: scores held-out trajectories; the same as `scoring` unless evaluate.scorer names another.
         admission: one slot for each trajectory in flight.
     """
 
@@ -40,12 +39,13 @@ class Run:
     model: Path
     store: OpenRun
     environment: Environment
-    scorer: Scorer
+    scoring: Scoring
+    held_out_scoring: Scoring
     player: Player
-    score_executor: Executor | None
-    admission: asyncio.Semaphore
+    admission: Admission
     pool: ServerPool
     recording: Recording
+    picture: Picture
     progress: RunProgress
 
     @property
@@ -57,11 +57,6 @@ class Run:
     def folder(self) -> RunFolder:
         """Where the data sets are."""
         return self.store.folder
-
-    @property
-    def scorer_key(self) -> str:
-        """NAME@VERSION, as in the folder of the scores."""
-        return f"{self.scorer.name}@{self.scorer.version}"
 
 
 @asynccontextmanager
@@ -79,18 +74,19 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
         git_commit=_git_commit(),
         config_of=config.store,
     )
-    executor = score_workers(config.score.workers)
     pool = ServerPool()
     environment = environment_of(config.rollout.environment)
+    recording = Recording(config.observe.max_unrecorded_task_runs)
     try:
         with RunProgress(name, config.steps) as progress:
-            async with store.writer:
+            async with _open_scorings(config, store.manifest.run) as scorings, store.writer:
                 yield Run(
                     config=config,
                     model=model,
                     store=store,
                     environment=environment,
-                    scorer=scorer_of(config.score.scorer),
+                    scoring=scorings[0],
+                    held_out_scoring=scorings[-1],
                     player=Player(
                         environment=environment,
                         tokenizer=ChatTokenizer.load(model),
@@ -100,16 +96,24 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                         max_tokens=config.serve.max_model_len,
                         timeout_s=config.rollout.trajectory_timeout_s,
                     ),
-                    score_executor=executor,
-                    admission=asyncio.Semaphore(config.rollout.max_in_flight),
+                    admission=Admission(config.rollout.max_in_flight),
                     pool=pool,
-                    recording=Recording(config.observe.max_unrecorded_task_runs),
+                    recording=recording,
+                    picture=picture_of(config.observe.task_runs, recording),
                     progress=progress,
                 )
     finally:
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
         store.close()
+
+
+@asynccontextmanager
+async def _open_scorings(config: RunConfig, run: str) -> AsyncIterator[list[Scoring]]:
+    """The scorer of the steps, and that of held-out trajectories when it is another."""
+    scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(Scoring(config.score, run, scorer=scorer)) for scorer in scorers
+        ]
 
 
 def _git_commit() -> str:

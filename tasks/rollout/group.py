@@ -1,16 +1,19 @@
-"""Sample what is missing of one group."""
+"""Sample what is missing of one group, in one part or several."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from tasks.rollout.admission import Admission, Place
 from tasks.rollout.environment import Environment
 from tasks.rollout.prompts import example_index, sampling_seed
-from tasks.rollout.sampling import Player
+from tasks.rollout.sampling import Deadline, Player
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
 from tasks.store.rows import Rows, no_rows
 
+Item = TypeVar("Item")
 Keep = Callable[[Rows], Awaitable[None]]
 
 
@@ -36,37 +39,71 @@ async def group_work(
     ]
 
 
+def parts_of(work: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Work in parts of at most `size` items; 0: all in one. Example: 5 in parts of 2 are 2, 2 and 1."""
+    step = size or max(1, len(work))
+    return [work[first : first + step] for first in range(0, len(work), step)]
+
+
+class GroupClock:
+    """Sets when a group is cut: `timeout_s` seconds after the first of its trajectories begins."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline: Deadline | None = None
+
+    def deadline(self) -> Deadline:
+        """The group's deadline; asking for it the first time starts the clock."""
+        if self._deadline is None:
+            at = asyncio.get_running_loop().time() + self._timeout_s
+            self._deadline = Deadline(at, f"rollout.group_timeout_s = {self._timeout_s:g} s")
+        return self._deadline
+
+    def remaining_s(self) -> float:
+        """Seconds until the group is cut."""
+        return max(0.0, self.deadline().at - asyncio.get_running_loop().time())
+
+
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Samples trajectories of one step, at most as many at once as `admission` lets in.
+    """Samples trajectories of one step, each in a slot of its own.
 
     Attributes:
         keep: hands rows to the run's writer; what it returns is done when they are acknowledged.
     """
 
     player: Player
-    admission: asyncio.Semaphore
+    admission: Admission
     run: str
     step: int
     keep: Keep
 
-    async def sample(self, work: Sequence[Work]) -> tuple[Rows, list[Awaitable[None]]]:
-        """Sample trajectories side by side; each goes to the writer the moment it finishes.
+    async def sample(
+        self, work: Sequence[Work], places: Sequence[Place], clock: GroupClock
+    ) -> tuple[Rows, list[Awaitable[None]]]:
+        """Sample trajectories side by side, each as its place in line is served; each is stored the moment it finishes.
 
         Returns:
             Their rows, in the order of `work`, and the acknowledgements to wait for.
         """
         created = time.perf_counter()
+        deadline = clock.deadline()
         acknowledgements: list[Awaitable[None]] = []
 
-        async def one(item: Work) -> Trajectory:
-            async with self.admission:
-                trajectory = await self.player.play(item, queue_s=time.perf_counter() - created)
+        async def one(item: Work, place: Place) -> Trajectory:
+            try:
+                async with self.admission.slot(place, deadline.at):
+                    queue_s = time.perf_counter() - created
+                    trajectory = await self.player.play(item, queue_s=queue_s, group_deadline=deadline)
+            except TimeoutError:
+                trajectory = self.player.not_begun(item, time.perf_counter() - created, deadline)
             acknowledgements.append(self.keep(self.rows([trajectory])))
             return trajectory
 
         async with asyncio.TaskGroup() as sampling:
-            tasks = [sampling.create_task(one(item)) for item in work]
+            tasks = []
+            for item, place in zip(work, places, strict=True):
+                tasks.append(sampling.create_task(one(item, place)))
         return self.rows([task.result() for task in tasks]), acknowledgements
 
     def rows(self, trajectories: Sequence[Trajectory]) -> Rows:
@@ -74,21 +111,24 @@ class StepSampler:
         return rollout_rows(self.run, self.step, self.player.environment.name, trajectories)
 
 
-class GroupPart:
+class RolloutPart:
     """Trajectories of one group that one rollout task samples, and their rows when it has.
 
     Not a dataclass: Prefect looks into dataclasses among a task's parameters, and this one is only handed on.
     """
 
-    __slots__ = ("acknowledgements", "rows", "sampler", "work")
+    __slots__ = ("acknowledgements", "clock", "places", "rows", "sampler", "work")
 
-    def __init__(self, sampler: StepSampler, work: Sequence[Work]) -> None:
-        self.sampler, self.work = sampler, work
+    def __init__(
+        self, sampler: StepSampler, work: Sequence[Work], places: Sequence[Place], clock: GroupClock
+    ) -> None:
+        self.sampler, self.work, self.places, self.clock = sampler, work, places, clock
         self.rows = no_rows("rollouts")
         self.acknowledgements: list[Awaitable[None]] = []
 
     async def sample(self) -> str:
         """Fill `rows`; returns how it went, in words."""
-        self.rows, self.acknowledgements = await self.sampler.sample(self.work)
-        n_failed = self.rows.column("status").to_pylist().count("failed")
-        return f"{self.rows.num_rows} trajectories, {n_failed} failed"
+        self.rows, self.acknowledgements = await self.sampler.sample(self.work, self.places, self.clock)
+        statuses = self.rows.column("status").to_pylist()
+        counts = [(status, statuses.count(status)) for status in dict.fromkeys(statuses)]
+        return ", ".join(f"{n} {status}" for status, n in counts)

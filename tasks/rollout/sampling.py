@@ -15,6 +15,8 @@ from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.trajectory import Draft, Status, Trajectory, Work
 
 ABORTED = "abort"
+CUT = "Deadline"
+"""Type of error of what a deadline cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +104,34 @@ class Player:
         try:
             status, outcome = await self._episode(work, draft, deadline)
         except _CutError:
-            status, error_type = "cancelled", "Deadline"
+            status, error_type = "cancelled", CUT
             error = f"cut after {time.perf_counter() - started:.1f} s: {deadline.setting}"
         except ServiceError:
             raise
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
             error_type, error = type(raised).__name__, str(raised)
-        return Trajectory(
-            work=work,
-            status=status,
-            messages=draft.messages,
-            token_ids=draft.token_ids(),
-            loss_mask=draft.loss_mask(),
-            logprobs=draft.logprobs(),
-            version_spans=tuple(draft.spans),
-            finish_reason=draft.finish_reason,
-            turns=draft.turns,
-            server=draft.server,
+        return draft.ended(
+            work,
+            status,
             started_at=started_at,
             duration_s=time.perf_counter() - started,
-            generate_s=draft.generate_s,
-            environment_s=draft.environment_s,
             queue_s=queue_s,
             outcome=outcome,
             error_type=error_type,
             error=error,
+        )
+
+    def not_begun(self, work: Work, queue_s: float, deadline: Deadline) -> Trajectory:
+        """A trajectory whose deadline came while it waited for a slot: cancelled, without tokens."""
+        return Draft().ended(
+            work,
+            "cancelled",
+            started_at=datetime.now(UTC),
+            duration_s=0.0,
+            queue_s=queue_s,
+            outcome={},
+            error_type=CUT,
+            error=f"cut before it began: {deadline.setting}",
         )
 
     async def _episode(

@@ -114,6 +114,40 @@ class Draft:
         each = (np.full(len(ids), np.nan) if logprobs is None else logprobs for ids, logprobs in self.parts)
         return np.concatenate([np.empty(0), *each]).astype(np.float32)
 
+    def ended(
+        self,
+        work: Work,
+        status: Status,
+        *,
+        started_at: datetime,
+        duration_s: float,
+        queue_s: float,
+        outcome: Mapping[str, object],
+        error_type: str,
+        error: str,
+    ) -> Trajectory:
+        """The episode as it ended, with the tokens it has."""
+        return Trajectory(
+            work=work,
+            status=status,
+            messages=self.messages,
+            token_ids=self.token_ids(),
+            loss_mask=self.loss_mask(),
+            logprobs=self.logprobs(),
+            version_spans=tuple(self.spans),
+            finish_reason=self.finish_reason,
+            turns=self.turns,
+            server=self.server,
+            started_at=started_at,
+            duration_s=duration_s,
+            generate_s=self.generate_s,
+            environment_s=self.environment_s,
+            queue_s=queue_s,
+            outcome=outcome,
+            error_type=error_type,
+            error=error,
+        )
+
 
 def rollout_columns(run: str, step: int, env: str, trajectories: Sequence[Trajectory]) -> dict[str, object]:
     """The columns of the `rollouts` schema, one value a trajectory."""

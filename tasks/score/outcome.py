@@ -12,6 +12,8 @@ from tasks.store.rows import Rows
 from tasks.store.schemas import batch_of
 
 TOO_FEW_SURVIVORS = "too_few_survivors"
+NOT_WHOLE = "not_whole"
+DROPPED_BY_SCORER = "dropped_by_scorer"
 NO_REWARD_SPREAD = "no_reward_spread"
 
 
@@ -24,19 +26,23 @@ class Survivor:
     env: str
     n_tokens: int
     reward: float
+    subgroup: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """A group when its last part came back.
+    """A group when its last part came back, or a part of one that its scorer split.
 
     Attributes:
+        subgroup: 0 unless a scorer split the group.
+        expected: trajectories asked for, of the whole group.
         reason: why it is out of the batch; empty when it is in.
         advantages: [len(survivors)] float32; all 0 when it is out.
     """
 
     group: int
     env: str
+    subgroup: int
     expected: int
     survivors: tuple[Survivor, ...]
     reason: str
@@ -45,20 +51,21 @@ class GroupOutcome:
 
 def survivors_of(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
     """The scored trajectories among a group's rows, by sample."""
-    rewards = {
-        row["trajectory_id"]: row["reward"]
-        for row in scores.select(["trajectory_id", "status", "reward"]).to_pylist()
+    scored = {
+        row["trajectory_id"]: row
+        for row in scores.select(["trajectory_id", "status", "reward", "subgroup"]).to_pylist()
         if row["status"] == "scored"
     }
     columns = ["trajectory_id", "sample", "env", "n_completion_tokens"]
-    rows = (row for row in rollouts.select(columns).to_pylist() if row["trajectory_id"] in rewards)
+    rows = (row for row in rollouts.select(columns).to_pylist() if row["trajectory_id"] in scored)
     found = (
         Survivor(
             trajectory_id=row["trajectory_id"],
             sample=row["sample"],
             env=row["env"],
             n_tokens=row["n_completion_tokens"],
-            reward=rewards[row["trajectory_id"]],
+            reward=scored[row["trajectory_id"]]["reward"],
+            subgroup=scored[row["trajectory_id"]]["subgroup"],
         )
         for row in rows
     )
@@ -66,41 +73,73 @@ def survivors_of(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
 
 
 def judge_group(
-    config: ScoreConfig, *, group: int, env: str, expected: int, survivors: tuple[Survivor, ...]
-) -> GroupOutcome:
-    """Advantages over the survivors, or the reason to leave the group out.
+    config: ScoreConfig,
+    *,
+    group: int,
+    env: str,
+    expected: int,
+    survivors: tuple[Survivor, ...],
+    dropped: int = 0,
+) -> tuple[GroupOutcome, ...]:
+    """Advantages over the survivors, or the reason to leave the group out; one outcome for each subgroup.
+
+    Args:
+        config: settings of scoring.
+        group: its number.
+        env: its environment.
+        expected: trajectories asked for (G).
+        survivors: those with a reward.
+        dropped: trajectories that the scorer dropped.
 
     Example: four survivors with rewards 1, 0, 0, 1 and `advantage: mean` get .5, -.5, -.5, .5.
+
+    Raises:
+        ScoreError: the advantage function did not give one finite number for each survivor.
     """
-    rewards = np.array([survivor.reward for survivor in survivors], np.float64)
-    reason = ""
-    if len(survivors) < config.min_group_size:
-        reason = TOO_FEW_SURVIVORS
-    elif np.ptp(rewards) == 0.0:
-        reason = NO_REWARD_SPREAD
-    advantages = np.zeros(len(survivors)) if reason else ADVANTAGES[config.advantage](rewards)
-    return GroupOutcome(group, env, expected, survivors, reason, advantages.astype(np.float32))
+    subgroups = sorted({survivor.subgroup for survivor in survivors}) or [0]
+    is_short = config.needs_whole_group and len(survivors) < expected
+    outcomes = []
+    for subgroup in subgroups:
+        members = tuple(survivor for survivor in survivors if survivor.subgroup == subgroup)
+        rewards = np.array([member.reward for member in members], np.float64)
+        reason = _reason(config, rewards, is_short=is_short, is_dropped=not members and dropped > 0)
+        advantages = np.zeros(len(members)) if reason else ADVANTAGES[config.advantage](rewards)
+        outcomes.append(
+            GroupOutcome(group, env, subgroup, expected, members, reason, advantages.astype(np.float32))
+        )
+    return tuple(outcomes)
 
 
-def group_row(run: str, step: int, outcome: GroupOutcome, duration_s: float) -> Rows:
-    """The outcome as a row of the `groups` data set."""
-    rewards = [survivor.reward for survivor in outcome.survivors]
-    tokens = [survivor.n_tokens for survivor in outcome.survivors]
+def _reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is_dropped: bool) -> str:
+    """Why survivors with these rewards are not trained on; empty when they are."""
+    if is_dropped:
+        return DROPPED_BY_SCORER
+    if is_short:
+        return NOT_WHOLE
+    if len(rewards) < config.min_group_size:
+        return TOO_FEW_SURVIVORS
+    return NO_REWARD_SPREAD if np.ptp(rewards) == 0.0 else ""
+
+
+def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s: float) -> Rows:
+    """The outcomes of a group as rows of the `groups` data set."""
+    rewards = [np.array([survivor.reward for survivor in outcome.survivors]) for outcome in outcomes]
+    tokens = [np.array([survivor.n_tokens for survivor in outcome.survivors]) for outcome in outcomes]
     return batch_of(
         "groups",
         {
-            "run": [run],
-            "step": [step],
-            "group": [outcome.group],
-            "subgroup": [0],
-            "env": [outcome.env],
-            "expected": [outcome.expected],
-            "survived": [len(outcome.survivors)],
-            "reason": [outcome.reason],
-            "reward_mean": [float(np.mean(rewards)) if rewards else math.nan],
-            "reward_std": [float(np.std(rewards)) if rewards else math.nan],
-            "tokens_mean": [float(np.mean(tokens)) if tokens else math.nan],
-            "duration_s": [duration_s],
+            "run": [run] * len(outcomes),
+            "step": [step] * len(outcomes),
+            "group": [outcome.group for outcome in outcomes],
+            "subgroup": [outcome.subgroup for outcome in outcomes],
+            "env": [outcome.env for outcome in outcomes],
+            "expected": [outcome.expected for outcome in outcomes],
+            "survived": [len(outcome.survivors) for outcome in outcomes],
+            "reason": [outcome.reason for outcome in outcomes],
+            "reward_mean": [float(each.mean()) if each.size else math.nan for each in rewards],
+            "reward_std": [float(each.std()) if each.size else math.nan for each in rewards],
+            "tokens_mean": [float(each.mean()) if each.size else math.nan for each in tokens],
+            "duration_s": [duration_s] * len(outcomes),
         },
     )
 
@@ -109,7 +148,7 @@ def batch_rows(run: str, step: int, outcomes: Sequence[GroupOutcome]) -> Rows:
     """The rows to train on, as a selection over the data set, in order of group and sample."""
     chosen = [
         (outcome, survivor, float(advantage))
-        for outcome in sorted(outcomes, key=lambda outcome: outcome.group)
+        for outcome in sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
         if not outcome.reason
         for survivor, advantage in zip(outcome.survivors, outcome.advantages, strict=True)
     ]

@@ -1,15 +1,18 @@
 """Playing episodes against a sampler, and groups of them."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tasks.errors import RequestError, ServiceDiedError
+from tasks.rollout.admission import Admission
 from tasks.rollout.environment import Episode, Example, Message, Split
-from tasks.rollout.group import GroupPart, StepSampler, group_work
+from tasks.rollout.group import GroupClock, RolloutPart, StepSampler, group_work, parts_of
 from tasks.rollout.sampling import Player, Sampled
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Work
@@ -54,9 +57,12 @@ class Scripted:
     async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(0.01)
-        self.in_flight -= 1
         act = self.script.get(work.sample, "stop")
+        if act == "abort":
+            await asyncio.sleep(until - asyncio.get_running_loop().time())
+        else:
+            await asyncio.sleep(3600 if act == "hang" else 0.01)
+        self.in_flight -= 1
         if isinstance(act, Exception):
             raise act
         ids = np.array([9, 1] if act == "stop" else [9, 9], np.int32)
@@ -68,28 +74,42 @@ def tokenizer(tmp_path: Path) -> ChatTokenizer:
     return ChatTokenizer.load(save_character_tokenizer(tmp_path))
 
 
+@asynccontextmanager
 async def part_of(
-    tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows], *, in_flight: int = 8
-) -> GroupPart:
+    tokenizer: ChatTokenizer,
+    sampler: Scripted,
+    kept: list[Rows],
+    *,
+    in_flight: int = 8,
+    group_timeout_s: float = 60.0,
+    trajectory_timeout_s: float = 5.0,
+) -> AsyncIterator[RolloutPart]:
     def keep(rows: Rows) -> Awaitable[None]:
         kept.append(rows)
         return asyncio.sleep(0)
 
-    player = Player(Echo(), tokenizer, sampler, max_tokens=64, timeout_s=5.0)
-    step_sampler = StepSampler(player, asyncio.Semaphore(in_flight), "run", 2, keep)
+    player = Player(
+        Echo(), tokenizer, sampler, max_tokens=64, timeout_s=trajectory_timeout_s, cut_grace_s=0.1
+    )
+    admission = Admission(in_flight)
+    step_sampler = StepSampler(player, admission, "run", 2, keep)
     work = await group_work(Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0)
-    return GroupPart(step_sampler, work)
+    with admission.places(len(work), (2, 0)) as places:
+        yield RolloutPart(step_sampler, work, places, GroupClock(group_timeout_s))
 
 
-async def finish(part: GroupPart) -> list[dict[str, object]]:
-    await part.sample()
-    await asyncio.gather(*part.acknowledgements)
+async def finish(
+    tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows] | None = None, **settings: Any
+) -> list[dict[str, object]]:
+    async with part_of(tokenizer, sampler, [] if kept is None else kept, **settings) as part:
+        await part.sample()
+        await asyncio.gather(*part.acknowledgements)
     rows: list[dict[str, object]] = part.rows.to_pylist()
     return rows
 
 
 async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenizer: ChatTokenizer) -> None:
-    row = (await finish(await part_of(tokenizer, Scripted({}), [])))[0]
+    row = (await finish(tokenizer, Scripted({})))[0]
     assert (row["status"], row["turns"]) == ("complete", 2)
     assert np.array(row["loss_mask"]).sum() == row["n_completion_tokens"] == 4
     assert tokenizer.decode(np.array(row["token_ids"])[np.array(row["loss_mask"])]) == "77"
@@ -98,7 +118,7 @@ async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenize
 
 
 async def test_version_spans_index_the_whole_sequence(tokenizer: ChatTokenizer) -> None:
-    row = (await finish(await part_of(tokenizer, Scripted({}), [])))[0]
+    row = (await finish(tokenizer, Scripted({})))[0]
     prompt = row["n_prompt_tokens"]
     assert row["version_span_starts"] == [prompt, prompt + 1, prompt + 8, prompt + 9]
     assert row["version_span_versions"] == [3, 4, 3, 4]
@@ -107,7 +127,7 @@ async def test_version_spans_index_the_whole_sequence(tokenizer: ChatTokenizer) 
 
 async def test_a_failed_request_is_a_failed_row_and_its_group_goes_on(tokenizer: ChatTokenizer) -> None:
     kept: list[Rows] = []
-    rows = await finish(await part_of(tokenizer, Scripted({1: RequestError("status 400: no")}), kept))
+    rows = await finish(tokenizer, Scripted({1: RequestError("status 400: no")}), kept)
     assert [row["status"] for row in rows] == ["complete", "failed", "complete", "complete"]
     assert (rows[1]["error_type"], rows[1]["error"]) == ("RequestError", "status 400: no")
     assert rows[1]["policy_version_first"] == -1
@@ -115,7 +135,7 @@ async def test_a_failed_request_is_a_failed_row_and_its_group_goes_on(tokenizer:
 
 
 async def test_an_answer_cut_off_at_the_length_limit_is_truncated(tokenizer: ChatTokenizer) -> None:
-    rows = await finish(await part_of(tokenizer, Scripted({0: "length"}), []))
+    rows = await finish(tokenizer, Scripted({0: "length"}))
     assert (rows[0]["status"], rows[0]["finish_reason"]) == ("truncated", "length")
 
 
@@ -123,13 +143,13 @@ async def test_a_service_that_is_gone_for_good_ends_the_group_instead_of_failing
     tokenizer: ChatTokenizer,
 ) -> None:
     with pytest.raises(ExceptionGroup) as raised:
-        await finish(await part_of(tokenizer, Scripted({2: ServiceDiedError("vllm", "gone")}), []))
+        await finish(tokenizer, Scripted({2: ServiceDiedError("vllm", "gone")}))
     assert isinstance(raised.value.exceptions[0], ServiceDiedError)
 
 
 async def test_admission_bounds_the_trajectories_in_flight(tokenizer: ChatTokenizer) -> None:
     sampler = Scripted({})
-    await finish(await part_of(tokenizer, sampler, [], in_flight=2))
+    await finish(tokenizer, sampler, in_flight=2)
     assert sampler.most_in_flight == 2
 
 
@@ -140,3 +160,46 @@ async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> Non
 
     assert await ids(7) == await ids(7) == ["ab.7.0.0", "ab.7.1.0", "ab.7.2.0"]
     assert not set(await ids(7)) & set(await ids(8))
+
+
+async def test_what_a_deadline_cuts_is_cancelled_and_keeps_its_tokens(tokenizer: ChatTokenizer) -> None:
+    rows = await finish(tokenizer, Scripted({1: "abort"}), trajectory_timeout_s=0.2)
+    assert [row["status"] for row in rows] == ["complete", "cancelled", "complete", "complete"]
+    assert rows[1]["n_completion_tokens"] == 2
+    assert rows[1]["error_type"] == "Deadline"
+    assert "rollout.trajectory_timeout_s = 0.2 s" in str(rows[1]["error"])
+
+
+async def test_a_sampler_that_does_not_answer_at_its_deadline_is_cut_too(tokenizer: ChatTokenizer) -> None:
+    rows = await finish(tokenizer, Scripted({0: "hang"}), trajectory_timeout_s=0.1)
+    assert [row["status"] for row in rows] == ["cancelled", "complete", "complete", "complete"]
+    assert int(str(rows[0]["n_prompt_tokens"])) > 0
+
+
+async def test_a_group_deadline_cuts_those_that_wait_for_a_slot_as_well(tokenizer: ChatTokenizer) -> None:
+    rows = await finish(tokenizer, Scripted({0: "hang"}), in_flight=1, group_timeout_s=0.1)
+    assert [row["status"] for row in rows] == ["cancelled"] * 4
+    assert "cut before it began: rollout.group_timeout_s = 0.1 s" in str(rows[3]["error"])
+
+
+async def test_a_request_that_the_server_aborts_is_a_failed_row_with_its_tokens(
+    tokenizer: ChatTokenizer,
+) -> None:
+    class Aborting(Scripted):
+        async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+            ids = np.array([9], np.int32)
+            return Sampled(ids, np.array([-0.5], np.float32), [(0, 3)], "abort", "http://server")
+
+    row, *_ = await finish(tokenizer, Aborting({}))
+    assert (row["status"], row["error_type"], row["n_completion_tokens"]) == ("failed", "EpisodeError", 1)
+
+
+async def test_what_the_environment_says_of_the_end_is_in_the_row(tokenizer: ChatTokenizer) -> None:
+    row, *_ = await finish(tokenizer, Scripted({}))
+    assert row["outcome"] == '{"asked": 2}'
+
+
+def test_parts_hold_all_of_a_group_in_order() -> None:
+    assert [list(part) for part in parts_of(range(5), 2)] == [[0, 1], [2, 3], [4]]
+    assert [list(part) for part in parts_of(range(5), 0)] == [[0, 1, 2, 3, 4]]
+    assert parts_of([], 2) == []

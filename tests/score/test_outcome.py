@@ -6,7 +6,9 @@ import pytest
 from tasks.score.advantages import mean, mean_std
 from tasks.score.config import ScoreConfig
 from tasks.score.outcome import (
+    DROPPED_BY_SCORER,
     NO_REWARD_SPREAD,
+    NOT_WHOLE,
     TOO_FEW_SURVIVORS,
     GroupOutcome,
     Survivor,
@@ -16,11 +18,19 @@ from tasks.score.outcome import (
 
 
 def judged(rewards: list[float], group: int = 0, **settings: object) -> GroupOutcome:
+    (outcome,) = judged_by_subgroup([(reward, 0) for reward in rewards], group, **settings)
+    return outcome
+
+
+def judged_by_subgroup(
+    scored: list[tuple[float, int]], group: int = 0, *, dropped: int = 0, **settings: object
+) -> tuple[GroupOutcome, ...]:
     survivors = tuple(
-        Survivor(f"r.{group}.{i}.0", i, "addition", 5, reward) for i, reward in enumerate(rewards)
+        Survivor(f"r.{group}.{i}.0", i, "addition", 5, reward, subgroup)
+        for i, (reward, subgroup) in enumerate(scored)
     )
     config = ScoreConfig.model_validate(settings)
-    return judge_group(config, group=group, env="addition", expected=4, survivors=survivors)
+    return judge_group(config, group=group, env="addition", expected=4, survivors=survivors, dropped=dropped)
 
 
 def test_advantages_are_rewards_minus_the_mean_of_the_survivors() -> None:
@@ -38,6 +48,27 @@ def test_a_group_with_too_few_survivors_is_left_out_with_its_reason() -> None:
 
 def test_a_group_without_spread_is_left_out_with_its_reason() -> None:
     assert judged([0.1, 0.1, 0.1]).reason == NO_REWARD_SPREAD
+
+
+def test_a_partial_group_is_left_out_when_whole_ones_are_asked_for() -> None:
+    assert judged([1.0, 0.0, 0.0], needs_whole_group=True).reason == NOT_WHOLE
+    assert judged([1.0, 0.0, 0.0, 0.0], needs_whole_group=True).reason == ""
+
+
+def test_a_group_that_its_scorer_dropped_says_so() -> None:
+    (outcome,) = judged_by_subgroup([], dropped=4)
+    assert outcome.reason == DROPPED_BY_SCORER
+
+
+def test_a_split_group_has_a_baseline_for_each_part() -> None:
+    first, second = judged_by_subgroup([(1.0, 0), (0.0, 0), (5.0, 1), (3.0, 1)])
+    assert (first.advantages.tolist(), second.advantages.tolist()) == ([0.5, -0.5], [1.0, -1.0])
+    assert (first.subgroup, second.subgroup) == (0, 1)
+
+
+def test_a_part_of_a_split_group_that_is_too_small_is_left_out_alone() -> None:
+    first, second = judged_by_subgroup([(1.0, 0), (0.0, 0), (5.0, 1)])
+    assert (first.reason, second.reason) == ("", TOO_FEW_SURVIVORS)
 
 
 def test_the_batch_holds_the_groups_that_are_in_by_group_and_sample_with_their_advantages() -> None:

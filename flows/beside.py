@@ -1,0 +1,51 @@
+"""What goes on beside training: the next steps' rollouts, and the evaluation of the policy's version."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from flows.collect import Collected, collect_step
+from flows.evaluate import evaluate_version
+from flows.run import Run
+
+
+class Beside:
+    """Collects steps, and evaluates versions, while the trainer works; an async context manager.
+
+    With `rollout.max_staleness: k` the rollouts of step s begin once the servers are at version s - k, never
+    earlier: so no trained token is by a version further behind, and nothing finished is ever thrown away for
+    being stale. A version is evaluated by the servers while they have it: the next sync waits for the rest.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tasks = asyncio.TaskGroup()
+        self._collecting: dict[int, asyncio.Task[Collected]] = {}
+        self._evaluating: dict[int, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
+
+    def begin(self, version: int) -> None:
+        """Start all that may go on now that the servers are at `version`: its evaluation, and its steps' rollouts."""
+        run = self._run
+        for step in range(version, min(version + run.config.rollout.max_staleness + 1, run.config.steps)):
+            if step not in self._collecting:
+                self._collecting[step] = self._tasks.create_task(collect_step(run, step))
+        self._evaluating[version] = self._tasks.create_task(evaluate_version(run, version))
+
+    async def collected(self, step: int) -> Collected:
+        """A step that was begun, once all its groups are done."""
+        collected = await self._collecting[step]
+        del self._collecting[step]
+        return collected
+
+    async def evaluated(self, version: int) -> None:
+        """Wait for the rest of a version's evaluation."""
+        await self._evaluating.pop(version)

@@ -1,0 +1,94 @@
+"""What a step lost: trajectories that no batch can hold, by cause and by length.
+
+Losing them is not neutral: a deadline cuts the long ones, a timeout those of a slow environment. So the step says
+how many went, why, and how long they were beside those that stayed.
+"""
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from tasks.observe.metrics import Metric
+from tasks.store.layout import RunFolder
+from tasks.store.reader import scan
+
+KEPT = "kept"
+LENGTH_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Sampled tokens at which a bin of lengths ends; the last bin has no end."""
+
+
+def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
+    """Each trajectory of a step with its fate, columns env, cause and n_tokens; cause is `kept` for survivors.
+
+    A cause is a type of error, of the rollout or of its score (by `scorer`, NAME@VERSION), or the reason why its
+    group was left out: too few survivors, or not whole. A group without spread in reward loses nothing.
+    """
+    rollouts = scan(folder, "rollouts", step=step).select(
+        "trajectory_id",
+        "group",
+        "env",
+        pl.col("n_completion_tokens").alias("n_tokens"),
+        pl.when(pl.col("status").is_in(["failed", "cancelled"])).then("error_type").alias("rollout_cause"),
+    )
+    scores = scan(folder, "scores", scorer=scorer, step=step).select(
+        "trajectory_id",
+        "subgroup",
+        pl.when(pl.col("status") == "failed")
+        .then("error_type")
+        .when(pl.col("status") == "dropped")
+        .then(pl.lit("dropped_by_scorer"))
+        .alias("score_cause"),
+    )
+    groups = scan(folder, "groups", step=step).select(
+        "group",
+        "subgroup",
+        pl.when(pl.col("reason").is_in(["", "no_reward_spread"]).not_()).then("reason").alias("group_cause"),
+    )
+    fates = (
+        rollouts.join(scores, on="trajectory_id", how="left")
+        .with_columns(pl.col("subgroup").fill_null(0))
+        .join(groups, on=["group", "subgroup"], how="left")
+        .with_columns(pl.coalesce("rollout_cause", "score_cause", "group_cause", pl.lit(KEPT)).alias("cause"))
+    )
+    return fates.select("env", "cause", "n_tokens").collect()
+
+
+def drop_metrics(fates: pl.DataFrame) -> list[Metric]:
+    """Counts by cause and by bin of lengths, and the mean length of what stayed and of what went."""
+    lost = fates.filter(pl.col("cause") != KEPT)
+    metrics = [
+        Metric("drops/trajectories", "all", "value", float(len(lost))),
+        Metric("drops/share", "all", "value", len(lost) / max(1, len(fates))),
+    ]
+    metrics += [
+        Metric(f"drops/cause_{cause}", "all", "value", float(n))
+        for cause, n in lost["cause"].value_counts(sort=True).rows()
+    ]
+    for name, rows in (("kept", fates.filter(pl.col("cause") == KEPT)), ("lost", lost)):
+        mean = rows["n_tokens"].cast(pl.Float64).mean()
+        if isinstance(mean, float):
+            metrics.append(Metric(f"drops/{name}_tokens", "all", "mean", mean))
+        metrics += [
+            Metric(f"drops/{name}_up_to_{edge}_tokens", "all", "value", float(n))
+            for edge, n in _by_length(rows["n_tokens"].to_list())
+        ]
+    return metrics
+
+
+def _by_length(lengths: Sequence[int]) -> list[tuple[str, int]]:
+    """(upper edge, count) of each bin that is not empty. Example: lengths 3, 16 and 40 give ("16", 2), ("64", 1)."""
+    counts: dict[int | None, int] = {}
+    for length in lengths:
+        edge = next((edge for edge in LENGTH_EDGES if length <= edge), None)
+        counts[edge] = counts.get(edge, 0) + 1
+    edges = [*LENGTH_EDGES, None]
+    return [("any" if edge is None else str(edge), counts[edge]) for edge in edges if edge in counts]
+
+
+def drop_line(fates: pl.DataFrame) -> str:
+    """What was lost, in words; empty for nothing. Example: "13 lost (9 RequestError, 4 Deadline)"."""
+    lost = fates.filter(pl.col("cause") != KEPT)
+    if lost.is_empty():
+        return ""
+    causes = ", ".join(f"{n} {cause}" for cause, n in lost["cause"].value_counts(sort=True).rows())
+    return f"{len(lost)} lost ({causes})"

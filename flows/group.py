@@ -1,0 +1,148 @@
+"""One group on its way: sampled in parts, each scored the moment it is there, then judged."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+
+from flows.failures import FailureWatch
+from flows.run import Run
+from tasks.rollout.admission import ROLLOUT, Place
+from tasks.rollout.group import GroupClock, RolloutPart, StepSampler, group_work, parts_of
+from tasks.rollout.trajectory import Work
+from tasks.score.outcome import GroupOutcome, group_rows, judge_group, survivors_of
+from tasks.score.part import ScorePart
+from tasks.score.scoring import scorable
+from tasks.store.rows import Rows, joined, values, where, without
+from tasks.store.step import StoredStep
+
+
+class StepCollection:
+    """What the groups of one step share: how they sample, what is stored already, and what fails."""
+
+    def __init__(self, run: Run, step: int, stored: StoredStep, failures: FailureWatch) -> None:
+        self.run, self.step, self.stored, self.failures = run, step, stored, failures
+        self.sampler = StepSampler(
+            player=run.player, admission=run.admission, run=run.id, step=step, keep=self.keep_rollouts
+        )
+
+    def keep_rollouts(self, rows: Rows) -> Awaitable[None]:
+        """Hand rollouts to the writer."""
+        stored = self.run.store.writer.append("rollouts", rows, step=self.step)
+        self.failures.see(rows)
+        return stored
+
+    def keep_scores(self, rows: Rows) -> Awaitable[None]:
+        """Hand scores to the writer."""
+        stored = self.run.store.writer.append("scores", rows, scorer=self.run.scoring.key, step=self.step)
+        self.failures.see(rows)
+        return stored
+
+
+class GroupCollection:
+    """One group of a step."""
+
+    def __init__(self, collection: StepCollection, group: int) -> None:
+        self._run, self._step, self._group = collection.run, collection.step, group
+        self._collection = collection
+        self._rollouts = [where(collection.stored.rollouts, "group", group)]
+        self._scores = [where(collection.stored.scores, "group", group)]
+        self._acknowledgements: list[Awaitable[None]] = []
+
+    async def collect(self) -> tuple[GroupOutcome, ...]:
+        """Sample what is missing, score what is unscored, wait until all of it is stored, and judge it."""
+        run = self._run
+        work, unscored = await self._missing(), self._unscored()
+        with run.admission.places(len(work), (self._step, ROLLOUT)) as places:
+            if places:
+                await asyncio.shield(places[0].granted)
+
+            async def collect() -> tuple[GroupOutcome, ...]:
+                return await self._collect(work, places, unscored)
+
+            if not work and not unscored.num_rows:
+                return await collect()
+            return await run.picture.group(collect, self._step, self._group)
+
+    async def _collect(
+        self, work: Sequence[Work], places: Sequence[Place], unscored: Rows
+    ) -> tuple[GroupOutcome, ...]:
+        started, config = time.perf_counter(), self._run.config.rollout
+        clock = GroupClock(config.group_timeout_s)
+        clock.deadline()
+        parts = parts_of(work, config.trajectories_per_task)
+        first_places = parts_of(places, config.trajectories_per_task)
+        async with asyncio.TaskGroup() as fan_out:
+            for number, (part, part_places) in enumerate(zip(parts, first_places, strict=True)):
+                label = number if len(parts) > 1 else None
+                fan_out.create_task(self._sample(part, part_places, clock, label))
+                await asyncio.sleep(0)
+            if unscored.num_rows and not self._run.scoring.by_group:
+                fan_out.create_task(self._score(unscored, len(parts) if parts else None))
+        if self._run.scoring.by_group:
+            await self._score_group()
+        await asyncio.gather(*self._acknowledgements)
+        return await self._judge(time.perf_counter() - started)
+
+    async def _sample(
+        self, work: Sequence[Work], places: Sequence[Place], clock: GroupClock, number: int | None
+    ) -> None:
+        """Sample a part once its first trajectory may begin, and score it at once."""
+        await asyncio.wait([places[0].granted], timeout=clock.remaining_s())
+        part = RolloutPart(self._collection.sampler, work, places, clock)
+        await self._run.picture.rollout(part, self._step, self._group, number)
+        self._rollouts.append(part.rows)
+        self._acknowledgements += part.acknowledgements
+        if not self._run.scoring.by_group:
+            await self._score(scorable(part.rows), number)
+
+    async def _score(self, rollouts: Rows, number: int | None = None) -> None:
+        if not rollouts.num_rows:
+            return
+        part = ScorePart(self._run.scoring, rollouts, self._step, self._collection.keep_scores)
+        await self._run.picture.score(part, self._step, self._group, number)
+        self._scores.append(part.rows)
+        self._acknowledgements += part.acknowledgements
+
+    async def _score_group(self) -> None:
+        """Show the survivors to the scorer, all at once; a group that must be whole and is not is not scored."""
+        survivors = scorable(joined(*self._rollouts))
+        is_short = survivors.num_rows < self._run.config.rollout.group_size
+        if joined(*self._scores).num_rows or (is_short and self._run.config.score.needs_whole_group):
+            return
+        await self._score(survivors)
+
+    async def _judge(self, duration_s: float) -> tuple[GroupOutcome, ...]:
+        run, scores = self._run, joined(*self._scores)
+        outcomes = judge_group(
+            run.config.score,
+            group=self._group,
+            env=run.environment.name,
+            expected=run.config.rollout.group_size,
+            survivors=survivors_of(joined(*self._rollouts), scores),
+            dropped=where(scores, "status", "dropped").num_rows,
+        )
+        if self._group not in self._collection.stored.done_groups:
+            rows = group_rows(run.id, self._step, outcomes, duration_s)
+            await run.store.writer.append("groups", rows, step=self._step)
+        return outcomes
+
+    async def _missing(self) -> list[Work]:
+        """The trajectories of the group that have no row yet."""
+        config = self._run.config
+        stored = set(values(self._rollouts[0], "sample"))
+        samples = [sample for sample in range(config.rollout.group_size) if sample not in stored]
+        if not samples:
+            return []
+        return await group_work(
+            self._run.environment,
+            run=self._run.id,
+            seed=config.seed,
+            group=self._group,
+            samples=samples,
+            temperature=config.rollout.temperature,
+        )
+
+    def _unscored(self) -> Rows:
+        """Stored rollouts that have no score yet."""
+        scored = values(self._scores[0], "trajectory_id")
+        return scorable(without(self._rollouts[0], "trajectory_id", scored))

@@ -1,0 +1,80 @@
+"""Admission of trajectories: a fixed number of slots, given to whoever has waited longest among the most urgent."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeAlias
+
+Urgency: TypeAlias = tuple[int, int]
+"""Smaller ones come first: (step, kind of work)."""
+
+ROLLOUT, EVALUATION = 0, 1
+"""Kinds of work of one step: its rollouts come before the evaluation of its policy version."""
+
+
+class Place:
+    """A place in the line for one slot."""
+
+    def __init__(self) -> None:
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_over = False
+
+
+class Admission:
+    """Lets at most `n_slots` trajectories be in flight.
+
+    Example: with one slot, places taken with the urgencies (1, 0), (0, 0), (0, 0) while it is held are served
+    second, third, first.
+    """
+
+    def __init__(self, n_slots: int) -> None:
+        self._free = n_slots
+        self._line: list[tuple[Urgency, int, Place]] = []
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def places(self, n: int, urgency: Urgency) -> Iterator[list[Place]]:
+        """`n` places in line, taken at once; what is not over at the end is given up."""
+        taken = [Place() for _ in range(n)]
+        for place in taken:
+            heapq.heappush(self._line, (urgency, next(self._numbers), place))
+        self._grant()
+        try:
+            yield taken
+        finally:
+            for place in taken:
+                self._leave(place)
+
+    @asynccontextmanager
+    async def slot(self, place: Place, until: float | None = None) -> AsyncIterator[None]:
+        """The slot of a place, waited for, and given back at the end.
+
+        Raises:
+            TimeoutError: it was not granted until this moment of the event loop's clock, in seconds.
+        """
+        try:
+            async with asyncio.timeout_at(until):
+                await asyncio.shield(place.granted)
+            yield
+        finally:
+            self._leave(place)
+
+    def _leave(self, place: Place) -> None:
+        """Give a place up, and its slot if it has one; once."""
+        if place.is_over:
+            return
+        place.is_over = True
+        if place.granted.done():
+            self._free += 1
+            self._grant()
+        else:
+            place.granted.cancel()
+
+    def _grant(self) -> None:
+        while self._free and self._line:
+            _, _, place = heapq.heappop(self._line)
+            if not place.is_over:
+                self._free -= 1
+                place.granted.set_result(None)

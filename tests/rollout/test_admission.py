@@ -1,0 +1,99 @@
+"""Who is let in, and when."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.rollout.admission import Admission, Place
+
+
+async def test_places_are_served_in_the_order_they_were_taken() -> None:
+    admission = Admission(2)
+    with admission.places(3, (0, 0)) as first, admission.places(2, (0, 0)) as second:
+        granted = [place.granted.done() for place in (*first, *second)]
+        assert granted == [True, True, False, False, False]
+        async with admission.slot(first[0]):
+            pass
+        assert first[2].granted.done()
+        async with admission.slot(first[1]):
+            pass
+        assert second[0].granted.done()
+
+
+async def test_the_more_urgent_work_goes_first() -> None:
+    admission = Admission(1)
+    with admission.places(1, (0, 0)) as held, admission.places(1, (1, 0)) as later:
+        with admission.places(1, (0, 1)) as evaluation:
+            async with admission.slot(held[0]):
+                pass
+            assert evaluation[0].granted.done()
+            assert not later[0].granted.done()
+        assert later[0].granted.done()
+
+
+async def test_a_place_that_is_not_used_is_given_up() -> None:
+    admission = Admission(1)
+    with admission.places(2, (0, 0)):
+        pass
+    with admission.places(1, (0, 0)) as places:
+        assert places[0].granted.done()
+
+
+async def test_who_is_cancelled_while_waiting_holds_no_slot() -> None:
+    admission = Admission(1)
+
+    async def use(place: Place) -> None:
+        async with admission.slot(place):
+            await asyncio.sleep(0)
+
+    with admission.places(3, (0, 0)) as places:
+        waiting = asyncio.ensure_future(use(places[1]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await use(places[0])
+        assert places[2].granted.done()
+
+
+async def test_a_slot_that_does_not_come_in_time_is_given_up() -> None:
+    admission = Admission(1)
+    with admission.places(2, (0, 0)) as places:
+        with pytest.raises(TimeoutError):
+            async with admission.slot(places[1], asyncio.get_running_loop().time() + 0.01):
+                pass
+        async with admission.slot(places[0]):
+            pass
+    with admission.places(1, (0, 0)) as again:
+        assert again[0].granted.done()
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=20), st.integers(1, 6))
+def test_never_more_than_the_slots_are_in_flight_and_all_get_their_turn(
+    lots: list[tuple[int, int]], n_slots: int
+) -> None:
+    async def run() -> tuple[int, int]:
+        admission, in_flight, most, done = Admission(n_slots), 0, 0, 0
+
+        async def use(place: Place) -> None:
+            nonlocal in_flight, most, done
+            async with admission.slot(place):
+                in_flight += 1
+                most = max(most, in_flight)
+                await asyncio.sleep(0)
+                in_flight -= 1
+                done += 1
+
+        async def lot(n: int, urgency: int) -> None:
+            with admission.places(n, (urgency, 0)) as places:
+                await asyncio.gather(*(use(place) for place in places))
+
+        await asyncio.gather(*(lot(*each) for each in lots))
+        return most, done
+
+    most, done = asyncio.run(run())
+    total = sum(n for n, _ in lots)
+    assert done == total
+    assert most == min(n_slots, total)
