@@ -34,7 +34,7 @@ def preflight(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    environment = environment_of(config.rollout.environment)
+    environment = environment_of(config.rollout)
     check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
     scorer_of(config.score.scorer)
     if config.start_model.enabled and not isinstance(environment, WarmUp):

@@ -13,7 +13,8 @@ from flows.picture import Picture, picture_of
 from flows.progress import RunProgress
 from flows.recording import Recording
 from tasks.rollout.admission import Admission
-from tasks.rollout.environment import Environment, environment_of
+from tasks.rollout.env_client import open_environment
+from tasks.rollout.environment import Environment
 from tasks.rollout.pool_sampler import PoolSampler
 from tasks.rollout.sampling import Player
 from tasks.rollout.tokens import ChatTokenizer
@@ -75,11 +76,15 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
         config_of=config.store,
     )
     pool = ServerPool()
-    environment = environment_of(config.rollout.environment)
+    opened = open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
     recording = Recording(config.observe.max_unrecorded_task_runs)
     try:
         with RunProgress(name, config.steps) as progress:
-            async with _open_scorings(config, store.manifest.run) as scorings, store.writer:
+            async with (
+                _open_scorings(config, store.manifest.run) as scorings,
+                opened as environment,
+                store.writer,
+            ):
                 yield Run(
                     config=config,
                     model=model,

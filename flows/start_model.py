@@ -79,7 +79,7 @@ async def _train(settings: Path, folder: Path, timeout_s: float, stop_grace_s: f
 
 
 def _write_corpus(config: RunConfig, tokenizer_folder: Path, path: Path) -> None:
-    environment = environment_of(config.rollout.environment)
+    environment = environment_of(config.rollout)
     if not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.enabled", True, remedy)

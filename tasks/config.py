@@ -27,16 +27,33 @@ def setting(default: Any, description: str, *, fixed: bool = False, **limits: An
     return Field(default, description=description, json_schema_extra={"fixed": fixed}, **limits)
 
 
+def named(field: str, name: str, registered: Mapping[str, str]) -> Any:
+    """What a setting names: a registered name, or an import path `package.module:attribute`.
+
+    Raises:
+        ConfigError: nothing can be imported under that name.
+    """
+    module, _, attribute = registered.get(name, name).partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise _unmakeable(field, name, registered, error) from error
+
+
 def made_by_name(field: str, name: str, registered: Mapping[str, str]) -> Any:
-    """Make what a setting names: a registered name, or an import path `package.module:Class`.
+    """Make what a setting names, without arguments.
 
     Raises:
         ConfigError: nothing can be imported under that name, or made without arguments.
     """
-    module, _, attribute = registered.get(name, name).partition(":")
+    factory = named(field, name, registered)
     try:
-        return getattr(importlib.import_module(module), attribute)()
+        return factory()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        names = ", ".join(sorted(registered))
-        remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
-        raise ConfigError(field, name, remedy) from error
+        raise _unmakeable(field, name, registered, error) from error
+
+
+def _unmakeable(field: str, name: str, registered: Mapping[str, str], error: Exception) -> ConfigError:
+    names = ", ".join(sorted(registered))
+    remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
+    return ConfigError(field, name, remedy)

@@ -17,6 +17,10 @@ RollmillError
 │   └── ParityError             weights arrived and give other log-probabilities
 ├── RolloutError
 │   ├── EpisodeError            the environment failed; the trajectory is a failed row
+│   │   ├── ToolError           a tool of the environment raised
+│   │   ├── EpisodeTimeoutError an environment in a worker process did not answer in time
+│   │   ├── EnvironmentDiedError its worker process ended, or was ended since it answered nobody
+│   │   └── ForeignError        its own error, raised in a worker process
 │   └── FailedShareError        more trajectories failed in a step than the configuration allows
 ├── ScoreError                  a scorer failed; the score is a failed row
 └── TrainError
@@ -119,6 +123,29 @@ class RolloutError(RollmillError):
 
 class EpisodeError(RolloutError):
     """An environment failed; the trajectory is kept as a failed row."""
+
+
+class ToolError(EpisodeError):
+    """A tool that the policy called raised."""
+
+
+class EpisodeTimeoutError(EpisodeError):
+    """An environment in a worker process did not answer within `rollout.env_timeout_s`."""
+
+
+class EnvironmentDiedError(EpisodeError):
+    """The worker process that played the episode ended, or was ended since it answered nobody."""
+
+
+class ForeignError(EpisodeError):
+    """What an environment raised in its worker process; `kind` is the name of its type there."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class FailedShareError(RolloutError):

@@ -16,6 +16,8 @@ class Addition:
     """Problems a+b= with two-digit a and b; one in five, by the crc32 of the problem, is held out."""
 
     name = "addition"
+    tools = ()
+    stop = ()
 
     def size(self, split: Split) -> int:
         return len(_problems(split))

@@ -24,6 +24,23 @@ class RolloutConfig(StageConfig):
     env_workers: int = setting(
         0, "Worker processes that play the environment; 0: the flow's process (never for verifiers).", ge=0
     )
+    env_timeout_s: float = setting(
+        60.0,
+        "Seconds an environment in a worker process has for one answer; a worker that answers no ping for as long is "
+        "ended and started again.",
+        gt=0.0,
+    )
+    env_start_timeout_s: float = setting(
+        120.0, "Seconds a worker process has to import and make the environment.", gt=0.0
+    )
+    env_worker_max_episodes: int = setting(
+        0, "Episodes after which another worker process takes over, against leaks; 0: never.", ge=0
+    )
+    env_max_restarts: int = setting(
+        3,
+        "How often in a row a worker process may fail without having ended one episode, before the run stops.",
+        ge=0,
+    )
     trajectory_timeout_s: float = setting(
         300.0,
         "Seconds one trajectory may take, a wait for a restarted server included; then it is cut.",

@@ -2,19 +2,34 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from tasks.config import made_by_name
+from tasks.config import made_by_name, named
+from tasks.rollout.config import RolloutConfig
 
 Split = Literal["train", "held_out"]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        name: of the tool that speaks.
+        tool_call_id: which call a tool answers.
+        tool_calls: calls in an assistant's message that was not sampled here; the policy's own stay in its content.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    name: str = ""
+    tool_call_id: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """What is set of it, as chat templates and data sets have it."""
+        every = {field: getattr(self, field) for field in self.__slots__}
+        return {field: value for field, value in every.items() if value or field in ("role", "content")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +80,16 @@ class SingleTurn:
 
 
 class Environment(Protocol):
-    """Produces problems, and plays the episodes of their trajectories."""
+    """Produces problems, and plays the episodes of their trajectories.
+
+    Attributes:
+        tools: JSON schemas of what the policy may call, for the model's chat template.
+        stop: texts of one token each that end the policy's turn, as its end of sequence does; they stay in it.
+    """
 
     name: str
+    tools: Sequence[Mapping[str, object]]
+    stop: Sequence[str]
 
     def size(self, split: Split) -> int:
         """Number of problems in a split."""
@@ -87,14 +109,26 @@ class WarmUp(Protocol):
         """(prompt, answer) pairs over the training problems only; the same ones for the same arguments."""
 
 
+@runtime_checkable
+class Configurable(Protocol):
+    """An environment's class that is made from the settings of `rollout`, not without arguments."""
+
+    def from_config(self, config: RolloutConfig) -> Environment:
+        """Make it; ConfigError names the setting that is wrong."""
+
+
 REGISTERED: Mapping[str, str] = {"addition": "tasks.rollout.addition:Addition"}
 
 
-def environment_of(name: str) -> Environment:
-    """Make an environment from its registered name or its import path `package.module:Class`.
+def environment_of(config: RolloutConfig) -> Environment:
+    """Make an environment in this process, from its registered name or its import path `package.module:Class`.
 
     Raises:
-        ConfigError: nothing can be imported under that name.
+        ConfigError: nothing can be imported under that name, or it cannot be made from these settings.
     """
-    made: Environment = made_by_name("rollout.environment", name, REGISTERED)
+    field, name = "rollout.environment", config.environment
+    factory = named(field, name, REGISTERED)
+    if isinstance(factory, Configurable):
+        return factory.from_config(config)
+    made: Environment = made_by_name(field, name, REGISTERED)
     return made

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tasks.errors import EpisodeError, ServiceError
+from tasks.errors import EpisodeError, ForeignError, ServiceError
 from tasks.rollout.environment import Environment, Episode, Message
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.trajectory import Draft, Status, Trajectory, Work
@@ -109,7 +109,8 @@ class Player:
         except ServiceError:
             raise
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
-            error_type, error = type(raised).__name__, str(raised)
+            error_type = raised.kind if isinstance(raised, ForeignError) else type(raised).__name__
+            error = str(raised)
         return draft.ended(
             work,
             status,

@@ -34,10 +34,11 @@ class Connection:
         url: http://host:port, without a path.
         api_key: sent as a bearer token; empty: none.
         connect_timeout_s: seconds to open a connection.
+        unix_socket: path of the socket that the server listens at instead of a port; empty: none.
     """
 
-    def __init__(self, url: str, *, api_key: str, connect_timeout_s: float) -> None:
-        self._url, self._connect_timeout_s = url, connect_timeout_s
+    def __init__(self, url: str, *, api_key: str, connect_timeout_s: float, unix_socket: str = "") -> None:
+        self._url, self._connect_timeout_s, self._unix_socket = url, connect_timeout_s, unix_socket
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -77,6 +78,10 @@ class Connection:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(connector=self._connector())
         return self._session
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self._unix_socket:
+            return aiohttp.UnixConnector(self._unix_socket, limit=0, keepalive_timeout=IDLE_S)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)

@@ -1,0 +1,198 @@
+"""An environment in worker processes: whatever one of them does, the others and the flow go on."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import (
+    EnvironmentDiedError,
+    EpisodeTimeoutError,
+    ForeignError,
+    ServiceDiedError,
+    ServiceStartError,
+)
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.env_client import RemoteEnvironment, open_environment
+from tasks.rollout.environment import Example, Message
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def opened(
+    logs: Path, name: str = "Planted", *, n_workers: int = 2, **settings: object
+) -> AbstractAsyncContextManager[RemoteEnvironment]:
+    values = {"environment": f"planted:{name}", "env_workers": n_workers, "env_timeout_s": TIMEOUT_S}
+    config = RolloutConfig.model_validate(values | settings)
+    return open_environment(config, logs=logs, stop_grace_s=1.0)
+
+
+async def play(environment: RemoteEnvironment, number: int, seed: int = 0) -> tuple[str, dict[str, object]]:
+    """Play an episode of two turns; returns what the environment said last, and the outcome."""
+    episode = environment.episode(Example("", {"number": number}), seed)
+    try:
+        messages = tuple(await episode.reply(()))
+        messages += (Message("assistant", "hello"),)
+        reply = tuple(await episode.reply(messages))
+        assert not await episode.reply((*messages, *reply, Message("assistant", "bye")))
+    finally:
+        outcome = dict(await episode.close())
+    return reply[0].content, outcome
+
+
+async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path) -> None:
+    async with opened(tmp_path) as environment:
+        assert (environment.name, environment.size("train"), environment.size("held_out")) == (
+            "planted",
+            8,
+            2,
+        )
+        assert (environment.stop, environment.tools[0]["type"]) == ([">"], "function")
+        assert await environment.example("held_out", 1) == Example("held_out 1", {"number": 1})
+        said, outcome = await play(environment, 0, seed=7)
+        assert said.startswith("pong")
+        assert outcome == {"seed": 7}
+
+
+async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_path: Path) -> None:
+    async with opened(tmp_path) as environment:
+        said = [content for content, _ in await asyncio.gather(*(play(environment, 0) for _ in range(8)))]
+        assert sorted(said.count(each) for each in set(said)) == [4, 4]
+        assert str(os.getpid()) not in "".join(said)
+
+
+async def test_what_an_environment_raises_fails_its_episode_under_its_own_name(tmp_path: Path) -> None:
+    async with opened(tmp_path, n_workers=1) as environment:
+        with pytest.raises(ForeignError, match="no such ping") as raised:
+            await play(environment, 3)
+        assert raised.value.kind == "LookupError"
+        assert (await play(environment, 0))[1] == {"seed": 0}
+        with pytest.raises(ForeignError) as raised:
+            await play(environment, 5)
+        assert raised.value.kind == "TypeError"
+
+
+async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_path: Path) -> None:
+    async with opened(tmp_path, n_workers=1) as environment:
+        slow = asyncio.ensure_future(play(environment, 4))
+        await asyncio.sleep(0.1)
+        assert (await play(environment, 0))[1] == {"seed": 0}
+        with pytest.raises(EpisodeTimeoutError, match=r"rollout\.env_timeout_s = 2 s"):
+            await slow
+        assert environment.restarts == 0
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["blocking", "crashing"])
+async def test_while_a_worker_blocks_or_crashes_the_others_go_on_and_it_is_replaced(
+    tmp_path: Path, number: int
+) -> None:
+    async with opened(tmp_path) as environment:
+        bad = asyncio.ensure_future(play(environment, number))
+        await asyncio.sleep(0)
+        for seed in range(5):
+            assert (await play(environment, 0, seed))[1] == {"seed": seed}
+        with pytest.raises((EnvironmentDiedError, EpisodeTimeoutError)):
+            await bad
+        assert len(await workers_that_answer(environment, 2)) == 2
+        assert environment.restarts == 1
+
+
+async def workers_that_answer(environment: RemoteEnvironment, n_workers: int) -> set[str]:
+    """Play until that many workers have answered."""
+    seen: set[str] = set()
+    async with asyncio.timeout(60):
+        while len(seen) < n_workers:
+            seen = {said for said, _ in await asyncio.gather(*(play(environment, 0) for _ in range(4)))}
+    return seen
+
+
+async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path: Path) -> None:
+    async with opened(tmp_path, n_workers=1) as environment:
+        beside = environment.episode(Example("", {"number": 0}), seed=0)
+        messages = tuple(await beside.reply(()))
+        bad = asyncio.ensure_future(play(environment, 1))
+        await asyncio.sleep(1)
+        with pytest.raises(
+            (EnvironmentDiedError, EpisodeTimeoutError), match=r"rollout\.env_timeout_s = 2 s"
+        ):
+            await beside.reply((*messages, Message("assistant", "hello")))
+        assert await beside.close() == {}
+        with pytest.raises((EnvironmentDiedError, EpisodeTimeoutError)):
+            await bad
+        assert (await play(environment, 0, 7))[1] == {"seed": 7}
+
+
+async def test_a_worker_hands_over_after_its_episodes_and_those_in_it_are_played_to_their_end(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path, n_workers=1, env_worker_max_episodes=4) as environment:
+        said = [content for content, _ in await asyncio.gather(*(play(environment, 0) for _ in range(12)))]
+        assert [said.count(each) for each in dict.fromkeys(said)] == [4, 4, 4]
+        assert environment.restarts == 0
+
+
+async def test_workers_that_die_again_and_again_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    async with opened(tmp_path, "DiesAtOnce", n_workers=1, env_max_restarts=1) as environment:
+        for _ in range(2):
+            with pytest.raises(EnvironmentDiedError, match="ended with status 4"):
+                await play(environment, 0)
+        with pytest.raises(ServiceDiedError, match=r"rollout\.env_max_restarts"):
+            await play(environment, 0)
+
+
+async def test_an_environment_that_cannot_be_made_in_a_worker_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ServiceStartError, match=r"rollout\.environment = 'planted:NeverUp'.*no data"):
+        async with opened(tmp_path, "NeverUp"):
+            pass
+
+
+async def test_an_error_of_the_body_comes_out_as_it_is_and_no_worker_lives_on(tmp_path: Path) -> None:
+    async def fail_after_an_episode() -> None:
+        nonlocal said
+        async with opened(tmp_path, n_workers=1) as environment:
+            said, _ = await play(environment, 0)
+            raise KeyError
+
+    said = ""
+    with pytest.raises(KeyError):
+        await fail_after_an_episode()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said.split()[1]), 0)
+
+
+OWNER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.env_client import open_environment
+
+async def main():
+    config = RolloutConfig(environment="planted:Planted", env_workers=2)
+    async with open_environment(config, logs=Path(sys.argv[1]), stop_grace_s=0.5):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_and_their_sockets_are_gone_when_the_flow_is_killed(tmp_path: Path) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    environment = os.environ | {"TMPDIR": str(sockets)}
+    subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], env=environment, check=False)
+    deadline = time.monotonic() + 30
+    while list(sockets.iterdir()):
+        assert time.monotonic() < deadline, "they are still there"
+        time.sleep(0.05)
