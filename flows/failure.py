@@ -1,9 +1,15 @@
-"""One error out of many: task groups collect errors, people want the cause."""
+"""Which error counts: one out of many, and those of Prefect's server, without which a run goes on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
+from prefect.exceptions import PrefectException
+
 from tasks.errors import RollmillError
+
+PREFECT_ERRORS = (httpx.HTTPError, PrefectException, TimeoutError)
+"""What a call of Prefect's API raises when its server is gone, too slow, or refuses."""
 
 
 @contextmanager

@@ -95,7 +95,7 @@ async def report_run(run: Run) -> None:
     """Close the run's books: its page in the UI, its task runs recorded, its manifest finished."""
     await create_run_artifact(run.folder)
     print_summary(run.folder, flow_run.ui_url or "")
-    left = await run.recording.wait_until_recorded(run.config.observe.record_timeout_s)
+    left = await run.recording.wait_until_recorded()
     if left:
         say(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
     run.store.finish()

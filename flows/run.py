@@ -77,7 +77,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
     )
     pool = ServerPool()
     opened = open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
-    recording = Recording(config.observe.max_unrecorded_task_runs)
+    recording = Recording(config.observe)
     try:
         with RunProgress(name, config.steps) as progress:
             async with (

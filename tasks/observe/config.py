@@ -14,6 +14,16 @@ class ObserveConfig(StageConfig):
     max_unrecorded_task_runs: int = setting(
         2000, "Task runs that Prefect has not recorded yet before new rollouts are held back.", ge=1, le=9000
     )
+    hold_back_timeout_s: float = setting(
+        60.0,
+        "Seconds to hold rollouts back while Prefect records nothing; then the run goes on without a whole picture.",
+        ge=0.0,
+    )
     record_timeout_s: float = setting(
         60.0, "Seconds to wait at the run's end until Prefect has recorded it.", ge=0.0
+    )
+    exit_timeout_s: float = setting(
+        5.0,
+        "Seconds that a command whose run is over waits for Prefect to take the last logs and events.",
+        ge=0.0,
     )

@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.picture import picture_of
 from flows.recording import Recording
+from tasks.observe.config import ObserveConfig
 
 pytestmark = pytest.mark.service
 
@@ -35,7 +36,7 @@ class Part:
 @flow(persist_result=False)
 async def three_groups(task_runs: TaskRuns, error: bool) -> tuple[str, list[Any], int]:
     """Three groups, the last of which is in two parts, and may fail; returns flow run, results and task runs."""
-    recording = Recording(2000)
+    recording = Recording(ObserveConfig())
     picture = picture_of(task_runs, recording)
 
     async def collect(group: int) -> str:
@@ -51,7 +52,7 @@ async def three_groups(task_runs: TaskRuns, error: bool) -> tuple[str, list[Any]
         return await picture.group(work, 7, group)
 
     results = await asyncio.gather(*(collect(group) for group in range(3)), return_exceptions=True)
-    await recording.wait_until_recorded(30)
+    await recording.wait_until_recorded()
     return flow_run.id, results, recording.n_started
 
 

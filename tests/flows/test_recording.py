@@ -1,0 +1,85 @@
+"""A run waits for Prefect's server when that helps, and never for ever."""
+
+from datetime import datetime
+
+import httpx
+
+from flows.recording import Recording
+from tasks.observe.config import ObserveConfig
+
+
+class Server:
+    """Has recorded one count after the other each time it is asked, and the last one from then on."""
+
+    def __init__(self, *counts: int | Exception) -> None:
+        self.counts = list(counts)
+        self.n_asked = 0
+
+    async def count(self, since: datetime) -> int:
+        self.n_asked += 1
+        count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        if isinstance(count, Exception):
+            raise count
+        return count
+
+
+def recording(server: Server, **settings: float) -> tuple[Recording, list[str]]:
+    """With ten task runs begun, of which four may be unrecorded."""
+    told: list[str] = []
+    config = ObserveConfig.model_validate({"max_unrecorded_task_runs": 4} | settings)
+    made = Recording(config, server.count, told.append)
+    for _ in range(10):
+        made.started()
+    return made, told
+
+
+async def test_server_is_not_asked_far_from_the_limit() -> None:
+    server = Server(0)
+    made, _ = recording(server, max_unrecorded_task_runs=10)
+    for _ in range(100):
+        await made.hold_back()
+    assert server.n_asked == 0
+
+
+async def test_rollouts_are_held_back_until_enough_is_recorded() -> None:
+    server = Server(0, 5, 6)
+    made, told = recording(server)
+    await made.hold_back()
+    assert (server.n_asked, told) == (3, [])
+    await made.hold_back()
+    assert server.n_asked == 3
+
+
+async def test_server_that_records_no_more_is_told_once_and_gone_on_without() -> None:
+    server = Server(3)
+    made, told = recording(server, hold_back_timeout_s=0.0)
+    await made.hold_back()
+    await made.hold_back()
+    assert server.n_asked == 2
+    (line,) = told
+    assert "3 of 10 task runs" in line
+    assert "observe.hold_back_timeout_s = 0" in line
+
+
+async def test_server_that_is_gone_is_told_with_the_reason_and_gone_on_without() -> None:
+    made, told = recording(Server(httpx.ConnectError("connection refused")), hold_back_timeout_s=0.0)
+    await made.hold_back()
+    (line,) = told
+    assert "ConnectError: connection refused" in line
+
+
+async def test_the_end_waits_until_all_is_recorded() -> None:
+    made, _ = recording(Server(4, 9, 10))
+    assert await made.wait_until_recorded() == 0
+
+
+async def test_the_end_waits_no_longer_than_allowed() -> None:
+    made, _ = recording(Server(9), record_timeout_s=0.0)
+    assert await made.wait_until_recorded() == 1
+
+
+async def test_the_end_does_not_wait_for_a_server_that_is_gone() -> None:
+    server = Server(7, httpx.ConnectError("connection refused"))
+    made, _ = recording(server)
+    assert await made.wait_until_recorded() == 3
+    assert server.n_asked == 2
