@@ -52,7 +52,6 @@ async def collect_step(run: Run, step: int) -> Collected:
     async with asyncio.TaskGroup() as fan_out:
         collecting = []
         for group in groups:
-            await run.recording.hold_back()
             collecting.append(fan_out.create_task(GroupCollection(collection, group).collect()))
             await asyncio.sleep(0)
     outcomes = [outcome for each in collecting for outcome in each.result()]

@@ -33,7 +33,10 @@ class Picture(Protocol):
         """Score a part of a group; arguments and result as for `rollout`."""
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
-        """Do all of a group's work, which calls `rollout` and `score` for its parts."""
+        """Do all of a group's work, which calls `rollout` and `score` for its parts.
+
+        Holds it back first while Prefect's server is too far behind with recording.
+        """
 
 
 def picture_of(task_runs: Literal["all", "groups", "events"], recording: Recording) -> Picture:
@@ -62,6 +65,7 @@ class PartPicture:
         return await score(part, step, _label(group, number))
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
+        await self._recording.hold_back()
         return await work()
 
 
@@ -79,6 +83,7 @@ class GroupPicture:
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
         kept = _Kept(work)
+        await self._recording.hold_back()
         self._recording.started()
         await group_run(kept, step, group)
         return kept.result

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
 from flows.folder import run_folder
+from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
 from flows.progress import RunProgress
 from flows.recording import Recording
@@ -79,6 +80,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
     opened = open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
     recording = Recording(config.observe)
     try:
+        await mark_leftovers(store.folder, config.observe.leftovers_timeout_s)
         with RunProgress(name, config.steps) as progress:
             async with (
                 _open_scorings(config, store.manifest.run) as scorings,

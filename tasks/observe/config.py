@@ -22,6 +22,9 @@ class ObserveConfig(StageConfig):
     record_timeout_s: float = setting(
         60.0, "Seconds to wait at the run's end until Prefect has recorded it.", ge=0.0
     )
+    leftovers_timeout_s: float = setting(
+        30.0, "Seconds in which a start marks what killed attempts left in Prefect as crashed.", ge=0.0
+    )
     exit_timeout_s: float = setting(
         5.0,
         "Seconds that a command whose run is over waits for Prefect to take the last logs and events.",

@@ -25,6 +25,7 @@ PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)
 """The partition keys of each data set, outermost first."""
 
 MANIFEST = "run.json"
+FLOW_RUNS = "flow_runs.json"
 _SCORER = re.compile(r"[\w.+-]+@[\w.+-]+", re.ASCII)
 
 

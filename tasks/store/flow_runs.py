@@ -1,0 +1,38 @@
+"""flow_runs.json: the flow runs that worked on a run and were not yet seen to have ended."""
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from pydantic import BaseModel, ValidationError
+
+from tasks.store.filesystem import files_of
+from tasks.store.layout import FLOW_RUNS, RunFolder
+
+MAX_KEPT = 20
+"""More than these are not of interest: the run was killed as often without its Prefect server being there."""
+
+
+class _FlowRuns(BaseModel):
+    flow_runs: list[UUID]
+
+
+def read_flow_runs(folder: RunFolder) -> list[UUID]:
+    """Their ids, oldest first; empty when there is no such file, or it is damaged: it serves the UI alone."""
+    if not files_of(folder).keys(FLOW_RUNS):
+        return []
+    with files_of(folder).open(FLOW_RUNS) as source:
+        text = source.read()
+    try:
+        return _FlowRuns.model_validate_json(text).flow_runs
+    except ValidationError:
+        return []
+
+
+def write_flow_runs(folder: RunFolder, ids: Sequence[UUID]) -> None:
+    """Replace them, by whoever holds the run's lock.
+
+    Raises:
+        StoreError: they could not be written.
+    """
+    text = _FlowRuns(flow_runs=list(ids)[-MAX_KEPT:]).model_dump_json(indent=2).encode() + b"\n"
+    files_of(folder).publish(FLOW_RUNS, lambda sink: sink.write(text))

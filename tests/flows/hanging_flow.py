@@ -1,0 +1,54 @@
+"""A flow whose task runs hang, or end, in a process that a test may end: `python hanging_flow.py FOLDER HANG [FLOW_RUN]`.
+
+With a flow run's id it does not begin one, but works on that one again, as Prefect's Retry does.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from uuid import UUID
+
+from prefect import flow, get_client
+from prefect.flow_engine import run_flow_async
+
+from flows.leftovers import mark_leftovers
+from flows.picture import picture_of
+from flows.recording import Recording
+from tasks.observe.config import ObserveConfig
+from tasks.store.layout import RunFolder
+
+N_TASK_RUNS = 4
+
+
+class Part:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def sample(self) -> str:
+        await asyncio.sleep(self.seconds)
+        return "sampled"
+
+
+@flow(persist_result=False)
+async def hanging(folder: str, hang: bool) -> None:
+    recording = Recording(ObserveConfig())
+    picture = picture_of("all", recording)
+    await mark_leftovers(RunFolder(Path(folder)), timeout_s=30)
+    async with asyncio.TaskGroup() as fan_out:
+        for group in range(N_TASK_RUNS):
+            fan_out.create_task(picture.rollout(Part(3600.0 if hang else 0.0), 0, group))
+    await recording.wait_until_recorded()
+
+
+async def work(folder: str, hang: bool, flow_run_id: str) -> None:
+    arguments = {"folder": folder, "hang": hang}
+    if not flow_run_id:
+        await hanging(**arguments)
+        return
+    async with get_client() as client:
+        flow_run = await client.read_flow_run(UUID(flow_run_id))
+    await run_flow_async(hanging, flow_run=flow_run, parameters=arguments)
+
+
+if __name__ == "__main__":
+    asyncio.run(work(sys.argv[1], sys.argv[2] == "hang", "".join(sys.argv[3:])))

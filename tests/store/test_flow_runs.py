@@ -1,0 +1,34 @@
+"""The note of flow runs serves the picture in the UI alone: it never stands in a run's way."""
+
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from tasks.store.flow_runs import MAX_KEPT, read_flow_runs, write_flow_runs
+from tasks.store.layout import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    (tmp_path / ".tmp").mkdir()
+    return RunFolder(tmp_path)
+
+
+def test_what_was_written_is_read(folder: RunFolder) -> None:
+    assert read_flow_runs(folder) == []
+    ids = [uuid4(), uuid4()]
+    write_flow_runs(folder, ids)
+    assert read_flow_runs(folder) == ids
+
+
+def test_the_latest_are_kept(folder: RunFolder) -> None:
+    ids = [UUID(int=number) for number in range(MAX_KEPT + 5)]
+    write_flow_runs(folder, ids)
+    assert read_flow_runs(folder) == ids[5:]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"flow_runs": 3}', '{"flow_runs": ["no id"]}'])
+def test_a_damaged_note_is_an_empty_one(folder: RunFolder, text: str) -> None:
+    (folder.root / "flow_runs.json").write_text(text)
+    assert read_flow_runs(folder) == []
