@@ -129,3 +129,29 @@ def test_a_server_that_cannot_be_brought_back_ends_the_run_with_its_last_log_lin
     assert "Traceback (most recent call last)" not in output.split("its last log lines")[0]
     assert len(rollouts(run)) > 0
     assert inspect(workplace, str(run))["trajectories"] == len(rollouts(run))
+
+
+def test_steps_that_overlap_survive_a_kill_and_stay_within_their_staleness(workplace: Any) -> None:
+    run = workplace.folder / "runs" / "small"
+    words = ("run", "small", "--set", "rollout.max_staleness=1", "--set", "rollout.trajectories_per_task=2")
+    words += ("--set", "steps=5", "--set", "evaluate.every=1", "--set", "rollout.env_workers=1")
+    killed = workplace.start(*words)
+    wait_until(lambda: rollouts(run)["step"].n_unique() > 2, killed)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    wait_until_gone(workplace)
+    stored = rollouts(run).sort("trajectory_id")
+
+    resumed = workplace.run(*words)
+    assert resumed.returncode == 0, resumed.stdout
+
+    rows = rollouts(run)
+    assert len(rows) == rows["trajectory_id"].n_unique() == 5 * GROUPS * GROUP_SIZE
+    assert rows.join(stored, on="trajectory_id", how="semi").sort("trajectory_id").equals(stored)
+    staleness = rows["step"] - rows["policy_version_first"]
+    assert staleness.min() >= 0
+    assert staleness.max() == 1
+    assert [each["step"] for each in inspect(workplace, str(run))["held_out"]] == [0, 1, 2, 3, 4, 5]
+    evaluations = pl.scan_ipc(run / "evaluations/**/*.arrow", hive_partitioning=True).collect()
+    assert (evaluations["policy_version"] == evaluations["policy_version_first"]).all()
+    assert (evaluations["policy_version"] == evaluations["policy_version_last"]).all()

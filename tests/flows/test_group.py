@@ -1,0 +1,308 @@
+"""A group on its way, with a sampler and a scorer that do as they are told."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from flows.config import RunConfig
+from flows.drops import drop_line, drop_metrics, drops
+from flows.failures import FailureWatch
+from flows.group import GroupCollection, StepCollection
+from flows.progress import RunProgress
+from flows.recording import Recording
+from flows.run import Run
+from tasks.errors import FailedShareError, RequestError
+from tasks.observe.metrics import Metric
+from tasks.rollout.addition import Addition
+from tasks.rollout.admission import Admission
+from tasks.rollout.sampling import Player, Sampled
+from tasks.rollout.task import SampledPart
+from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from tasks.rollout.trajectory import Work
+from tasks.score.outcome import NOT_WHOLE, GroupOutcome
+from tasks.score.task import ScoredPart
+from tasks.serve.pool import ServerPool
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.rows import Rows, values
+from tasks.store.run import OpenRun
+from tasks.store.schemas import batch_of
+from tasks.store.step import StoredStep
+
+T = TypeVar("T")
+GROUP_SIZE = 4
+
+
+class PlannedSampler:
+    """Answers after a sample's seconds, or raises its error."""
+
+    def __init__(self, plan: dict[int, float | Exception] | None = None) -> None:
+        self.plan = plan or {}
+        self.sampled: list[int] = []
+
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        self.sampled.append(work.sample)
+        act = self.plan.get(work.sample, 0.0)
+        if isinstance(act, Exception):
+            raise act
+        await asyncio.sleep(act)
+        ids = np.array([9, 1], np.int32)
+        return Sampled(ids, np.array([-0.5, -0.25], np.float32), [(0, 0)], "stop", "http://server")
+
+
+class PlannedScoring:
+    """Gives each sample its own number as reward, or the status of its plan; counts whom it saw together."""
+
+    key = "planned@1"
+
+    def __init__(self, *, by_group: bool = False, statuses: dict[int, str] | None = None) -> None:
+        self.by_group, self.statuses = by_group, statuses or {}
+        self.calls: list[list[int]] = []
+
+    async def score(self, rollouts: Rows, *, step: int) -> Rows:
+        samples = [int(str(each)) for each in values(rollouts, "sample")]
+        self.calls.append(samples)
+        n = len(samples)
+        statuses = [self.statuses.get(sample, "scored") for sample in samples]
+        is_scored = [status == "scored" for status in statuses]
+        return batch_of(
+            "scores",
+            {
+                **{
+                    name: values(rollouts, name)
+                    for name in ("run", "step", "group", "sample", "trajectory_id")
+                },
+                "scorer": ["planned"] * n,
+                "version": ["1"] * n,
+                "status": statuses,
+                "error_type": ["" if scored else "ScoreError" for scored in is_scored],
+                "error": ["" if scored else "it would not" for scored in is_scored],
+                "reward": [float(s) if ok else math.nan for s, ok in zip(samples, is_scored, strict=True)],
+                "components": ["{}"] * n,
+                "subgroup": [0] * n,
+                "duration_s": [0.0] * n,
+            },
+        )
+
+    def metrics(self) -> list[Metric]:
+        return []
+
+
+class Diary:
+    """A picture that writes down when each part begins and ends."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
+        self.lines.append(f"rollout {number}")
+        how = await part.sample()
+        self.lines.append(f"rollout {number} done")
+        return how
+
+    async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
+        self.lines.append(f"score {number}")
+        return await part.score()
+
+    async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
+        self.lines.append("group")
+        return await work()
+
+
+@asynccontextmanager
+async def opened(folder: Path, sampler: PlannedSampler, scoring: Any, **settings: Any) -> AsyncIterator[Run]:
+    """A run without services."""
+    rollout = {"group_size": GROUP_SIZE, "groups_per_step": 1} | settings.pop("rollout", {})
+    config = RunConfig.model_validate({"start_model": {"enabled": True}, "rollout": rollout} | settings)
+    store = OpenRun.open(
+        RunFolder(folder / "run"),
+        config=config.model_dump(mode="json"),
+        fixed=frozenset(),
+        versions={},
+        git_commit="",
+        config_of=StoreConfig(flush_s=0.0),
+    )
+    tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
+    environment, recording = Addition(), Recording(1000)
+    try:
+        async with store.writer:
+            yield Run(
+                config=config,
+                model=folder / "model",
+                store=store,
+                environment=environment,
+                scoring=scoring,
+                held_out_scoring=scoring,
+                player=Player(environment, tokenizer, sampler, 256, config.rollout.trajectory_timeout_s, 0.1),
+                admission=Admission(config.rollout.max_in_flight),
+                pool=ServerPool(),
+                recording=recording,
+                picture=Diary(),
+                progress=RunProgress("run", 1),
+            )
+    finally:
+        store.close()
+
+
+def diary(run: Run) -> list[str]:
+    assert isinstance(run.picture, Diary)
+    return run.picture.lines
+
+
+async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
+    """Collect group 0 of step 0 as a process that has just opened the run does."""
+    stored = StoredStep.read(run.folder, 0, run.scoring.key)
+    failures = FailureWatch(0, GROUP_SIZE, max_share, lambda: logging.getLogger("test"))
+    return await GroupCollection(StepCollection(run, 0, stored, failures), 0).collect()
+
+
+def stored(run: Run, dataset: str) -> list[dict[str, Any]]:
+    partition = {"scorer": "planned@1"} if dataset == "scores" else {}
+    rows: list[dict[str, Any]] = read(run.folder, dataset, step=0, **partition).to_pylist()
+    return sorted(rows, key=lambda row: row.get("sample", 0))
+
+
+async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
+    sampler, scoring = PlannedSampler({3: 0.3}), PlannedScoring()
+    async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
+        (outcome,) = await collected(run)
+    lines = diary(run)
+    assert lines.index("score 0") < lines.index("rollout 3 done")
+    assert scoring.calls[-1] == [3]
+    assert outcome.advantages.tolist() == [-1.5, -0.5, 0.5, 1.5]
+
+
+async def test_the_parts_of_a_group_hold_as_many_trajectories_as_configured(tmp_path: Path) -> None:
+    scoring = PlannedScoring()
+    async with opened(tmp_path, PlannedSampler(), scoring, rollout={"trajectories_per_task": 3}) as run:
+        await collected(run)
+    assert sorted(scoring.calls) == [[0, 1, 2], [3]]
+
+
+async def test_survivors_of_a_partial_group_are_trained_on_and_failures_are_rows(tmp_path: Path) -> None:
+    sampler = PlannedSampler({1: RequestError("status 400: no")})
+    async with opened(tmp_path, sampler, PlannedScoring(statuses={2: "failed"})) as run:
+        (outcome,) = await collected(run)
+        assert [row["status"] for row in stored(run, "rollouts")] == [
+            "complete",
+            "failed",
+            "complete",
+            "complete",
+        ]
+        assert [row["status"] for row in stored(run, "scores")] == ["scored", "failed", "scored"]
+    assert (outcome.reason, [survivor.sample for survivor in outcome.survivors]) == ("", [0, 3])
+
+
+async def test_a_groups_scorer_sees_all_survivors_at_once(tmp_path: Path) -> None:
+    sampler, scoring = PlannedSampler({1: RequestError("no")}), PlannedScoring(by_group=True)
+    async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
+        await collected(run)
+    assert scoring.calls == [[0, 2, 3]]
+
+
+async def test_a_group_that_must_be_whole_is_not_scored_when_it_is_not(tmp_path: Path) -> None:
+    sampler, scoring = PlannedSampler({1: RequestError("no")}), PlannedScoring(by_group=True)
+    async with opened(tmp_path, sampler, scoring, score={"needs_whole_group": True}) as run:
+        (outcome,) = await collected(run)
+    assert not scoring.calls
+    assert outcome.reason == NOT_WHOLE
+
+
+async def test_a_straggler_is_cut_and_the_group_goes_on_without_it(tmp_path: Path) -> None:
+    settings = {"group_timeout_s": 0.2, "trajectories_per_task": 1}
+    async with opened(tmp_path, PlannedSampler({0: 60.0}), PlannedScoring(), rollout=settings) as run:
+        (outcome,) = await collected(run)
+        first, *rest = stored(run, "rollouts")
+    assert (first["status"], first["error_type"]) == ("cancelled", "Deadline")
+    assert {row["status"] for row in rest} == {"complete"}
+    assert [survivor.sample for survivor in outcome.survivors] == [1, 2, 3]
+
+
+async def test_only_what_is_missing_is_sampled_and_only_what_is_unscored_is_scored(tmp_path: Path) -> None:
+    class Dying(PlannedScoring):
+        async def score(self, rollouts: Rows, *, step: int) -> Rows:
+            if self.calls:
+                raise RuntimeError  # as when the process is ended between a rollout and its score
+            return await super().score(rollouts, step=step)
+
+    settings = {"trajectories_per_task": 2}
+    first = PlannedSampler({2: 0.05, 3: 0.05})
+    with pytest.raises(ExceptionGroup):
+        async with opened(tmp_path, first, Dying(), rollout=settings) as run:
+            await collected(run)
+    second, scoring = PlannedSampler(), PlannedScoring()
+    async with opened(tmp_path, second, scoring, rollout=settings) as run:
+        (outcome,) = await collected(run)
+        assert len(stored(run, "rollouts")) == len(stored(run, "scores")) == GROUP_SIZE
+    assert not second.sampled
+    assert scoring.calls == [[2, 3]]
+    assert len(outcome.survivors) == GROUP_SIZE
+
+
+async def test_too_many_failures_end_the_run_at_once_and_say_what_failed_most(tmp_path: Path) -> None:
+    plan: dict[int, float | Exception] = {0: RequestError("status 400: no"), 1: RequestError("no"), 2: 60.0}
+    async with opened(tmp_path, PlannedSampler(plan), PlannedScoring()) as run:
+        with pytest.raises(ExceptionGroup) as raised:
+            await collected(run, max_share=0.25)
+        await run.store.writer.flush()
+        assert len(stored(run, "rollouts")) >= 2
+    (error,) = leaves(raised.value)
+    assert isinstance(error, FailedShareError)
+    assert "2 of 4 trajectories failed, rollout.max_failed_share allows 0.25; 2 times RequestError" in str(
+        error
+    )
+
+
+def leaves(group: ExceptionGroup[Exception]) -> Sequence[Exception]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (leaves(error) if isinstance(error, ExceptionGroup) else [error])
+    ]
+
+
+async def test_each_failure_is_logged_once_with_its_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = PlannedSampler({1: RequestError("status 400: no")})
+    async with opened(tmp_path, sampler, PlannedScoring(statuses={2: "dropped"})) as run:
+        await collected(run)
+        await collected(run)
+    told = [record.getMessage() for record in caplog.records if record.name == "test"]
+    assert len(told) == 2
+    assert "failed: RequestError: status 400: no" in told[0]
+    assert "dropped: ScoreError: it would not" in told[1]
+
+
+async def test_a_step_says_what_it_lost_by_cause_and_by_length(tmp_path: Path) -> None:
+    settings = {"group_timeout_s": 0.3, "trajectories_per_task": 1}
+    sampler = PlannedSampler({0: 60.0, 1: RequestError("no")})
+    scoring = PlannedScoring(statuses={2: "dropped"})
+    async with opened(tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}) as run:
+        await collected(run)
+        await run.store.writer.flush()
+        fates = drops(run.folder, 0, scoring.key)
+    causes = sorted(fates["cause"].to_list())
+    assert causes == ["Deadline", "RequestError", "dropped_by_scorer", "too_few_survivors"]
+    assert drop_line(fates).startswith("4 lost (")
+    metrics = {metric.name: metric.value for metric in drop_metrics(fates)}
+    assert (metrics["drops/trajectories"], metrics["drops/share"]) == (4.0, 1.0)
+    assert metrics["drops/cause_Deadline"] == 1.0
+    assert metrics["drops/lost_up_to_16_tokens"] == 4.0
+    assert "drops/kept_tokens" not in metrics
+
+
+async def test_a_step_that_lost_nothing_says_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path, PlannedSampler(), PlannedScoring()) as run:
+        await collected(run)
+        fates = drops(run.folder, 0, run.scoring.key)
+    assert drop_line(fates) == ""
+    assert {metric.name: metric.value for metric in drop_metrics(fates)}["drops/kept_tokens"] == 2.0
