@@ -76,7 +76,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
         git_commit=_git_commit(),
         config_of=config.store,
     )
-    pool = ServerPool()
+    pool, tokenizer = ServerPool(), ChatTokenizer.load(model)
     opened = open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
     recording = Recording(config.observe)
     try:
@@ -96,9 +96,13 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                     held_out_scoring=scorings[-1],
                     player=Player(
                         environment=environment,
-                        tokenizer=ChatTokenizer.load(model),
+                        tokenizer=tokenizer,
                         sampler=PoolSampler(
-                            pool, config.rollout, store.manifest.run, config.serve.request_timeout_s
+                            pool,
+                            config.rollout,
+                            store.manifest.run,
+                            config.serve.request_timeout_s,
+                            stop_token_ids=tokenizer.stop_ids(environment.stop),
                         ),
                         max_tokens=config.serve.max_model_len,
                         timeout_s=config.rollout.trajectory_timeout_s,

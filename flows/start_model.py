@@ -7,7 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
@@ -15,7 +14,8 @@ from flows.config import RunConfig
 from flows.progress import say
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError, TrainError
-from tasks.rollout.environment import Message, WarmUp, environment_of
+from tasks.rollout.conversation import tokenized
+from tasks.rollout.environment import WarmUp, environment_of
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.serve.process import LaunchedProcess
 from tasks.store.corpus import write_corpus
@@ -85,9 +85,8 @@ def _write_corpus(config: RunConfig, tokenizer_folder: Path, path: Path) -> None
         raise ConfigError("start_model.enabled", True, remedy)
     tokenizer = ChatTokenizer.load(save_character_tokenizer(tokenizer_folder))
     n_examples = config.start_model.steps * config.start_model.batch_size
-    token_ids, loss_masks = [], []
-    for prompt, answer in environment.warm_up_corpus(config.seed, n_examples):
-        before, after = tokenizer.encode([Message("user", prompt)]), tokenizer.encode_answer(answer)
-        token_ids.append(np.concatenate([before, after]))
-        loss_masks.append(np.repeat([False, True], [len(before), len(after)]))
-    write_corpus(path, token_ids, loss_masks)
+    examples = [
+        tokenized(tokenizer, conversation, environment.tools, environment.stop)
+        for conversation in environment.warm_up_corpus(config.seed, n_examples)
+    ]
+    write_corpus(path, [token_ids for token_ids, _ in examples], [loss_mask for _, loss_mask in examples])

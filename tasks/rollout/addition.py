@@ -29,12 +29,15 @@ class Addition:
     def episode(self, example: Example, seed: int) -> Episode:
         return SingleTurn((Message("user", str(example.content["problem"])),))
 
-    def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[str, str]]:
-        """(problem, noisy student's answer) pairs over the training problems only."""
+    def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[Message, ...]]:
+        """Problems and noisy students' answers, over the training problems only."""
         random = np.random.default_rng([seed, 0x5EED])
         problems = _problems("train")
         chosen = (problems[i] for i in random.integers(len(problems), size=n_examples))
-        return [(f"{a}+{b}=", noisy_student(a, b, random)) for a, b in chosen]
+        return [
+            (Message("user", f"{a}+{b}="), Message("assistant", noisy_student(a, b, random)))
+            for a, b in chosen
+        ]
 
 
 @cache

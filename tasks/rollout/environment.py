@@ -105,8 +105,11 @@ class Environment(Protocol):
 class WarmUp(Protocol):
     """An environment that can also write the corpus of a start model."""
 
-    def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[str, str]]:
-        """(prompt, answer) pairs over the training problems only; the same ones for the same arguments."""
+    def warm_up_corpus(self, seed: int, n_examples: int) -> Sequence[Sequence[Message]]:
+        """Conversations over the training problems only, the policy's messages as it is to say them.
+
+        The same ones for the same arguments.
+        """
 
 
 @runtime_checkable
@@ -117,7 +120,11 @@ class Configurable(Protocol):
         """Make it; ConfigError names the setting that is wrong."""
 
 
-REGISTERED: Mapping[str, str] = {"addition": "tasks.rollout.addition:Addition"}
+REGISTERED: Mapping[str, str] = {
+    "addition": "tasks.rollout.addition:Addition",
+    "calculator": "tasks.rollout.calculator:Calculator",
+    "guess": "tasks.rollout.guess:Guess",
+}
 
 
 def environment_of(config: RolloutConfig) -> Environment:

@@ -21,12 +21,14 @@ class PoolSampler:
 
     Attributes:
         run: id of the run; an answer by weights of another run is an error.
+        stop_token_ids: what ends a turn besides an end of sequence.
     """
 
     pool: ServerPool
     config: RolloutConfig
     run: str
     timeout_s: float
+    stop_token_ids: tuple[int, ...] = ()
 
     async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
         """One completion of `token_ids`; see Sampler."""
@@ -47,7 +49,8 @@ class PoolSampler:
                 token_ids,
                 max_tokens=self.config.max_completion_tokens,
                 temperature=work.temperature,
-                seed=work.seed,
+                seed=turn_seed(work.seed, len(token_ids)),
+                stop_token_ids=self.stop_token_ids,
                 timeout_s=self.timeout_s,
             )
             return Sampled(
@@ -65,3 +68,8 @@ class PoolSampler:
                 f"a server answered with weights of another run: {', '.join(sorted(strangers))}"
             )
         return [(start, version.version) for start, version in spans]
+
+
+def turn_seed(seed: int, n_tokens: int) -> int:
+    """Seed of the turn that goes on from `n_tokens` tokens: another for each turn, or they would share their luck."""
+    return (seed + n_tokens) % (1 << 63)

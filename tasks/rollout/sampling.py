@@ -157,7 +157,7 @@ class Player:
 
     async def _turns(self, episode: Episode, work: Work, draft: Draft, deadline: Deadline) -> Status:
         draft.messages = await self._reply(episode, draft, deadline)
-        draft.add_context(self.tokenizer.encode(draft.messages))
+        draft.add_context(self.tokenizer.encode(draft.messages, self.environment.tools))
         while draft.n_tokens < self.max_tokens:
             await self._complete(work, draft, deadline)
             if draft.finish_reason != "stop":
@@ -165,7 +165,14 @@ class Player:
             reply = await self._reply(episode, draft, deadline)
             if not reply:
                 return "complete"
-            draft.add_context(self.tokenizer.encode_reply(draft.messages, reply))
+            draft.add_context(
+                self.tokenizer.encode_reply(
+                    draft.messages,
+                    reply,
+                    self.environment.tools,
+                    is_ended=draft.last_token in self.tokenizer.eos_ids,
+                )
+            )
             draft.messages += reply
         return "truncated"
 

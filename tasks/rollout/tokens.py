@@ -1,10 +1,14 @@
 """Text to token ids and back, in the flow's process, without a deep-learning framework."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -13,6 +17,11 @@ from tasks.rollout.environment import Message
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=<>[]()|?!.,:;"
 PAD, EOS = "<pad>", "<eos>"
+PLACEHOLDER = "rollmill"
+"""Written in place of the policy's message where only what follows it is wanted."""
+
+Tools: TypeAlias = Sequence[Mapping[str, object]]
+"""JSON schemas of what the policy may call."""
 
 
 class ChatTokenizer:
@@ -24,8 +33,8 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
         self._specials = specials
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._template = environment.from_string(template) if template else None
+        self._template = _template_of(template) if template else None
+        self._end_texts = [text for each in sorted(eos_ids) if (text := tokenizer.id_to_token(each))]
 
     @classmethod
     def load(cls, model: Path) -> "ChatTokenizer":
@@ -53,26 +62,60 @@ class ChatTokenizer:
         """True when conversations are written by a chat template, False when their texts are joined."""
         return self._template is not None
 
-    def encode(self, messages: Sequence[Message]) -> np.ndarray:
+    def encode(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """[T] int32 token ids that ask the policy for its next message."""
-        return self._ids(self._render(messages, ask=True))
+        return self._ids(self._render(messages, tools, ask=True))
 
-    def encode_reply(self, messages: Sequence[Message], reply: Sequence[Message]) -> np.ndarray:
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        reply: Sequence[Message],
+        tools: Tools = (),
+        *,
+        is_ended: bool = True,
+    ) -> np.ndarray:
         """[T] int32 token ids that the environment's reply adds after the policy's last token.
+
+        What the policy sampled is not written again: the template writes a placeholder in its place, and what
+        follows that is taken.
+
+        Args:
+            messages: the conversation, the policy's message last.
+            reply: the environment's turn.
+            tools: as in `encode`.
+            is_ended: True when the policy's last token is an end of sequence, False when it is a stop text.
 
         Raises:
             EpisodeError: the chat template changes what it wrote before.
         """
-        before, after = self._render(messages, ask=False), self._render((*messages, *reply), ask=True)
-        if not after.startswith(before):
+        said = (*messages[:-1], replace(messages[-1], content=PLACEHOLDER))
+        before, after = self._render(said, tools, ask=False), self._render((*said, *reply), tools, ask=True)
+        start = before.rfind(PLACEHOLDER) + len(PLACEHOLDER)
+        if not after.startswith(before) or start < len(PLACEHOLDER):
             raise EpisodeError(
                 "the chat template rewrites earlier turns, so turns cannot be joined by token ids"
             )
-        return self._ids(after[len(before) :])
+        added = after[start:]
+        end = next((text for text in self._end_texts if added.startswith(text)), "") if is_ended else ""
+        return self._ids(added[len(end) :])
 
-    def encode_answer(self, answer: str) -> np.ndarray:
-        """[T] int32 token ids of an answer of the policy, with the end of the sequence."""
-        return np.append(self._ids(answer), np.int32(min(self.eos_ids))).astype(np.int32)
+    def encode_answer(self, answer: str, stop: Sequence[str] = ()) -> np.ndarray:
+        """[T] int32 token ids of a turn of the policy, with the end of the sequence unless a stop text ends it."""
+        end = [] if answer.endswith(tuple(stop)) else [min(self.eos_ids)]
+        return np.append(self._ids(answer), np.array(end, np.int32)).astype(np.int32)
+
+    def stop_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
+        """Token ids of texts that end a turn.
+
+        Raises:
+            ConfigError: one is not a single token of this model.
+        """
+        ids = {text: self._ids(text).tolist() for text in stop}
+        for text, found in ids.items():
+            if len(found) != 1:
+                remedy = f"its environment ends turns at {text!r}, which must be one token of the model, not {len(found)}"
+                raise ConfigError("rollout.environment", text, remedy)
+        return tuple(found[0] for found in ids.values())
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Text of token ids, special tokens left out."""
@@ -81,11 +124,41 @@ class ChatTokenizer:
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def _render(self, messages: Sequence[Message], *, ask: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, *, ask: bool) -> str:
         if self._template is None:
             return "".join(message.content for message in messages)
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self._template.render(messages=turns, add_generation_prompt=ask, **self._specials)
+        turns = [message.as_json() for message in messages]
+        offered = list(tools) or None
+        try:
+            return self._template.render(
+                messages=turns, tools=offered, add_generation_prompt=ask, **self._specials
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise EpisodeError(f"the chat template refuses a conversation of {roles}: {error}") from error
+
+
+def _template_of(text: str) -> Template:
+    """A chat template, with the functions that those of model folders count on."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _plain_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment.from_string(text)
+
+
+def _plain_json(value: object, indent: int | None = None, **_: object) -> str:
+    """JSON as it is, where jinja's own filter writes it for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _text(token: object) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
@@ -100,6 +100,11 @@ class Draft:
         self.finish_reason = finish_reason
         self.turns += 1
 
+    @property
+    def last_token(self) -> int:
+        """The last token so far; -1 when there is none."""
+        return int(self.parts[-1][0][-1]) if self.parts and len(self.parts[-1][0]) else -1
+
     def token_ids(self) -> np.ndarray:
         """[T] int32."""
         return np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in self.parts)]).astype(np.int32)
@@ -171,7 +176,7 @@ def rollout_columns(run: str, step: int, env: str, trajectories: Sequence[Trajec
         "policy_version_last": [each[-1] for each in versions],
         "version_span_starts": [[start for start, _ in row.version_spans] for row in rows],
         "version_span_versions": [[version for _, version in row.version_spans] for row in rows],
-        "messages": [json.dumps([asdict(message) for message in row.messages]) for row in rows],
+        "messages": [json.dumps([message.as_json() for message in row.messages]) for row in rows],
         "outcome": [json.dumps(dict(row.outcome)) for row in rows],
         "token_ids": ragged([row.token_ids for row in rows], schema.field("token_ids").type),
         "loss_mask": ragged([row.loss_mask for row in rows], schema.field("loss_mask").type),

@@ -46,7 +46,11 @@ class Scorer(Protocol):
         """Whatever it raises becomes a failed row of that trajectory."""
 
 
-REGISTERED: Mapping[str, str] = {"addition": "tasks.score.addition:AdditionScorer"}
+REGISTERED: Mapping[str, str] = {
+    "addition": "tasks.score.addition:AdditionScorer",
+    "calculator": "tasks.score.calculator:CalculatorScorer",
+    "guess": "tasks.score.guess:GuessScorer",
+}
 
 
 def scorer_of(name: str) -> Scorer:

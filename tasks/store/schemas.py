@@ -59,7 +59,11 @@ _SAMPLED = (
         "[S] index into token_ids where a span of one policy version begins",
     ),
     _column("version_span_versions", _INT32_LIST, "[S] policy version of each span"),
-    _column("messages", pa.large_string(), "JSON: the conversation as a list of {role, content}"),
+    _column(
+        "messages",
+        pa.large_string(),
+        "JSON: the conversation as a list of {role, content}, and where set name, tool_call_id, tool_calls",
+    ),
     _column("token_ids", _INT32_LIST, "[T] prompt, completions and what the environment said between them"),
     _column("loss_mask", pa.large_list(pa.bool_()), "[T] True on tokens that the policy sampled"),
     _column(

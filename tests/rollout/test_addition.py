@@ -24,7 +24,7 @@ async def test_at_least_512_problems_are_held_out_and_the_corpus_has_none_of_the
         (await environment.example("held_out", i)).content["problem"]
         for i in range(environment.size("held_out"))
     }
-    corpus = {problem for problem, _ in environment.warm_up_corpus(0, 2000)}
+    corpus = {opening.content for opening, _ in environment.warm_up_corpus(0, 2000)}
     assert len(held_out) >= 512
     assert not corpus & held_out
 

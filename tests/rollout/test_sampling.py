@@ -23,6 +23,8 @@ class Echo:
     """An environment of two turns: asks for a number, asks again, then is silent."""
 
     name = "echo"
+    tools = ()
+    stop = ()
 
     def size(self, split: Split) -> int:
         return 10

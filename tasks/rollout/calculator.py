@@ -1,0 +1,140 @@
+"""Word problems with a calculator: `ann has 17 bags of 55 coins?` -> `<17*55>`, tool `935|`, -> `935`."""
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from tasks.rollout.environment import Episode, Example, Message, Split
+
+NAMES = ("ann", "ben", "eva", "joe", "kim", "leo", "mia", "tom")
+THINGS = ("bags", "cups", "jars", "nets", "rows", "sets")
+SMALLEST, LARGEST = 10, 99
+HELD_OUT_MODULUS = 5
+CALL = re.compile(r"<(\d{1,6})([-+*])(\d{1,6})>")
+NO_RESULT = "?|"
+
+
+class Calculator:
+    """Problems a*b, a+b and a-b in words; one in five, by the crc32 of the problem, is held out."""
+
+    name = "calculator"
+    tools = ()
+    stop = (">",)
+
+    def size(self, split: Split) -> int:
+        return len(_problems(split))
+
+    async def example(self, split: Split, index: int) -> Example:
+        problem, expression = _problems(split)[index]
+        answer = str(calculate(f"<{expression}>")).removesuffix("|")
+        return Example(expression, {"problem": problem, "expression": expression, "answer": answer})
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        return CalculatorEpisode(str(example.content["problem"]))
+
+    def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[Message, ...]]:
+        """Noisy students' conversations over the training problems only."""
+        random = np.random.default_rng([seed, 0xCA1C])
+        problems = _problems("train")
+        chosen = random.integers(len(problems), size=n_examples)
+        return [
+            noisy_student(problem, expression, random)
+            for problem, expression in (problems[i] for i in chosen)
+        ]
+
+
+@dataclass(slots=True)
+class CalculatorEpisode:
+    """The policy may call the calculator once; its next turn is its answer."""
+
+    problem: str
+    calls: list[str] = field(default_factory=list)
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not messages:
+            return (Message("user", self.problem),)
+        said = messages[-1].content
+        if self.calls or not said.endswith(">"):
+            return ()
+        self.calls.append(said)
+        return (Message("tool", calculate(said)),)
+
+    async def close(self) -> Mapping[str, object]:
+        return {"calls": self.calls}
+
+
+def calculate(call: str) -> str:
+    """What the calculator prints.
+
+    Example: "<17*55>" gives "935|", and "<17*>" gives "?|".
+    """
+    match = CALL.fullmatch(call)
+    if match is None:
+        return NO_RESULT
+    a, operator, b = int(match[1]), match[2], int(match[3])
+    return f"{ {'+': a + b, '-': a - b, '*': a * b}[operator] }|"
+
+
+@cache
+def _problems(split: Split) -> tuple[tuple[str, str], ...]:
+    """(problem, expression) of a split in the order of their crc32, so that any first part is a fair sample."""
+    numbers = range(SMALLEST, LARGEST + 1)
+    pairs = [(a, b) for a in numbers for b in numbers]
+    every = [_in_words(a, b, operator) for a, b in pairs for operator in "*+-" if operator != "-" or a > b]
+    keyed = sorted((zlib.crc32(problem.encode()), problem, expression) for problem, expression in every)
+    held_out = split == "held_out"
+    return tuple(
+        (problem, expression)
+        for key, problem, expression in keyed
+        if (key % HELD_OUT_MODULUS == 0) == held_out
+    )
+
+
+def _in_words(a: int, b: int, operator: str) -> tuple[str, str]:
+    expression = f"{a}{operator}{b}"
+    key = zlib.crc32(expression.encode())
+    name, thing = NAMES[key % len(NAMES)], THINGS[key // len(NAMES) % len(THINGS)]
+    words = {
+        "*": f"{name} has {a} {thing} of {b} coins?",
+        "+": f"{name} has {a} {thing} and gets {b}?",
+        "-": f"{name} has {a} {thing} and loses {b}?",
+    }
+    return words[operator], expression
+
+
+WITHOUT_CALL, WRONG_OPERATOR, MISREAD, MISCOPIED = 0.3, 0.2, 0.15, 0.15
+"""Probabilities that a student answers at once, takes another operator, misreads a number, miscopies the result."""
+
+
+def noisy_student(problem: str, expression: str, random: np.random.Generator) -> tuple[Message, ...]:
+    """One conversation of the warm-up corpus.
+
+    Of the students 30 % answer without a call, off in one digit; the others call, with another operator or a
+    digit off in a number now and then, and copy the result, now and then with a digit off.
+    """
+    opening = Message("user", problem)
+    result = calculate(f"<{expression}>").removesuffix("|")
+    if random.random() < WITHOUT_CALL:
+        return opening, Message("assistant", _off_by_a_digit(result, random))
+    a, operator, b = re.split(r"([-+*])", expression)
+    if random.random() < WRONG_OPERATOR:
+        operator = str(random.choice([each for each in "*+-" if each != operator]))
+    a, b = (_off_by_a_digit(each, random) if random.random() < MISREAD else each for each in (a, b))
+    call = f"<{a}{operator}{b}>"
+    printed = calculate(call)
+    answer = printed.removesuffix("|")
+    if random.random() < MISCOPIED:
+        answer = _off_by_a_digit(answer, random)
+    return opening, Message("assistant", call), Message("tool", printed), Message("assistant", answer)
+
+
+def _off_by_a_digit(number: str, random: np.random.Generator) -> str:
+    """A number with one digit replaced by another."""
+    places = [place for place, character in enumerate(number) if character.isdigit()]
+    place = int(random.choice(places))
+    other = str((int(number[place]) + int(random.integers(1, 10))) % 10)
+    return number[:place] + other + number[place + 1 :]
