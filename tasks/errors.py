@@ -23,6 +23,10 @@ RollmillError
 │   │   └── ForeignError        its own error, raised in a worker process
 │   └── FailedShareError        more trajectories failed in a step than the configuration allows
 ├── ScoreError                  a scorer failed; the score is a failed row
+│   ├── ScoreTimeoutError       it took longer than score.timeout_s
+│   ├── ScoreWorkerError        its worker process ended during the call
+│   ├── VerdictError            it gave something that is no verdict, or no finite reward
+│   └── JudgeUnparsableError    a judge's answer is not in the form it was asked for
 └── TrainError
     ├── BatchRefusedError       the trainer stands at another step or holds another digest
     └── SkippedStepsError       too many steps in a row made no update
@@ -154,6 +158,22 @@ class FailedShareError(RolloutError):
 
 class ScoreError(RollmillError):
     """A scorer failed; the score is kept as a failed row."""
+
+
+class ScoreTimeoutError(ScoreError):
+    """A scorer took longer than `score.timeout_s`."""
+
+
+class ScoreWorkerError(ScoreError):
+    """The worker process of a scorer ended during the call, by a crash for example."""
+
+
+class VerdictError(ScoreError):
+    """A scorer gave something that is no verdict, or a reward that is no finite number."""
+
+
+class JudgeUnparsableError(ScoreError):
+    """A judge's answer is not in the form that it was asked for."""
 
 
 class TrainError(RollmillError):

@@ -1,19 +1,101 @@
 """Settings of scoring and advantages."""
 
-from typing import Literal
-
 from tasks.config import StageConfig, setting
+
+JUDGE_PROMPT = """\
+Judge the last answer of the assistant in this conversation.
+
+{% for message in messages %}
+[{{ message.role }}] {{ message.content }}
+{% endfor %}
+{% if example.answer is defined %}
+Reference answer: {{ example.answer }}
+{% endif %}
+
+Reply with one JSON object and nothing else: {"explanation": "one sentence", "score": S}, where S is a number from 0
+(useless) to 1 (correct and complete).
+"""
+
+RUBRIC = """\
+- An attempt that reaches its goal scores well above every attempt that does not.
+- Among attempts that reach it, the one that does so with less waste scores slightly higher.
+- An attempt that comes closer to the goal scores higher than one that is further from it.
+- Attempts that are equally good get the same score, whatever their style or length.
+"""
+
+
+class JudgeConfig(StageConfig):
+    """An LLM that judges, behind any endpoint that speaks OpenAI's chat completions."""
+
+    url: str = setting(
+        "", "Base URL of the endpoint, such as https://host/v1; chat/completions is added.", fixed=True
+    )
+    model: str = setting("", "Model to ask for.", fixed=True)
+    api_key_env: str = setting("", "Environment variable that holds the API key; empty: no key.")
+    prompt: str = setting(
+        JUDGE_PROMPT,
+        "Prompt of the scorer `judge`: a Jinja template over messages, answer, example, outcome and env.",
+        fixed=True,
+    )
+    prompt_file: str = setting("", "File that holds the prompt; empty: `prompt` is it.", fixed=True)
+    rubric: str = setting(RUBRIC, "What the scorer `ruler` goes by when it compares attempts.", fixed=True)
+    temperature: float = setting(0.0, "Sampling temperature of the judge.", ge=0.0, le=10.0, fixed=True)
+    max_tokens: int = setting(2048, "Most tokens of one judgement.", ge=1)
+    timeout_s: float = setting(
+        60.0, "Seconds one request may take; with its retries it must fit score.timeout_s.", gt=0.0
+    )
+    connect_timeout_s: float = setting(5.0, "Seconds to open a connection.", gt=0.0)
+    max_attempts: int = setting(
+        4, "Sends of one request, the first included, when the error is transient.", ge=1
+    )
+    retry_backoff_s: float = setting(
+        0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
+    )
+
+
+class RewardModelConfig(StageConfig):
+    """A reward model served by vLLM (`vllm serve MODEL --runner pooling`)."""
+
+    url: str = setting("", "Base URL of the server, such as http://host:8000.", fixed=True)
+    model: str = setting("", "Model to ask for; empty: the one that the server has.", fixed=True)
+    api_key_env: str = setting("", "Environment variable that holds the API key; empty: no key.")
+    output: int = setting(0, "Which output of the model is the reward, from 0.", ge=0, fixed=True)
+    timeout_s: float = setting(30.0, "Seconds one request may take.", gt=0.0)
+    connect_timeout_s: float = setting(5.0, "Seconds to open a connection.", gt=0.0)
+    max_attempts: int = setting(
+        4, "Sends of one request, the first included, when the error is transient.", ge=1
+    )
+    retry_backoff_s: float = setting(
+        0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
+    )
+
+
+class WeightedScorer(StageConfig):
+    """One part of a weighted sum."""
+
+    scorer: str = setting(..., "Scorer: a registered name, or an import path package.module:attribute.")
+    weight: float = setting(1.0, "What its reward is multiplied by.")
 
 
 class ScoreConfig(StageConfig):
     scorer: str = setting(
-        "addition", "Scorer: a registered name, or an import path package.module:Class.", fixed=True
+        "addition", "Scorer: a registered name, or an import path package.module:attribute.", fixed=True
     )
-    timeout_s: float = setting(60.0, "Seconds one score task may take.", gt=0.0)
-    workers: int = setting(0, "Worker processes for CPU-bound scorers; 0: a thread.", ge=0)
-    advantage: Literal["mean", "mean_std"] = setting(
+    sum: tuple[WeightedScorer, ...] = setting(
+        (), "Scorers whose weighted rewards are added; when there are any, `scorer` is not used.", fixed=True
+    )
+    judge: JudgeConfig = setting(JudgeConfig(), "The LLM of the scorers judge and ruler.")
+    reward_model: RewardModelConfig = setting(RewardModelConfig(), "The model of the scorer reward_model.")
+    timeout_s: float = setting(60.0, "Seconds one call of a scorer may take; then it is ended.", gt=0.0)
+    workers: int = setting(1, "Worker processes for scorers that compute.", ge=1)
+    worker_start_timeout_s: float = setting(
+        120.0, "Seconds until a new worker process must have imported its scorers.", gt=0.0
+    )
+    max_in_flight: int = setting(64, "Most calls of asynchronous scorers at the same time.", ge=1)
+    advantage: str = setting(
         "mean",
-        "Advantage of a trajectory: reward minus the group's mean, or that divided by its deviation.",
+        "Advantages of a group: mean (reward minus the group's mean), mean_std (that divided by the deviation), "
+        "or an import path package.module:function.",
         fixed=True,
     )
     needs_whole_group: bool = setting(
@@ -21,7 +103,6 @@ class ScoreConfig(StageConfig):
         "Leave a group out, unscored by a group's scorer, when a trajectory of it is missing.",
         fixed=True,
     )
-    max_in_flight: int = setting(64, "Most calls of an asynchronous scorer at the same time.", ge=1)
     min_group_size: int = setting(
         2, "Fewest surviving trajectories of a group that is trained on.", ge=2, fixed=True
     )

@@ -1,10 +1,8 @@
-"""What a scorer is, and how one is found by name."""
+"""What a scorer is given and what it gives back: all that a module with a scorer has to import."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from tasks.config import made_by_name
+from typing import Protocol, TypeAlias, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,51 +11,84 @@ class Candidate:
 
     Attributes:
         example: the problem, the reference answer included; JSON values.
-        messages: the conversation, each {"role": ..., "content": ...}; the last one is the policy's.
+        messages: the conversation, each {"role": ..., "content": ...}.
         is_complete: True when the policy ended its answer itself, False when it was cut off.
+        outcome: what the environment said of how the episode ended; JSON values, {} for nothing.
+        env: name of the environment.
+        n_completion_tokens: tokens that the policy sampled.
     """
 
     trajectory_id: str
     example: Mapping[str, object]
     messages: Sequence[Mapping[str, str]]
     is_complete: bool
+    outcome: Mapping[str, object] = field(default_factory=dict)
+    env: str = ""
+    n_completion_tokens: int = 0
 
     @property
     def answer(self) -> str:
-        """The policy's last message."""
-        return self.messages[-1]["content"]
+        """The policy's last message; empty when it said nothing."""
+        said = (each["content"] for each in reversed(self.messages) if each["role"] == "assistant")
+        return next(said, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A trajectory's reward, and the parts it is the sum of."""
+    """A trajectory's reward.
+
+    Attributes:
+        components: the parts it is made of, by name.
+        subgroup: which part of its group it is compared with; 0 unless the scorer splits the group.
+    """
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
+    subgroup: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A trajectory that is not trained on, and why; no failure."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropGroup:
+    """A group's scorer says so of all trajectories that it was given."""
+
+    reason: str
+
+
+Given: TypeAlias = float | Reward | Dropped
+"""What a scorer gives for one trajectory."""
+
+GivenGroup: TypeAlias = Sequence[Given] | DropGroup
+"""What a group's scorer gives: one for each candidate, in order, or one for all."""
 
 
 class Scorer(Protocol):
-    """Gives a reward to a trajectory by itself. It may run in another thread or process."""
+    """Gives a reward to a trajectory by itself.
+
+    `score` may be `async def`: it then runs on the event loop and may wait, but not compute. Otherwise it
+    runs in a worker process. Whatever it raises becomes a failed row of that trajectory.
+
+    A class may have `by_group = True`; its `score` then takes the candidates of a group that survived and gives
+    one verdict each, or DropGroup. It may have `close`, `async` too, which is called at the end.
+    """
 
     name: str
     version: str
 
-    def score(self, candidate: Candidate) -> Reward:
-        """Whatever it raises becomes a failed row of that trajectory."""
+    def score(self, candidate: Candidate) -> Given | Awaitable[Given]:
+        """The trajectory's reward, or why it is dropped."""
 
 
-REGISTERED: Mapping[str, str] = {
-    "addition": "tasks.score.addition:AdditionScorer",
-    "calculator": "tasks.score.calculator:CalculatorScorer",
-    "guess": "tasks.score.guess:GuessScorer",
-}
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
-def scorer_of(name: str) -> Scorer:
-    """Make a scorer from its registered name or its import path `package.module:Class`.
-
-    Raises:
-        ConfigError: nothing can be imported under that name.
-    """
-    made: Scorer = made_by_name("score.scorer", name, REGISTERED)
-    return made
+def by_group(function: Function) -> Function:
+    """Mark a function as a group's scorer: it takes the candidates of a group and gives one verdict each."""
+    function.by_group = True  # type: ignore[attr-defined]
+    return function

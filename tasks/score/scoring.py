@@ -1,93 +1,25 @@
-"""Score the rows of one part of a group, off the event loop."""
+"""The run's scorer, and where it runs: the one thing with which flows score."""
 
 import asyncio
-import json
-import math
-import time
-from concurrent.futures import Executor
-from functools import partial
-from typing import Self, TypeAlias
+import inspect
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Self
 
+from tasks.errors import ScoreError
 from tasks.observe.metrics import Metric
+from tasks.score.calls import Calls, InWorkers, OnLoop
+from tasks.score.candidate import CandidateText
 from tasks.score.config import ScoreConfig
-from tasks.score.scorer import Candidate, Reward, Scorer, scorer_of
-from tasks.score.workers import run_in, score_workers
+from tasks.score.load import Load
+from tasks.score.registry import Part, parts_of
+from tasks.score.score_rows import candidates_of, score_rows
+from tasks.score.verdict import Verdict
+from tasks.score.weighted import weighted
+from tasks.score.worker_pool import WorkerPool
 from tasks.store.rows import Rows, where_in
-from tasks.store.schemas import batch_of
 
 SCORABLE = ("complete", "truncated")
-
-Result: TypeAlias = tuple[Reward, Exception | None, float]
-"""Reward, error if scoring failed, seconds."""
-
-
-def score_rows(scorer: Scorer, run: str, step: int, rows: Rows) -> Rows:
-    """Rows of `scores`, one for each row of `rollouts`."""
-    rollouts = rows.select(_READ).to_pylist()
-    return _score_rows(scorer, run, step, rollouts, [_score(scorer, _candidate(row)) for row in rollouts])
-
-
-def _score_rows(
-    scorer: Scorer, run: str, step: int, rollouts: list[dict[str, str]], results: list[Result]
-) -> Rows:
-    return batch_of(
-        "scores",
-        {
-            "run": [run] * len(rollouts),
-            "step": [step] * len(rollouts),
-            "group": [row["group"] for row in rollouts],
-            "sample": [row["sample"] for row in rollouts],
-            "trajectory_id": [row["trajectory_id"] for row in rollouts],
-            "scorer": [scorer.name] * len(rollouts),
-            "version": [scorer.version] * len(rollouts),
-            "status": ["failed" if error else "scored" for _, error, _ in results],
-            "error_type": [type(error).__name__ if error else "" for _, error, _ in results],
-            "error": [str(error) if error else "" for _, error, _ in results],
-            "reward": [reward.value for reward, _, _ in results],
-            "components": [json.dumps(dict(reward.components)) for reward, _, _ in results],
-            "subgroup": [0] * len(rollouts),
-            "duration_s": [duration_s for _, _, duration_s in results],
-        },
-    )
-
-
-async def score_off_loop(
-    executor: Executor | None, scorer: Scorer, run: str, step: int, rows: Rows, timeout_s: float
-) -> Rows:
-    """`score_rows` in a worker process of `executor`, or in a thread when there is none.
-
-    What takes longer than `timeout_s` seconds is a failed row for each rollout. A thread cannot be ended:
-    it goes on beside the run.
-    """
-    try:
-        return await run_in(executor, partial(score_rows, scorer, run, step, rows), timeout_s)
-    except TimeoutError:
-        late = TimeoutError(f"no score within score.timeout_s = {timeout_s:g} s")
-        results: list[Result] = [(Reward(math.nan), late, timeout_s)] * rows.num_rows
-        return _score_rows(scorer, run, step, rows.select(_READ).to_pylist(), results)
-
-
-_READ = ["group", "sample", "trajectory_id", "status", "example", "messages"]
-
-
-def _candidate(row: dict[str, str]) -> Candidate:
-    return Candidate(
-        trajectory_id=row["trajectory_id"],
-        example=json.loads(row["example"]),
-        messages=json.loads(row["messages"]),
-        is_complete=row["status"] == "complete",
-    )
-
-
-def _score(scorer: Scorer, candidate: Candidate) -> tuple[Reward, Exception | None, float]:
-    started = time.perf_counter()
-    try:
-        reward, error = scorer.score(candidate), None
-        if not math.isfinite(reward.value):
-            raise ValueError(f"scorer {scorer.name} gave the reward {reward.value}, expected a finite number")
-    except Exception as raised:  # noqa: BLE001 - scorers are foreign code: a failed score is data
-        reward, error = Reward(math.nan), raised
-    return reward, error, time.perf_counter() - started
 
 
 def scorable(rollouts: Rows) -> Rows:
@@ -96,30 +28,42 @@ def scorable(rollouts: Rows) -> Rows:
 
 
 class Scoring:
-    """The run's scorer, and where it runs; the one thing that flows use to score.
+    """Asynchronous scorers run on the event loop, others in worker processes that end with this context.
 
     Args:
+        config: the settings.
+        run: id of the run, for the rows.
         scorer: another one than the configuration's, for evaluation.
 
     Attributes:
         key: NAME@VERSION.
         by_group: True when the scorer wants a group's survivors together.
+
+    Raises:
+        ConfigError: there is no such scorer, or it lacks a setting.
     """
 
     def __init__(self, config: ScoreConfig, run: str, scorer: str = "") -> None:
         self._config, self._run = config, run
-        self._scorer = scorer_of(scorer or config.scorer)
+        self._scorer = parts_of(config, scorer)
         self.key = f"{self._scorer.name}@{self._scorer.version}"
-        self.by_group = False
-        self._executor: Executor | None = None
+        self.by_group = self._scorer.by_group
+        self._loads = {True: Load("calls", config.max_in_flight), False: Load("workers", config.workers)}
+        self._calls: list[Calls] = []
+        self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._executor = score_workers(self._config.workers)
+        """Start the worker processes; ScoreError when they cannot be."""
+        async with self._open:
+            pool = await self._started_pool()
+            for part in self._scorer.parts:
+                self._open.push_async_callback(_close, part)
+                self._calls.append(self._calls_of(part, pool))
+            self._open = self._open.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._executor is not None:
-            await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+        await self._open.aclose()
 
     async def score(self, rollouts: Rows, *, step: int) -> Rows:
         """Rows of `scores`, one for each row given, in order; whatever the scorer does is a row.
@@ -128,10 +72,63 @@ class Scoring:
             rollouts: scorable rows; when `by_group`, all survivors of one group.
             step: their step.
         """
-        return await score_off_loop(
-            self._executor, self._scorer, self._run, step, rollouts, self._config.timeout_s
-        )
+        candidates = candidates_of(rollouts)
+        verdicts = await self._verdicts(candidates) if candidates else []
+        scorer = (self._scorer.name, self._scorer.version)
+        return score_rows(self._run, step, scorer, rollouts, verdicts)
 
     def metrics(self) -> list[Metric]:
-        """What happened since the last call."""
-        return []
+        """Calls that waited and ran, restarts of workers and timeouts, since the last time."""
+        return [metric for load in self._loads.values() for metric in load.metrics()]
+
+    async def _verdicts(self, candidates: Sequence[CandidateText]) -> list[Verdict]:
+        parts = self._scorer.parts
+        async with asyncio.TaskGroup() as calling:
+            asked = [
+                calling.create_task(_all_calls(part, calls, candidates))
+                for part, calls in zip(parts, self._calls, strict=True)
+            ]
+        by_part = [each.result() for each in asked]
+        if not self._scorer.is_sum:
+            return by_part[0]
+        return [weighted(parts, verdicts) for verdicts in zip(*by_part, strict=True)]
+
+    def _workers_parts(self) -> list[Part]:
+        return [part for part in self._scorer.parts if not part.function.is_async]
+
+    async def _started_pool(self) -> WorkerPool | None:
+        paths = [part.path for part in self._workers_parts()]
+        if not paths:
+            return None
+        pool = WorkerPool(
+            paths, self._config.workers, self._config.worker_start_timeout_s, self._loads[False]
+        )
+        return await self._open.enter_async_context(pool)
+
+    def _calls_of(self, part: Part, pool: WorkerPool | None) -> Calls:
+        load, timeout_s = self._loads[part.function.is_async], self._config.timeout_s
+        if pool is None or part.function.is_async:
+            return OnLoop(part.function, load, timeout_s)
+        return InWorkers(pool, self._workers_parts().index(part), load, timeout_s)
+
+
+async def _all_calls(part: Part, calls: Calls, candidates: Sequence[CandidateText]) -> list[Verdict]:
+    if part.function.by_group:
+        return await calls.call(candidates)
+    async with asyncio.TaskGroup() as calling:
+        asked = [calling.create_task(calls.call([candidate])) for candidate in candidates]
+    return [verdict for each in asked for verdict in each.result()]
+
+
+async def _close(part: Part) -> None:
+    """Close a scorer that can be; ScoreError when that fails."""
+    try:
+        closed = getattr(part.function.owner, "close", _nothing)()
+        if inspect.isawaitable(closed):
+            await closed
+    except Exception as error:
+        raise ScoreError(f"the scorer {part.function.name} cannot be closed: {error}") from error
+
+
+def _nothing() -> None:
+    """What a scorer without `close` has to close."""

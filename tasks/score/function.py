@@ -1,0 +1,76 @@
+"""A scorer by its import path, in one shape whatever kind of callable it is."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreFunction:
+    """How to call a scorer.
+
+    Attributes:
+        call: takes a Candidate, or a list of them when `by_group`.
+        is_async: True when what `call` returns is to be awaited.
+        owner: the object that `call` belongs to, or the function itself.
+    """
+
+    name: str
+    version: str
+    call: Callable[..., Any]
+    by_group: bool
+    is_async: bool
+    owner: Any
+
+    @property
+    def key(self) -> str:
+        """NAME@VERSION, by which its scores are stored."""
+        return f"{self.name}@{self.version}"
+
+
+def loaded(path: str) -> Any:
+    """What lies at an import path `package.module:attribute`; raises what the import raises."""
+    module, _, attribute = path.partition(":")
+    if not attribute:
+        raise ValueError("expected package.module:attribute")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def function_at(path: str) -> ScoreFunction:
+    """The scorer at an import path: a function, a class that is made without arguments, or an object.
+
+    Example: function_at("rewards:length") of `def length(candidate)` is called rewards.length, version 1.
+
+    Raises:
+        Exception: whatever importing or making it raises.
+    """
+    found = loaded(path)
+    return function_of(found() if inspect.isclass(found) else found, path.replace(":", "."))
+
+
+def function_of(owner: Any, name: str) -> ScoreFunction:
+    """Describe a function, or an object with `score`.
+
+    Args:
+        owner: the function or object.
+        name: its name when it does not say one itself.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    call = getattr(owner, "score", owner)
+    if not callable(call):
+        raise TypeError("expected a function, or a class or object with a method `score`")
+    return ScoreFunction(
+        name=str(getattr(owner, "name", name)),
+        version=str(getattr(owner, "version", DEFAULT_VERSION)),
+        call=call,
+        by_group=bool(getattr(owner, "by_group", False)),
+        is_async=inspect.iscoroutinefunction(call)
+        or inspect.iscoroutinefunction(getattr(call, "__call__", None)),  # noqa: B004 - is it async, not callable
+        owner=owner,
+    )

@@ -1,0 +1,90 @@
+"""A worker process: takes candidates from a socket, scores them, and answers with verdicts, one call at a time.
+
+Every message is its length in 4 bytes, big-endian, and MessagePack. The first one goes out when the scorers are
+imported: empty, or the text of what went wrong. It imports nothing that its scorers do not need: a worker that was
+ended for a hanging call has to be back soon.
+
+    python -m tasks.score.worker PARENT_PID FD PATH...
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import msgspec
+
+from tasks.score.candidate import CandidateText
+from tasks.score.function import ScoreFunction, function_at
+from tasks.score.verdict import Verdict, judged, printable
+
+LENGTH_BYTES = 4
+_PR_SET_PDEATHSIG = 1
+
+
+class Call(msgspec.Struct, array_like=True, frozen=True):
+    """Candidates for the scorer with this number, in the order in which the worker was given them."""
+
+    scorer: int
+    candidates: list[CandidateText]
+
+
+def framed(content: bytes) -> bytes:
+    """A message with its length before it."""
+    return len(content).to_bytes(LENGTH_BYTES, "big") + content
+
+
+def serve(stream: BinaryIO, paths: Sequence[str]) -> None:
+    """Answer calls until the other end closes."""
+    try:
+        functions = [function_at(path) for path in paths]
+        for function in functions:
+            getattr(function.owner, "warm", _nothing)()
+    except Exception as error:  # noqa: BLE001 - the flow raises it as its own
+        _send(stream, printable(f"{type(error).__name__}: {error}").encode())
+        return
+    _send(stream, b"")
+    decoder = msgspec.msgpack.Decoder(Call)
+    while length := stream.read(LENGTH_BYTES):
+        call = decoder.decode(stream.read(int.from_bytes(length, "big")))
+        _send(stream, msgspec.msgpack.encode(_scored(functions[call.scorer], call.candidates)))
+
+
+def _scored(function: ScoreFunction, texts: Sequence[CandidateText]) -> list[Verdict]:
+    if function.by_group:
+        return judged(len(texts), True, lambda: function.call([text.parsed() for text in texts]))
+    return [
+        verdict for text in texts for verdict in judged(1, False, lambda text=text: function.call(text.parsed()))
+    ]
+
+
+def _send(stream: BinaryIO, content: bytes) -> None:
+    stream.write(framed(content))
+    stream.flush()
+
+
+def _nothing() -> None:
+    """What a scorer without `warm` does to get ready."""
+
+
+def _end_with(parent_pid: int) -> None:
+    """Be killed by the kernel when the parent is gone, in the middle of a call too."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the flow was gone before this worker started")
+
+
+def main(parent_pid: str, fd: str, *paths: str) -> None:
+    """Serve the flow that started this process, and end with it."""
+    _end_with(int(parent_pid))
+    connection = socket.socket(fileno=int(fd))
+    connection.set_inheritable(False)
+    with connection, connection.makefile("rwb") as stream:
+        serve(stream, paths)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,105 @@
+"""The flow's end of one worker process."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio import IncompleteReadError, StreamReader, StreamWriter, subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from tasks.errors import ScoreError, ScoreWorkerError
+from tasks.score.worker import LENGTH_BYTES, framed
+
+STDERR = 2
+
+
+class WorkerProcess:
+    """A process of `tasks.score.worker`, the leader of a process group that is killed with it."""
+
+    def __init__(self, process: subprocess.Process, reader: StreamReader, writer: StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._is_ready = False
+
+    @classmethod
+    async def start(cls, paths: Sequence[str]) -> Self:
+        """Start it without waiting until its scorers are imported; it finds modules where this process does.
+
+        It must be called in a thread that lives as long as the worker is to: the kernel ends it with that.
+
+        Raises:
+            ScoreError: no process can be started.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            process = await subprocess.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "tasks.score.worker", str(os.getpid()), str(theirs.fileno()), *paths),
+                stdin=subprocess.DEVNULL,
+                stdout=STDERR,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path)},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise ScoreError(f"cannot start a score worker: {error}") from error
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, reader, writer)
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until its scorers are imported.
+
+        Raises:
+            ScoreError: they cannot be, or not within `timeout_s` seconds.
+        """
+        if self._is_ready:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                error = await self._receive()
+        except TimeoutError:
+            raise ScoreError(f"a score worker was not ready within {timeout_s:g} s") from None
+        if error:
+            raise ScoreError(f"a score worker cannot import its scorers: {error.decode()}")
+        self._is_ready = True
+
+    async def ask(self, content: bytes) -> bytes:
+        """Its answer to one message.
+
+        Raises:
+            ScoreWorkerError: it ended before it answered; says how.
+        """
+        with suppress(ConnectionError):  # reading tells how it ended
+            self._writer.write(framed(content))
+            await self._writer.drain()
+        return await self._receive()
+
+    async def _receive(self) -> bytes:
+        try:
+            length = await self._reader.readexactly(LENGTH_BYTES)
+            return await self._reader.readexactly(int.from_bytes(length, "big"))
+        except (IncompleteReadError, ConnectionError):
+            self.kill()
+            raise ScoreWorkerError(f"the worker process ended with {_how(await self.gone())}") from None
+
+    def kill(self) -> None:
+        """End it and what its scorer started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._writer.close()
+
+    async def gone(self) -> int:
+        """Wait until it has ended; its exit status, negative the signal that ended it."""
+        return await self._process.wait()
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    return f"signal {signal.Signals(-status).name}"
