@@ -12,7 +12,7 @@ from tasks.errors import ConfigError
 from tasks.rollout.environment import WarmUp, environment_of
 from tasks.rollout.prompts import check_prompts
 from tasks.rollout.tokens import ChatTokenizer
-from tasks.score.scorer import scorer_of
+from tasks.score.check import check_scorer
 
 
 def preflight(config: RunConfig) -> None:
@@ -36,7 +36,7 @@ def preflight(config: RunConfig) -> None:
 def _check_stages(config: RunConfig) -> None:
     environment = environment_of(config.rollout)
     check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
-    scorer_of(config.score.scorer)
+    check_scorer(config.score)
     if config.start_model.enabled and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.enabled", True, remedy)

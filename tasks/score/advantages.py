@@ -7,10 +7,16 @@ with the population deviation.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from tasks.errors import ConfigError, ScoreError
+from tasks.score.function import loaded
+
 STD_EPSILON = 1e-6
+
+Advantage: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
 def mean(rewards: np.ndarray) -> np.ndarray:
@@ -23,4 +29,44 @@ def mean_std(rewards: np.ndarray) -> np.ndarray:
     return np.asarray((rewards - rewards.mean()) / (rewards.std() + STD_EPSILON))
 
 
-ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"mean": mean, "mean_std": mean_std}
+ADVANTAGES: Mapping[str, Advantage] = {"mean": mean, "mean_std": mean_std}
+
+
+def advantage_of(name: str) -> Advantage:
+    """The function of a registered name or an import path `package.module:function`.
+
+    It is called with [G] float64 rewards and gives [G] numbers, a list or an array; what is returned here
+    raises ScoreError when it does otherwise.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    try:
+        function = loaded(name)
+    except Exception as error:  # the module is foreign code: whatever it raises
+        raise _unknown(name, f"{type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise _unknown(name, f"it is a {type(function).__name__}")
+    return lambda rewards: _checked(name, function, rewards)
+
+
+def _checked(name: str, function: Callable[[np.ndarray], Any], rewards: np.ndarray) -> np.ndarray:
+    try:
+        advantages = np.asarray(function(rewards.copy()), np.float64)
+    except Exception as error:
+        raise ScoreError(f"score.advantage {name} raised {type(error).__name__}: {error}") from error
+    if advantages.shape != rewards.shape:
+        raise ScoreError(
+            f"score.advantage {name}: expected {len(rewards)} advantages, got the shape {advantages.shape}"
+        )
+    if not np.isfinite(advantages).all():
+        raise ScoreError(f"score.advantage {name}: expected finite numbers, got {advantages.tolist()}")
+    return advantages
+
+
+def _unknown(name: str, why: str) -> ConfigError:
+    names = ", ".join(ADVANTAGES)
+    remedy = f"give a registered name ({names}) or an import path package.module:function ({why})"
+    return ConfigError("score.advantage", name, remedy)

@@ -24,14 +24,29 @@ RUBRIC = """\
 """
 
 
-class JudgeConfig(StageConfig):
+class EndpointConfig(StageConfig):
+    """A model behind HTTP."""
+
+    api_key_env: str = setting("", "Environment variable that holds the API key; empty: no key.")
+    timeout_s: float = setting(
+        30.0, "Seconds one request may take; with its retries it must fit score.timeout_s.", gt=0.0
+    )
+    connect_timeout_s: float = setting(5.0, "Seconds to open a connection.", gt=0.0)
+    max_attempts: int = setting(
+        4, "Sends of one request, the first included, when the error is transient.", ge=1
+    )
+    retry_backoff_s: float = setting(
+        0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
+    )
+
+
+class JudgeConfig(EndpointConfig):
     """An LLM that judges, behind any endpoint that speaks OpenAI's chat completions."""
 
     url: str = setting(
         "", "Base URL of the endpoint, such as https://host/v1; chat/completions is added.", fixed=True
     )
     model: str = setting("", "Model to ask for.", fixed=True)
-    api_key_env: str = setting("", "Environment variable that holds the API key; empty: no key.")
     prompt: str = setting(
         JUDGE_PROMPT,
         "Prompt of the scorer `judge`: a Jinja template over messages, answer, example, outcome and env.",
@@ -41,32 +56,18 @@ class JudgeConfig(StageConfig):
     rubric: str = setting(RUBRIC, "What the scorer `ruler` goes by when it compares attempts.", fixed=True)
     temperature: float = setting(0.0, "Sampling temperature of the judge.", ge=0.0, le=10.0, fixed=True)
     max_tokens: int = setting(2048, "Most tokens of one judgement.", ge=1)
-    timeout_s: float = setting(
-        60.0, "Seconds one request may take; with its retries it must fit score.timeout_s.", gt=0.0
-    )
-    connect_timeout_s: float = setting(5.0, "Seconds to open a connection.", gt=0.0)
-    max_attempts: int = setting(
-        4, "Sends of one request, the first included, when the error is transient.", ge=1
-    )
-    retry_backoff_s: float = setting(
-        0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
-    )
+    score_min: float = setting(0.0, "Least score that `judge` may give.", fixed=True)
+    score_max: float = setting(1.0, "Largest score that `judge` may give.", fixed=True)
 
 
-class RewardModelConfig(StageConfig):
+class RewardModelConfig(EndpointConfig):
     """A reward model served by vLLM (`vllm serve MODEL --runner pooling`)."""
 
     url: str = setting("", "Base URL of the server, such as http://host:8000.", fixed=True)
     model: str = setting("", "Model to ask for; empty: the one that the server has.", fixed=True)
-    api_key_env: str = setting("", "Environment variable that holds the API key; empty: no key.")
     output: int = setting(0, "Which output of the model is the reward, from 0.", ge=0, fixed=True)
-    timeout_s: float = setting(30.0, "Seconds one request may take.", gt=0.0)
-    connect_timeout_s: float = setting(5.0, "Seconds to open a connection.", gt=0.0)
-    max_attempts: int = setting(
-        4, "Sends of one request, the first included, when the error is transient.", ge=1
-    )
-    retry_backoff_s: float = setting(
-        0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
+    use_activation: bool = setting(
+        False, "Take the reward after the model's sigmoid or softmax instead of as it is.", fixed=True
     )
 
 

@@ -1,12 +1,15 @@
 """A scorer by its import path, in one shape whatever kind of callable it is."""
 
+import hashlib
 import importlib
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 DEFAULT_VERSION = "1"
+_DIGEST_CHARACTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,8 @@ def function_of(owner: Any, name: str) -> ScoreFunction:
         or inspect.iscoroutinefunction(getattr(call, "__call__", None)),  # noqa: B004 - is it async, not callable
         owner=owner,
     )
+
+
+def digest_of(what: Sequence[object]) -> str:
+    """A version for what settings determine: the same for the same JSON values."""
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST_CHARACTERS]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.score.advantages import ADVANTAGES
+from tasks.score.advantages import advantage_of
 from tasks.score.config import ScoreConfig
 from tasks.store.rows import Rows
 from tasks.store.schemas import batch_of
@@ -103,7 +103,7 @@ def judge_group(
         members = tuple(survivor for survivor in survivors if survivor.subgroup == subgroup)
         rewards = np.array([member.reward for member in members], np.float64)
         reason = _reason(config, rewards, is_short=is_short, is_dropped=not members and dropped > 0)
-        advantages = np.zeros(len(members)) if reason else ADVANTAGES[config.advantage](rewards)
+        advantages = np.zeros(len(members)) if reason else advantage_of(config.advantage)(rewards)
         outcomes.append(
             GroupOutcome(group, env, subgroup, expected, members, reason, advantages.astype(np.float32))
         )

@@ -1,16 +1,14 @@
 """Scorers by name, and the parts that a configuration's scorer consists of."""
 
-import hashlib
 import inspect
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tasks.errors import ConfigError
 from tasks.score.config import ScoreConfig
-from tasks.score.function import ScoreFunction, function_of, loaded
+from tasks.score.function import ScoreFunction, digest_of, function_of, loaded
 
 REGISTERED: Mapping[str, str] = {
     "addition": "tasks.score.addition:AdditionScorer",
@@ -23,7 +21,6 @@ REGISTERED: Mapping[str, str] = {
 }
 
 _KEY_PART = re.compile(r"[\w.+-]+", re.ASCII)
-_DIGEST_CHARACTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,6 @@ def parts_of(config: ScoreConfig, scorer: str = "") -> Parts:
     if twice := [label for label, count in labels.items() if count > 1]:
         raise ConfigError("score.sum", twice[0], "give each scorer once: its name is its component's")
     return Parts(parts, True, "sum", digest_of([(part.function.key, part.weight) for part in parts]))
-
-
-def digest_of(what: Sequence[object]) -> str:
-    """A version for what settings determine: the same for the same JSON values."""
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def _part(field: str, name: str, weight: float, config: ScoreConfig) -> Part:

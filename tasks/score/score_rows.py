@@ -16,7 +16,9 @@ def candidates_of(rollouts: Rows) -> list[CandidateText]:
     return [CandidateText(**row) for row in rollouts.select(_READ).to_pylist()]
 
 
-def score_rows(run: str, step: int, scorer: tuple[str, str], rollouts: Rows, verdicts: Sequence[Verdict]) -> Rows:
+def score_rows(
+    run: str, step: int, scorer: tuple[str, str], rollouts: Rows, verdicts: Sequence[Verdict]
+) -> Rows:
     """Rows of `scores`.
 
     Args:

@@ -1,7 +1,9 @@
 """A worker process: takes candidates from a socket, scores them, and answers with verdicts, one call at a time.
 
-Every message is its length in 4 bytes, big-endian, and MessagePack. The first one goes out when the scorers are
-imported: empty, or the text of what went wrong. It imports nothing that its scorers do not need: a worker that was
+Every message is its length in 4 bytes, big-endian, and a pickle: to the worker a Call, from it a list of verdicts.
+The first one that it sends goes out when the scorers are
+imported:
+empty, or the text of what went wrong. The module imports nothing that its scorers do not need: a worker that was
 ended for a hanging call has to be back soon.
 
     python -m tasks.score.worker PARENT_PID FD PATH...
@@ -9,13 +11,13 @@ ended for a hanging call has to be back soon.
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import BinaryIO
-
-import msgspec
+from io import BufferedRWPair
+from typing import TypeAlias
 
 from tasks.score.candidate import CandidateText
 from tasks.score.function import ScoreFunction, function_at
@@ -25,11 +27,8 @@ LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True):
-    """Candidates for the scorer with this number, in the order in which the worker was given them."""
-
-    scorer: int
-    candidates: list[CandidateText]
+Call: TypeAlias = tuple[int, Sequence[CandidateText]]
+"""A scorer's number among those of the worker, and one candidate for it, or those of a group."""
 
 
 def framed(content: bytes) -> bytes:
@@ -37,7 +36,7 @@ def framed(content: bytes) -> bytes:
     return len(content).to_bytes(LENGTH_BYTES, "big") + content
 
 
-def serve(stream: BinaryIO, paths: Sequence[str]) -> None:
+def serve(stream: BufferedRWPair, paths: Sequence[str]) -> None:
     """Answer calls until the other end closes."""
     try:
         functions = [function_at(path) for path in paths]
@@ -47,21 +46,21 @@ def serve(stream: BinaryIO, paths: Sequence[str]) -> None:
         _send(stream, printable(f"{type(error).__name__}: {error}").encode())
         return
     _send(stream, b"")
-    decoder = msgspec.msgpack.Decoder(Call)
     while length := stream.read(LENGTH_BYTES):
-        call = decoder.decode(stream.read(int.from_bytes(length, "big")))
-        _send(stream, msgspec.msgpack.encode(_scored(functions[call.scorer], call.candidates)))
+        call: Call = pickle.loads(stream.read(int.from_bytes(length, "big")))
+        number, candidates = call
+        _send(stream, pickle.dumps(_scored(functions[number], candidates)))
 
 
 def _scored(function: ScoreFunction, texts: Sequence[CandidateText]) -> list[Verdict]:
-    if function.by_group:
-        return judged(len(texts), True, lambda: function.call([text.parsed() for text in texts]))
-    return [
-        verdict for text in texts for verdict in judged(1, False, lambda text=text: function.call(text.parsed()))
-    ]
+    def score() -> object:
+        candidates = [text.parsed() for text in texts]
+        return function.call(candidates if function.by_group else candidates[0])
+
+    return judged(len(texts), function.by_group, score)
 
 
-def _send(stream: BinaryIO, content: bytes) -> None:
+def _send(stream: BufferedRWPair, content: bytes) -> None:
     stream.write(framed(content))
     stream.flush()
 

@@ -6,11 +6,10 @@ worker imports the flow's main module again (two seconds of a core under Prefect
 """
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Self
-
-import msgspec
 
 from tasks.errors import ScoreError, ScoreTimeoutError
 from tasks.score.candidate import CandidateText
@@ -18,8 +17,6 @@ from tasks.score.load import Load
 from tasks.score.verdict import Verdict
 from tasks.score.worker import Call
 from tasks.score.worker_process import WorkerProcess
-
-_VERDICTS = msgspec.msgpack.Decoder(list[Verdict])
 
 
 class WorkerPool:
@@ -61,11 +58,12 @@ class WorkerPool:
             ScoreWorkerError: the worker died.
             ScoreError: no new worker could be started.
         """
-        content = msgspec.msgpack.encode(Call(scorer, list(candidates)))
+        call: Call = (scorer, candidates)
         async with self._worker() as worker:
             try:
                 async with asyncio.timeout(timeout_s):
-                    return _VERDICTS.decode(await worker.ask(content))
+                    verdicts: list[Verdict] = pickle.loads(await worker.ask(pickle.dumps(call)))
+                    return verdicts
             except TimeoutError:
                 self._load.timeouts += 1
                 raise ScoreTimeoutError(f"no score within score.timeout_s = {timeout_s:g} s") from None
@@ -90,7 +88,8 @@ class WorkerPool:
 
     async def _ready(self, lane: int) -> WorkerProcess:
         worker = self._workers[lane]
-        if worker is None:
+        if worker is None or worker.has_ended:
+            self._kill(lane)
             worker = self._workers[lane] = await WorkerProcess.start(self._paths)
         await worker.ready(self._start_timeout_s)
         return worker

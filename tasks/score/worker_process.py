@@ -15,6 +15,8 @@ from tasks.errors import ScoreError, ScoreWorkerError
 from tasks.score.worker import LENGTH_BYTES, framed
 
 STDERR = 2
+EXIT_GRACE_S = 1.0
+"""Between the end of a connection and that of its process, before it is killed."""
 
 
 class WorkerProcess:
@@ -40,7 +42,8 @@ class WorkerProcess:
                 *("-P", "-m", "tasks.score.worker", str(os.getpid()), str(theirs.fileno()), *paths),
                 stdin=subprocess.DEVNULL,
                 stdout=STDERR,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path)},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path)},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -85,8 +88,21 @@ class WorkerProcess:
             length = await self._reader.readexactly(LENGTH_BYTES)
             return await self._reader.readexactly(int.from_bytes(length, "big"))
         except (IncompleteReadError, ConnectionError):
-            self.kill()
-            raise ScoreWorkerError(f"the worker process ended with {_how(await self.gone())}") from None
+            raise ScoreWorkerError(f"the worker process ended with {await self._end()}") from None
+
+    async def _end(self) -> str:
+        """How it ended, in words; its connection is closed, so it is about to."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_GRACE_S):
+                await self.gone()
+        self.kill()
+        status = await self.gone()
+        return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+
+    @property
+    def has_ended(self) -> bool:
+        """True when it is gone, between two calls for example."""
+        return self._process.returncode is not None
 
     def kill(self) -> None:
         """End it and what its scorer started, at once."""
@@ -97,9 +113,3 @@ class WorkerProcess:
     async def gone(self) -> int:
         """Wait until it has ended; its exit status, negative the signal that ended it."""
         return await self._process.wait()
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    return f"signal {signal.Signals(-status).name}"

@@ -1,60 +1,302 @@
-"""Scoring off the event loop: whatever a scorer does is a row."""
+"""Scoring: whatever a scorer does is a row, and only its own."""
 
-import time
-from datetime import UTC, datetime
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
-import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
-from tasks.score.scorer import Candidate, Reward
-from tasks.score.scoring import score_off_loop
+from tasks.errors import ConfigError, ScoreError
+from tasks.score.config import ScoreConfig
+from tasks.score.scoring import Scoring
+from tasks.score.verdict import verdicts_of
 from tasks.store.rows import Rows, values
 
-
-class Slow:
-    name, version = "slow", "1"
-
-    def score(self, candidate: Candidate) -> Reward:
-        time.sleep(0.5)
-        return Reward(1.0)
+MakeRows = Callable[[Sequence[str]], Rows]
 
 
-class Broken:
-    name, version = "broken", "1"
-
-    def score(self, candidate: Candidate) -> Reward:
-        raise KeyError("answer")
+def config(scorer: str, **settings: object) -> ScoreConfig:
+    return ScoreConfig.model_validate({"scorer": f"planted_scorers:{scorer}"} | settings)
 
 
-def rollouts() -> Rows:
-    ids = np.array([6, 9, 1], np.int32)
-    trajectory = Trajectory(
-        work=Work("r.0.0.0", 0, 0, 0, Example("1+1", {"answer": "2"}), 0, 1.0),
-        status="complete",
-        messages=(Message("user", "1+1="), Message("assistant", "2")),
-        token_ids=ids,
-        loss_mask=ids == 1,
-        logprobs=np.zeros(3, np.float32),
-        version_spans=((2, 0),),
-        finish_reason="stop",
-        turns=1,
-        server="",
-        started_at=datetime.now(UTC),
-        duration_s=0.0,
-        generate_s=0.0,
-        environment_s=0.0,
-        queue_s=0.0,
+async def scored(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
+    async with Scoring(settings, "run") as scoring:
+        scores = await scoring.score(rows, step=3)
+    return {name: list(values(scores, name)) for name in scores.schema.names}
+
+
+def alive(pid: int) -> bool:
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z"
+    return False
+
+
+async def gone(pid: int) -> bool:
+    for _ in range(500):
+        if not alive(pid):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_rows_of_scores_stand_in_the_order_of_the_rollouts(rollouts: MakeRows) -> None:
+    rows = await scored(config("length", workers=2), rollouts(["a", "bbb", "", "dd"]))
+    assert rows["reward"] == [1.0, 3.0, 0.0, 2.0]
+    assert rows["sample"] == [0, 1, 2, 3]
+    assert set(rows["status"]) == {"scored"}
+    assert (rows["run"][0], rows["step"][0], rows["group"][0]) == ("run", 3, 5)
+    assert (rows["scorer"][0], rows["version"][0]) == ("planted_scorers.length", "1")
+
+
+async def test_an_async_function_is_scored_on_the_loop(rollouts: MakeRows) -> None:
+    rows = await scored(config("waits"), rollouts(["a"]))
+    assert (rows["reward"], json.loads(rows["components"][0])) == ([1.0], {"tokens": 1.0})
+
+
+async def test_no_rollouts_are_no_scores(rollouts: MakeRows) -> None:
+    assert (await scored(config("splits"), rollouts([])))["reward"] == []
+
+
+def test_a_class_says_its_name_and_version() -> None:
+    assert Scoring(config("Graded"), "run").key == "graded@7"
+
+
+def test_an_evaluation_may_have_another_scorer() -> None:
+    assert Scoring(config("Graded"), "run", scorer="exact").key == "exact@1"
+
+
+FAILURES = {
+    "raise": ("failed", "KeyError", "planted_scorers.py:"),
+    "hang": ("failed", "ScoreTimeoutError", "score.timeout_s = 0.3"),
+    "exit": ("failed", "ScoreWorkerError", "exit status 3"),
+    "segfault": ("failed", "ScoreWorkerError", "SIGSEGV"),
+    "sys.exit": ("failed", "ScoreWorkerError", "exit status 4"),
+    "nan": ("failed", "VerdictError", "finite"),
+    "text": ("failed", "VerdictError", "'0.5'"),
+    "nothing": ("failed", "VerdictError", "None"),
+    "component": ("failed", "VerdictError", "part"),
+    "surrogate": ("failed", "ValueError", "?"),
+    "drop": ("dropped", "", "too long"),
+    "print": ("scored", "", ""),
+}
+
+
+async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_scored(rollouts: MakeRows) -> None:
+    answers = [each for answer in FAILURES for each in (answer, "fine")]
+    rows = await scored(config("act", timeout_s=0.3), rollouts(answers))
+    found = zip(answers, rows["status"], rows["error_type"], rows["error"], strict=True)
+    for answer, status, error_type, error in found:
+        expected_status, expected_type, text = FAILURES.get(answer, ("scored", "", ""))
+        assert (status, error_type) == (expected_status, expected_type), answer
+        assert text in error
+
+
+async def test_an_async_scorers_failures_are_told_apart(rollouts: MakeRows) -> None:
+    answers = ["hang", "timeout", "cancel", "raise", "fine"]
+    rows = await scored(config("act_async", timeout_s=0.3), rollouts(answers))
+    assert rows["error_type"] == ["ScoreTimeoutError", "TimeoutError", "ScoreError", "KeyError", ""]
+
+
+async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rollouts: MakeRows) -> None:
+    bad = ["hang", "exit", "segfault", "raise"]
+    answers = [bad[i % 4] if i % 2 else "fine" for i in range(400)]
+    async with Scoring(config("act", timeout_s=0.05, workers=2), "run") as scoring:
+        scores = await scoring.score(rollouts(answers), step=0)
+        metrics = {metric.name: metric.value for metric in scoring.metrics()}
+        again = await scoring.score(rollouts(["pid", "pid"]), step=0)
+    assert values(scores, "status") == ["failed" if i % 2 else "scored" for i in range(400)]
+    assert values(again, "status") == ["scored", "scored"]
+    n_crashes = sum(answer in ("exit", "segfault") for answer in answers)
+    assert metrics["score/workers_restarts"] == n_crashes + answers.count("hang")
+    assert metrics["score/workers_timeouts"] == answers.count("hang")
+    assert metrics["score/workers_active"] == 2
+    assert metrics["score/workers_depth"] == 398
+
+
+async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None:
+    async with Scoring(config("length"), "run") as scoring:
+        await scoring.score(rollouts(["a", "b"]), step=0)
+        first = {metric.name: metric.value for metric in scoring.metrics()}
+        second = {metric.name: metric.value for metric in scoring.metrics()}
+    assert (first["score/workers_active"], second["score/workers_active"]) == (1, 0)
+
+
+async def test_a_worker_that_dies_between_calls_is_replaced(rollouts: MakeRows) -> None:
+    async with Scoring(config("act"), "run") as scoring:
+        pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        scores = await scoring.score(rollouts(["fine"]), step=0)
+    assert values(scores, "status") == ["scored"]
+
+
+async def test_workers_and_what_scorers_started_end_with_scoring(rollouts: MakeRows) -> None:
+    async with Scoring(config("act"), "run") as scoring:
+        scores = await scoring.score(rollouts(["pid", "child"]), step=0)
+        worker = int(values(scores, "reward")[0])
+        child = int(json.loads(values(scores, "components")[1])["pid"])
+        assert alive(worker)
+        assert alive(child)
+    assert await gone(worker)
+    assert await gone(child)
+
+
+async def test_a_cancelled_score_ends_its_worker_and_scoring_goes_on(rollouts: MakeRows) -> None:
+    async with Scoring(config("act"), "run") as scoring:
+        pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
+        hanging = asyncio.create_task(scoring.score(rollouts(["hang"]), step=0))
+        await asyncio.sleep(0.1)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert await gone(pid)
+        assert values(await scoring.score(rollouts(["fine"]), step=0), "status") == ["scored"]
+
+
+FLOW = """
+    import asyncio, sys
+    from tasks.score.candidate import CandidateText
+    from tasks.score.config import ScoreConfig
+    from tasks.score.scoring import Scoring
+
+    def candidate(answer):
+        return CandidateText("id", "env", "complete", "{}", '[{"role":"assistant","content":"%s"}]' % answer, "{}", 1)
+
+    async def main():
+        async with Scoring(ScoreConfig(scorer="planted_scorers:act"), "run") as scoring:
+            print(int((await scoring._verdicts([candidate("pid")]))[0].reward), flush=True)
+            await scoring._verdicts([candidate("hang")])
+
+    asyncio.run(main())
+"""
+
+
+async def test_a_hanging_worker_ends_with_a_flow_that_is_killed() -> None:
+    flow = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", textwrap.dedent(FLOW)),
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    return rollout_rows("r", 0, "addition", [trajectory])
+    assert flow.stdout is not None
+    worker = int(await flow.stdout.readline())
+    await asyncio.sleep(0.2)
+    assert alive(worker)
+    flow.kill()
+    await flow.wait()
+    assert await gone(worker)
 
 
-async def test_a_scorer_that_takes_too_long_is_a_failed_row_that_names_the_setting() -> None:
-    scored = await score_off_loop(None, Slow(), "r", 0, rollouts(), timeout_s=0.05)
-    assert values(scored, "status") == ["failed"]
-    assert "score.timeout_s = 0.05" in str(values(scored, "error")[0])
+async def test_workers_that_cannot_start_stop_the_run() -> None:
+    with pytest.raises(ScoreError, match="RuntimeError: not in a worker"):
+        async with Scoring(config("OnlyHere"), "run"):
+            pass
 
 
-async def test_a_scorer_that_raises_is_a_failed_row_with_its_error() -> None:
-    scored = await score_off_loop(None, Broken(), "r", 0, rollouts(), timeout_s=10.0)
-    assert (values(scored, "status"), values(scored, "error_type")) == (["failed"], ["KeyError"])
+async def test_workers_that_start_too_slowly_stop_the_run() -> None:
+    with pytest.raises(ScoreError, match="not ready within"):
+        async with Scoring(config("length", worker_start_timeout_s=0.001), "run"):
+            pass
+
+
+async def test_async_calls_are_bounded(rollouts: MakeRows) -> None:
+    from planted_scorers import Slots
+
+    await scored(config("Slots", max_in_flight=3), rollouts(["a"] * 20))
+    assert Slots.most == 3
+
+
+async def test_a_groups_scorer_sees_the_group_together(rollouts: MakeRows) -> None:
+    assert Scoring(config("ranks"), "run").by_group
+    assert (await scored(config("ranks"), rollouts(["aaa", "a", "aa"])))["reward"] == [2.0, 0.0, 1.0]
+
+
+async def test_a_groups_scorer_may_split_it_and_drop_of_it(rollouts: MakeRows) -> None:
+    rows = await scored(config("splits"), rollouts(["a", "aa", "", "aaa"]))
+    assert rows["status"] == ["scored", "scored", "dropped", "scored"]
+    assert rows["subgroup"] == [1, 0, 0, 1]
+    assert rows["error"][2] == "empty"
+
+
+async def test_a_groups_scorer_may_drop_the_group_with_a_reason(rollouts: MakeRows) -> None:
+    rows = await scored(config("splits"), rollouts(["a"]))
+    assert (rows["status"], rows["error"]) == (["dropped"], ["alone"])
+
+
+async def test_too_few_verdicts_fail_the_whole_group(rollouts: MakeRows) -> None:
+    rows = await scored(config("short"), rollouts(["a", "b"]))
+    assert rows["error_type"] == ["VerdictError", "VerdictError"]
+    assert "expected 2" in rows["error"][0]
+
+
+def summed(*parts: tuple[str, float], **settings: object) -> ScoreConfig:
+    names = [{"scorer": name, "weight": weight} for name, weight in parts]
+    return ScoreConfig.model_validate({"sum": names} | settings)
+
+
+async def test_a_weighted_sum_is_one_scorer_whose_parts_are_components(rollouts: MakeRows) -> None:
+    settings = summed(("planted_scorers:Graded", 2.0), ("planted_scorers:waits", 0.25), ("exact", 1.0))
+    rows = await scored(settings, rollouts(["2", "3"]))
+    assert rows["reward"] == [2.25, 1.25]
+    components = {"graded": 1.0, "planted_scorers.waits": 0.25, "exact": 1.0}
+    assert json.loads(rows["components"][0]) == components
+    assert rows["scorer"] == ["sum", "sum"]
+
+
+async def test_a_part_that_fails_fails_the_sum_and_is_named(rollouts: MakeRows) -> None:
+    settings = summed(("planted_scorers:Graded", 1.0), ("planted_scorers:act", 1.0))
+    rows = await scored(settings, rollouts(["raise", "drop", "fine"]))
+    assert rows["status"] == ["failed", "dropped", "scored"]
+    assert rows["error"][0].startswith("planted_scorers.act: ")
+
+
+async def test_a_sum_with_a_groups_scorer_takes_groups(rollouts: MakeRows) -> None:
+    settings = summed(("planted_scorers:ranks", 1.0), ("exact", 10.0))
+    assert Scoring(settings, "run").by_group
+    assert (await scored(settings, rollouts(["22", "2"])))["reward"] == [1.0, 10.0]
+
+
+def test_other_weights_are_another_version() -> None:
+    keys = {Scoring(summed(("exact", weight)), "run").key for weight in (1.0, 2.0)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    "scorer", ["exakt", "planted_scorers:absent", "planted_scorers:CannotBeMade", "json:"]
+)
+def test_a_scorer_that_is_not_there_is_a_wrong_setting(scorer: str) -> None:
+    with pytest.raises(ConfigError, match=r"score\.scorer = .*registered name"):
+        Scoring(ScoreConfig(scorer=scorer), "run")
+
+
+def test_a_part_that_is_not_there_is_named_by_its_number() -> None:
+    with pytest.raises(ConfigError, match=r"score\.sum\.1\.scorer"):
+        Scoring(summed(("exact", 1.0), ("exakt", 1.0)), "run")
+
+
+def test_the_same_part_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="once"):
+        Scoring(summed(("exact", 1.0), ("exact", 2.0)), "run")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(), st.lists, max_leaves=5
+)
+
+
+@given(ANYTHING)
+def test_whatever_a_scorer_gives_is_one_verdict_and_only_finite_numbers_are_rewards(thing: object) -> None:
+    (verdict,) = verdicts_of(thing, 1, by_group=False)
+    is_reward = isinstance(thing, bool | int | float) and math.isfinite(thing)
+    assert verdict.status == ("scored" if is_reward else "failed")
+    assert math.isfinite(verdict.reward) == is_reward

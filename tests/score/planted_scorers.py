@@ -1,0 +1,140 @@
+"""Scorers that behave and misbehave; found by import path, in worker processes too."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+
+from tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
+
+
+def length(candidate: Candidate) -> float:
+    return len(candidate.answer)
+
+
+async def waits(candidate: Candidate) -> Reward:
+    await asyncio.sleep(0)
+    return Reward(1.0, {"tokens": candidate.n_completion_tokens})
+
+
+def act(candidate: Candidate) -> object:  # noqa: C901 - a list of misdeeds
+    """Do what the answer says."""
+    match candidate.answer:
+        case "raise":
+            raise KeyError("answer")
+        case "hang":
+            time.sleep(1000)
+        case "exit":
+            os._exit(3)
+        case "segfault":
+            ctypes.string_at(0)
+        case "sys.exit":
+            raise SystemExit(4)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "0.5"
+        case "nothing":
+            return None
+        case "component":
+            return Reward(1.0, {"part": float("inf")})
+        case "drop":
+            return Dropped("too long")
+        case "surrogate":
+            raise ValueError("\ud800")
+        case "print":
+            print("hello")  # noqa: T201 - that is the misdeed
+            return 1.0
+        case "child":
+            child = subprocess.Popen(["sleep", "1000"])
+            return Reward(1.0, {"pid": child.pid})
+        case "pid":
+            return os.getpid()
+    return 1.0
+
+
+async def act_async(candidate: Candidate) -> object:
+    match candidate.answer:
+        case "hang":
+            await asyncio.sleep(1000)
+        case "timeout":
+            raise TimeoutError("the scorer's own")
+        case "cancel":
+            raise asyncio.CancelledError
+    return act(candidate)
+
+
+class Graded:
+    name, version = "graded", "7"
+
+    def score(self, candidate: Candidate) -> Reward:
+        return Reward(0.5, {"half": 0.5})
+
+
+class Slots:
+    """Counts its calls at the same time."""
+
+    name, version = "slots", "1"
+    now = most = 0
+
+    async def score(self, candidate: Candidate) -> float:
+        type(self).now += 1
+        type(self).most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        type(self).now -= 1
+        return 0.0
+
+
+@by_group
+def ranks(candidates: Sequence[Candidate]) -> list[float]:
+    """The longer, the better."""
+    order = sorted(range(len(candidates)), key=lambda i: len(candidates[i].answer))
+    return [float(order.index(i)) for i in range(len(candidates))]
+
+
+@by_group
+def splits(candidates: Sequence[Candidate]) -> list[Reward | Dropped] | DropGroup:
+    """Even and odd lengths apart; nothing empty; no group of one."""
+    if len(candidates) == 1:
+        return DropGroup("alone")
+    return [
+        Reward(1.0, subgroup=len(each.answer) % 2) if each.answer else Dropped("empty") for each in candidates
+    ]
+
+
+@by_group
+async def short(candidates: Sequence[Candidate]) -> list[float]:
+    return [1.0]
+
+
+class CannotBeMade:
+    def __init__(self, argument: int) -> None: ...
+
+
+class OnlyHere:
+    """Cannot be made in a worker process, whose main module is its own."""
+
+    name, version = "only_here", "1"
+
+    def __init__(self) -> None:
+        import __main__
+
+        if "tasks.score.worker" in str(getattr(__main__.__spec__, "name", "")):
+            raise RuntimeError("not in a worker")
+
+    def score(self, candidate: Candidate) -> float:
+        return 0.0
+
+
+def twice(rewards):
+    return [2 * reward for reward in rewards]
+
+
+def too_few(rewards):
+    return [0.0]
+
+
+def not_finite(rewards):
+    return rewards * float("nan")
