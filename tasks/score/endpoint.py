@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+import stamina
 
 from tasks.errors import ConfigError, ScoreError, TransientRequestError
 from tasks.score.config import EndpointConfig
@@ -49,16 +49,18 @@ class Endpoint:
             RequestError: it failed for good, TransientRequestError: `max_attempts` times.
             ScoreError: the answer has not the shape of `kind`.
         """
-        sends = AsyncRetrying(
-            retry=retry_if_exception_type(TransientRequestError),
-            stop=stop_after_attempt(self._config.max_attempts),
-            wait=wait_exponential_jitter(
-                initial=self._config.retry_backoff_s, jitter=self._config.retry_backoff_s
-            ),
-            reraise=True,
+        sends = stamina.retry_context(
+            on=TransientRequestError,
+            attempts=self._config.max_attempts,
+            timeout=None,
+            wait_initial=self._config.retry_backoff_s,
+            wait_jitter=self._config.retry_backoff_s,
+            wait_max=self._config.timeout_s,
         )
-        content = json.dumps(request).encode()
-        body: bytes = await sends(self._connection.send, "POST", path, content, self._config.timeout_s)
+        content, body = json.dumps(request).encode(), b""
+        async for send in sends:
+            with send:
+                body = await self._connection.send("POST", path, content, self._config.timeout_s)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:

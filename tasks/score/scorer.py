@@ -90,5 +90,5 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def by_group(function: Function) -> Function:
     """Mark a function as a group's scorer: it takes the candidates of a group and gives one verdict each."""
-    function.by_group = True  # type: ignore[attr-defined]
+    function.by_group = True  # type: ignore[attr-defined] # functions take attributes
     return function
