@@ -12,8 +12,10 @@ from tasks.score.function import ScoreFunction, digest_of, function_of, loaded
 
 REGISTERED: Mapping[str, str] = {
     "addition": "tasks.score.addition:AdditionScorer",
+    "calculator": "tasks.score.calculator:CalculatorScorer",
     "environment": "tasks.score.outcome_reward:EnvironmentScorer",
     "exact": "tasks.score.exact:ExactScorer",
+    "guess": "tasks.score.guess:GuessScorer",
     "judge": "tasks.score.judge:Judge",
     "math": "tasks.score.math_answer:MathScorer",
     "reward_model": "tasks.score.reward_model:RewardModel",
