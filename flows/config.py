@@ -188,6 +188,12 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
             f"must be below serve.max_model_len, which is {config.serve.max_model_len}",
         ),
         (
+            "serve.gpus",
+            config.serve.gpus,
+            len(config.serve.gpus) % config.serve.servers != 0,
+            f"must be shared out evenly between serve.servers, which is {config.serve.servers}",
+        ),
+        (
             "train.micro_batch_tokens",
             train.micro_batch_tokens,
             train.micro_batch_tokens < config.serve.max_model_len,

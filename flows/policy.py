@@ -1,6 +1,7 @@
 """The policy's version: brought up in trainer, servers and folder alike, moved on, brought back after a death."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run
 from flows.servers import AT_START, Servers
 from flows.services import ServerService, TrainerService, open_services, restart
+from flows.watch import watch
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion
@@ -54,7 +56,7 @@ class Policy:
                 await self._replay(step)
         async with self._still:
             reports = await self._servers.bring_up(self.current)
-        if self.current.version == 0:
+        if self.current.version == 0 and reports:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
             await store_metrics(self._run, 0, differences)
         self._run.progress.begin(self.current.version)
@@ -82,7 +84,10 @@ class Policy:
         return result
 
     async def sync(self, result: StepResult) -> list[Metric]:
-        """Give every server the current version: its weights, or its name alone when no update was made."""
+        """Give every server the current version: its weights, or its name alone when no update was made.
+
+        A server that fails is brought back beside the steps; the others go on.
+        """
         async with self._still:
             try:
                 reports = await self._servers.bring_up(self.current, only_name=not result.updated)
@@ -92,8 +97,9 @@ class Policy:
                 reports = await self._bring_back_trainer(error)
         values = {
             "sync/sent_bytes": float(sum(report.bytes_sent for report in reports)),
-            "sync/transfer_s": max(report.transfer_s for report in reports),
-            "sync/logprob_difference": max(report.difference for report in reports),
+            "sync/servers": float(len(reports)),
+            "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
+            "sync/logprob_difference": max((report.difference for report in reports), default=math.nan),
         }
         return [Metric(name, "all", "value", value) for name, value in values.items()]
 
@@ -110,19 +116,19 @@ class Policy:
                 await self._trainer.client.checkpoint(folder, version)
 
     async def watch(self, server: ServerService) -> None:
-        """For ever: wait until a server fails, and bring it back.
+        """Watch over a server for ever; see flows.watch."""
+        await watch(self._servers, server, self._run.config.serve, self._rejoin)
 
-        Raises:
-            ServiceDiedError: it cannot be brought back.
-        """
-        while True:
-            reason = await server.failed()
-            self._run.pool.set_aside(server.client)
-            async with self._still:
-                if await self._servers.is_current(server, self.current):
-                    await self._run.pool.admit(server.client)
-                else:
-                    await self._servers.bring_back(server, self.current, reason)
+    async def _rejoin(self, server: ServerService) -> None:
+        """Bring a server that answers again to the current version."""
+        async with self._still:
+            try:
+                await self._servers.rejoin(server, self.current)
+            except ServiceDiedError as error:
+                if error.service != self._trainer.name:
+                    raise
+                await self._bring_back_trainer(error)
+                await self._servers.rejoin(server, self.current)
 
     async def _load(self) -> None:
         """Bring the trainer to the folder's version."""
@@ -177,7 +183,7 @@ class Policy:
 @asynccontextmanager
 async def open_policy(run: Run) -> AsyncIterator[Policy]:
     """Start the services of a run, and watch over its servers while it goes on."""
-    say("bringing up the trainer and the vLLM server")
+    say("bringing up the trainer and the vLLM servers")
     async with open_services(run.config, run.model, run.folder.logs) as (trainer, servers):
         policy = Policy(run, trainer, Servers(run, trainer.client, servers))
         async with asyncio.TaskGroup() as watching:

@@ -1,11 +1,13 @@
 """What must hold before anything is started; each failure names the setting, its value and the remedy."""
 
+import asyncio
 import os
 import shutil
 import socket
 import tempfile
 from pathlib import Path
 
+from flows.attached import check_attached
 from flows.config import RunConfig
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
@@ -31,6 +33,7 @@ def preflight(config: RunConfig) -> None:
     elif not os.environ.get(config.train.token_env):
         remedy = "set this environment variable to the access token of the trainer at train.url"
         raise ConfigError("train.token_env", config.train.token_env, remedy)
+    asyncio.run(check_attached(config))
 
 
 def _check_stages(config: RunConfig) -> None:
@@ -74,7 +77,8 @@ def check_trainer(config: RunConfig) -> None:
 
 def check_vllm(config: RunConfig) -> None:
     """Check what launching a vLLM server needs; ConfigError names the first thing that is missing."""
-    _check_port("serve.port", config.serve.port)
+    for number in range(config.serve.servers if config.serve.port else 0):
+        _check_port("serve.port", config.serve.port + number)
     python = Path(config.serve.python)
     if not os.access(python, os.X_OK):
         remedy = (

@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: kept at the policy's current version, verified, started again when they fail."""
+"""The vLLM servers of a run: kept at the policy's current version, verified, set aside when they fail."""
 
 import asyncio
 import math
@@ -11,8 +11,15 @@ import polars as pl
 from flows.failure import one_error
 from flows.progress import say
 from flows.run import Run
-from flows.services import ServerService, restart
-from tasks.errors import ConfigError, ParityError, RequestError, SyncError
+from flows.services import ServerService
+from tasks.errors import (
+    ConfigError,
+    ParityError,
+    RequestError,
+    RollmillError,
+    ServiceDiedError,
+    SyncError,
+)
 from tasks.rollout.environment import Message
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
@@ -36,56 +43,125 @@ def differences_at_start(run: Run) -> list[float]:
 class Servers:
     """Brings servers to the trainer's version; a server is in the pool only while it is there.
 
-    Every method is called with the trainer's weights held still.
+    `bring_up` and `rejoin` are called with the trainer's weights held still.
+
+    Attributes:
+        every: all servers of the run.
+        failed: those that are being brought back, by their watchers; how they failed.
+        lost: those that were given up.
+        are_up: set when all have been brought up for the first time.
     """
 
     def __init__(self, run: Run, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
         self._run, self._trainer = run, trainer
         self.every = tuple(servers)
+        self.failed: dict[ServerService, str] = {}
+        self.lost: set[ServerService] = set()
+        self.are_up = asyncio.Event()
         self._joined: dict[ServerService, int] = {}
-        self._restarts = dict.fromkeys(servers, 0)
+        self._verified: dict[
+            ServerService, str
+        ] = {}  # the name of the weights that a server is known to have
         self._parity_at_0 = differences_at_start(run)
 
     async def bring_up(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
-        """Give every server the trainer's weights, all at once, or the version's name alone."""
+        """Give every server the trainer's weights, all at once, or the version's name alone.
+
+        One that fails is left to its watcher; those that have failed before are not waited for.
+        """
+        servers = [each for each in self.every if each not in self.failed and each not in self.lost]
         with one_error():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._bring_up(each, version, only_name)) for each in self.every]
-        return [task.result() for task in tasks]
+                tasks = [group.create_task(self._bring_up(each, version, only_name)) for each in servers]
+        self.are_up.set()
+        return [report for task in tasks if (report := task.result())]
 
-    async def bring_back(self, server: ServerService, version: PolicyVersion, reason: str) -> SyncReport:
-        """Start a failed server again and give it the trainer's weights.
+    async def rejoin(self, server: ServerService, version: PolicyVersion) -> None:
+        """Let a server in that failed and answers again; it gets the trainer's weights unless it still has them.
 
         Raises:
-            ServiceDiedError: it is not ours to start, or was started again too often.
+            SyncError, RequestError: it failed again.
+            ConfigError: it has another tokenizer or chat template than before.
         """
-        self._run.pool.set_aside(server.client)
-        await restart(server, reason, self._restarts[server], self._run.config.serve.max_restarts)
-        self._restarts[server] += 1
-        self._joined.pop(server, None)
-        return await self._sync(server, version)
-
-    async def is_current(self, server: ServerService, version: PolicyVersion) -> bool:
-        """True when a server that seemed to have failed answers after all, and has the trainer's version."""
+        self.failed.pop(server, None)
         try:
-            return await server.client.is_healthy() and await server.client.version() == str(version)
+            if await self._has(server, str(version)):
+                self._run.pool.admit(server.client)
+            else:
+                self._joined.pop(server, None)
+                await self._sync(server, version)
+        except RollmillError as error:
+            await self.fail(server, str(error))
+            raise
+        say(f"{server.name} is back, at version {version.version}")
+
+    async def look_again(self, server: ServerService) -> None:
+        """Let a server in that was set aside and still has its weights.
+
+        While it gets new ones, it is let in by who sends them.
+        """
+        verified = self._verified.get(server)
+        if verified is None or server in self.failed:
+            return
+        if await self._has(server, verified):
+            if server not in self.failed:
+                self._run.pool.admit(server.client)
+        elif self._verified.get(server) == verified:
+            await self.fail(server, "it no longer has the policy's weights")
+
+    async def fail(self, server: ServerService, reason: str) -> None:
+        """Ask a server no more, cut its requests off, which go to others, and leave it to its watcher."""
+        self.failed[server] = reason
+        self._verified.pop(server, None)
+        self._run.pool.set_aside(server.client)
+        self.alarm(server).set()
+        await server.client.close()
+
+    def give_up(self, server: ServerService, reason: str, log_tail: str = "") -> None:
+        """Go on without a server.
+
+        Raises:
+            ServiceDiedError: it was the last one.
+        """
+        self.lost.add(server)
+        self._run.pool.set_aside(server.client)
+        n_left = len(self.every) - len(self.lost)
+        if not n_left:
+            raise ServiceDiedError(server.name, reason, log_tail)
+        say(f"{server.name}: {reason.splitlines()[0]}; going on with {n_left} of {len(self.every)} servers")
+
+    def alarm(self, server: ServerService) -> asyncio.Event:
+        """Set when there is reason to look whether a server has failed."""
+        return self._run.pool.alarm(server.client)
+
+    async def _has(self, server: ServerService, name: str) -> bool:
+        """True when a server answers, and is known to have the weights of that name."""
+        try:
+            is_healthy = await server.client.is_healthy()
+            return is_healthy and self._verified.get(server) == name == await server.client.version()
         except RequestError:
             return False
 
-    async def _bring_up(self, server: ServerService, version: PolicyVersion, only_name: bool) -> SyncReport:
+    async def _bring_up(
+        self, server: ServerService, version: PolicyVersion, only_name: bool
+    ) -> SyncReport | None:
         try:
             if only_name and self._joined.get(server) == version.incarnation:
+                self._verified.pop(server, None)
                 await server.client.set_version(str(version))
+                self._let_in(server, version)
                 return SyncReport(server.client.url, 0, 0.0, math.nan)
             return await self._sync(server, version)
         except (SyncError, RequestError) as error:
-            if isinstance(error, ParityError) and server.process is None:
-                raise
-            return await self.bring_back(server, version, str(error))
+            await self.fail(server, str(error))
+            return None
 
     async def _sync(self, server: ServerService, version: PolicyVersion) -> SyncReport:
         """Send, compare, and let in; weights that fail the comparison are sent once more."""
         config, client = self._run.config.sync, server.client
+        self._verified.pop(server, None)
+        if not await client.is_healthy():
+            raise SyncError(f"server {client.url} does not answer /health")
         if self._joined.get(server) != version.incarnation:
             await self._check_tokenizer(client)
             await join(self._trainer, client, config)
@@ -99,8 +175,14 @@ class Servers:
             difference = await self._compare(server, version)
         if (reported := await client.version()) != str(version):
             raise SyncError(f"server {client.url} reports version {reported} after a sync of {version}")
-        await self._run.pool.admit(client)
+        self._let_in(server, version)
         return SyncReport(client.url, int(stats["bytes"]), float(stats["seconds"]), difference)
+
+    def _let_in(self, server: ServerService, version: PolicyVersion) -> None:
+        if server in self.failed:
+            raise SyncError(f"server {server.client.url} failed during a sync: {self.failed[server]}")
+        self._verified[server] = str(version)
+        self._run.pool.admit(server.client)
 
     async def _send(self, client: VllmClient, version: PolicyVersion) -> dict[str, Any]:
         self._run.recording.started()

@@ -14,6 +14,7 @@ from tasks.errors import ConfigError, ServiceDiedError
 from tasks.serve import vllm
 from tasks.serve.client import VllmClient
 from tasks.serve.process import LaunchedProcess, free_port
+from tasks.serve.version import PolicyVersion
 from tasks.train import launch
 from tasks.train.client import TrainerClient
 from tasks.train.config import TrainConfig
@@ -72,43 +73,60 @@ def check_settings(ours: TrainConfig, theirs: dict[str, Any]) -> None:
 
 
 class ServerService:
-    """One vLLM server; `process` is None when it was attached to."""
+    """One vLLM server; `process` is None when it was attached to.
 
-    def __init__(self, config: RunConfig, model: Path, logs: Path, url: str = "") -> None:
-        self._config, self._model, self._logs = config, model, logs
-        self._is_ours = not url
-        self._port = config.serve.port or free_port()
-        self.client = VllmClient(url or f"http://{LOOPBACK}:{self._port}", config.serve)
+    Args:
+        config: settings of the run.
+        model: folder of the model that a launched server starts with.
+        logs: folder for a launched server's log, vllm-NUMBER.log.
+        number: which of the run's servers it is, from 0.
+    """
+
+    def __init__(self, config: RunConfig, model: Path, logs: Path, number: int) -> None:
+        serve = config.serve
+        self._config, self._model, self._logs, self._number = config, model, logs, number
+        self.is_ours = not serve.urls
+        self._port = serve.port + number if serve.port else free_port()
+        url = f"http://{LOOPBACK}:{self._port}" if self.is_ours else serve.urls[number]
+        self.client = VllmClient(url, serve)
         self.name = f"vLLM server {self.client.url}"
         self.process: LaunchedProcess | None = None
 
     async def start(self) -> None:
         """As for the trainer; it answers its first request here, which is slow."""
         serve = self._config.serve
-        if self._is_ours:
+        if self.is_ours:
             self.process = LaunchedProcess.start(
                 self.name,
                 vllm.command(serve, str(self._model), self._port),
-                log=self._logs / "vllm.log",
-                env=vllm.environment(serve),
+                log=self._logs / f"vllm-{self._number}.log",
+                env=vllm.environment(serve, self._number),
                 stop_grace_s=serve.stop_grace_s,
             )
         await self.client.wait_until_healthy(serve.start_timeout_s, self.process)
         await self.client.warm_up(self.process)
 
-    async def failed(self) -> str:
-        """Wait until it fails; returns how: its process ended, or it refuses /health."""
+    async def failed(self, alarm: asyncio.Event) -> str:
+        """Wait until it fails, or an alarm asks to look; returns how it failed, nothing after an alarm."""
         health = asyncio.ensure_future(self._refused())
+        alarmed = asyncio.ensure_future(alarm.wait())
         end = asyncio.ensure_future(self.process.ended()) if self.process else None
-        waits = {health} | ({end} if end else set())
+        waits = {health, alarmed} | ({end} if end else set())
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if end is not None and self.process is not None and end.done():
+        if self.process is not None and not self.process.is_running:
             return f"its process ended with status {self.process.returncode}"
-        return "it no longer answers /health"
+        return "it no longer answers /health" if health.done() else ""
+
+    async def answers(self) -> None:
+        """Wait until an attached server that was gone answers; one that was started anew gets its first request."""
+        while not await self.client.is_healthy():  # noqa: ASYNC110 - nobody tells when it is back
+            await asyncio.sleep(self._config.serve.health_interval_s)
+        if not PolicyVersion.is_one(await self.client.version()):
+            await self.client.warm_up()
 
     async def _refused(self) -> None:
         while await self.client.is_healthy():  # noqa: ASYNC110 - a failing server tells nobody
@@ -143,7 +161,8 @@ async def open_services(
 ) -> AsyncIterator[tuple[TrainerService, tuple[ServerService, ...]]]:
     """Start the trainer and the servers side by side; on the way out, however it is taken, what was launched ends."""
     trainer = TrainerService(config, logs)
-    servers = tuple(ServerService(config, model, logs, url) for url in config.serve.urls or ("",))
+    n_servers = len(config.serve.urls) or config.serve.servers
+    servers = tuple(ServerService(config, model, logs, number) for number in range(n_servers))
     every: tuple[TrainerService | ServerService, ...] = (trainer, *servers)
     try:
         async with asyncio.TaskGroup() as starting:

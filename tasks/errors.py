@@ -13,6 +13,7 @@ RollmillError
 │   └── ServiceDiedError        a service ended or stopped answering: its last log lines
 ├── RequestError                a request to a service failed for good
 │   └── TransientRequestError   ... and may succeed when sent again
+│       └── ConnectionLostError ... there was no connection, or it broke
 ├── SyncError                   weights did not arrive
 │   └── ParityError             weights arrived and give other log-probabilities
 ├── RolloutError
@@ -100,6 +101,10 @@ class RequestError(RollmillError):
 
 class TransientRequestError(RequestError):
     """A request to a service failed, and may succeed when sent again."""
+
+
+class ConnectionLostError(TransientRequestError):
+    """No connection to a service could be opened, or it broke before the answer was there."""
 
 
 class SyncError(RollmillError):

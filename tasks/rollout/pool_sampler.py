@@ -1,16 +1,17 @@
-"""Samples from the pool of vLLM servers; transient errors are sent again."""
+"""Samples from the pool of vLLM servers; transient errors are sent again, to another server when there is one."""
 
 import asyncio
 from dataclasses import dataclass
 
 import numpy as np
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+import stamina
 
 from tasks.errors import RolloutError, TransientRequestError
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work
 from tasks.serve.answers import Completion
+from tasks.serve.client import VllmClient
 from tasks.serve.pool import ServerPool
 from tasks.serve.version import PolicyVersion
 
@@ -21,6 +22,7 @@ class PoolSampler:
 
     Attributes:
         run: id of the run; an answer by weights of another run is an error.
+        timeout_s: seconds that one send may take.
         stop_token_ids: what ends a turn besides an end of sequence.
     """
 
@@ -32,34 +34,51 @@ class PoolSampler:
 
     async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
         """One completion of `token_ids`; see Sampler."""
-        sends = AsyncRetrying(
-            retry=retry_if_exception_type(TransientRequestError),
-            stop=stop_after_attempt(self.config.max_attempts),
-            wait=wait_exponential_jitter(
-                initial=self.config.retry_backoff_s, jitter=self.config.retry_backoff_s
-            ),
-            reraise=True,
+        sends = stamina.retry_context(
+            on=TransientRequestError,
+            attempts=self.config.max_attempts,
+            timeout=None,
+            wait_initial=self.config.retry_backoff_s,
+            wait_jitter=self.config.retry_backoff_s,
+            wait_max=self.timeout_s,
         )
-        async with asyncio.timeout_at(until):
-            return await sends(self._send, work, token_ids)
+        failed_on: set[VllmClient] = set()
+        async with asyncio.timeout_at(until) as waiting:
+            async for send in sends:
+                with send:
+                    return await self._send(work, token_ids, waiting, failed_on)
+        raise AssertionError("the last send raises")
 
-    async def _send(self, work: Work, token_ids: np.ndarray) -> Sampled:
-        async with self.pool.lease(work.group, len(token_ids) + self.config.max_completion_tokens) as server:
-            completion = await server.generate(
-                token_ids,
-                max_tokens=self.config.max_completion_tokens,
-                temperature=work.temperature,
-                seed=turn_seed(work.seed, len(token_ids)),
-                stop_token_ids=self.stop_token_ids,
-                timeout_s=self.timeout_s,
-            )
-            return Sampled(
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                version_spans=self._versions(completion),
-                finish_reason=completion.finish_reason,
-                server=server.url,
-            )
+    async def _send(
+        self, work: Work, token_ids: np.ndarray, waiting: asyncio.Timeout, failed_on: set[VllmClient]
+    ) -> Sampled:
+        """One send; the limit of `waiting` is lifted while a server has the request, and ends it itself."""
+        n_tokens = len(token_ids) + self.config.max_completion_tokens
+        until = waiting.when()
+        async with self.pool.lease(work.group, n_tokens, failed_on) as server:
+            waiting.reschedule(None)
+            try:
+                completion = await server.generate(
+                    token_ids,
+                    max_tokens=self.config.max_completion_tokens,
+                    temperature=work.temperature,
+                    seed=turn_seed(work.seed, len(token_ids)),
+                    stop_token_ids=self.stop_token_ids,
+                    timeout_s=self.timeout_s,
+                    until=until,
+                )
+            except TransientRequestError as error:
+                failed_on.add(server)
+                self.pool.report(server, error)
+                waiting.reschedule(until)
+                raise
+        return Sampled(
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            version_spans=self._versions(completion),
+            finish_reason=completion.finish_reason,
+            server=server.url,
+        )
 
     def _versions(self, completion: Completion) -> list[tuple[int, int]]:
         spans = [(start, PolicyVersion.parse(version)) for start, version in completion.version_spans]

@@ -3,14 +3,16 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
+import stamina
 
-from tasks.errors import RequestError, ServiceStartError
+from tasks.errors import RequestError, ServiceStartError, TransientRequestError
 from tasks.serve.answers import Completion, completion_of, prompt_logprobs_of
 from tasks.serve.config import ServeConfig
 from tasks.serve.connection import Connection
@@ -19,13 +21,15 @@ from tasks.serve.process import LaunchedProcess
 Answer = TypeVar("Answer")
 
 HEALTH_PAUSE_S = 0.25
+ABORT_AGAIN_S = 0.2
+"""A request that is cut just after it was sent may be known to the server only after the first abort."""
 
 
 class VllmClient:
     """Client of one server; an async context manager.
 
     Every request raises TransientRequestError when it may succeed if sent again (no connection, a time-out,
-    a busy or failing server), and RequestError when it would not.
+    a busy or failing server), and RequestError when it would not. Control calls that may be repeated have been.
     """
 
     def __init__(self, url: str, config: ServeConfig) -> None:
@@ -46,7 +50,7 @@ class VllmClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections: requests under way fail; they open again at the next one."""
         await self._connection.close()
 
     async def wait_until_healthy(self, timeout_s: float, process: LaunchedProcess | None = None) -> None:
@@ -69,7 +73,7 @@ class VllmClient:
     async def is_healthy(self) -> bool:
         """True when the server and its engine answer."""
         try:
-            await self._call("GET", "/health")
+            await self._once("GET", "/health")
         except RequestError:
             return False
         return True
@@ -99,10 +103,16 @@ class VllmClient:
         seed: int,
         stop_token_ids: Sequence[int] = (),
         timeout_s: float,
+        until: float | None = None,
     ) -> Completion:
         """One completion of `token_ids` ([T] int32), with the log-probabilities its tokens were sampled by.
 
-        It ends at the model's end of sequence, and at any of `stop_token_ids`, that token included.
+        It ends at the model's end of sequence, and at any of `stop_token_ids`, that token included; and it is
+        cut at `until`, a moment of the event loop's clock, when that is given: what was sampled by then comes back, with
+        finish_reason abort.
+
+        Raises:
+            TimeoutError: `until` has come, and the server did not return the tokens in serve.abort_grace_s.
         """
         sampling = {
             "max_tokens": max_tokens,
@@ -112,13 +122,20 @@ class VllmClient:
             "detokenize": False,
             "stop_token_ids": list(stop_token_ids),
         }
-        return await self._sample(token_ids, sampling, completion_of, timeout_s)
+        request_id = uuid.uuid4().hex
+        sampled = asyncio.ensure_future(
+            self._sample(token_ids, sampling, completion_of, timeout_s, request_id)
+        )
+        try:
+            return await self._cut(sampled, request_id, until)
+        finally:
+            sampled.cancel()
 
     async def prompt_logprobs(self, token_ids: np.ndarray, timeout_s: float | None = None) -> np.ndarray:
         """[T-1] float32, nats: log p(token i+1 | tokens 0..i), never divided by a temperature."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        wait_s = timeout_s or self._config.request_timeout_s
-        return await self._sample(token_ids, sampling, prompt_logprobs_of(token_ids), wait_s)
+        wait_s, read = timeout_s or self._config.request_timeout_s, prompt_logprobs_of(token_ids)
+        return await self._again(lambda: self._sample(token_ids, sampling, read, wait_s, uuid.uuid4().hex))
 
     async def version(self) -> str:
         """The name of the weights that the server has."""
@@ -148,23 +165,42 @@ class VllmClient:
 
     async def init_weight_transfer(self, info: dict[str, Any], timeout_s: float) -> None:
         """Have the server join the sender of the weights; returns when it has."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
+        await self._once("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
         """Open the live model for new weights; from here on it cannot decode until `finish_weight_update`."""
-        await self._call("POST", "/start_weight_update", None, timeout_s)
+        await self._once("POST", "/start_weight_update", None, timeout_s)
 
     async def update_weights(self, plan: dict[str, Any], timeout_s: float) -> None:
         """Receive weights by plan; returns when they have arrived."""
-        await self._call("POST", "/update_weights", {"update_info": plan}, timeout_s)
+        await self._once("POST", "/update_weights", {"update_info": plan}, timeout_s)
 
     async def finish_weight_update(self, version: str, timeout_s: float) -> None:
         """Put the new weights in place, under a new name."""
-        await self._call("POST", "/finish_weight_update", {"weight_version": version}, timeout_s)
+        await self._once("POST", "/finish_weight_update", {"weight_version": version}, timeout_s)
 
     async def reset_prefix_cache(self, timeout_s: float) -> None:
         """Forget the cache, which old weights made."""
         await self._call("POST", "/reset_prefix_cache", None, timeout_s)
+
+    async def _cut(
+        self, sampled: asyncio.Future[Completion], request_id: str, until: float | None
+    ) -> Completion:
+        """The answer; after `until` the server is asked to end it as it is."""
+        left_s = None if until is None else until - asyncio.get_running_loop().time()
+        await asyncio.wait([sampled], timeout=left_s)
+        if sampled.done():
+            return sampled.result()
+        # vLLM's name for a request of /inference/v1/generate
+        names = {"request_ids": [f"generate-tokens-{request_id}"]}
+        try:
+            async with asyncio.timeout(self._config.abort_grace_s):
+                while not sampled.done():
+                    await self._again(lambda: self._once("POST", "/inference/v1/abort_requests", names))
+                    await asyncio.wait([sampled], timeout=ABORT_AGAIN_S)
+                return sampled.result()
+        except RequestError as error:
+            raise TimeoutError(f"{self.url}: nothing came of a request that was cut: {error}") from error
 
     async def _sample(
         self,
@@ -172,9 +208,11 @@ class VllmClient:
         sampling: dict[str, Any],
         read: Callable[[bytes], Answer],
         timeout_s: float,
+        request_id: str,
     ) -> Answer:
         """Send a generation request; the answer is decoded off the event loop."""
-        body = msgspec.json.encode({"token_ids": token_ids.tolist(), "sampling_params": sampling})
+        request = {"request_id": request_id, "token_ids": token_ids.tolist(), "sampling_params": sampling}
+        body = msgspec.json.encode(request)
         content = await self._connection.send("POST", "/inference/v1/generate", body, timeout_s)
         try:
             return await asyncio.to_thread(read, content)
@@ -184,8 +222,30 @@ class VllmClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
+        """The decoded answer of a control route that may be called twice; None when it has no body."""
+        return await self._again(lambda: self._once(method, path, body, timeout_s))
+
+    async def _once(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
         """The decoded answer of a control route; None when it has no body."""
         content = msgspec.json.encode(body) if body is not None else b""
         wait_s = timeout_s or self._config.connect_timeout_s
         answer = await self._connection.send(method, path, content, wait_s)
         return msgspec.json.decode(answer) if answer else None
+
+    async def _again(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """What a call gives that is sent again after transient errors."""
+        backoff_s = self._config.control_backoff_s
+        sends = stamina.retry_context(
+            on=TransientRequestError,
+            attempts=self._config.control_attempts,
+            timeout=None,
+            wait_initial=backoff_s,
+            wait_jitter=backoff_s,
+            wait_max=self._config.connect_timeout_s,
+        )
+        async for attempt in sends:
+            with attempt:
+                return await send()
+        raise AssertionError("the last attempt raises")

@@ -7,12 +7,23 @@ from tasks.config import StageConfig, setting
 
 class ServeConfig(StageConfig):
     urls: tuple[str, ...] = setting(
-        (), "Addresses (http://host:port) of running vLLM servers to attach to; empty: launch one here."
+        (),
+        "Addresses (http://host:port) of running vLLM servers to attach to; empty: launch serve.servers here.",
+    )
+    servers: int = setting(1, "vLLM servers to launch here, when serve.urls is empty.", ge=1)
+    gpus: tuple[str, ...] = setting(
+        (),
+        "Numbers of the GPUs of the launched servers, shared out evenly in this order; empty: each sees all.",
     )
     python: str = setting(
         ".venv-vllm/bin/python", "Python of the environment that holds vLLM, for launching."
     )
-    port: int = setting(0, "Loopback port of the launched server; 0: any free one.", ge=0, le=65535)
+    port: int = setting(
+        0,
+        "Loopback port of the first launched server, the next ones follow; 0: any free ones.",
+        ge=0,
+        le=65535,
+    )
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the served weights.", fixed=True)
     max_model_len: int = setting(256, "Most tokens of prompt and completion together.", ge=8, fixed=True)
     max_num_seqs: int = setting(256, "Most sequences that a server decodes at once.", ge=1)
@@ -28,11 +39,30 @@ class ServeConfig(StageConfig):
         "ROLLMILL_VLLM_API_KEY", "Environment variable that holds the servers' API key; unset: none."
     )
     start_timeout_s: float = setting(600.0, "Seconds a server has to become healthy.", gt=0.0)
+    attach_timeout_s: float = setting(
+        30.0, "Seconds, before a run starts, that addresses to attach to have to answer.", gt=0.0
+    )
+    rejoin_timeout_s: float = setting(
+        1800.0,
+        "Seconds that an attached server which failed is awaited, to answer and to take the current weights.",
+        gt=0.0,
+    )
     request_timeout_s: float = setting(300.0, "Seconds one generation request may take.", gt=0.0)
     connect_timeout_s: float = setting(10.0, "Seconds to open a connection, and for control calls.", gt=0.0)
+    abort_grace_s: float = setting(
+        2.0, "Seconds a server has to return the tokens of a request that is cut at its deadline.", gt=0.0
+    )
+    control_attempts: int = setting(
+        4,
+        "Sends of a control call that may be repeated, the first included, when the error is transient.",
+        ge=1,
+    )
+    control_backoff_s: float = setting(
+        0.2, "Seconds before a control call's second send; doubled each time, with jitter.", gt=0.0
+    )
     health_interval_s: float = setting(2.0, "Seconds between two health checks of a server.", gt=0.0)
     max_restarts: int = setting(
-        2, "How often a launched service is started again before the run stops.", ge=0
+        2, "How often each launched service is started again; the run stops when none is left.", ge=0
     )
     stop_grace_s: float = setting(
         5.0, "Seconds between asking a launched process to end and killing it.", ge=0.0

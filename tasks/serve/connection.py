@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 import aiohttp
 
-from tasks.errors import RequestError, TransientRequestError
+from tasks.errors import ConnectionLostError, RequestError, TransientRequestError
 
 IDLE_S = 2.0
 """An idle connection is not used again after this; servers close theirs after 5 s, vLLM's default."""
@@ -45,36 +45,43 @@ class Connection:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Close the connections; they open again at the next request."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Close the connections: requests under way fail; they open again at the next one."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def send(self, method: str, path: str, content: bytes, timeout_s: float) -> bytes:
         """The body of the answer.
 
         Raises:
-            TransientRequestError: it may succeed when sent again: no connection, no answer within `timeout_s`
-                seconds, a busy or failing server.
-            RequestError: it would not.
+            ConnectionLostError: no connection, or it broke; sent again, to another server, it may succeed.
+            TransientRequestError: the same with no answer within `timeout_s` seconds, a busy or failing server.
+            RequestError: it would fail again.
         """
+        status, body = await self.ask(method, path, content, timeout_s)
+        if status < HTTPStatus.BAD_REQUEST:
+            return body
+        kind = TransientRequestError if status in TRANSIENT_STATUSES else RequestError
+        text = body.decode(errors="replace")[:SHOWN_CHARACTERS]
+        raise kind(f"{self._url}{path}: {status} {text}")
+
+    async def ask(self, method: str, path: str, content: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """The status and the body of the answer, whatever it is; raises as `send` when there is none."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         try:
             async with self._opened().request(
                 method, self._url + path, data=content, headers=self._headers, timeout=timeout
             ) as response:
-                body = await response.read()
+                return response.status, await response.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            waited = f"no connection within {self._connect_timeout_s:g} s"
+            raise ConnectionLostError(f"{self._url}{path}: {waited}") from error
         except TimeoutError as error:
             raise TransientRequestError(f"{self._url}{path}: no answer within {timeout_s:g} s") from error
         except aiohttp.InvalidURL as error:
             raise RequestError(f"{self._url}{path}: not an address") from error
         except aiohttp.ClientError as error:
-            raise TransientRequestError(f"{self._url}{path}: {error or type(error).__name__}") from error
-        if response.ok:
-            return body
-        kind = TransientRequestError if response.status in TRANSIENT_STATUSES else RequestError
-        text = body.decode(errors="replace")[:SHOWN_CHARACTERS]
-        raise kind(f"{self._url}{path}: {response.status} {text}")
+            raise ConnectionLostError(f"{self._url}{path}: {error or type(error).__name__}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -2,52 +2,104 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
+from tasks.errors import ConnectionLostError, TransientRequestError
+from tasks.observe.metrics import ALL, Metric
 from tasks.serve.client import VllmClient
 
 
 class ServerPool:
     """The servers that may be asked; a group's server is chosen once, by least outstanding tokens.
 
-    Requests wait while there is none: bringing one back, or ending the run, is up to who watches over them.
+    All of them serve the policy, whatever deployments they belong to. Requests wait while there is none:
+    bringing one back, or ending the run, is up to who watches over them.
     """
 
     def __init__(self) -> None:
         self._outstanding_tokens: Counter[VllmClient] = Counter()
         self._admitted: set[VllmClient] = set()
         self._server_of_group: dict[int, VllmClient] = {}
-        self._changed = asyncio.Condition()
+        self._is_open = asyncio.Event()
+        self._alarms: dict[VllmClient, asyncio.Event] = {}
+        self._counts: Counter[str] = Counter()
+        self._most_outstanding = 0
 
-    async def admit(self, server: VllmClient) -> None:
+    def admit(self, server: VllmClient) -> None:
         """Let a server be asked."""
-        async with self._changed:
-            self._admitted.add(server)
-            self._changed.notify_all()
+        self._admitted.add(server)
+        self._is_open.set()
 
     def set_aside(self, server: VllmClient) -> None:
         """Ask a server no more; its groups choose another, or wait."""
+        if server not in self._admitted:
+            return
+        self._counts["set_aside"] += 1
         self._admitted.discard(server)
+        if not self._admitted:
+            self._is_open.clear()
         self._server_of_group = {
             group: chosen for group, chosen in self._server_of_group.items() if chosen is not server
         }
+
+    def report(self, server: VllmClient, error: TransientRequestError) -> None:
+        """Tell of a request that failed: who watches over the server looks at once.
+
+        One whose connection was lost is set aside until then.
+        """
+        if isinstance(error, ConnectionLostError):
+            self.set_aside(server)
+        self.alarm(server).set()
+
+    def alarm(self, server: VllmClient) -> asyncio.Event:
+        """Set when a request to a server has failed; cleared by who watches over it."""
+        return self._alarms.setdefault(server, asyncio.Event())
 
     def forget_groups(self) -> None:
         """Forget which server serves which group; call it when a step is over."""
         self._server_of_group.clear()
 
+    def metrics(self) -> list[Metric]:
+        """What happened since the last call: requests, those that were sent again, servers set aside.
+
+        `outstanding_tokens` is the most that all servers together had been asked for at one moment.
+        """
+        counts = {name: float(self._counts[name]) for name in ("requests", "retries", "set_aside")}
+        counts["servers"] = float(len(self._admitted))
+        largest = Metric("serve/outstanding_tokens", ALL, "max", float(self._most_outstanding))
+        self._counts.clear()
+        self._most_outstanding = self._outstanding_tokens.total()
+        return [*(Metric(f"serve/{name}", ALL, "value", value) for name, value in counts.items()), largest]
+
     @asynccontextmanager
-    async def lease(self, group: int, n_tokens: int) -> AsyncIterator[VllmClient]:
-        """The group's server, while a request of at most `n_tokens` tokens is under way."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._admitted)
-        server = self._server_of_group.get(group)
-        if server is None:
-            server = min(self._admitted, key=lambda each: (self._outstanding_tokens[each], each.url))
-            self._server_of_group[group] = server
+    async def lease(
+        self, group: int, n_tokens: int, avoid: Collection[VllmClient] = ()
+    ) -> AsyncIterator[VllmClient]:
+        """The group's server, while a request of at most `n_tokens` tokens is under way.
+
+        Args:
+            group: keeps the server that is chosen for it.
+            n_tokens: prompt and completion.
+            avoid: servers that failed this request; another is asked when there is one.
+        """
+        while not self._admitted:
+            await self._is_open.wait()
+        server = self._chosen(group, avoid)
+        self._counts["requests"] += 1
+        self._counts["retries"] += bool(avoid)
         self._outstanding_tokens[server] += n_tokens
+        self._most_outstanding = max(self._most_outstanding, self._outstanding_tokens.total())
         try:
             yield server
         finally:
             self._outstanding_tokens[server] -= n_tokens
+
+    def _chosen(self, group: int, avoid: Collection[VllmClient]) -> VllmClient:
+        own = self._server_of_group.get(group)
+        if own is not None and own not in avoid:
+            return own
+        candidates = [each for each in self._admitted if each not in avoid] or self._admitted
+        server = min(candidates, key=lambda each: (self._outstanding_tokens[each], each.url))
+        self._server_of_group.setdefault(group, server)
+        return server

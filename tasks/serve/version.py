@@ -29,6 +29,12 @@ class PolicyVersion:
     def parse(cls, text: str) -> Self:
         """Read `run:incarnation:version`; RequestError for anything else, a fresh server's "default" too."""
         run, *numbers = text.split(":")
-        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        if not cls.is_one(text):
             raise RequestError(f"a server reports the weights {text!r}, expected run:incarnation:version")
         return cls(run, int(numbers[0]), int(numbers[1]))
+
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """True for the name of a policy's weights, of any run; False for a fresh server's "default"."""
+        _, *numbers = text.split(":")
+        return len(numbers) == 2 and all(number.isdecimal() for number in numbers)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from tasks.serve.config import ServeConfig
 
-WEIGHT_TRANSFER = '{"backend": "gloo"}'
+TRANSFER_BACKEND = "gloo"
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities are those that tokens were sampled by, the temperature applied."""
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_S = 60
 """The server closes an idle connection after this: long after the client last used it."""
@@ -37,8 +39,8 @@ def command(config: ServeConfig, model: str, port: int) -> list[str]:
         *("--max-model-len", str(config.max_model_len)),
         *("--max-num-seqs", str(config.max_num_seqs)),
         *("--gpu-memory-utilization", str(config.gpu_memory_utilization)),
-        *("--logprobs-mode", "processed_logprobs"),
-        *("--weight-transfer-config", WEIGHT_TRANSFER),
+        *("--logprobs-mode", LOGPROBS_MODE),
+        *("--weight-transfer-config", f'{{"backend": "{TRANSFER_BACKEND}"}}'),
         "--enable-scale-out",
         "--disable-uvicorn-access-log",
         *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
@@ -46,8 +48,18 @@ def command(config: ServeConfig, model: str, port: int) -> list[str]:
     ]
 
 
-def environment(config: ServeConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The server's whole environment: ours, its development routes (on loopback), no downloads, no usage reports."""
+def environment(config: ServeConfig, number: int = 0, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The server's whole environment: ours, its development routes (on loopback), no downloads, no usage reports.
+
+    Args:
+        config: settings of the servers.
+        number: which of the launched servers it is, from 0; it sees its share of serve.gpus.
+        base: the environment to start from.
+
+    Example: of the GPUs ("0", "1", "2", "3") for two servers, number 1 sees "2,3".
+    """
+    share = len(config.gpus) // config.servers
+    gpus = ",".join(config.gpus[number * share : (number + 1) * share])
     ours = {name: value for name, value in base.items() if not name.startswith(("PREFECT_", "PYTHON"))}
     key = base.get(config.api_key_env)
     return {
@@ -61,6 +73,7 @@ def environment(config: ServeConfig, base: Mapping[str, str] = os.environ) -> di
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(config.python).absolute().parent}:{ours.get('PATH', '')}",
         **({"VLLM_API_KEY": key} if key else {}),
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
         **(_CPU_ENVIRONMENT if is_cpu_build(config.python) else {}),
     }
 

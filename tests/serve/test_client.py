@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.errors import RequestError, ServiceStartError, TransientRequestError
+from tasks.errors import ConnectionLostError, RequestError, ServiceStartError, TransientRequestError
 from tasks.serve.answers import completion_of
 from tasks.serve.client import VllmClient
 from tasks.serve.config import ServeConfig
@@ -99,6 +99,33 @@ async def test_hundreds_of_requests_at_once_are_all_answered(client) -> None:
 
 
 @pytest.mark.service
+@pytest.mark.parametrize("wait_s", [0.0, 0.05])
+async def test_a_cut_completion_keeps_its_tokens_their_logprobs_and_versions(client, wait_s: float) -> None:
+    await client.set_version("run:3:15")
+    until = asyncio.get_running_loop().time() + wait_s
+    sampling = {**SAMPLING, "max_tokens": 250}
+    each = await asyncio.gather(
+        *(client.generate(PROMPT, **{**sampling, "seed": seed}, until=until) for seed in range(100))
+    )
+    cut = [completion for completion in each if completion.finish_reason == "abort"]
+    assert cut
+    assert all(0 <= len(one.token_ids) == len(one.logprobs) < 250 for one in cut)
+    assert all(one.version_spans == ((0, "run:3:15"),) for one in cut if len(one.token_ids))
+
+
+@pytest.mark.service
+async def test_a_request_that_a_paused_server_holds_is_cut_with_its_tokens(client) -> None:
+    await client.pause(timeout_s=10.0)
+    try:
+        until = asyncio.get_running_loop().time() + 0.2
+        completion = await client.generate(PROMPT, **SAMPLING, until=until)
+    finally:
+        await client.resume(timeout_s=10.0)
+    assert completion.finish_reason == "abort"
+    assert len(completion.token_ids) == len(completion.logprobs) == 0
+
+
+@pytest.mark.service
 async def test_the_server_tokenizes_as_the_model_does(client) -> None:
     assert await client.tokenize("47+38=") == [6, 9, 39, 5, 10, 43]
 
@@ -113,7 +140,7 @@ async def test_a_prompt_that_is_too_long_fails_for_good(client) -> None:
 async def test_a_server_that_is_not_there_may_come_back() -> None:
     async with VllmClient(f"http://127.0.0.1:{free_port()}", ServeConfig()) as client:
         assert not await client.is_healthy()
-        with pytest.raises(TransientRequestError, match="/inference/v1/generate"):
+        with pytest.raises(ConnectionLostError, match="/inference/v1/generate"):
             await client.generate(PROMPT, **SAMPLING)
 
 
@@ -133,7 +160,7 @@ async def answering(request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig()) as client:
+    async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig(control_backoff_s=0.01)) as client:
         yield client
     held.set()
     server.close()
@@ -149,6 +176,23 @@ async def test_no_answer_in_time_is_transient_and_names_the_time(answering) -> N
         await answering.generate(PROMPT, **{**SAMPLING, "timeout_s": 0.2})
 
 
+@pytest.mark.parametrize("answering", [None], indirect=True)
+async def test_a_server_that_returns_nothing_of_a_cut_request_is_not_waited_for(answering) -> None:
+    config = ServeConfig(abort_grace_s=0.1)
+    async with VllmClient(answering.url, config) as client:
+        with pytest.raises(TimeoutError):
+            await client.generate(PROMPT, **SAMPLING, until=asyncio.get_running_loop().time() + 0.05)
+
+
+@pytest.mark.parametrize("answering", [None], indirect=True)
+async def test_closing_the_connections_fails_what_is_under_way_as_lost(answering) -> None:
+    waiting = asyncio.ensure_future(answering.generate(PROMPT, **SAMPLING))
+    await asyncio.sleep(0.1)
+    await answering.close()
+    with pytest.raises(ConnectionLostError):
+        await asyncio.wait_for(waiting, 10)
+
+
 @pytest.mark.parametrize("answering", [response("503 busy", b"later")], indirect=True)
 async def test_a_busy_server_is_transient(answering) -> None:
     with pytest.raises(TransientRequestError, match="503 later"):
@@ -156,9 +200,24 @@ async def test_a_busy_server_is_transient(answering) -> None:
 
 
 @pytest.mark.parametrize("answering", [response("200 OK", b"x" * 50)[:-20], b""], indirect=True)
-async def test_a_connection_that_breaks_is_transient(answering) -> None:
-    with pytest.raises(TransientRequestError):
+async def test_a_connection_that_breaks_is_lost_and_transient(answering) -> None:
+    with pytest.raises(ConnectionLostError):
         await answering.generate(PROMPT, **SAMPLING)
+
+
+async def test_a_control_call_that_may_be_repeated_is_sent_again() -> None:
+    answers = [response("503 busy", b""), b"", response("200 OK", b'{"weight_version": "run:1:2"}')]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answers.pop(0))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig(control_backoff_s=0.01)) as client:
+            assert await client.version() == "run:1:2"
 
 
 @pytest.mark.parametrize(

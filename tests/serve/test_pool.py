@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.errors import ConnectionLostError, TransientRequestError
 from tasks.serve.pool import ServerPool
 
 
@@ -23,7 +24,7 @@ A, B = Server("http://a"), Server("http://b")
 async def pool_of(*servers: Server) -> ServerPool:
     pool = ServerPool()
     for server in servers:
-        await pool.admit(server)
+        pool.admit(server)
     return pool
 
 
@@ -51,6 +52,55 @@ async def test_a_group_chooses_anew_when_its_server_is_set_aside() -> None:
         assert {first, second} == {A, B}
 
 
+async def test_a_request_avoids_a_server_that_failed_it_and_its_group_keeps_that_one() -> None:
+    pool = await pool_of(A, B)
+    async with pool.lease(0, 10) as first:
+        pass
+    async with pool.lease(0, 10, avoid={first}) as second, pool.lease(0, 10) as again:
+        assert {first, second} == {A, B}
+        assert again is first
+
+
+async def test_a_request_goes_back_to_a_server_that_failed_it_when_there_is_no_other() -> None:
+    pool = await pool_of(A)
+    async with pool.lease(0, 10, avoid={A}) as server:
+        assert server is A
+
+
+async def test_a_lost_connection_sets_a_server_aside_and_alarms_its_watcher() -> None:
+    pool = await pool_of(A, B)
+    pool.report(A, ConnectionLostError("refused"))
+    assert pool.alarm(A).is_set()
+    assert not pool.alarm(B).is_set()
+    async with pool.lease(0, 10) as first, pool.lease(1, 10) as second:
+        assert {first, second} == {B}
+
+
+async def test_another_failure_alarms_the_watcher_and_the_server_goes_on_being_asked() -> None:
+    pool = await pool_of(A)
+    pool.report(A, TransientRequestError("503"))
+    assert pool.alarm(A).is_set()
+    async with pool.lease(0, 10) as server:
+        assert server is A
+
+
+async def test_metrics_count_from_the_last_call_on() -> None:
+    pool = await pool_of(A, B)
+    async with pool.lease(0, 30), pool.lease(1, 20), pool.lease(1, 5, avoid={B}):
+        pool.set_aside(A)
+        pool.set_aside(A)
+    counted = {metric.name: metric.value for metric in pool.metrics()}
+    assert counted == {
+        "serve/requests": 3,
+        "serve/retries": 1,
+        "serve/set_aside": 1,
+        "serve/servers": 1,
+        "serve/outstanding_tokens": 55,
+    }
+    again = {metric.name: metric.value for metric in pool.metrics()}
+    assert again == dict.fromkeys(counted, 0) | {"serve/servers": 1}
+
+
 async def test_groups_choose_anew_when_they_are_forgotten() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 10) as first:
@@ -70,7 +120,7 @@ async def test_requests_wait_while_there_is_no_server() -> None:
     waiting = asyncio.ensure_future(asked())
     await asyncio.sleep(0)
     assert not waiting.done()
-    await pool.admit(B)
+    pool.admit(B)
     assert await asyncio.wait_for(waiting, 5) is B
 
 
@@ -78,8 +128,8 @@ async def test_tokens_of_before_count_when_a_server_is_back() -> None:
     pool = await pool_of(A)
     async with pool.lease(0, 100):
         pool.set_aside(A)
-        await pool.admit(A)
-        await pool.admit(B)
+        pool.admit(A)
+        pool.admit(B)
         async with pool.lease(1, 1) as chosen:
             assert chosen is B
     async with pool.lease(2, 1) as first, pool.lease(3, 1) as second:

@@ -28,7 +28,7 @@ def test_the_cpu_build_computes_eagerly_in_the_engines_process(config_of) -> Non
 def test_the_gpu_build_keeps_its_own_ways(config_of) -> None:
     config = config_of("vllm")
     assert "--enforce-eager" not in vllm.command(config, "model", 80)
-    assert "TORCHDYNAMO_DISABLE" not in vllm.environment(config, {})
+    assert "TORCHDYNAMO_DISABLE" not in vllm.environment(config, base={})
 
 
 def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
@@ -38,15 +38,26 @@ def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
 
 def test_a_server_knows_nothing_of_prefect_or_of_our_python(config_of) -> None:
     base = {"PREFECT_API_KEY": "secret", "PYTHONPATH": "here", "HOME": "/", "PATH": "bin"}
-    environment = vllm.environment(config_of("vllm"), base)
+    environment = vllm.environment(config_of("vllm"), base=base)
     assert not {"PREFECT_API_KEY", "PYTHONPATH"} & set(environment)
     assert environment["HOME"] == "/"
 
 
 def test_a_server_asks_for_the_key_that_the_client_sends(config_of) -> None:
     config = config_of("vllm", api_key_env="KEY")
-    assert vllm.environment(config, {"KEY": "k"})["VLLM_API_KEY"] == "k"
-    assert "VLLM_API_KEY" not in vllm.environment(config, {})
+    assert vllm.environment(config, base={"KEY": "k"})["VLLM_API_KEY"] == "k"
+    assert "VLLM_API_KEY" not in vllm.environment(config, base={})
+
+
+def test_gpus_are_shared_out_evenly_between_the_servers(config_of) -> None:
+    config = config_of("vllm", servers=2, gpus=("0", "1", "2", "3"))
+    seen = [vllm.environment(config, number, base={})["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    assert seen == ["0,1", "2,3"]
+
+
+def test_without_a_list_every_server_sees_the_gpus_that_we_see(config_of) -> None:
+    seen = vllm.environment(config_of("vllm", servers=2), 1, base={"CUDA_VISIBLE_DEVICES": "5"})
+    assert seen["CUDA_VISIBLE_DEVICES"] == "5"
 
 
 def test_a_version_is_read_as_it_was_written() -> None:

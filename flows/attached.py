@@ -1,0 +1,125 @@
+"""Are the services there that a run attaches to, and have they what it needs? Asked before anything is started."""
+
+import asyncio
+import os
+from http import HTTPStatus
+
+import msgspec
+
+from flows.config import RunConfig
+from tasks.errors import ConfigError, RequestError, TransientRequestError
+from tasks.serve.connection import Connection
+from tasks.serve.vllm import LOGPROBS_MODE, TRANSFER_BACKEND
+
+LOOK_AGAIN_S = 0.5
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int
+    logprobs_mode: str
+
+
+class _Transfer(msgspec.Struct):
+    backend: str
+
+
+class _Settings(msgspec.Struct):
+    model_config: _Model
+    weight_transfer_config: _Transfer | None = None
+
+
+class _Info(msgspec.Struct):
+    vllm_config: _Settings
+
+
+async def check_attached(config: RunConfig) -> None:
+    """Ask every service at train.url and serve.urls whether it is there and can serve a run.
+
+    Raises:
+        ConfigError: one is not there within serve.attach_timeout_s, or lacks something; names the setting.
+    """
+    urls = [("serve.urls", url) for url in config.serve.urls]
+    urls += [("train.url", config.train.url)] if config.train.url else []
+    await asyncio.gather(*(_check(config, field, url) for field, url in urls))
+
+
+async def _check(config: RunConfig, field: str, url: str) -> None:
+    key_env = config.train.token_env if field == "train.url" else config.serve.api_key_env
+    connect_s = config.serve.connect_timeout_s
+    connection = Connection(url, api_key=os.environ.get(key_env, ""), connect_timeout_s=connect_s)
+    try:
+        async with asyncio.timeout(config.serve.attach_timeout_s):
+            if field == "train.url":
+                await _check_trainer(config, connection)
+            else:
+                await _check_vllm(config, url, connection)
+    except TimeoutError:
+        within = f"within serve.attach_timeout_s = {config.serve.attach_timeout_s:g} s"
+        raise ConfigError(
+            field, url, f"nothing answers there {within}; start it, or correct the address"
+        ) from None
+    except RequestError as error:
+        raise ConfigError(field, url, str(error)) from error
+    finally:
+        await connection.close()
+
+
+async def _check_trainer(config: RunConfig, connection: Connection) -> None:
+    status, _ = await _answer(connection, "GET", "/v1/health", config.serve.connect_timeout_s)
+    if status == HTTPStatus.UNAUTHORIZED:
+        remedy = f"the trainer at {config.train.url} has another access token than this environment variable"
+        raise ConfigError("train.token_env", config.train.token_env, remedy)
+    if status != HTTPStatus.OK:
+        raise ConfigError(
+            "train.url", config.train.url, f"what answers there is no trainer (/v1/health: {status})"
+        )
+
+
+async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> None:
+    connect_s = config.serve.connect_timeout_s
+    await _answer(connection, "GET", "/health", connect_s)
+    generate, _ = await _answer(connection, "POST", "/inference/v1/generate", connect_s)
+    if generate == HTTPStatus.UNAUTHORIZED:
+        remedy = f"the vLLM server at {url} has another API key than this environment variable"
+        raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
+    info, body = await _answer(connection, "GET", "/server_info?config_format=json", connect_s)
+    if missing := _missing(config, generate, info, body):
+        raise ConfigError(
+            "serve.urls", url, f"what answers there is no vLLM server for a run: start it {missing}"
+        )
+
+
+def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
+    """How a vLLM server must be started that is not as a run needs it; empty when it is.
+
+    Args:
+        config: settings of the run.
+        generate: status of a generation request without a body; 404: there is no such route.
+        info: status of the server's account of its settings.
+        body: that account.
+    """
+    if generate == HTTPStatus.NOT_FOUND:
+        return "with --enable-scale-out"
+    if info == HTTPStatus.NOT_FOUND:
+        return "with VLLM_SERVER_DEV_MODE=1 in its environment"
+    try:
+        settings = msgspec.json.decode(body, type=_Info).vllm_config
+    except msgspec.DecodeError:
+        return f"anew: /server_info answers {info}, without its settings"
+    backend = settings.weight_transfer_config.backend if settings.weight_transfer_config else ""
+    if backend != TRANSFER_BACKEND:
+        return f"""with --weight-transfer-config '{{"backend": "{TRANSFER_BACKEND}"}}'"""
+    if settings.model_config.logprobs_mode != LOGPROBS_MODE:
+        return f"with --logprobs-mode {LOGPROBS_MODE}"
+    if settings.model_config.max_model_len < config.serve.max_model_len:
+        return f"with --max-model-len {config.serve.max_model_len} or more, as serve.max_model_len"
+    return ""
+
+
+async def _answer(connection: Connection, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+    """The status and the body of the first answer: one that is still starting is waited for."""
+    while True:
+        try:
+            return await connection.ask(method, path, b"{}" if method == "POST" else b"", timeout_s)
+        except TransientRequestError:
+            await asyncio.sleep(LOOK_AGAIN_S)

@@ -1,0 +1,96 @@
+"""Watches over one vLLM server beside the steps: looks when it seems to fail, and brings it back when it has."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from flows.progress import say
+from flows.servers import Servers
+from flows.services import ServerService, restart
+from tasks.errors import (
+    ConfigError,
+    ParityError,
+    RequestError,
+    ServiceDiedError,
+    ServiceStartError,
+    SyncError,
+)
+from tasks.serve.config import ServeConfig
+
+Rejoin = Callable[[ServerService], Awaitable[None]]
+"""Brings a server that answers to the current weights, once the trainer's are still; see Servers.rejoin."""
+
+_MAY_COME_BACK = (SyncError, RequestError, ServiceStartError)
+
+
+async def watch(servers: Servers, server: ServerService, config: ServeConfig, rejoin: Rejoin) -> None:
+    """For ever, or until the server is given up: wait until it fails, and bring it back.
+
+    The trainer is held up for the transfer of the weights alone, not while the server starts or is awaited.
+
+    Raises:
+        ServiceDiedError: it cannot be brought back, and no other server is left.
+    """
+    await servers.are_up.wait()
+    restarts = 0
+    while server not in servers.lost:
+        reason = await _failure(servers, server)
+        if server.is_ours:
+            restarts = await _start_again(servers, server, config, rejoin, reason, restarts)
+        elif server not in servers.lost:
+            await _await_return(servers, server, config, rejoin, reason)
+
+
+async def _failure(servers: Servers, server: ServerService) -> str:
+    """Wait until a server has failed; returns how. One that answers after all, with its weights, is let in again."""
+    alarm = servers.alarm(server)
+    while server not in servers.failed:
+        reason = await server.failed(alarm)
+        alarm.clear()
+        is_running = server.process is None or server.process.is_running
+        if is_running and await server.client.is_healthy():
+            await servers.look_again(server)
+        else:
+            await servers.fail(server, reason or "it no longer answers /health")
+    return servers.failed[server]
+
+
+async def _start_again(
+    servers: Servers, server: ServerService, config: ServeConfig, rejoin: Rejoin, reason: str, restarts: int
+) -> int:
+    """Start a launched server again until it is back or was started too often; returns how often by now."""
+    while True:
+        restarts += 1
+        try:
+            await restart(server, reason, restarts - 1, config.max_restarts)
+            await rejoin(server)
+        except ServiceDiedError as error:
+            if error.service != server.name:
+                raise
+            servers.give_up(server, error.reason, error.log_tail)
+        except _MAY_COME_BACK as error:
+            reason = str(error)
+            continue
+        return restarts
+
+
+async def _await_return(
+    servers: Servers, server: ServerService, config: ServeConfig, rejoin: Rejoin, reason: str
+) -> None:
+    """Wait until an attached server answers and has taken the current weights, or its time is over."""
+    limit = f"serve.rejoin_timeout_s = {config.rejoin_timeout_s:g} s"
+    say(f"{server.name}: {reason.splitlines()[0]}; set aside, awaited for {limit}")
+    deadline = asyncio.get_running_loop().time() + config.rejoin_timeout_s
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await server.answers()
+            await rejoin(server)
+        except TimeoutError:
+            servers.give_up(server, f"{reason}; it was not back within {limit}")
+        except (ParityError, ConfigError) as error:
+            servers.give_up(server, str(error))
+        except _MAY_COME_BACK as error:
+            reason = str(error)
+            await asyncio.sleep(config.health_interval_s)
+            continue
+        return

@@ -1,0 +1,132 @@
+"""What a run says of the services that it attaches to, before anything starts; they are played by a small server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from flows.attached import check_attached
+from flows.config import RunConfig, validate
+from tasks.errors import ConfigError
+from tasks.serve.process import free_port
+
+SETTINGS = {
+    "model_config": {"max_model_len": 256, "logprobs_mode": "processed_logprobs", "more": 1},
+    "weight_transfer_config": {"backend": "gloo"},
+}
+Route = tuple[int, Any]
+Serve = Callable[..., AbstractAsyncContextManager[str]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """A server of routes with fixed answers; 404 elsewhere."""
+
+    @asynccontextmanager
+    async def serving(routes: dict[str, Route], url: str = "") -> AsyncIterator[str]:
+        async def answer(request: web.Request) -> web.Response:
+            status, body = routes.get(request.path, (404, {}))
+            return web.json_response(body, status=status)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        url = url or f"http://127.0.0.1:{free_port()}"
+        await web.TCPSite(runner, "127.0.0.1", int(url.rpartition(":")[2])).start()
+        try:
+            yield url
+        finally:
+            await runner.cleanup()
+
+    return serving
+
+
+def vllm(settings: dict[str, Any] | None = None, **routes: Route) -> dict[str, Route]:
+    """A vLLM server as a run needs it, but for `settings` and `routes` (health, generate, info)."""
+    answers: dict[str, Route] = {
+        "health": (200, {}),
+        "generate": (400, {}),
+        "info": (200, {"vllm_config": SETTINGS | (settings or {})}),
+    } | routes
+    paths = {"health": "/health", "generate": "/inference/v1/generate", "info": "/server_info"}
+    return {paths[name]: answer for name, answer in answers.items()}
+
+
+def attached(timeout_s: float = 5.0, **urls: Any) -> RunConfig:
+    serve = {"attach_timeout_s": timeout_s, "urls": urls.get("serve", ())}
+    train = {"url": urls.get("train", "")}
+    return validate({"start_model": {"enabled": True}, "serve": serve, "train": train})
+
+
+async def refusal(config: RunConfig) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        await check_attached(config)
+    return refused.value
+
+
+async def test_services_that_have_what_a_run_needs_are_accepted(serve: Serve) -> None:
+    async with serve(vllm()) as url, serve({"/v1/health": (200, {})}) as trainer:
+        await check_attached(attached(serve=[url], train=trainer))
+
+
+async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiting_time(serve: Serve) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    async with serve(vllm()) as url:
+        error = await refusal(attached(0.2, serve=[url, nowhere]))
+    assert (error.field, error.value) == ("serve.urls", nowhere)
+    assert "serve.attach_timeout_s = 0.2 s" in error.remedy
+    assert (await refusal(attached(0.2, train=nowhere))).field == "train.url"
+
+
+async def test_what_is_no_address_is_refused_at_once() -> None:
+    error = await refusal(attached(60.0, serve=["localhost"]))
+    assert error.field == "serve.urls"
+
+
+async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    checking = asyncio.ensure_future(check_attached(attached(60.0, serve=[url])))
+    await asyncio.sleep(0.1)
+    assert not checking.done()
+    async with serve(vllm(), url):
+        await checking
+
+
+@pytest.mark.parametrize(
+    ("routes", "told"),
+    [
+        (vllm(generate=(404, {})), "--enable-scale-out"),
+        (vllm(info=(404, {})), "VLLM_SERVER_DEV_MODE=1"),
+        (vllm(info=(200, {"vllm_config": {}})), "/server_info"),
+        (vllm({"weight_transfer_config": None}), '--weight-transfer-config \'{"backend": "gloo"}\''),
+        (vllm({"weight_transfer_config": {"backend": "nccl"}}), '"gloo"'),
+        (
+            vllm({"model_config": SETTINGS["model_config"] | {"logprobs_mode": "raw_logprobs"}}),
+            "--logprobs-mode",
+        ),
+        (vllm({"model_config": SETTINGS["model_config"] | {"max_model_len": 8}}), "--max-model-len 256"),
+    ],
+)
+async def test_a_server_started_otherwise_is_refused_with_what_it_lacks(
+    serve: Serve, routes: dict[str, Route], told: str
+) -> None:
+    async with serve(routes) as url:
+        error = await refusal(attached(serve=[url]))
+    assert (error.field, error.value) == ("serve.urls", url)
+    assert told in error.remedy
+
+
+async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> None:
+    async with serve(vllm(generate=(401, {}))) as url:
+        assert (await refusal(attached(serve=[url]))).field == "serve.api_key_env"
+    async with serve({"/v1/health": (401, {})}) as trainer:
+        assert (await refusal(attached(train=trainer))).field == "train.token_env"
+
+
+async def test_what_is_no_trainer_is_refused(serve: Serve) -> None:
+    async with serve({}) as url:
+        assert (await refusal(attached(train=url))).field == "train.url"
