@@ -138,3 +138,8 @@ def too_few(rewards):
 
 def not_finite(rewards):
     return rewards * float("nan")
+
+
+def doubles_in_place(rewards):
+    rewards *= 2
+    return rewards
