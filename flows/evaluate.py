@@ -86,6 +86,8 @@ class EvaluationPart:
                 playing.create_task(self._play(*each)) for each in zip(self.work, self.places, strict=True)
             ]
         trajectories = [task.result() for task in tasks]
+        for each in self.work:
+            run.pool.forget(each.group)
         rollouts = rollout_rows(run.id, self.version, run.environment.name, trajectories)
         scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
         rewards = dict(zip(values(scores, "trajectory_id"), values(scores, "reward"), strict=True))

@@ -55,5 +55,6 @@ class FailureWatch:
         (kind, n), *_ = self._kinds.most_common(1)
         raise FailedShareError(
             f"step {self._step}: {n_failed} of {self._n_planned} trajectories failed, rollout.max_failed_share allows "
-            f"{self._max_share:g}; {n} times {kind}, for example: {self._examples[kind]}"
+            f"{self._max_share:g}; {n} times {kind}, for example: {self._examples[kind]}\n"
+            "what is stored stays, failed rows are not sampled again: mend the cause, and raise the share to go on"
         )

@@ -121,6 +121,7 @@ class GroupCollection:
             survivors=survivors_of(joined(*self._rollouts), scores),
             dropped=where(scores, "status", "dropped").num_rows,
         )
+        run.pool.forget(self._group)
         if self._group not in self._collection.stored.done_groups:
             rows = group_rows(run.id, self._step, outcomes, duration_s)
             await run.store.writer.append("groups", rows, step=self._step)

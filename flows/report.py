@@ -37,7 +37,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    services = [*run.scoring.metrics()]
+    services = [*run.scoring.metrics(), *run.pool.metrics()]
     await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped)])
     run.progress.step_done(
         step,

@@ -56,9 +56,9 @@ class ServerPool:
         """Set when a request to a server has failed; cleared by who watches over it."""
         return self._alarms.setdefault(server, asyncio.Event())
 
-    def forget_groups(self) -> None:
-        """Forget which server serves which group; call it when a step is over."""
-        self._server_of_group.clear()
+    def forget(self, group: int) -> None:
+        """Forget which server serves a group; call it when the group is over."""
+        self._server_of_group.pop(group, None)
 
     def metrics(self) -> list[Metric]:
         """What happened since the last call: requests, those that were sent again, servers set aside.

@@ -101,10 +101,10 @@ async def test_metrics_count_from_the_last_call_on() -> None:
     assert again == dict.fromkeys(counted, 0) | {"serve/servers": 1}
 
 
-async def test_groups_choose_anew_when_they_are_forgotten() -> None:
+async def test_a_group_chooses_anew_when_it_is_forgotten() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 10) as first:
-        pool.forget_groups()
+        pool.forget(0)
         async with pool.lease(0, 10) as second:
             assert second is not first
 
