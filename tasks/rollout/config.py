@@ -1,12 +1,55 @@
 """Settings of sampling."""
 
+from typing import Literal
+
 from tasks.config import StageConfig, setting
+
+
+class PromptsConfig(StageConfig):
+    """Where the problems of the environment `prompts` are."""
+
+    path: str = setting(
+        "",
+        "A .jsonl or .parquet file, a folder of .parquet files, a folder saved by the library `datasets`, or, with "
+        "format huggingface, a data set's name.",
+        fixed=True,
+    )
+    held_out_path: str = setting(
+        "", "File or folder of the held-out problems; empty: they are split off `path`.", fixed=True
+    )
+    format: Literal["", "jsonl", "parquet", "huggingface"] = setting(
+        "", "Format of both; empty: by the path.", fixed=True
+    )
+    subset: str = setting("", "Configuration of a named Hugging Face data set.", fixed=True)
+    prompt_column: str = setting(
+        "prompt", "Column with the problem: a text, or a list of messages {role, content}.", fixed=True
+    )
+    answer_column: str = setting("answer", "Column with the reference answer; empty: none.", fixed=True)
+    answer_pattern: str = setting(
+        "", "Regular expression whose first group is the answer in that column; empty: all of it.", fixed=True
+    )
+    columns: tuple[str, ...] = setting((), "More columns that scorers may read.", fixed=True)
+    system: str = setting("", "System prompt before every problem; empty: none.", fixed=True)
+    split_column: str = setting(
+        "", "Column that names a row's split; empty: held out is a share by the problem's crc32.", fixed=True
+    )
+    train_split: str = setting("train", "Training split, in that column or data set.", fixed=True)
+    held_out_split: str = setting(
+        "",
+        "Held-out split there; empty: what the column says of all other rows, or a share of a data set.",
+        fixed=True,
+    )
+    held_out_share: float = setting(
+        0.1, "Share of the problems that is held out when nothing else says so.", gt=0.0, lt=1.0, fixed=True
+    )
+    max_prompts: int = setting(0, "Most problems of a split, the first ones; 0: all.", ge=0, fixed=True)
 
 
 class RolloutConfig(StageConfig):
     environment: str = setting(
         "addition", "Environment: a registered name, or an import path package.module:Class.", fixed=True
     )
+    prompts: PromptsConfig = setting(PromptsConfig(), "Problems of the environment `prompts`.")
     groups_per_step: int = setting(32, "Prompts of one step (P).", ge=1, fixed=True)
     group_size: int = setting(8, "Trajectories sampled for one prompt (G).", ge=1, fixed=True)
     max_in_flight: int = setting(256, "Most trajectories that are sampled at the same time.", ge=1)

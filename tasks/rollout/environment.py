@@ -124,6 +124,7 @@ REGISTERED: Mapping[str, str] = {
     "addition": "tasks.rollout.addition:Addition",
     "calculator": "tasks.rollout.calculator:Calculator",
     "guess": "tasks.rollout.guess:Guess",
+    "prompts": "tasks.rollout.prompt_environment:Prompts",
 }
 
 

@@ -10,13 +10,14 @@ from typing import TypeAlias
 import numpy as np
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tasks.errors import ConfigError, EpisodeError
 from tasks.rollout.environment import Message
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=<>[]()|?!.,:;"
 PAD, EOS = "<pad>", "<eos>"
+BYTE_LEVEL_SPACE = "Ġ"
 PLACEHOLDER = "rollmill"
 """Written in place of the policy's message where only what follows it is wanted."""
 
@@ -174,12 +175,17 @@ def _eos_ids(model: Path, tokenizer: Tokenizer, specials: dict[str, str]) -> fro
 
 
 def save_character_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer of 57 tokens, two specials and one for each character; returns the folder."""
+    """Write a tokenizer of 57 tokens, two specials and one for each character; returns the folder.
+
+    It is a byte-level BPE without merges, a space written as in all of them: libraries that go by the model's type
+    and read the vocabulary into Qwen2's own tokenizer then get the same ids.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    characters = CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": EOS}

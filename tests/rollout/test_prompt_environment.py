@@ -1,0 +1,125 @@
+"""Problems from files and data sets."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tasks.errors import ConfigError
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.environment import Environment, Message, Split, environment_of
+
+ROWS = [{"question": f"{n}+1?", "answer": f"so it is #### {n + 1}", "level": n % 3} for n in range(200)]
+
+
+def prompts(path: Path | str, **settings: object) -> Environment:
+    given = {"path": str(path), "prompt_column": "question"} | settings
+    return environment_of(RolloutConfig.model_validate({"environment": "prompts", "prompts": given}))
+
+
+def jsonl(folder: Path, rows: list[object]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+async def problems(environment: Environment, split: Split) -> list[object]:
+    examples = [await environment.example(split, n) for n in range(environment.size(split))]
+    return [example.content["problem"] for example in examples]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+async def test_a_share_is_held_out_and_each_problem_is_in_one_split(tmp_path: Path, kind: str) -> None:
+    path = jsonl(tmp_path, list(ROWS))
+    if kind != "jsonl":
+        pl.DataFrame(ROWS[:100]).write_parquet(tmp_path / "a.parquet")
+        pl.DataFrame(ROWS[100:]).write_parquet(tmp_path / "b.parquet")
+        pl.DataFrame(ROWS).write_parquet(tmp_path / "all.pq")
+        path = (
+            tmp_path if kind == "folder" else (tmp_path / "all.pq").rename(tmp_path.with_suffix(".parquet"))
+        )
+    environment = prompts(path, held_out_share=0.2)
+    train, held_out = await problems(environment, "train"), await problems(environment, "held_out")
+    assert sorted(train + held_out) == sorted(row["question"] for row in ROWS)
+    assert 20 < len(held_out) < 60
+
+
+async def test_the_answer_is_what_the_pattern_finds_and_more_columns_go_to_the_scorer(tmp_path: Path) -> None:
+    environment = prompts(
+        jsonl(tmp_path, list(ROWS)), answer_pattern=r"####\s*(\d+)", columns=["level"], max_prompts=3
+    )
+    example = await environment.example("train", 2)
+    n = int(str(example.content["problem"]).split("+")[0])
+    assert example.content == {"problem": f"{n}+1?", "answer": str(n + 1), "level": str(n % 3)}
+    assert environment.size("train") == 3
+
+
+async def test_the_episode_opens_with_the_system_prompt_and_ends_with_the_answer(tmp_path: Path) -> None:
+    environment = prompts(jsonl(tmp_path, [ROWS[0]] * 2), system="be brief", held_out_share=0.001)
+    episode = environment.episode(await environment.example("train", 0), seed=0)
+    assert await episode.reply(()) == (Message("system", "be brief"), Message("user", "0+1?"))
+    assert not await episode.reply((Message("assistant", "1"),))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+async def test_a_problem_may_be_a_conversation(tmp_path: Path, kind: str) -> None:
+    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    path = jsonl(tmp_path, [{"question": turns, "answer": 1}])
+    if kind == "parquet":
+        path = tmp_path / "rows.parquet"
+        pl.DataFrame({"question": [turns], "answer": [1]}).write_parquet(path)
+    environment = prompts(path, held_out_share=0.0001)
+    opening = await environment.episode(await environment.example("train", 0), 0).reply(())
+    assert opening == (Message("system", "be kind"), Message("user", "hi"))
+
+
+async def test_splits_come_from_a_column_or_another_file(tmp_path: Path) -> None:
+    by_column = prompts(
+        jsonl(tmp_path, list(ROWS)), split_column="level", train_split="0", held_out_split="2"
+    )
+    assert (by_column.size("train"), by_column.size("held_out")) == (67, 66)
+    pl.DataFrame(ROWS[:7]).write_parquet(tmp_path / "other.parquet")
+    by_file = prompts(tmp_path / "rows.jsonl", held_out_path=str(tmp_path / "other.parquet"))
+    assert (by_file.size("train"), by_file.size("held_out")) == (200, 7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "says"),
+    [
+        ([ROWS[0], "{oops"], {}, "line 2 is not JSON"),
+        ([ROWS[0], "[1]"], {}, "line 2 is not a JSON object"),
+        ([ROWS[0], {"question": "x"}], {}, r"row 1 \(counted from 0\) has no 'answer'"),
+        ([ROWS[0]], {"prompt_column": "ask"}, "no line has 'ask'"),
+        ([ROWS[0]], {"answer_pattern": "(x)"}, "nothing in the 'answer' of row 0"),
+        ([ROWS[0]], {"answer_pattern": "(x"}, "not a regular expression"),
+        ([ROWS[0]], {"split_column": "level", "train_split": "easy"}, "'level' of .* says '0'"),
+        ([ROWS[0]], {"path": "nowhere.jsonl"}, "there is no such file"),
+        ([ROWS[0]], {"path": ""}, "give the file"),
+        ([ROWS[0]], {"path": "name/of-one"}, "format=huggingface"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, rows: list[object], settings: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prompts(**({"path": str(jsonl(tmp_path, rows))} | settings))
+
+
+def test_a_parquet_file_without_the_column_says_which_there_are(tmp_path: Path) -> None:
+    pl.DataFrame(ROWS).write_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="no column 'ask'; it has question, answer, level"):
+        prompts(tmp_path / "rows.parquet", prompt_column="ask")
+    (tmp_path / "broken.parquet").write_text("PAR1")
+    with pytest.raises(ConfigError, match="cannot be read as Parquet"):
+        prompts(tmp_path / "broken.parquet")
+
+
+async def test_a_data_set_saved_by_the_hugging_face_library_is_read_by_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    both = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:9])}
+    datasets.DatasetDict(both).save_to_disk(str(tmp_path / "saved"))
+    environment = prompts(tmp_path / "saved", held_out_split="test")
+    assert (environment.size("train"), environment.size("held_out")) == (200, 9)
+    with pytest.raises(ConfigError, match="split 'exam' of this Hugging Face data set cannot be read"):
+        prompts(tmp_path / "saved", train_split="exam")
