@@ -43,7 +43,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         (["quickstart", "--set", "serve.urls=[http://x"], ["--set", "not YAML"]),
         (["quickstart", "--set", "score.advantage=rank"], ["score.advantage", "mean, mean_std"]),
         (["quickstart", "--name", "../elsewhere"], ["run name", "../elsewhere", "letters, digits"]),
-        (["quickstrat"], ["preset", "quickstrat", "presets are: quickstart"]),
+        (["quickstrat"], ["preset", "quickstrat", "presets are: ", "quickstart"]),
         (["quickstart", "--set", "evaluate.n_prompts=100000"], ["evaluate.n_prompts", "held-out problems"]),
         (
             ["quickstart", "--set", "rollout.groups_per_step=9999"],
