@@ -50,11 +50,12 @@ check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/pytest -q -m "not service and not long" $(ARGS)
 
 bench: setup  ## every benchmark: a table each, and a JSON object as the last line
-	@for script in benchmarks/*.py; do echo "== $$script"; .venv/bin/python "$$script" $(ARGS); done
+	@for script in benchmarks/*.py; do name=$$(basename "$$script" .py); echo "== $$name"; \
+	  .venv/bin/python -m "benchmarks.$$name" $(ARGS); done
 
 clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay
 	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .rollmill/peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find flows tasks tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The first of these that is Python 3.11 with venv, and with the headers that DeepSpeed's own ops are built with.

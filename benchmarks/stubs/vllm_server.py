@@ -1,0 +1,86 @@
+"""A vLLM server that sleeps: the routes that a run uses, each rollout as long as it is told."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from benchmarks.stubs.trainer import LOGPROB
+from tasks.rollout.environment import Message
+from tasks.rollout.tokens import ChatTokenizer
+from tasks.train.control import ControlServer
+
+CONTROL = (
+    *("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"),
+    *("finish_weight_update", "reset_prefix_cache", "update_weight_version"),
+)
+ANSWERS = ("85", "")
+"""Texts it answers with, in turn: one is in the environment's form and one is not, so that rewards are spread."""
+
+
+@dataclass
+class StubVllmServer:
+    """Stands for a server of the model in `model`, of which only the tokenizer is read.
+
+    Attributes:
+        rollout_s: seconds of one completion.
+    """
+
+    model: Path
+    rollout_s: float
+    _version: str = "start"
+
+    def serve(self, port: int) -> ControlServer:
+        """Answer at a loopback port, on a thread."""
+        app, tokenizer = FastAPI(), ChatTokenizer.load(self.model)
+        answers = [tokenizer.encode_answer(answer).tolist() for answer in ANSWERS]
+
+        @app.get("/health")
+        async def health() -> None:
+            return None
+
+        @app.get("/weight_info")
+        async def weight_info() -> dict[str, str]:
+            return {"weight_version": self._version}
+
+        @app.post("/tokenize")
+        async def tokenize(body: dict[str, Any]) -> dict[str, list[int]]:
+            return {"tokens": tokenizer.encode([Message("user", body["prompt"])]).tolist()}
+
+        @app.post("/inference/v1/generate")
+        async def generate(body: dict[str, Any]) -> dict[str, Any]:
+            sampling = body["sampling_params"]
+            if "prompt_logprobs" in sampling:
+                return _prompt_logprobs(body["token_ids"])
+            version = self._version
+            await asyncio.sleep(self.rollout_s)
+            return _completion(answers[sampling["seed"] % len(answers)], version)
+
+        @app.post("/{route}")
+        async def control(route: str, body: dict[str, Any] | None = None) -> None:
+            if route not in CONTROL:
+                raise LookupError(f"the stub of a vLLM server has no route /{route}")
+            body = body or {}
+            self._version = body.get("weight_version") or body.get("new_version") or self._version
+
+        return ControlServer(app, "127.0.0.1", port)
+
+
+def _completion(token_ids: Sequence[int], version: str) -> dict[str, Any]:
+    n = len(token_ids)
+    choice = {
+        "token_ids": token_ids,
+        "logprobs": {"content": [{"logprob": LOGPROB}] * n},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": version, "start": 0, "end": n}],
+    }
+    return {"choices": [choice]}
+
+
+def _prompt_logprobs(token_ids: Sequence[int]) -> dict[str, Any]:
+    by_position = [{str(token): {"logprob": LOGPROB}} for token in token_ids[1:]]
+    choice = {"token_ids": [0], "finish_reason": "length"}
+    return {"choices": [choice], "prompt_logprobs": [None, *by_position]}
