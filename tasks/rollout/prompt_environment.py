@@ -14,7 +14,7 @@ import polars as pl
 from tasks.errors import ConfigError
 from tasks.rollout.config import PromptsConfig, RolloutConfig
 from tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
-from tasks.rollout.prompt_files import format_of, read_rows
+from tasks.rollout.prompt_files import format_of, read_rows, wrong
 
 CRC_RANGE = 1 << 32
 
@@ -122,7 +122,7 @@ def _read(config: PromptsConfig, path: str, split: str) -> pl.DataFrame:
     for name in filter(None, (config.prompt_column, config.answer_column)):
         if len(missing := np.flatnonzero(frame[name].is_null().to_numpy())):
             remedy = f"row {missing[0]} (counted from 0) has no {name!r}; {len(missing)} of {len(frame)} rows have none"
-            raise ConfigError("rollout.prompts.path", path, remedy)
+            raise wrong(config, path, remedy)
     return _with_answers(config, path, frame) if config.answer_pattern and config.answer_column else frame
 
 

@@ -29,6 +29,12 @@ def read_rows(config: PromptsConfig, path: str, split: str, columns: Sequence[st
     return READERS[format_of(config, path)](config, path, split, list(dict.fromkeys(columns)))
 
 
+def wrong(config: PromptsConfig, path: str, remedy: str) -> ConfigError:
+    """What is wrong with a file, under the setting that names it."""
+    name = "held_out_path" if path == config.held_out_path else "path"
+    return ConfigError(f"rollout.prompts.{name}", path, remedy)
+
+
 def format_of(config: PromptsConfig, path: str) -> str:
     """Jsonl, parquet or huggingface."""
     place = Path(path)
@@ -44,18 +50,18 @@ def format_of(config: PromptsConfig, path: str) -> str:
         "give a .jsonl or .parquet file, a folder of .parquet files, a folder saved by `datasets`, or the "
         "name of a Hugging Face data set with rollout.prompts.format=huggingface"
     )
-    raise ConfigError("rollout.prompts.path", path, remedy)
+    raise wrong(config, path, remedy)
 
 
 def _jsonl(config: PromptsConfig, path: str, split: str, columns: list[str]) -> pl.DataFrame:
     """Every value as text: numbers and lists as JSON has them."""
-    _check_exists(path)
+    _check_exists(config, path)
     try:
         frame = pl.scan_ndjson(path, schema=dict.fromkeys(columns, pl.String)).collect()
     except pl.exceptions.PolarsError as error:
-        raise ConfigError("rollout.prompts.path", path, _first_bad_line(path) or str(error)) from error
+        raise wrong(config, path, _first_bad_line(path) or str(error)) from error
     if missing := [name for name in columns if len(frame) and frame[name].null_count() == len(frame)]:
-        raise ConfigError("rollout.prompts.path", path, f"no line has {' or '.join(map(repr, missing))}")
+        raise wrong(config, path, f"no line has {' or '.join(map(repr, missing))}")
     return frame
 
 
@@ -72,16 +78,16 @@ def _first_bad_line(path: str) -> str:
 
 
 def _parquet(config: PromptsConfig, path: str, split: str, columns: list[str]) -> pl.DataFrame:
-    _check_exists(path)
+    _check_exists(config, path)
     files = sorted(Path(path).glob("**/*.parquet")) if Path(path).is_dir() else [Path(path)]
     if not files:
-        raise ConfigError("rollout.prompts.path", path, "there is no .parquet file in this folder")
+        raise wrong(config, path, "there is no .parquet file in this folder")
     try:
         scan = pl.scan_parquet(files)
-        _check_columns(path, columns, scan.collect_schema().names())
+        _check_columns(config, path, columns, scan.collect_schema().names())
         return scan.select(columns).collect()
     except pl.exceptions.PolarsError as error:
-        raise ConfigError("rollout.prompts.path", path, f"cannot be read as Parquet: {error}") from error
+        raise wrong(config, path, f"cannot be read as Parquet: {error}") from error
 
 
 def _hugging_face(config: PromptsConfig, path: str, split: str, columns: list[str]) -> pl.DataFrame:
@@ -91,7 +97,7 @@ def _hugging_face(config: PromptsConfig, path: str, split: str, columns: list[st
         remedy = (
             "install the library `datasets` to read Hugging Face data sets, or give a .jsonl or .parquet file"
         )
-        raise ConfigError("rollout.prompts.path", path, remedy) from error
+        raise wrong(config, path, remedy) from error
     try:
         if Path(path).is_dir():
             loaded = datasets.load_from_disk(path)
@@ -102,8 +108,8 @@ def _hugging_face(config: PromptsConfig, path: str, split: str, columns: list[st
         remedy = (
             f"split {split!r} of this Hugging Face data set cannot be read ({type(error).__name__}: {error})"
         )
-        raise ConfigError("rollout.prompts.path", path, remedy) from error
-    _check_columns(path, columns, data.column_names)
+        raise wrong(config, path, remedy) from error
+    _check_columns(config, path, columns, data.column_names)
     frame: pl.DataFrame = data.select_columns(columns).to_polars()
     return frame
 
@@ -115,12 +121,12 @@ READERS: Mapping[str, Callable[[PromptsConfig, str, str, list[str]], pl.DataFram
 }
 
 
-def _check_exists(path: str) -> None:
+def _check_exists(config: PromptsConfig, path: str) -> None:
     if not Path(path).exists():
-        raise ConfigError("rollout.prompts.path", path, f"there is no such file: {Path(path).absolute()}")
+        raise wrong(config, path, f"there is no such file: {Path(path).absolute()}")
 
 
-def _check_columns(path: str, wanted: Sequence[str], there: Sequence[str]) -> None:
+def _check_columns(config: PromptsConfig, path: str, wanted: Sequence[str], there: Sequence[str]) -> None:
     if missing := [name for name in wanted if name not in there]:
         remedy = f"it has no column {' or '.join(map(repr, missing))}; it has {', '.join(there)}"
-        raise ConfigError("rollout.prompts.path", path, remedy)
+        raise wrong(config, path, remedy)

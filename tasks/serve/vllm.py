@@ -18,6 +18,8 @@ _CPU_ARGUMENTS = (
     # The model runs in the engine's process. With the default, one more process imports everything again
     # (10 CPU s), waits busily, and pins itself to a core that others use too.
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+    # A part of a prompt makes a seeded request set its generator back, which those of a CPU cannot: the engine dies.
+    "--no-enable-chunked-prefill",
 )
 
 # The sampler's small functions: compiling them takes seconds at the first request, and makes none faster.

@@ -1,0 +1,48 @@
+"""The presets in conf/ load, and say what they need that is not there."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from flows.config import PRESETS, load
+from flows.preflight import preflight
+from tasks.errors import ConfigError
+from tasks.rollout.environment import environment_of
+from tasks.rollout.prompts import check_prompts
+from tasks.score.registry import parts_of
+
+
+@pytest.mark.parametrize("preset", sorted(each.stem for each in PRESETS.glob("*.yaml")))
+def test_every_preset_loads_and_its_scorer_is_there(preset: str) -> None:
+    assert parts_of(load(preset).score)
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "calculator", "guess"])
+def test_presets_that_need_nothing_have_enough_problems(preset: str) -> None:
+    config = load(preset)
+    environment = environment_of(config.rollout)
+    check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
+
+
+def gsm8k(folder: Path, name: str, n_rows: int) -> str:
+    """An override that names a file in the form of that data set."""
+    path = folder / f"{name}.parquet"
+    rows = [{"question": f"what is {n} + 1?", "answer": f"It is\n#### {n + 1}"} for n in range(n_rows)]
+    pl.DataFrame(rows).write_parquet(path)
+    return f"rollout.prompts.{name}={path}"
+
+
+async def test_gsm8k_says_which_file_is_missing_then_which_model(tmp_path: Path) -> None:
+    def missing(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            preflight(load("gsm8k", overrides))
+        return str(raised.value)
+
+    assert "rollout.prompts.path = 'data/gsm8k" in missing()
+    train, held_out = gsm8k(tmp_path, "path", 600), gsm8k(tmp_path, "held_out_path", 600)
+    assert "rollout.prompts.held_out_path = 'data/gsm8k" in missing(train)
+    assert "model = 'models/Qwen2.5-1.5B-Instruct': not a model folder" in missing(train, held_out)
+    environment = environment_of(load("gsm8k", (train, held_out)).rollout)
+    example = await environment.example("held_out", 4)
+    assert example.content == {"problem": "what is 4 + 1?", "answer": "5"}

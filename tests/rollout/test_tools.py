@@ -1,0 +1,94 @@
+"""Tools, and the environment of docs/environments.md."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.errors import ToolError
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.environment import Message, environment_of
+from tasks.rollout.sampling import Player, Sampled
+from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from tasks.rollout.tools import ToolCall, run_tool, tool_calls
+from tasks.rollout.trajectory import Trajectory, Work
+
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+CALL = '<tool_call>\n{"name": "price", "arguments": {"fruit": "FRUIT"}}\n</tool_call>'
+
+
+def test_calls_are_read_in_order_and_what_is_none_is_left_out() -> None:
+    said = "let me see <tool_call>{oops}</tool_call>" + CALL + CALL.replace("FRUIT", "fig")
+    assert tool_calls(said) == [ToolCall("price", {"fruit": "FRUIT"}), ToolCall("price", {"fruit": "fig"})]
+    assert tool_calls('<tool_call>{"name": 3}</tool_call> <tool_call>{"name"') == []
+
+
+async def test_a_tool_may_be_slow_and_answers_as_text_or_json() -> None:
+    async def slow(n: int) -> list[int]:
+        return [n]
+
+    assert await run_tool(slow, ToolCall("slow", {"n": 4})) == "[4]"
+    assert await run_tool(str.upper, ToolCall("upper", {})) == "error: missing a required argument: 'self'"
+
+
+async def test_a_tool_that_raises_is_named() -> None:
+    def broken() -> None:
+        raise OSError("no disk")
+
+    with pytest.raises(ToolError, match="tool broken raised OSError: no disk"):
+        await run_tool(broken, ToolCall("broken", {}))
+
+
+class Wordy:
+    """A tokenizer is not what these tests are about: this sampler's turns are decoded to prepared words."""
+
+    def __init__(self, turns: Sequence[str]) -> None:
+        self.turns = list(turns)
+
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        ids = np.array([len(self.turns), 1], np.int32)
+        return Sampled(ids, np.zeros(2, np.float32), [(0, 0)], "stop", "http://server")
+
+
+class WordyTokenizer(ChatTokenizer):
+    """Decodes a completion to the next prepared turn."""
+
+    sampler: Wordy
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        return self.sampler.turns.pop(0)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutConfig:
+    """The page's example, saved as a module."""
+    code = PAGE.read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "shop.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    return RolloutConfig(environment="shop:Shop")
+
+
+async def played(config: RolloutConfig, folder: Path, turns: Sequence[str]) -> Trajectory:
+    environment = environment_of(config)
+    tokenizer = WordyTokenizer.load(save_character_tokenizer(folder))
+    sampler = Wordy(turns)
+    tokenizer.sampler = sampler
+    player = Player(environment, tokenizer, sampler, max_tokens=4096, timeout_s=5.0)
+    return await player.play(Work("t", 0, 0, 0, await environment.example("train", 0), 0, 1.0))
+
+
+async def test_the_environment_of_the_documentation_plays(shop: RolloutConfig, tmp_path: Path) -> None:
+    trajectory = await played(shop, tmp_path, [CALL.replace("FRUIT", "fig"), "2"])
+    assert trajectory.error == ""
+    assert trajectory.messages[2] == Message("tool", "2", name="price")
+    assert (trajectory.status, trajectory.outcome) == ("complete", {"n_calls": 1})
+
+
+async def test_a_tool_that_raises_is_a_failed_row_of_its_own_kind(
+    shop: RolloutConfig, tmp_path: Path
+) -> None:
+    trajectory = await played(shop, tmp_path, [CALL, "2"])
+    assert (trajectory.status, trajectory.error_type) == ("failed", "ToolError")
+    assert trajectory.error == "tool price raised KeyError: 'FRUIT'"
+    assert trajectory.turns == 1
