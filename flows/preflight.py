@@ -11,9 +11,10 @@ from flows.attached import check_attached
 from flows.config import RunConfig
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
-from tasks.rollout.environment import WarmUp, environment_of
+from tasks.rollout.environment import WarmUp, environment_of, library_of
 from tasks.rollout.prompts import check_prompts
 from tasks.rollout.tokens import ChatTokenizer
+from tasks.rollout.verifiers_load import check_installed
 from tasks.score.check import check_scorer
 
 
@@ -37,11 +38,22 @@ def preflight(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
+    check_scorer(config.score)
+    if library_of(config.rollout):
+        _check_library(config)
+        return
     environment = environment_of(config.rollout)
     check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
-    check_scorer(config.score)
     if config.start_model.enabled and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
+        raise ConfigError("start_model.enabled", True, remedy)
+
+
+def _check_library(config: RunConfig) -> None:
+    """What can be said without importing the library, which only worker processes do."""
+    check_installed(config.rollout.environment, config.rollout.environment_args)
+    if config.start_model.enabled:
+        remedy = f"environment {config.rollout.environment} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.enabled", True, remedy)
 
 

@@ -17,6 +17,7 @@ from tasks.rollout.admission import Admission
 from tasks.rollout.env_client import open_environment
 from tasks.rollout.environment import Environment
 from tasks.rollout.pool_sampler import PoolSampler
+from tasks.rollout.prompts import check_prompts
 from tasks.rollout.sampling import Player
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.score.scoring import Scoring
@@ -87,6 +88,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                 opened as environment,
                 store.writer,
             ):
+                check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
                 yield Run(
                     config=config,
                     model=model,

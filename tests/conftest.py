@@ -47,7 +47,7 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
         torch.manual_seed(0)
         folder = save_character_tokenizer(tmp_path_factory.mktemp("model"))
-        kind(config_kind(**SIZES, **settings)).save_pretrained(folder)
+        kind(config_kind(**SIZES | settings)).save_pretrained(folder)
         return folder
 
     return saved
@@ -64,13 +64,13 @@ def tied_model(save_tiny: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def run_server(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Path], AbstractContextManager[ServedModel]]:
+) -> Callable[..., AbstractContextManager[ServedModel]]:
     """Launch a server of a model folder, and end it afterwards."""
 
     @contextmanager
-    def running(model: Path) -> Iterator[ServedModel]:
+    def running(model: Path, max_model_len: int = MAX_TOKENS) -> Iterator[ServedModel]:
         extension = ("--worker-extension-cls", "repair_switch.RepairSwitch")
-        config, port = ServeConfig(max_model_len=MAX_TOKENS, extra_args=extension), free_port()
+        config, port = ServeConfig(max_model_len=max_model_len, extra_args=extension), free_port()
         process = LaunchedProcess.start(
             "vLLM server",
             vllm.command(config, str(model), port),

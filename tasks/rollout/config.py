@@ -47,7 +47,15 @@ class PromptsConfig(StageConfig):
 
 class RolloutConfig(StageConfig):
     environment: str = setting(
-        "addition", "Environment: a registered name, or an import path package.module:Class.", fixed=True
+        "addition",
+        "Environment: a registered name, an import path package.module:Class, or verifiers:NAME of the verifiers "
+        "library.",
+        fixed=True,
+    )
+    environment_args: str = setting(
+        "",
+        'Arguments of an environment of a library: a JSON object, such as {"taskset": {"split": "train"}}.',
+        fixed=True,
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "Problems of the environment `prompts`.")
     groups_per_step: int = setting(32, "Prompts of one step (P).", ge=1, fixed=True)
@@ -65,7 +73,9 @@ class RolloutConfig(StageConfig):
         fixed=True,
     )
     env_workers: int = setting(
-        0, "Worker processes that play the environment; 0: the flow's process (never for verifiers).", ge=0
+        0,
+        "Worker processes that play the environment; 0: the flow's process, or one worker for verifiers:NAME.",
+        ge=0,
     )
     env_timeout_s: float = setting(
         60.0,

@@ -21,7 +21,15 @@ from tasks.rollout.env_messages import (
 )
 from tasks.rollout.env_process import EnvWorker, Launch
 from tasks.rollout.env_workers import EnvWorkers
-from tasks.rollout.environment import Environment, Episode, Example, Message, Split, environment_of
+from tasks.rollout.environment import (
+    Environment,
+    Episode,
+    Example,
+    Message,
+    Split,
+    environment_of,
+    library_of,
+)
 
 OWN_ERRORS: Mapping[str, type[EpisodeError]] = {each.__name__: each for each in (EpisodeError, ToolError)}
 
@@ -34,6 +42,8 @@ async def open_environment(
 ) -> AsyncIterator[Environment]:
     """The environment of the settings, with `rollout.env_workers` processes that end with this context.
 
+    An environment of a library has one at least.
+
     Args:
         config: which environment, in how many workers.
         logs: folder for the workers' logs.
@@ -43,13 +53,14 @@ async def open_environment(
         ConfigError: it cannot be made from these settings (in this process).
         ServiceStartError: a worker did not start, with its last log lines.
     """
-    if not config.env_workers:
+    n_workers = config.env_workers or int(bool(library_of(config)))
+    if not n_workers:
         yield environment_of(config)
         return
     workers = EnvWorkers(Launch(config, _write_settings(config, logs), logs, stop_grace_s))
     keeping: asyncio.Task[None] | None = None
     try:
-        description = await _started(workers, config.env_workers)
+        description = await _started(workers, n_workers)
         keeping = asyncio.create_task(workers.keep())
         yield RemoteEnvironment(description, workers)
     finally:

@@ -127,6 +127,18 @@ REGISTERED: Mapping[str, str] = {
     "prompts": "tasks.rollout.prompt_environment:Prompts",
 }
 
+LIBRARIES: Mapping[str, str] = {"verifiers": "tasks.rollout.verifiers_environment:Verifiers"}
+"""Libraries whose environments are named LIBRARY:NAME; they are played in worker processes alone."""
+
+
+def library_of(config: RolloutConfig) -> str:
+    """The library that the environment comes from, "" for none.
+
+    Example: "verifiers" for `verifiers:textarena`.
+    """
+    library = config.environment.partition(":")[0]
+    return library if library in LIBRARIES else ""
+
 
 def environment_of(config: RolloutConfig) -> Environment:
     """Make an environment in this process, from its registered name or its import path `package.module:Class`.
@@ -135,7 +147,7 @@ def environment_of(config: RolloutConfig) -> Environment:
         ConfigError: nothing can be imported under that name, or it cannot be made from these settings.
     """
     field, name = "rollout.environment", config.environment
-    factory = named(field, name, REGISTERED)
+    factory = named(field, LIBRARIES.get(library_of(config), name), REGISTERED)
     if isinstance(factory, Configurable):
         return factory.from_config(config)
     made: Environment = made_by_name(field, name, REGISTERED)

@@ -1,0 +1,205 @@
+"""Environments of the verifiers library: one task set of ours with every way to misbehave."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import ConfigError, EpisodeError
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.environment import Message
+from tasks.rollout.verifiers_environment import Verifiers
+from tasks.rollout.verifiers_episode import VerifiersEpisode
+
+HERE = Path(__file__).parent
+NAME = "counting_house"
+TILL_CALL = '<tool_call>{"name": "till_ring_up", "arguments": {"coins": %d}}</tool_call>'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        inherited = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [inherited])]))
+        yield
+    sys.modules.pop(NAME, None)
+
+
+def made(**taskset: object) -> Verifiers:
+    return Verifiers(NAME, {"taskset": taskset})
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[Verifiers]:
+    environment = made()
+    yield environment
+    await environment.aclose()
+
+
+async def opened(environment: Verifiers, index: int = 0) -> tuple[VerifiersEpisode, list[Message]]:
+    episode = environment.episode(await environment.example("train", index), 0)
+    return episode, list(await episode.reply(()))
+
+
+async def say(episode: VerifiersEpisode, messages: list[Message], text: str) -> Sequence[Message]:
+    messages.append(Message("assistant", text))
+    new = await episode.reply(messages)
+    messages.extend(new)
+    return new
+
+
+async def played(environment: Verifiers, index: int = 0) -> Mapping[str, object]:
+    """An episode with the right answer, from its opening to its outcome."""
+    episode, messages = await opened(environment, index)
+    assert not await say(episode, messages, str(int(messages[0].content.split("+")[0]) + 1))
+    return await episode.close()
+
+
+async def test_problems_are_shared_out_by_their_content(house: Verifiers) -> None:
+    sizes = house.size("train"), house.size("held_out")
+    assert sum(sizes) == 10
+    splits = [
+        [await house.example(split, i) for i in range(house.size(split))] for split in ("train", "held_out")
+    ]
+    ids = [{example.example_id for example in each} for each in splits]
+    assert not ids[0] & ids[1]
+    assert len(ids[0] | ids[1]) == 10
+    again = made()
+    assert await again.example("train", 0) == splits[0][0]
+    assert splits[0][0].content["task"]["answer"] == str(int(splits[0][0].example_id) + 1)
+
+
+async def test_held_out_problems_may_be_a_task_set_of_their_own() -> None:
+    environment = Verifiers(NAME, {"taskset": {"n": 10}, "held_out": {"n": 3}, "select": {"limit": 7}})
+    assert (environment.size("train"), environment.size("held_out")) == (7, 3)
+
+
+async def test_the_environments_own_rewards_are_the_outcome(house: Verifiers) -> None:
+    outcome = await played(house)
+    assert outcome["reward"] == 1.5
+    assert outcome["rewards"] == {"right": 1.0, "short": 0.5}
+    assert outcome["metrics"] == {"in_the_till": 0.0}
+    assert outcome["version"] == "verifiers 0.4.0"
+
+
+async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
+    episode, messages = await opened(house)
+    assert await say(episode, messages, "again") == (Message("user", "and now?"),)
+    assert await say(episode, messages, "<think>so</think> again") == (Message("user", "and now?"),)
+    assert await say(episode, messages, "wrong") == ()
+    assert (await episode.close())["rewards"] == {"right": 0.0, "short": 0.0}
+
+
+async def test_fifty_episodes_at_once_keep_apart(house: Verifiers) -> None:
+    outcomes = await asyncio.gather(*(played(house, i % house.size("train")) for i in range(50)))
+    assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50
+
+
+async def test_an_episode_that_is_cut_is_scored_as_it_stands(house: Verifiers) -> None:
+    episode, messages = await opened(house)
+    await say(episode, messages, "again")
+    outcome = await episode.close()
+    assert (outcome["reward"], outcome["rewards"]) == (0.0, {"right": 0.0, "short": 0.0})
+    assert len(asyncio.all_tasks()) <= 3  # this one, and the shared endpoint
+
+
+async def test_an_episode_that_never_opened_has_no_outcome(house: Verifiers) -> None:
+    assert await house.episode(await house.example("train", 0), 0).close() == {}
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "told"),
+    [
+        ("setup", "never asked the policy: TaskError: task setup: RuntimeError: the house is closed"),
+        ("broken", "EnvError: House.run.*RuntimeError: the counter fell over"),
+        ("second role", "more than one role"),
+    ],
+)
+async def test_what_an_environment_does_wrong_is_said_by_its_episode(misbehave: str, told: str) -> None:
+    environment = made(misbehave=misbehave)
+    episode = environment.episode(await environment.example("train", 0), 0)
+    try:
+        with pytest.raises(EpisodeError, match=told):
+            await say(episode, list(await episode.reply(())), "1")
+    finally:
+        await episode.close()
+        await environment.aclose()
+
+
+async def test_an_episode_whose_scoring_failed_has_the_error_for_a_reward() -> None:
+    environment = made(misbehave="scoring")
+    outcome = await played(environment)
+    await environment.aclose()
+    assert "reward" not in outcome
+    assert outcome["error"] == "TaskError: task SumTask scoring: RuntimeError: the judge is out"
+
+
+async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cut() -> None:
+    environment = made(misbehave="hanging")
+    episode, messages = await opened(environment)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await say(episode, messages, "1")
+    assert "own turn" in str((await episode.close())["error"])
+    await environment.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_rewritten_conversation_is_refused_with_what_was_rewritten(house: Verifiers) -> None:
+    episode, messages = await opened(house)
+    episode._conversation[0] = {"role": "user", "content": "something else"}
+    with pytest.raises(EpisodeError, match="rewrote message 0"):
+        await say(episode, messages, "again")
+    await episode.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("owner/no-such-house@1", "", "install the environment's package"),
+        (NAME, '{"taskset": {"coins": 5}}', "does not take this"),
+        (NAME, '{"select": {"first": 5}}', "select"),
+        (NAME, '{"taskset": {"n": 0}}', "no problems to train on"),
+        (NAME, "[1]", "give a JSON object"),
+        (NAME, "{", "give a JSON object"),
+        ("json", "", "JSONDecoder"),
+        (NAME, '{"agent": {"sampling": {"temperature": 0.1}}}', ""),
+    ],
+)
+async def test_wrong_names_and_arguments_are_errors_of_the_configuration(
+    name: str, arguments: str, told: str
+) -> None:
+    config = RolloutConfig(environment=f"verifiers:{name}", environment_args=arguments)
+    if not told:
+        environment = Verifiers.from_config(config)
+        with pytest.raises(EpisodeError, match=r"temperature = 0\.1"):
+            await opened(environment)
+        await environment.aclose()
+        return
+    with pytest.raises(ConfigError, match=told):
+        Verifiers.from_config(config)
+
+
+@pytest.mark.service
+async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
+    environment = await asyncio.to_thread(made, task={"has_till": True}, n=5)
+    assert [tool["function"]["name"] for tool in environment.tools] == ["till_ring_up"]
+    episode, messages = await opened(environment)
+    try:
+        for coins, told in (
+            (3, "3 in the till"),
+            (4, "7 in the till"),
+            (-1, "takes coins"),
+            (1, "8 in the till"),
+        ):
+            (answer,) = await say(episode, messages, f"so {TILL_CALL % coins}")
+            assert answer.role == "tool"
+            assert told in answer.content
+        assert not await say(episode, messages, "1")
+        assert (await episode.close())["metrics"] == {"in_the_till": 8.0}
+    finally:
+        await environment.aclose()

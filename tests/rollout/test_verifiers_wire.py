@@ -1,0 +1,108 @@
+"""OpenAI's chat messages and ours."""
+
+import json
+
+import pytest
+
+from tasks.errors import EpisodeError
+from tasks.rollout.environment import Message
+from tasks.rollout.verifiers_wire import (
+    assistant_of,
+    completion_of,
+    events_of,
+    message_of,
+    new_messages,
+    refuse_settings,
+)
+
+USER = {"role": "user", "content": "17*55?"}
+CALL = '<tool_call>\n{"name": "times", "arguments": {"a": 17, "b": {"c": 55}}}\n</tool_call>'
+
+
+def test_tool_calls_are_read_from_the_policys_text() -> None:
+    said = assistant_of(f"let me see\n{CALL}\n{CALL}", 3)
+    assert said["content"] == "let me see"
+    assert [call["id"] for call in said["tool_calls"]] == ["call_3_0", "call_3_1"]
+    function = said["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("times", {"a": 17, "b": {"c": 55}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        " 935\n",
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": </tool_call>',
+        '<tool_call>{"name": "x"}',
+    ],
+)
+def test_what_is_no_tool_call_stays_text_as_it_is(text: str) -> None:
+    assert assistant_of(text, 0) == {"role": "assistant", "content": text}
+
+
+def test_reasoning_is_not_part_of_what_the_policy_says() -> None:
+    said = assistant_of("<think>17*50 is 850</think>\n\n935", 0)
+    assert (said["reasoning_content"], said["content"]) == ("17*50 is 850", "935")
+
+
+def test_a_request_adds_what_comes_after_the_policys_message() -> None:
+    said = assistant_of(CALL, 0)
+    echoed = {**said, "content": "", "refusal": None}
+    answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "935"}
+    assert new_messages([USER, said], [USER, echoed, answer]) == [answer]
+
+
+def test_parts_of_text_are_the_same_as_their_text() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "17*"}, {"type": "text", "text": "55?"}]}
+    assert new_messages([USER], [parts, USER]) == [USER]
+    assert message_of(parts) == Message("user", "17*55?")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ([USER, USER], [USER], "dropped messages: its request has 1, the conversation 2"),
+        ([USER], [{"role": "user", "content": "18*55?"}], "rewrote message 0 .*'17\\*55.' became user: '18"),
+        ([assistant_of(CALL, 0)], [{"role": "assistant", "content": None}], "rewrote message 0"),
+    ],
+)
+def test_a_conversation_that_is_no_extension_is_refused(
+    before: list[dict], now: list[dict], told: str
+) -> None:
+    with pytest.raises(EpisodeError, match=told):
+        new_messages(before, now)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"role": "function", "content": ""},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+    ],
+)
+def test_what_no_text_can_say_is_refused(wire: dict) -> None:
+    with pytest.raises(EpisodeError, match=r"role 'function'|type image_url"):
+        message_of(wire)
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0.2}, {"n": 2}, {"stop": ["\n"]}, {"max_tokens": 5}])
+def test_settings_of_sampling_are_refused_by_name(setting: dict) -> None:
+    with pytest.raises(EpisodeError, match=next(iter(setting))):
+        refuse_settings({"model": "policy", "messages": [], **setting})
+
+
+def test_settings_that_change_nothing_are_taken() -> None:
+    refuse_settings(
+        {"model": "policy", "messages": [], "stream": True, "n": 1, "stop": None, "tool_choice": "auto"}
+    )
+
+
+def test_a_stream_says_the_same_as_the_completion() -> None:
+    completion = completion_of(assistant_of(CALL, 0), "trace")
+    lines = [line for line in events_of(completion).decode().split("\n\n") if line]
+    first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+    called = completion["choices"][0]["message"]["tool_calls"][0]
+    assert first["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **called}]
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert (usage["choices"], lines[-1]) == ([], "data: [DONE]")

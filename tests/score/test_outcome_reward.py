@@ -1,0 +1,21 @@
+"""The reward that an environment said itself."""
+
+import pytest
+
+from tasks.errors import ScoreError
+from tasks.score.outcome_reward import EnvironmentScorer
+from tasks.score.scorer import Candidate
+
+SAID = {"reward": 1.5, "rewards": {"right": 1.0, "short": 0.5}, "metrics": {"turns": 3, "unknown": None}}
+
+
+async def test_rewards_and_metrics_that_are_numbers_are_the_components() -> None:
+    reward = await EnvironmentScorer().score(Candidate("t", {}, [], True, SAID))
+    assert reward.value == 1.5
+    assert reward.components == {"right": 1.0, "short": 0.5, "turns": 3.0}
+
+
+async def test_what_the_environment_could_not_score_says_why() -> None:
+    candidate = Candidate("t", {}, [], True, {"error": "TaskError: the judge is out"}, "verifiers:house")
+    with pytest.raises(ScoreError, match="verifiers:house could not score it: TaskError: the judge is out"):
+        await EnvironmentScorer().score(candidate)
