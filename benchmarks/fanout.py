@@ -1,0 +1,194 @@
+"""What does it cost to record the fan-out in Prefect? 64, 256 and 1024 pairs of rollout and score, beside bare asyncio.
+
+Each pair goes through the picture that flows use (`flows/picture.py`), with bodies that do nothing, against a server
+started as `rollmill up` starts it. The flow runs in a process of its own, with the logging of `rollmill run`. CPU is
+that of all threads of the flow's process, and of the server's process tree, from the first start until the server
+has recorded everything. Lag is how much later than asked a sleep of 1 ms ends on the flow's event loop.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = (64, 256, 1024)
+REPORTED = 256
+TICK_S = 0.001
+SETTLE_S = 3.0
+"""The server's event persister flushes every 2 s: its work belongs to the fan-out."""
+TARGETS = {"flow_cpu_ms_per_task": 2.5, "lag_p99_ms": 60.0}
+COLUMNS = ("pairs", "recorded by", "task runs", "recorded", "seconds", "recorded after s")
+FIGURES = ("flow_cpu_ms_per_task", "server_cpu_ms_per_task", "lag_p50_ms", "lag_p99_ms", "lag_max_ms")
+
+
+class Part:
+    async def sample(self) -> str:
+        await asyncio.sleep(0)
+        return "1 trajectory"
+
+    async def score(self) -> str:
+        await asyncio.sleep(0)
+        return "1 score"
+
+
+Pair = Callable[[int], Awaitable[str]]
+
+
+async def bare_pair(group: int) -> str:
+    await Part().sample()
+    return await Part().score()
+
+
+async def fan_out(pair: Pair, n_pairs: int) -> dict[str, float]:
+    """All pairs side by side, each begun one turn of the loop after the one before."""
+    lags: list[float] = []
+
+    async def sample_lag() -> None:
+        while True:
+            asked = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            lags.append(time.perf_counter() - asked - TICK_S)
+
+    sampler = asyncio.create_task(sample_lag())
+    await asyncio.sleep(0.05)
+    lags.clear()
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(n_pairs):
+            group.create_task(pair(number))
+            await asyncio.sleep(0)
+    seconds = time.perf_counter() - started
+    await asyncio.sleep(2 * TICK_S)
+    sampler.cancel()
+    p50, p99, highest = np.percentile(1000 * np.asarray(lags), (50, 99, 100))
+    return {"seconds": seconds, "lag_p50_ms": p50, "lag_p99_ms": p99, "lag_max_ms": highest}
+
+
+def server_cpu_s(pid: int) -> float:
+    """CPU seconds of a process and all below it, ended ones included."""
+    from tasks.serve.supervisor import descendants
+
+    total = 0.0
+    for each in (pid, *descendants(pid)):
+        with suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            total += sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def measure(n_pairs: int, task_runs: str, server_pid: int) -> dict[str, Any]:
+    """One fan-out in a flow run of its own; needs Prefect's settings in the environment."""
+    from prefect import flow
+
+    from flows.picture import picture_of
+    from flows.recording import Recording
+    from tasks.observe.config import ObserveConfig
+
+    @flow(name="fanout", persist_result=False)
+    async def fanout() -> dict[str, Any]:
+        recording = Recording(ObserveConfig())
+        picture = picture_of(task_runs, recording)
+
+        async def picture_pair(group: int) -> str:
+            async def work() -> str:
+                await picture.rollout(Part(), 0, group)
+                return await picture.score(Part(), 0, group)
+
+            return await picture.group(work, 0, group)
+
+        await recording.wait_until_recorded()  # opens the connections that a run has open by then
+        await picture_pair(-1)
+        await asyncio.sleep(SETTLE_S)
+        n_before = recording.n_started
+        flow_cpu, server_cpu = time.process_time(), server_cpu_s(server_pid)
+        figures = await fan_out(picture_pair, n_pairs)
+        ended = time.perf_counter()
+        left = await recording.wait_until_recorded()
+        figures["recorded_after_s"] = time.perf_counter() - ended
+        figures["flow_cpu_s"] = time.process_time() - flow_cpu
+        await asyncio.sleep(SETTLE_S)
+        figures["server_cpu_s"] = server_cpu_s(server_pid) - server_cpu
+        n_expected = recording.n_started - n_before
+        return figures | {"expected": n_expected, "recorded": n_expected - left}
+
+    return asyncio.run(fanout())
+
+
+def measure_bare(n_pairs: int) -> dict[str, Any]:
+    cpu = time.process_time()
+    figures = asyncio.run(fan_out(bare_pair, n_pairs))
+    return figures | {"flow_cpu_s": time.process_time() - cpu, "expected": 0, "recorded": 0}
+
+
+def measured(n_pairs: int, task_runs: str, api_url: str, server_pid: int) -> dict[str, Any]:
+    """`measure` in a process of its own, and its figures by task run, or by pair where there are none."""
+    from flows.command import QUIET_TERMINAL
+
+    if task_runs == "none":
+        figures = measure_bare(n_pairs)
+    else:
+        command = [sys.executable, "-m", "benchmarks.fanout", str(n_pairs), task_runs, str(server_pid)]
+        environment = QUIET_TERMINAL | os.environ | {"PREFECT_API_URL": api_url}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        figures = json.loads(done.stdout.splitlines()[-1])
+    n_tasks = 2 * n_pairs if task_runs in ("all", "none") else n_pairs
+    for side in ("flow", "server"):
+        figures[f"{side}_cpu_ms_per_task"] = 1000 * figures.get(f"{side}_cpu_s", 0.0) / n_tasks
+    return figures | {"pairs": n_pairs, "recorded by": task_runs}
+
+
+def row(figures: dict[str, Any]) -> str:
+    shown = [
+        figures["pairs"],
+        {"all": "task run a part", "groups": "task run a group", "events": "event a group"}.get(
+            figures["recorded by"], "bare asyncio"
+        ),
+        figures["expected"],
+        figures["recorded"],
+        f"{figures['seconds']:.2f}",
+        f"{figures.get('recorded_after_s', 0.0):.1f}",
+        *(f"{figures[name]:.2f}" for name in FIGURES),
+    ]
+    return " | ".join(f"{each!s:>16}" for each in shown)
+
+
+def main() -> None:
+    from flows import server
+    from tasks.serve.process import free_port
+
+    rows: list[dict[str, Any]] = []
+    print(" | ".join(f"{name[:16]:>16}" for name in (*COLUMNS, *FIGURES)))
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            api_url = f"{server.up(Path(home), free_port())}/api"
+            running = server.status(Path(home))
+            assert running is not None
+            kinds = [(size, kind) for size in SIZES for kind in ("none", "all")]
+            for size, kind in [*kinds, (REPORTED, "groups"), (REPORTED, "events")]:
+                rows.append(measured(size, kind, api_url, running.pid))
+                print(row(rows[-1]), flush=True)
+        finally:
+            server.down(Path(home))
+    by_task = [each for each in rows if each["recorded by"] == "all"]
+    (reported,) = [each for each in by_task if each["pairs"] == REPORTED]
+    for name, target in TARGETS.items():
+        verdict = "reached" if reported[name] <= target else "MISSED"
+        print(f"{name}: {reported[name]:.2f}, target {target:g}: {verdict}")
+    sums = {name: sum(each[name] for each in by_task) for name in ("recorded", "expected")}
+    print(json.dumps({"benchmark": "fanout"} | {name: reported[name] for name in FIGURES} | sums))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
+    else:
+        main()
