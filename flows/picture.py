@@ -1,17 +1,20 @@
 """What Prefect records of the fan-out: a task run for each part of a group, for each group, or events alone."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
 from flows.recording import Recording
-from tasks.rollout.task import SampledPart, rollout
-from tasks.score.task import ScoredPart, score
+from flows.turns import SampledInTurn, SampledPart, ScoredInTurn, ScoredPart, Turns
+from tasks.rollout.task import rollout
+from tasks.score.task import score
 
 T = TypeVar("T")
 
@@ -54,15 +57,17 @@ class PartPicture:
     """A task run for every part that is sampled and for every part that is scored."""
 
     def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+        self._recording, self._turns = recording, Turns()
 
     async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
+        await self._turns.next()
         self._recording.started()
-        return await rollout(part, step, _label(group, number))
+        return (await rollout(SampledInTurn(part, self._turns), step, _label(group, number))).message or ""
 
     async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
+        await self._turns.next()
         self._recording.started()
-        return await score(part, step, _label(group, number))
+        return (await score(ScoredInTurn(part, self._turns), step, _label(group, number))).message or ""
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
         await self._recording.hold_back()
@@ -73,71 +78,91 @@ class GroupPicture:
     """A task run for every group."""
 
     def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+        self._recording, self._turns, self._notes = recording, Turns(), _Notes()
 
     async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
-        return await part.sample()
+        return self._notes.add(step, group, f"rollout {_label(group, number)}", await part.sample())
 
     async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
-        return await part.score()
+        return self._notes.add(step, group, f"score {_label(group, number)}", await part.score())
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
-        kept = _Kept(work)
         await self._recording.hold_back()
+        await self._turns.next()
         self._recording.started()
-        await group_run(kept, step, group)
-        return kept.result
+        with self._notes.of(step, group) as notes:
+            group_work = _GroupWork(work, self._turns, notes)
+            await group_run(group_work, step, group)
+        return group_work.result
 
 
 class EventPicture:
     """No task runs; an event for every group that is over, which says how it went and how long it took."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], dict[str, str]] = {}
+        self._notes = _Notes()
 
     async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
-        return self._told(step, group, f"rollout {_label(group, number)}", await part.sample())
+        return self._notes.add(step, group, f"rollout {_label(group, number)}", await part.sample())
 
     async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
-        return self._told(step, group, f"score {_label(group, number)}", await part.score())
+        return self._notes.add(step, group, f"score {_label(group, number)}", await part.score())
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
         started = time.perf_counter()
-        parts = self._parts[step, group] = {}
         end = "cut"
+        with self._notes.of(step, group) as notes:
+            try:
+                result = await work()
+                end = "done"
+                return result
+            except Exception as error:
+                end = f"failed: {type(error).__name__}: {error}"
+                raise
+            finally:
+                seconds = round(time.perf_counter() - started, 3)
+                _emit_group(step, group, {"end": end, "seconds": seconds, "parts": notes})
+
+
+class _Notes:
+    """How the parts of a group went, in words, by part, while the group is worked on."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], dict[str, str]] = {}
+
+    @contextmanager
+    def of(self, step: int, group: int) -> Iterator[dict[str, str]]:
+        """The notes of a group, which are filled meanwhile."""
+        parts = self._parts[step, group] = {}
         try:
-            result = await work()
-            end = "done"
-            return result
-        except Exception as error:
-            end = f"failed: {type(error).__name__}: {error}"
-            raise
+            yield parts
         finally:
             del self._parts[step, group]
-            seconds = round(time.perf_counter() - started, 3)
-            _emit_group(step, group, {"end": end, "seconds": seconds, "parts": parts})
 
-    def _told(self, step: int, group: int, part: str, how: str) -> str:
+    def add(self, step: int, group: int, part: str, how: str) -> str:
+        """Note how a part went; returns that."""
         self._parts.get((step, group), {})[part] = how
         return how
 
 
-class _Kept(Generic[T]):
-    """Work and its result: Prefect keeps what a task returns as long as its flow runs, so nothing is returned."""
+class _GroupWork(Generic[T]):
+    """A group's work, whose task run ends in its turn; what comes of it stays here."""
 
-    __slots__ = ("result", "work")
+    __slots__ = ("_notes", "_turns", "_work", "result")
 
-    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
-        self.work = work
+    def __init__(self, work: Callable[[], Awaitable[T]], turns: Turns, notes: dict[str, str]) -> None:
+        self._work, self._turns, self._notes = work, turns, notes
 
-    async def do(self) -> None:
-        self.result = await self.work()
+    async def do(self) -> State[object]:
+        """Do it; returns the state in which its task run ends."""
+        self.result = await self._work()
+        return await self._turns.done("; ".join(f"{part}: {how}" for part, how in self._notes.items()))
 
 
 @task(name="group", task_run_name="step {step} / group {group}", cache_policy=NO_CACHE, persist_result=False)
-async def group_run(kept: _Kept[Any], step: int, group: int) -> None:
-    """Sample and score a group; what comes of it stays in `kept`."""
-    await kept.do()
+async def group_run(work: _GroupWork[Any], step: int, group: int) -> State[object]:
+    """Sample and score a group; what comes of it stays in `work`."""
+    return await work.do()
 
 
 def _label(group: int, number: int | None) -> str:

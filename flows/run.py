@@ -13,6 +13,7 @@ from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
 from flows.progress import RunProgress
 from flows.recording import Recording
+from tasks.observe.memory import keep_for_good
 from tasks.rollout.admission import Admission
 from tasks.rollout.env_client import open_environment
 from tasks.rollout.environment import Environment
@@ -82,6 +83,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
     recording = Recording(config.observe)
     try:
         await mark_leftovers(store.folder, config.observe.leftovers_timeout_s)
+        keep_for_good()
         with RunProgress(name, config.steps) as progress:
             async with (
                 _open_scorings(config, store.manifest.run) as scorings,

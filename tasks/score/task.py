@@ -4,16 +4,17 @@ from typing import Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 
 
-class ScoredPart(Protocol):
-    """A part of a group: scores stay in it.
+class Scored(Protocol):
+    """A part of a group to be scored: what comes of it stays in it.
 
     No implementation is a dataclass: Prefect looks into dataclasses among a task's parameters.
     """
 
-    async def score(self) -> str:
-        """Score it; returns how it went, in words."""
+    async def score(self) -> State[object]:
+        """Score it; returns the state in which its task run ends."""
 
 
 @task(
@@ -22,6 +23,6 @@ class ScoredPart(Protocol):
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def score(part: ScoredPart, step: int, label: str) -> str:
+async def score(part: Scored, step: int, label: str) -> State[object]:
     """Score a part of a group. The label says which: "384", or "384.2" of a group in several parts."""
     return await part.score()

@@ -61,9 +61,17 @@ def run(api: str, task_runs: TaskRuns, *, error: bool = False) -> tuple[str, lis
         return asyncio.run(three_groups(task_runs, error))
 
 
+def found(api: str, flow_run_id: str) -> list[Any]:
+    body = {"flow_runs": {"id": {"any_": [flow_run_id]}}}
+    return list(httpx.post(f"{api}/task_runs/filter", json=body).json())
+
+
 def task_runs_of(api: str, flow_run_id: str) -> dict[str, str]:
-    found = httpx.post(f"{api}/task_runs/filter", json={"flow_runs": {"id": {"any_": [flow_run_id]}}}).json()
-    return {each["name"]: each["state_type"] for each in found}
+    return {each["name"]: each["state_type"] for each in found(api, flow_run_id)}
+
+
+def messages_of(api: str, flow_run_id: str) -> set[str]:
+    return {each["state"]["message"] for each in found(api, flow_run_id)}
 
 
 def events_of(api: str, flow_run_id: str, is_enough: Callable[[list[Any]], bool]) -> list[Any]:
@@ -87,6 +95,7 @@ def test_every_part_is_a_task_run_named_by_step_group_and_part(prefect_api: str)
     assert shown.keys() == rollouts | {f"step 7 / score {group}" for group in range(3)}
     assert set(shown.values()) == {"COMPLETED"}
     assert n_started == len(shown)
+    assert messages_of(prefect_api, flow_run_id) == {"2 trajectories, 0 failed", "2 scores"}
 
 
 def test_every_group_is_one_task_run(prefect_api: str) -> None:
@@ -98,6 +107,9 @@ def test_every_group_is_one_task_run(prefect_api: str) -> None:
         f"step 7 / group {group}": state for group, state in enumerate(states)
     }
     assert n_started == 3
+    messages = messages_of(prefect_api, flow_run_id)
+    assert "rollout 0: 2 trajectories, 0 failed; score 0: 2 scores" in messages
+    assert "Task run encountered an exception ValueError: no prompt" in messages
 
 
 def test_every_group_is_an_event_that_says_how_its_parts_went_and_no_task_run(prefect_api: str) -> None:
