@@ -156,8 +156,13 @@ class Player:
         return status, closing.result()
 
     async def _turns(self, episode: Episode, work: Work, draft: Draft, deadline: Deadline) -> Status:
+        tools = self.environment.tools
         draft.messages = await self._reply(episode, draft, deadline)
-        draft.add_context(self.tokenizer.encode(draft.messages, self.environment.tools))
+        opening = self.tokenizer.encode(draft.messages, tools)
+        if len(opening) >= self.max_tokens:
+            text = f"the opening has {len(opening)} tokens, and an episode is below {self.max_tokens}"
+            raise EpisodeError(f"{text} (serve.max_model_len)")
+        draft.add_context(opening)
         while draft.n_tokens < self.max_tokens:
             await self._complete(work, draft, deadline)
             if draft.finish_reason != "stop":
@@ -165,15 +170,12 @@ class Player:
             reply = await self._reply(episode, draft, deadline)
             if not reply:
                 return "complete"
-            draft.add_context(
-                self.tokenizer.encode_reply(
-                    draft.messages,
-                    reply,
-                    self.environment.tools,
-                    is_ended=draft.last_token in self.tokenizer.eos_ids,
-                )
-            )
+            is_ended = draft.last_token in self.tokenizer.eos_ids
+            added = self.tokenizer.encode_reply(draft.messages, reply, tools, is_ended=is_ended)
             draft.messages += reply
+            if draft.n_tokens + len(added) >= self.max_tokens:
+                return "truncated"  # no token could follow, so these are no part of what is trained on
+            draft.add_context(added)
         return "truncated"
 
     async def _reply(self, episode: Episode, draft: Draft, deadline: Deadline) -> tuple[Message, ...]:

@@ -38,11 +38,15 @@ async def examples_of(environment: Environment, split: Split) -> list[Example]:
 
 
 async def played(
-    tokenizer: ChatTokenizer, environment: Environment, example: Example, turns: Sequence[str]
+    tokenizer: ChatTokenizer,
+    environment: Environment,
+    example: Example,
+    turns: Sequence[str],
+    max_tokens: int = 256,
 ) -> Trajectory:
     """An episode in which the policy says `turns`, as far as it is asked."""
     sampler = Saying([tokenizer.encode_answer(turn, environment.stop) for turn in turns])
-    player = Player(environment, tokenizer, sampler, max_tokens=256, timeout_s=5.0)
+    player = Player(environment, tokenizer, sampler, max_tokens=max_tokens, timeout_s=5.0)
     return await player.play(Work("t", 0, 0, 0, example, 0, 1.0))
 
 
@@ -83,6 +87,28 @@ async def test_the_calculator_prints_and_then_takes_the_answer(tokenizer: ChatTo
     assert (trajectory.status, trajectory.turns) == ("complete", 2)
     assert trajectory.outcome == {"calls": ["<17*55>"]}
     assert tokenizer.decode(trajectory.token_ids[trajectory.loss_mask]) == "<17*55>935"
+
+
+async def test_what_the_environment_says_is_left_out_where_no_token_could_follow_it(
+    tokenizer: ChatTokenizer,
+) -> None:
+    example = await Calculator().example("train", 0)
+    n_tokens = len(str(example.content["problem"]) + "<17*55>")
+    room_for_two = n_tokens + len("93")
+    trajectory = await played(tokenizer, Calculator(), example, ["<17*55>"], max_tokens=room_for_two)
+    assert (trajectory.status, len(trajectory.token_ids)) == ("truncated", n_tokens)
+    assert trajectory.messages[-1].content == "935|"
+    assert trajectory.loss_mask[-1]
+
+
+async def test_an_opening_that_leaves_no_room_is_a_failed_row_that_says_so(
+    tokenizer: ChatTokenizer,
+) -> None:
+    trajectory = await played(
+        tokenizer, Calculator(), await Calculator().example("train", 0), [], max_tokens=9
+    )
+    assert (trajectory.status, trajectory.error_type) == ("failed", "EpisodeError")
+    assert "serve.max_model_len" in trajectory.error
 
 
 @pytest.mark.parametrize(
