@@ -87,7 +87,9 @@ class VllmClient:
         """
         tokens, timeout_s = np.zeros(2, np.int32), self._config.start_timeout_s
         try:
-            await self.generate(tokens, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s)
+            await self._again(
+                lambda: self.generate(tokens, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s)
+            )
             await self.prompt_logprobs(tokens, timeout_s)
         except RequestError as error:
             tail = process.log_tail() if process else ""

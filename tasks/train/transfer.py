@@ -1,5 +1,6 @@
 """The trainer's side of the weight sync: the sender on rank 0, in step with the other ranks."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,17 +18,19 @@ class Transfer:
     def __init__(self, config: ServiceConfig, *, is_sender: bool) -> None:
         self._config, self._is_sender = config, is_sender
         self._sender: Any = None
+        self._making = threading.Lock()  # servers join side by side, each on a thread of the control API
 
     @property
     def sender(self) -> Any:
         """Rank 0's WeightSender, made at first use."""
-        if self._sender is None:
-            from tasks.sync.sender import WeightSender
+        with self._making:
+            if self._sender is None:
+                from tasks.sync.sender import WeightSender
 
-            self._sender = WeightSender(
-                self._config.sync_host, self._config.bucket_bytes, self._config.sync_timeout_s
-            )
-        return self._sender
+                self._sender = WeightSender(
+                    self._config.sync_host, self._config.bucket_bytes, self._config.sync_timeout_s
+                )
+            return self._sender
 
     def plan(self, engine: Engine | None) -> dict[str, Any]:
         """What the servers must know beforehand, as JSON."""

@@ -1,0 +1,23 @@
+"""A scorer that misbehaves as a trajectory's number says; worker processes of the chaos test import it by path."""
+
+import time
+
+from tasks.score.scorer import Candidate, Reward
+
+RAISES, HANGS, GROUP_SIZE = 50, 100, 4
+
+
+class PlantedScorer:
+    """Rewards digits; raises for every 50th trajectory, and answers never for every 100th."""
+
+    name = "planted"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        _, group, sample, _ = candidate.trajectory_id.split(".")
+        number = 1 + int(group) * GROUP_SIZE + int(sample)
+        if number % HANGS == 0:
+            time.sleep(3600)
+        if number % RAISES == 0:
+            raise RuntimeError(f"planted for number {number}")
+        return Reward(sum(character.isdigit() for character in candidate.answer) / 8)
