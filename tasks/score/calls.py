@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tasks.errors import ScoreError, ScoreTimeoutError
 from tasks.score.candidate import CandidateText
@@ -13,12 +13,19 @@ from tasks.score.load import Load
 from tasks.score.verdict import Verdict, failed, lasting, verdicts_of
 from tasks.score.worker_pool import WorkerPool
 
+MOST_IN_A_SHARE = 16
+"""Calls that a worker is given at once: enough that it need not wait for the flow, few enough that others wait not
+long for their turn."""
+
+Call: TypeAlias = Sequence[CandidateText]
+"""What a scorer is given at once: one candidate, or those of a group."""
+
 
 class Calls(Protocol):
     """One way to call a scorer."""
 
-    async def call(self, candidates: Sequence[CandidateText]) -> list[Verdict]:
-        """One call of it, for one candidate, or the candidates of a group: a verdict each."""
+    async def made(self, calls: Sequence[Call]) -> list[list[Verdict]]:
+        """A verdict for each candidate of each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +36,23 @@ class OnLoop:
     load: Load
     timeout_s: float
 
-    async def call(self, candidates: Sequence[CandidateText]) -> list[Verdict]:
+    async def made(self, calls: Sequence[Call]) -> list[list[Verdict]]:
+        async with asyncio.TaskGroup() as making:
+            made = [making.create_task(self._verdicts(call)) for call in calls]
+        return [each.result() for each in made]
+
+    async def _verdicts(self, call: Call) -> list[Verdict]:
         async with self.load.slot():
             started = time.perf_counter()
             try:
-                given = await self._given(candidates)
-                verdicts = verdicts_of(given, len(candidates), by_group=self.function.by_group)
+                given = await self._given(call)
+                verdicts = verdicts_of(given, len(call), by_group=self.function.by_group)
             except Exception as error:  # noqa: BLE001 - scorers are foreign code: a failed score is data
-                verdicts = [failed(error)] * len(candidates)
+                verdicts = [failed(error)] * len(call)
             return lasting(verdicts, time.perf_counter() - started)
 
-    async def _given(self, texts: Sequence[CandidateText]) -> object:
-        candidates = [text.parsed() for text in texts]
+    async def _given(self, call: Call) -> object:
+        candidates = [text.parsed() for text in call]
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 return await self.function.call(candidates if self.function.by_group else candidates[0])
@@ -58,7 +70,7 @@ class OnLoop:
 
 @dataclass(frozen=True, slots=True)
 class InWorkers:
-    """Calls of a scorer that computes.
+    """Calls of a scorer that computes, in equal shares for all workers, and none too large.
 
     Attributes:
         number: the scorer's among those of the pool.
@@ -70,10 +82,15 @@ class InWorkers:
     load: Load
     timeout_s: float
 
-    async def call(self, candidates: Sequence[CandidateText]) -> list[Verdict]:
-        async with self.load.slot():
-            started = time.perf_counter()
-            try:
-                return await self.pool.call(self.number, candidates, self.timeout_s)
-            except ScoreError as error:
-                return lasting([failed(error)] * len(candidates), time.perf_counter() - started)
+    async def made(self, calls: Sequence[Call]) -> list[list[Verdict]]:
+        size = min(MOST_IN_A_SHARE, -(-len(calls) // self.pool.n_workers))
+        async with asyncio.TaskGroup() as making:
+            shares = [
+                making.create_task(self._share(calls[first : first + size]))
+                for first in range(0, len(calls), size)
+            ]
+        return [verdicts for share in shares for verdicts in share.result()]
+
+    async def _share(self, calls: Sequence[Call]) -> list[list[Verdict]]:
+        async with self.load.slot(len(calls)):
+            return await self.pool.made(self.number, calls, self.timeout_s)

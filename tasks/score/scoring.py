@@ -113,11 +113,8 @@ class Scoring:
 
 
 async def _all_calls(part: Part, calls: Calls, candidates: Sequence[CandidateText]) -> list[Verdict]:
-    if part.function.by_group:
-        return await calls.call(candidates)
-    async with asyncio.TaskGroup() as calling:
-        asked = [calling.create_task(calls.call([candidate])) for candidate in candidates]
-    return [verdict for each in asked for verdict in each.result()]
+    groups = [candidates] if part.function.by_group else [[candidate] for candidate in candidates]
+    return [verdict for verdicts in await calls.made(groups) for verdict in verdicts]
 
 
 async def _close(part: Part) -> None:

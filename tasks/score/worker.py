@@ -1,10 +1,9 @@
-"""A worker process: takes candidates from a socket, scores them, and answers with verdicts, one call at a time.
+"""A worker process: takes candidates from a socket, scores them, and answers with verdicts after each call.
 
-Every message is its length in 4 bytes, big-endian, and a pickle: to the worker a Call, from it a list of verdicts.
-The first one that it sends goes out when the scorers are
-imported:
-empty, or the text of what went wrong. The module imports nothing that its scorers do not need: a worker that was
-ended for a hanging call has to be back soon.
+Every message is its length in 4 bytes, big-endian, and a pickle: to the worker some Calls, from it the verdicts of
+each in turn. The first one that it sends goes out when the scorers are imported: empty, or the text of what went
+wrong. The module imports nothing that its scorers do not need: a worker that was ended for a hanging call has to
+be back soon.
 
     python -m tasks.score.worker PARENT_PID FD PATH...
 """
@@ -27,8 +26,8 @@ LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
 
 
-Call: TypeAlias = tuple[int, Sequence[CandidateText]]
-"""A scorer's number among those of the worker, and one candidate for it, or those of a group."""
+Calls: TypeAlias = tuple[int, Sequence[Sequence[CandidateText]]]
+"""A scorer's number among those of the worker, and its calls: a candidate for each, or those of a group."""
 
 
 def framed(content: bytes) -> bytes:
@@ -47,9 +46,10 @@ def serve(stream: BufferedRWPair, paths: Sequence[str]) -> None:
         return
     _send(stream, b"")
     while length := stream.read(LENGTH_BYTES):
-        call: Call = pickle.loads(stream.read(int.from_bytes(length, "big")))
-        number, candidates = call
-        _send(stream, pickle.dumps(_scored(functions[number], candidates)))
+        content: Calls = pickle.loads(stream.read(int.from_bytes(length, "big")))
+        number, calls = content
+        for candidates in calls:
+            _send(stream, pickle.dumps(_scored(functions[number], candidates)))
 
 
 def _scored(function: ScoreFunction, texts: Sequence[CandidateText]) -> list[Verdict]:

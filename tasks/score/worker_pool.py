@@ -7,6 +7,7 @@ worker imports the flow's main module again (two seconds of a core under Prefect
 
 import asyncio
 import pickle
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Self
@@ -14,8 +15,7 @@ from typing import Self
 from tasks.errors import ScoreError, ScoreTimeoutError
 from tasks.score.candidate import CandidateText
 from tasks.score.load import Load
-from tasks.score.verdict import Verdict
-from tasks.score.worker import Call
+from tasks.score.verdict import Verdict, failed, lasting
 from tasks.score.worker_process import WorkerProcess
 
 
@@ -50,27 +50,50 @@ class WorkerPool:
     async def __aexit__(self, *_: object) -> None:
         await self._end()
 
-    async def call(self, scorer: int, candidates: Sequence[CandidateText], timeout_s: float) -> list[Verdict]:
-        """Have one call's candidates scored; the caller holds a slot of the load, so that a worker is idle.
+    @property
+    def n_workers(self) -> int:
+        """Worker processes."""
+        return len(self._workers)
 
-        Raises:
-            ScoreTimeoutError: it took longer than `timeout_s` seconds, and was ended.
-            ScoreWorkerError: the worker died.
-            ScoreError: no new worker could be started.
+    async def made(
+        self, scorer: int, calls: Sequence[Sequence[CandidateText]], timeout_s: float
+    ) -> list[list[Verdict]]:
+        """Have calls of a scorer made one after another, each within `timeout_s` seconds.
+
+        A call that fails costs its worker, and the calls after it go to another. The caller holds a slot of the
+        load, so that a worker is idle.
         """
-        call: Call = (scorer, candidates)
-        async with self._worker() as worker:
-            try:
+        found: list[list[Verdict]] = []
+        while len(found) < len(calls):
+            found += await self._made_until_one_fails(scorer, calls[len(found) :], timeout_s)
+        return found
+
+    async def _made_until_one_fails(
+        self, scorer: int, calls: Sequence[Sequence[CandidateText]], timeout_s: float
+    ) -> list[list[Verdict]]:
+        found: list[list[Verdict]] = []
+        started = time.perf_counter()
+        try:
+            async with self._worker() as worker:
                 async with asyncio.timeout(timeout_s):
-                    verdicts: list[Verdict] = pickle.loads(await worker.ask(pickle.dumps(call)))
-                    return verdicts
-            except TimeoutError:
-                self._load.timeouts += 1
-                raise ScoreTimeoutError(f"no score within score.timeout_s = {timeout_s:g} s") from None
+                    await worker.send(pickle.dumps((scorer, calls)))
+                for _ in calls:
+                    started = time.perf_counter()
+                    async with asyncio.timeout(timeout_s):
+                        found.append(pickle.loads(await worker.receive()))
+        except TimeoutError:
+            self._load.timeouts += 1
+            error: ScoreError = ScoreTimeoutError(f"no score within score.timeout_s = {timeout_s:g} s")
+        except ScoreError as raised:
+            error = raised
+        else:
+            return found
+        verdicts = [failed(error)] * len(calls[len(found)])
+        return [*found, lasting(verdicts, time.perf_counter() - started)]
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerProcess]:
-        """A worker for one call, which is replaced when the call does not end well."""
+        """A worker for some calls, which is replaced when they do not end well."""
         lane = self._idle.pop()
         try:
             yield await self._ready(lane)

@@ -65,25 +65,25 @@ class WorkerProcess:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                error = await self._receive()
+                error = await self.receive()
         except TimeoutError:
             raise ScoreError(f"a score worker was not ready within {timeout_s:g} s") from None
         if error:
             raise ScoreError(f"a score worker cannot import its scorers: {error.decode()}")
         self._is_ready = True
 
-    async def ask(self, content: bytes) -> bytes:
-        """Its answer to one message.
-
-        Raises:
-            ScoreWorkerError: it ended before it answered; says how.
-        """
-        with suppress(ConnectionError):  # reading tells how it ended
+    async def send(self, content: bytes) -> None:
+        """Send it one message; when it is gone, `receive` says so."""
+        with suppress(ConnectionError):
             self._writer.write(framed(content))
             await self._writer.drain()
-        return await self._receive()
 
-    async def _receive(self) -> bytes:
+    async def receive(self) -> bytes:
+        """Its next message.
+
+        Raises:
+            ScoreWorkerError: it ended before; says how.
+        """
         try:
             length = await self._reader.readexactly(LENGTH_BYTES)
             return await self._reader.readexactly(int.from_bytes(length, "big"))

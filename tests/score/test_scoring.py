@@ -119,7 +119,7 @@ async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rol
     assert values(again, "status") == ["scored", "scored"]
     assert metrics["score/workers_restarts"] == 200
     assert metrics["score/workers_timeouts"] >= answers.count("hang")
-    assert (metrics["score/workers_active"], metrics["score/workers_depth"]) == (2, 206)
+    assert (metrics["score/workers_active"], metrics["score/workers_depth"]) == (2, 208)
 
 
 async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None:

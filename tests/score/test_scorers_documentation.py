@@ -1,0 +1,64 @@
+"""docs/scorers.md is true: its examples run, and every registered scorer and setting is there."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tasks.score.advantages import advantage_of
+from tasks.score.config import ScoreConfig
+from tasks.score.registry import REGISTERED
+from tasks.score.scoring import Scoring
+from tasks.store.rows import Rows, values
+
+PAGE = (Path(__file__).parents[2] / "docs" / "scorers.md").read_text()
+MODULE = "documented_rewards"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def documented(tmp_path: Path) -> Iterator[None]:
+    """The page's Python as one module."""
+    (tmp_path / f"{MODULE}.py").write_text("\n\n".join(blocks("python")))
+    sys.path.insert(0, str(tmp_path))
+    yield
+    sys.path.remove(str(tmp_path))
+    sys.modules.pop(MODULE, None)
+
+
+async def test_the_functions_of_the_page_are_scorers(rollouts: Callable[[Sequence[str]], Rows]) -> None:
+    async with Scoring(ScoreConfig(scorer=f"{MODULE}:concise"), "r") as scoring:
+        scores = await scoring.score(rollouts(["2", "3"]), step=0)
+    assert values(scores, "reward") == [1.1, 0.1]
+
+
+async def test_the_groups_scorer_of_the_page_scores_drops_and_drops_the_group(
+    rollouts: Callable[[Sequence[str]], Rows],
+) -> None:
+    async with Scoring(ScoreConfig(scorer=f"{MODULE}:shortest_right"), "r") as scoring:
+        scores = await scoring.score(rollouts(["2", "3", ""]), step=0)
+        none_right = await scoring.score(rollouts(["3"]), step=0)
+    assert values(scores, "status") == ["scored", "scored", "dropped"]
+    assert values(scores, "subgroup") == [1, 1, 0]
+    assert values(none_right, "error") == ["nobody was right"]
+
+
+def test_the_advantage_of_the_page_is_one() -> None:
+    assert advantage_of(f"{MODULE}:ranks")(np.array([5.0, 1.0, 9.0])).tolist() == [0.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_the_settings_of_the_page_are_settings(text: str) -> None:
+    ScoreConfig.model_validate(yaml.safe_load(text)["score"])
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_every_registered_scorer_is_on_the_page(name: str) -> None:
+    assert f"| `{name}`" in PAGE or f", `{name}`" in PAGE
