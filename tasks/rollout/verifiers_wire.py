@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tasks.errors import EpisodeError
 from tasks.rollout.environment import Message
+from tasks.rollout.tools import tool_calls
 
 Wire = Mapping[str, Any]
 """A message, request or completion as JSON of OpenAI's chat completions."""
@@ -22,7 +23,7 @@ ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
 HARMLESS = frozenset({"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"})
 AS_IF_ABSENT: Mapping[str, object] = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True}
 END_OF_REASONING = "</think>"
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
 def message_of(wire: Wire) -> Message:
@@ -118,12 +119,12 @@ def assistant_of(text: str, turn: int) -> dict[str, Any]:
     reasoning, thinks, said = text.rpartition(END_OF_REASONING)
     calls: list[dict[str, Any]] = []
 
-    def taken(match: re.Match[str]) -> str:
-        call = _call(match[1])
-        if call is None:
-            return match[0]
-        calls.append({"id": f"call_{turn}_{len(calls)}", "type": "function", "function": call})
-        return ""
+    def taken(block: re.Match[str]) -> str:
+        called = tool_calls(block[0])
+        for call in called:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+            calls.append({"id": f"call_{turn}_{len(calls)}", "type": "function", "function": function})
+        return "" if called else block[0]
 
     content = TOOL_CALL.sub(taken, said)
     message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -135,20 +136,6 @@ def assistant_of(text: str, turn: int) -> dict[str, Any]:
     if calls:
         message |= {"content": content.strip() or None, "tool_calls": calls}
     return message
-
-
-def _call(text: str) -> dict[str, str] | None:
-    try:
-        call = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {
-        "name": call["name"],
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-    }
 
 
 def completion_of(message: Wire, request_id: str) -> dict[str, Any]:

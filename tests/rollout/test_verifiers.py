@@ -13,6 +13,7 @@ from tasks.rollout.config import RolloutConfig
 from tasks.rollout.environment import Message
 from tasks.rollout.verifiers_environment import Verifiers
 from tasks.rollout.verifiers_episode import VerifiersEpisode
+from tasks.rollout.verifiers_load import check_installed
 
 HERE = Path(__file__).parent
 NAME = "counting_house"
@@ -182,6 +183,17 @@ async def test_wrong_names_and_arguments_are_errors_of_the_configuration(
         return
     with pytest.raises(ConfigError, match=told):
         Verifiers.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [("no-such-house", "", "install the environment's package"), (NAME, "[]", "give a JSON object")],
+)
+def test_what_is_missing_is_said_without_importing_the_library(name: str, arguments: str, told: str) -> None:
+    check_installed("verifiers:textarena", "")
+    check_installed(f"verifiers:owner/{NAME.replace('_', '-')}@1.2", "{}")
+    with pytest.raises(ConfigError, match=told):
+        check_installed(f"verifiers:{name}", arguments)
 
 
 @pytest.mark.service
