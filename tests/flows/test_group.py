@@ -18,16 +18,15 @@ from flows.group import GroupCollection, StepCollection
 from flows.progress import RunProgress
 from flows.recording import Recording
 from flows.run import Run
+from flows.turns import SampledPart, ScoredPart
 from tasks.errors import FailedShareError, RequestError
 from tasks.observe.metrics import Metric
 from tasks.rollout.addition import Addition
 from tasks.rollout.admission import Admission
 from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.task import SampledPart
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Work
 from tasks.score.outcome import NOT_WHOLE, GroupOutcome
-from tasks.score.task import ScoredPart
 from tasks.serve.pool import ServerPool
 from tasks.store.config import StoreConfig
 from tasks.store.layout import RunFolder
