@@ -14,6 +14,7 @@ import msgspec
 
 from tasks.errors import (
     EnvironmentDiedError,
+    EpisodeError,
     EpisodeTimeoutError,
     RequestError,
     ServiceStartError,
@@ -126,6 +127,7 @@ class EnvWorker:
         Raises:
             EpisodeTimeoutError: no answer within `rollout.env_timeout_s`.
             EnvironmentDiedError: the worker ended, or was ended, before it answered.
+            EpisodeError: it cannot read the question.
         """
         timeout_s = self._config.env_timeout_s
         try:
@@ -135,6 +137,8 @@ class EnvWorker:
                 self._doubted.set()
                 text = f"{self.name}: no answer within rollout.env_timeout_s = {timeout_s:g} s"
                 raise EpisodeTimeoutError(text) from error
+            if error.__cause__ is None:  # it answers, by a status
+                raise EpisodeError(f"{self.name}: {error}") from error
             await asyncio.wait([self._end], timeout=timeout_s)
             reason = self._end.result() if self._end.done() else str(error)
             raise EnvironmentDiedError(f"{self.name} {reason}") from error
