@@ -5,8 +5,10 @@ import re
 
 from prefect.artifacts import acreate_markdown_artifact
 
+from flows.failure import PREFECT_ERRORS
 from flows.inspection import held_out, run_view
 from flows.plot import plot_learning_curve
+from flows.progress import say
 from tasks.store.layout import RunFolder
 
 
@@ -16,7 +18,10 @@ def _key(name: str) -> str:
 
 
 async def create_run_artifact(folder: RunFolder) -> None:
-    """A markdown page of the whole run: held-out table, learning curve, steps, the line that opens the data set."""
+    """A markdown page of the whole run: held-out table, learning curve, steps, the line that opens the data set.
+
+    A Prefect server that is gone does not fail a run that is done.
+    """
     picture = base64.b64encode(plot_learning_curve(folder).read_bytes()).decode()
     evaluations = [
         f"| {each['step']} | {each['reward']:.3f} | {each['greedy_accuracy']:.3f} |"
@@ -45,4 +50,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
             "</details>",
         ]
     )
-    await acreate_markdown_artifact(markdown, key=_key(folder.root.name))
+    try:
+        await acreate_markdown_artifact(markdown, key=_key(folder.root.name))
+    except PREFECT_ERRORS as error:
+        say(f"Prefect did not take the run's page: {type(error).__name__}: {error}")

@@ -27,6 +27,9 @@ QUIET_TERMINAL = {
 }
 """The UI keeps the flow's log; the terminal shows the progress bar, and an error once."""
 
+SHORT_RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "2"}
+"""A request to a Prefect server that is gone gives up after about 6 s, and not after a minute."""
+
 
 def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     """Run post-train in this process, against the Prefect server of PREFECT_API_URL or a local one.
@@ -45,21 +48,17 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     starts_anew = again and is_finished(folder)
     if not starts_anew:
         check_resumable(folder, config)
-    os.environ |= {key: value for key, value in QUIET_TERMINAL.items() if key not in os.environ}
+    os.environ |= {k: v for k, v in (QUIET_TERMINAL | SHORT_RETRIES).items() if k not in os.environ}
     os.environ["PREFECT_API_URL"] = server.ensure()
     if starts_anew:
         move_aside(folder)
     # Prefect reads its settings when it is imported.
-    from prefect.exceptions import TerminationSignal
-
+    from flows.ending import flow_command
     from flows.post_train import post_train
 
     typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
-    try:
+    with flow_command(folder, config.observe.exit_timeout_s):
         asyncio.run(post_train(name, config))
-    except (KeyboardInterrupt, TerminationSignal) as end:
-        typer.echo("stopped; the same command goes on from here", err=True)
-        raise SystemExit(128 + getattr(end, "signal", signal.SIGINT)) from None
 
 
 def trainer_here(config: RunConfig) -> None:

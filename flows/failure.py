@@ -21,6 +21,17 @@ def one_error() -> Iterator[None]:
         raise _leaf(group) from group
 
 
+def behind(error: BaseException) -> Iterator[BaseException]:
+    """An error, and all that it was raised from, or while they were handled; nearest first."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop(0)
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
+
+
 def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
     leaves = list(_leaves(group))
     return next((leaf for leaf in leaves if isinstance(leaf, RollmillError)), leaves[0])

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from prefect import flow, task
@@ -19,6 +22,9 @@ from tasks.rollout.environment import WarmUp, environment_of
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.serve.process import LaunchedProcess
 from tasks.store.corpus import write_corpus
+
+SCRATCH = ".start-model-"
+"""Begin of the names of folders in which start models are made."""
 
 
 @flow(name="start-model", persist_result=False)
@@ -41,7 +47,8 @@ async def make_start_model(config: RunConfig, folder: Path) -> None:
     """Write the corpus and train on it, in a process of its own; the folder appears whole."""
     recipe = config.start_model
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".start-model-", dir=folder.parent) as scratch:
+    _sweep(folder.parent, older_than_s=recipe.timeout_s)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder.parent) as scratch:
         corpus, tokenizer = Path(scratch) / "corpus.arrow", Path(scratch) / "tokenizer"
         _write_corpus(config, tokenizer, corpus)
         settings = Path(scratch) / "config.json"
@@ -57,6 +64,14 @@ async def make_start_model(config: RunConfig, folder: Path) -> None:
             )
         )
         await _train(settings, folder, recipe.timeout_s, config.serve.stop_grace_s)
+
+
+def _sweep(models: Path, older_than_s: float) -> None:
+    """Remove what killed processes left; what is younger than a start model takes may be in use by another."""
+    for scratch in models.glob(f"{SCRATCH}*"):
+        with suppress(OSError):  # another process sweeps too
+            if time.time() - scratch.stat().st_mtime > older_than_s:
+                shutil.rmtree(scratch)
 
 
 async def _train(settings: Path, folder: Path, timeout_s: float, stop_grace_s: float) -> None:

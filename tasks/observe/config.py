@@ -26,7 +26,7 @@ class ObserveConfig(StageConfig):
         30.0, "Seconds in which a start marks what killed attempts left in Prefect as crashed.", ge=0.0
     )
     exit_timeout_s: float = setting(
-        5.0,
+        3.0,
         "Seconds that a command whose run is over waits for Prefect to take the last logs and events.",
         ge=0.0,
     )

@@ -1,0 +1,46 @@
+"""A command that runs a flow ends soon and with the right status, also when Prefect's server is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows import server
+from flows.command import SHORT_RETRIES
+from tasks.serve.process import free_port
+
+pytestmark = pytest.mark.service
+
+FLOW = Path(__file__).with_name("hanging_flow.py")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)]
+)
+def test_a_signal_ends_a_run_whose_prefect_server_is_gone(tmp_path: Path, number: int, status: int) -> None:
+    (tmp_path / ".tmp").mkdir()
+    home = tmp_path / "prefect"
+    api = f"{server.up(home, free_port())}/api"
+    try:
+        process = subprocess.Popen(
+            [sys.executable, str(FLOW), str(tmp_path), "hang"],
+            env=os.environ | SHORT_RETRIES | {"PREFECT_API_URL": api},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "flow_runs.json").exists():
+            assert time.monotonic() < deadline, "the flow did not begin"
+            time.sleep(0.1)
+        time.sleep(2.0)
+    finally:
+        server.down(home, grace_s=0.0)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert "the same command goes on from here" in output
