@@ -64,13 +64,13 @@ def parts_of(config: ScoreConfig, scorer: str = "") -> Parts:
 
     Args:
         config: the settings.
-        scorer: another one than theirs.
+        scorer: another one than theirs, that of evaluations.
 
     Raises:
         ConfigError: there is no such scorer, or it lacks a setting that it needs.
     """
     if scorer or not config.sum:
-        part = _part("score.scorer", scorer or config.scorer, 1.0, config)
+        part = _part("evaluate.scorer" if scorer else "score.scorer", scorer or config.scorer, 1.0, config)
         return Parts((part,), False, part.function.name, part.function.version)
     parts = tuple(
         _part(f"score.sum.{number}.scorer", each.scorer, each.weight, config)

@@ -298,3 +298,8 @@ def test_whatever_a_scorer_gives_is_one_verdict_and_only_finite_numbers_are_rewa
     is_reward = isinstance(thing, bool | int | float) and math.isfinite(thing)
     assert verdict.status == ("scored" if is_reward else "failed")
     assert math.isfinite(verdict.reward) == is_reward
+
+
+def test_an_evaluations_scorer_that_is_not_there_is_told_by_its_own_setting() -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.scorer"):
+        Scoring(ScoreConfig(), "run", scorer="exakt")
