@@ -8,7 +8,7 @@ import msgspec
 
 from flows.config import RunConfig
 from tasks.errors import ConfigError, RequestError, TransientRequestError
-from tasks.serve.connection import Connection
+from tasks.serve.connection import TRANSIENT_STATUSES, Connection
 from tasks.serve.vllm import LOGPROBS_MODE, TRANSFER_BACKEND
 
 LOOK_AGAIN_S = 0.5
@@ -56,7 +56,9 @@ async def _check(config: RunConfig, field: str, url: str) -> None:
     except TimeoutError:
         within = f"within serve.attach_timeout_s = {config.serve.attach_timeout_s:g} s"
         raise ConfigError(
-            field, url, f"nothing answers there {within}; start it, or correct the address"
+            field,
+            url,
+            f"nothing answers there {within}, or what does is not ready; start it, or correct the address",
         ) from None
     except RequestError as error:
         raise ConfigError(field, url, str(error)) from error
@@ -117,9 +119,12 @@ def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
 
 
 async def _answer(connection: Connection, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
-    """The status and the body of the first answer: one that is still starting is waited for."""
+    """The status and the body of the first answer that is not a busy server's: one that is starting is waited for."""
     while True:
         try:
-            return await connection.ask(method, path, b"{}" if method == "POST" else b"", timeout_s)
+            status, answer = await connection.ask(method, path, b"{}" if method == "POST" else b"", timeout_s)
         except TransientRequestError:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            status, answer = HTTPStatus.SERVICE_UNAVAILABLE, b""
+        if status not in TRANSIENT_STATUSES:
+            return status, answer
+        await asyncio.sleep(LOOK_AGAIN_S)

@@ -96,6 +96,11 @@ async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> No
         await checking
 
 
+async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(serve: Serve) -> None:
+    async with serve(vllm(health=(503, {}))) as url:
+        assert "nothing answers" in (await refusal(attached(0.2, serve=[url]))).remedy
+
+
 @pytest.mark.parametrize(
     ("routes", "told"),
     [
