@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.run import Run
 from tasks.rollout.admission import EVALUATION, Place
+from tasks.rollout.environment import Example
 from tasks.rollout.group import parts_of
 from tasks.rollout.prompts import sampling_seed
 from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_rows
@@ -55,18 +56,22 @@ async def _evaluate_part(run: Run, version: int, work: Sequence[Work], number: i
 
 async def held_out_work(run: Run, version: int) -> list[Work]:
     """Each held-out prompt twice, greedy and sampled; the same prompts and seeds for every version."""
+    examples: list[Example] = []
+    for part in parts_of(range(run.config.evaluate.n_prompts), run.config.evaluate.prompts_per_task):
+        asked = (run.environment.example("held_out", prompt) for prompt in part)
+        examples += await asyncio.gather(*asked)
     return [
         Work(
             trajectory_id=f"{run.id}.v{version}.{prompt}.{'greedy' if greedy else 'sampled'}",
             group=HELD_OUT_GROUP + prompt,
             sample=0 if greedy else 1,
             attempt=0,
-            example=await run.environment.example("held_out", prompt),
+            example=example,
             seed=sampling_seed(run.config.seed, HELD_OUT_GROUP + prompt, 0),
             temperature=0.0 if greedy else run.config.rollout.temperature,
         )
         for greedy in (True, False)
-        for prompt in range(run.config.evaluate.n_prompts)
+        for prompt, example in enumerate(examples)
     ]
 
 

@@ -16,6 +16,7 @@ from flows.run import Run
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
+from tasks.rollout.env_client import RemoteEnvironment
 from tasks.store.reader import scan
 from tasks.store.schemas import batch_of
 from tasks.train.protocol import StepResult
@@ -38,6 +39,9 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
     services = [*run.scoring.metrics(), *run.pool.metrics()]
+    if isinstance(run.environment, RemoteEnvironment):
+        restarts = float(run.environment.restarts)
+        services.append(Metric("rollout/env_restarts_so_far", "all", "value", restarts))
     await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped)])
     run.progress.step_done(
         step,
