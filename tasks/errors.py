@@ -32,8 +32,11 @@ RollmillError
     ├── BatchRefusedError       the trainer stands at another step or holds another digest
     └── SkippedStepsError       too many steps in a row made no update
 
-All of them are picklable: their arguments are what they print.
+All of them are picklable: their arguments are what they print. `printable` and `text_of` make text of errors that
+foreign code raised.
 """
+
+MAX_ERROR_CHARACTERS = 2000
 
 
 class RollmillError(Exception):
@@ -191,3 +194,19 @@ class BatchRefusedError(TrainError):
 
 class SkippedStepsError(TrainError):
     """More than `train.max_skipped_steps` steps in a row made no update."""
+
+
+def printable(text: str) -> str:
+    """Text that can be stored and sent: of bounded length, and without what is no character (lone surrogates)."""
+    return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, printable whatever it is; foreign errors may raise when they are asked.
+
+    Example: an error whose `__str__` raises KeyError says "its text raised KeyError".
+    """
+    try:
+        return printable(str(error))
+    except Exception as unprintable:  # noqa: BLE001 - foreign code: even its text may raise
+        return f"its text raised {type(unprintable).__name__}"

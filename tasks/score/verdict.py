@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, SupportsFloat, SupportsIndex
 
-from tasks.errors import RollmillError, VerdictError
+from tasks.errors import RollmillError, VerdictError, printable, text_of
 from tasks.score.scorer import DropGroup, Dropped, Reward
 
-MAX_ERROR_CHARACTERS = 2000
 MAX_SUBGROUP = 2**31 - 1
 
 
@@ -36,19 +35,11 @@ class Verdict:
 
 def failed(error: BaseException, duration_s: float = 0.0) -> Verdict:
     """The verdict of a scorer that failed; an error that is not ours says where it was raised."""
-    try:
-        text = str(error)
-    except Exception as unprintable:  # noqa: BLE001 - foreign code: even its text may raise
-        text = f"its text raised {type(unprintable).__name__}"
+    text = text_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     if frames and not isinstance(error, RollmillError):
         text = f"{text} ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
     return Verdict("failed", error_type=type(error).__name__, error=printable(text), duration_s=duration_s)
-
-
-def printable(text: str) -> str:
-    """Text that can be stored: of bounded length, and without what is no character (lone surrogates)."""
-    return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
 
 
 def judged(n: int, by_group: bool, score: Callable[[], object]) -> list[Verdict]:

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from io import BufferedRWPair
 from typing import TypeAlias
 
+from tasks.errors import text_of
 from tasks.score.candidate import CandidateText
 from tasks.score.function import ScoreFunction, function_at
-from tasks.score.verdict import Verdict, judged, printable
+from tasks.score.verdict import Verdict, judged
 
 LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +43,7 @@ def serve(stream: BufferedRWPair, paths: Sequence[str]) -> None:
         for function in functions:
             getattr(function.owner, "warm", _nothing)()
     except Exception as error:  # noqa: BLE001 - the flow raises it as its own
-        _send(stream, printable(f"{type(error).__name__}: {error}").encode())
+        _send(stream, f"{type(error).__name__}: {text_of(error)}".encode())
         return
     _send(stream, b"")
     while length := stream.read(LENGTH_BYTES):
