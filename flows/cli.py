@@ -101,7 +101,11 @@ def settings() -> None:
 
 
 def main() -> None:
-    """Run the command; an expected error is one message and exit status 1, or 2 for a wrong setting."""
+    """Run the command; an expected error is one message and exit status 1, or 2 for a wrong setting.
+
+    Modules of one's own, which settings name by import path, are found in the working folder too.
+    """
+    sys.path.append(str(Path.cwd()))
     try:
         app()
     except RollmillError as error:

@@ -176,6 +176,12 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
             f"must hold one group at least: rollout.group_size is {rollout.group_size}",
         ),
         (
+            "rollout.trajectories_per_task",
+            rollout.trajectories_per_task,
+            rollout.trajectories_per_task > rollout.group_size,
+            f"must not exceed rollout.group_size, which is {rollout.group_size}; 0 is the whole group",
+        ),
+        (
             "score.min_group_size",
             config.score.min_group_size,
             config.score.min_group_size > rollout.group_size,

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
+from flows.failures import FailureWatch
+from flows.progress import say
 from flows.run import Run
 from tasks.rollout.admission import EVALUATION, Place
 from tasks.rollout.environment import Example
+from tasks.rollout.foreign import problem_of
 from tasks.rollout.group import parts_of
 from tasks.rollout.prompts import sampling_seed
 from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_rows
 from tasks.score.scoring import scorable
 from tasks.store.reader import read
-from tasks.store.rows import rows_of, values
+from tasks.store.rows import Rows, rows_of, values
 from tasks.store.schemas import batch_of
 
 HELD_OUT_GROUP = 1 << 40
@@ -40,26 +44,35 @@ async def evaluate_version(run: Run, version: int) -> None:
     stored = rows_of(read(run.folder, "evaluations", columns=["trajectory_id"], version=version))
     done = set(values(stored, "trajectory_id"))
     work = [each for each in await held_out_work(run, version) if each.trajectory_id not in done]
+    failures = FailureWatch(version, len(work), max_share=1.0, logger=get_run_logger)
     async with asyncio.TaskGroup() as fan_out:
         for number, part in enumerate(parts_of(work, run.config.evaluate.prompts_per_task)):
-            fan_out.create_task(_evaluate_part(run, version, part, number))
+            fan_out.create_task(_evaluate_part(run, version, part, number, failures))
             await asyncio.sleep(0)
+    if failures.n_failed:
+        say(
+            f"evaluation of version {version}: {failures.n_failed} of {len(work)} trajectories failed, which count as "
+            "reward 0"
+        )
 
 
-async def _evaluate_part(run: Run, version: int, work: Sequence[Work], number: int) -> None:
+async def _evaluate_part(
+    run: Run, version: int, work: Sequence[Work], number: int, failures: FailureWatch
+) -> None:
     """Begin a part's task run once its first trajectory may begin."""
     with run.admission.places(len(work), (version, EVALUATION)) as places:
         await asyncio.shield(places[0].granted)
         run.recording.started()
-        await evaluate(EvaluationPart(run, version, work, places), version, number)
+        await evaluate(EvaluationPart(run, version, work, places, failures), version, number)
 
 
 async def held_out_work(run: Run, version: int) -> list[Work]:
     """Each held-out prompt twice, greedy and sampled; the same prompts and seeds for every version."""
-    examples: list[Example] = []
+    problems: list[tuple[Example, Exception | None]] = []
+    timeout_s = run.config.rollout.trajectory_timeout_s
     for part in parts_of(range(run.config.evaluate.n_prompts), run.config.evaluate.prompts_per_task):
-        asked = (run.environment.example("held_out", prompt) for prompt in part)
-        examples += await asyncio.gather(*asked)
+        asked = (problem_of(run.environment, "held_out", prompt, timeout_s) for prompt in part)
+        problems += await asyncio.gather(*asked)
     return [
         Work(
             trajectory_id=f"{run.id}.v{version}.{prompt}.{'greedy' if greedy else 'sampled'}",
@@ -69,19 +82,27 @@ async def held_out_work(run: Run, version: int) -> list[Work]:
             example=example,
             seed=sampling_seed(run.config.seed, HELD_OUT_GROUP + prompt, 0),
             temperature=0.0 if greedy else run.config.rollout.temperature,
+            missing=missing,
         )
         for greedy in (True, False)
-        for prompt, example in enumerate(examples)
+        for prompt, (example, missing) in enumerate(problems)
     ]
 
 
 class EvaluationPart:
     """Held-out prompts that one task run samples and scores."""
 
-    __slots__ = ("places", "run", "version", "work")
+    __slots__ = ("failures", "places", "run", "version", "work")
 
-    def __init__(self, run: Run, version: int, work: Sequence[Work], places: Sequence[Place]) -> None:
-        self.run, self.version, self.work, self.places = run, version, work, places
+    def __init__(
+        self,
+        run: Run,
+        version: int,
+        work: Sequence[Work],
+        places: Sequence[Place],
+        failures: FailureWatch,
+    ) -> None:
+        self.run, self.version, self.work, self.places, self.failures = run, version, work, places, failures
 
     async def evaluate(self) -> str:
         """Sample, score and store; returns the mean reward in words."""
@@ -94,22 +115,35 @@ class EvaluationPart:
         for each in self.work:
             run.pool.forget(each.group)
         rollouts = rollout_rows(run.id, self.version, run.environment.name, trajectories)
+        self.failures.see(rollouts)
         scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
-        rewards = dict(zip(values(scores, "trajectory_id"), values(scores, "reward"), strict=True))
-        components = dict(zip(values(scores, "trajectory_id"), values(scores, "components"), strict=True))
-        ids = [each.trajectory_id for each in self.work]
-        columns = rollout_columns(run.id, self.version, run.environment.name, trajectories) | {
-            "policy_version": [self.version] * len(ids),
+        self.failures.see(scores)
+        columns = rollout_columns(run.id, self.version, run.environment.name, trajectories)
+        columns |= _score_columns(scores, trajectories) | {
+            "policy_version": [self.version] * len(trajectories),
             "greedy": [each.temperature == 0.0 for each in self.work],
-            "reward": [rewards.get(each, math.nan) for each in ids],
-            "components": [components.get(each, "{}") for each in ids],
         }
+        ids = [each.trajectory_id for each in self.work]
         await run.store.writer.append("evaluations", batch_of("evaluations", columns), version=self.version)
         return f"{len(ids)} trajectories"
 
     async def _play(self, work: Work, place: Place) -> Trajectory:
         async with self.run.admission.slot(place):
             return await self.run.player.play(work)
+
+
+def _score_columns(scores: Rows, trajectories: Sequence[Trajectory]) -> dict[str, object]:
+    """Reward, components and error of each trajectory; the error is the score's where the rollout has none."""
+    by_id = {row["trajectory_id"]: row for row in scores.to_pylist()}
+    nothing = {"reward": math.nan, "components": "{}", "error_type": "", "error": ""}
+    found = [by_id.get(each.work.trajectory_id, nothing) for each in trajectories]
+    pairs = list(zip(trajectories, found, strict=True))
+    return {
+        "reward": [row["reward"] for row in found],
+        "components": [row["components"] for row in found],
+        "error_type": [each.error_type or row["error_type"] for each, row in pairs],
+        "error": [each.error or row["error"] for each, row in pairs],
+    }
 
 
 @task(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from tasks.errors import FailedShareError
 from tasks.store.rows import Rows
 
-LOST = ("failed", "cancelled", "dropped")
+FAILED = ("failed", "cancelled")
+LOST = (*FAILED, "dropped")
 COLUMNS = ["trajectory_id", "status", "error_type", "error"]
 
 
@@ -33,7 +34,9 @@ class FailureWatch:
         self._examples: dict[str, str] = {}
 
     def see(self, rows: Rows, *, is_new: bool = True) -> None:
-        """Log what failed, was cut or dropped among rows of `rollouts` or `scores`, if new, and count what failed.
+        """Log what failed, was cut or dropped among rows of `rollouts` or `scores`, if new.
+
+        What failed or was cut counts as failed; what a scorer dropped does not.
 
         Raises:
             FailedShareError: more failed than the share allows; says what failed most.
@@ -43,18 +46,22 @@ class FailureWatch:
                 continue
             if is_new:
                 self._logger().warning("trajectory %s %s: %s: %s", *(row[column] for column in COLUMNS))
-            if row["status"] == "failed":
+            if row["status"] in FAILED:
                 self._kinds[row["error_type"]] += 1
                 self._examples.setdefault(row["error_type"], row["error"])
         self._check()
 
+    @property
+    def n_failed(self) -> int:
+        """How many failed or were cut."""
+        return self._kinds.total()
+
     def _check(self) -> None:
-        n_failed = self._kinds.total()
-        if n_failed <= self._max_share * self._n_planned:
+        if self.n_failed <= self._max_share * self._n_planned:
             return
         (kind, n), *_ = self._kinds.most_common(1)
         raise FailedShareError(
-            f"step {self._step}: {n_failed} of {self._n_planned} trajectories failed, rollout.max_failed_share allows "
+            f"step {self._step}: {self.n_failed} of {self._n_planned} trajectories failed, rollout.max_failed_share allows "
             f"{self._max_share:g}; {n} times {kind}, for example: {self._examples[kind]}\n"
             "what is stored stays, failed rows are not sampled again: mend the cause, and raise the share to go on"
         )

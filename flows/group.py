@@ -141,6 +141,7 @@ class GroupCollection:
             group=self._group,
             samples=samples,
             temperature=config.rollout.temperature,
+            timeout_s=config.rollout.trajectory_timeout_s,
         )
 
     def _unscored(self) -> Rows:

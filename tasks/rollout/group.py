@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from tasks.rollout.admission import Admission, Place
 from tasks.rollout.environment import Environment
+from tasks.rollout.foreign import problem_of
 from tasks.rollout.prompts import example_index, sampling_seed
 from tasks.rollout.sampling import Deadline, Player
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
@@ -18,13 +19,23 @@ Keep = Callable[[Rows], Awaitable[None]]
 
 
 async def group_work(
-    environment: Environment, *, run: str, seed: int, group: int, samples: Sequence[int], temperature: float
+    environment: Environment,
+    *,
+    run: str,
+    seed: int,
+    group: int,
+    samples: Sequence[int],
+    temperature: float,
+    timeout_s: float,
 ) -> list[Work]:
     """The trajectories to sample for a group: a pure function of its arguments.
 
+    A problem that the environment does not give within `timeout_s` seconds is missing from its work.
+
     Example: run "ab", group 7 and samples (0, 3) give the trajectory ids "ab.7.0.0" and "ab.7.3.0".
     """
-    example = await environment.example("train", example_index(seed, group, environment.size("train")))
+    index = example_index(seed, group, environment.size("train"))
+    example, missing = await problem_of(environment, "train", index, timeout_s)
     return [
         Work(
             trajectory_id=f"{run}.{group}.{sample}.0",
@@ -34,6 +45,7 @@ async def group_work(
             example=example,
             seed=sampling_seed(seed, group, sample),
             temperature=temperature,
+            missing=missing,
         )
         for sample in samples
     ]

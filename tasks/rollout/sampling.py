@@ -3,14 +3,16 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 import numpy as np
 
-from tasks.errors import EpisodeError, ForeignError, ServiceError
+from tasks.errors import EpisodeError, ServiceError
 from tasks.rollout.environment import Environment, Episode, Message
+from tasks.rollout.foreign import checked_messages, checked_outcome, described, foreign_code
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.trajectory import Draft, Status, Trajectory, Work
 
@@ -109,8 +111,7 @@ class Player:
         except ServiceError:
             raise
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
-            error_type = raised.kind if isinstance(raised, ForeignError) else type(raised).__name__
-            error = str(raised)
+            error_type, error = described(raised)
         return draft.ended(
             work,
             status,
@@ -139,21 +140,40 @@ class Player:
         self, work: Work, draft: Draft, deadline: Deadline
     ) -> tuple[Status, Mapping[str, object]]:
         """Status and outcome; raises _CutError at the deadline, and whatever environment or sampler raise."""
-        episode = self.environment.episode(work.example, work.seed)
+        if work.missing is not None:
+            raise work.missing
+        with foreign_code():
+            episode = self.environment.episode(work.example, work.seed)
         try:
             async with asyncio.timeout_at(deadline.at + self.cut_grace_s) as limit:
                 status = await self._turns(episode, work, draft, deadline)
         except TimeoutError:
+            await self._abandon(episode)
             if limit.expired():
                 raise _CutError from None
             raise
-        finally:
-            closing = asyncio.ensure_future(episode.close())
-            await asyncio.wait([closing], timeout=self.cut_grace_s)
-        if not closing.done():
-            closing.cancel()
-            raise EpisodeError(f"environment {self.environment.name} did not close its episode")
-        return status, closing.result()
+        except BaseException:
+            await self._abandon(episode)
+            raise
+        return status, await self._closed(episode)
+
+    async def _closed(self, episode: Episode) -> Mapping[str, object]:
+        """Close an episode; returns what the environment says of its end."""
+        try:
+            async with asyncio.timeout(self.cut_grace_s) as limit:
+                with foreign_code():
+                    return checked_outcome(await episode.close())
+        except TimeoutError:
+            if limit.expired():
+                raise EpisodeError(
+                    f"environment {self.environment.name} did not close its episode"
+                ) from None
+            raise
+
+    async def _abandon(self, episode: Episode) -> None:
+        """Close an episode that failed or was cut: that is what is told, not how its closing went."""
+        with suppress(Exception):
+            await self._closed(episode)
 
     async def _turns(self, episode: Episode, work: Work, draft: Draft, deadline: Deadline) -> Status:
         tools = self.environment.tools
@@ -182,7 +202,8 @@ class Player:
         started = time.perf_counter()
         try:
             async with asyncio.timeout_at(deadline.at) as limit:
-                return tuple(await episode.reply(draft.messages))
+                with foreign_code():
+                    return checked_messages(await episode.reply(draft.messages))
         except TimeoutError:
             if limit.expired():
                 raise _CutError from None

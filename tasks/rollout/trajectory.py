@@ -24,6 +24,7 @@ class Work:
         trajectory_id: function of (run, group, sample, attempt).
         seed: of the sampler, 0 <= seed < 2**63.
         temperature: 0 is greedy.
+        missing: why the environment could not give the problem; such a trajectory is a failed row.
     """
 
     trajectory_id: str
@@ -33,6 +34,7 @@ class Work:
     example: Example
     seed: int
     temperature: float
+    missing: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
