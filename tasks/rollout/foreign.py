@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from tasks.errors import EpisodeError, EpisodeTimeoutError, ForeignError, ServiceError, printable
+from tasks.errors import EpisodeError, EpisodeTimeoutError, ForeignError, ServiceError, printable, text_of
 from tasks.rollout.environment import Environment, Example, Message, Split
 
 NO_PROBLEM = Example("", {})
@@ -32,14 +32,9 @@ def foreign_code() -> Iterator[None]:
 
 def checked_messages(given: object) -> tuple[Message, ...]:
     """What an environment said, as messages; EpisodeError when it is none."""
-    if isinstance(given, str | bytes | Mapping):
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise EpisodeError(f"expected a sequence of Message, the environment gave {type(given).__name__}")
-    try:
-        messages = tuple(given)  # type: ignore[call-overload]
-    except TypeError:
-        raise EpisodeError(
-            f"expected a sequence of Message, the environment gave {type(given).__name__}"
-        ) from None
+    messages = tuple(given)
     for message in messages:
         if not isinstance(message, Message) or not isinstance(message.content, str):
             raise EpisodeError(
@@ -100,8 +95,4 @@ async def problem_of(
 def described(error: Exception) -> tuple[str, str]:
     """Type and text of an error, as a row keeps them."""
     kind = error.kind if isinstance(error, ForeignError) else type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - an error of foreign code may not even have a text
-        text = "its text cannot be made"
-    return printable(kind), printable(text)
+    return printable(kind), text_of(error)

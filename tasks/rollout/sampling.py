@@ -165,9 +165,7 @@ class Player:
                     return checked_outcome(await episode.close())
         except TimeoutError:
             if limit.expired():
-                raise EpisodeError(
-                    f"environment {self.environment.name} did not close its episode"
-                ) from None
+                raise EpisodeError(f"environment {self.environment.name} did not close its episode") from None
             raise
 
     async def _abandon(self, episode: Episode) -> None:

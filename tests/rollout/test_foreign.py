@@ -15,7 +15,7 @@ from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Work, rollout_rows
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError
 
@@ -82,7 +82,7 @@ async def hang() -> None:
         (ValueError("no such problem"), "ValueError"),
         (SystemExit(3), "SystemExit"),
         (asyncio.CancelledError(), "CancelledError"),
-        (Unprintable(), "Unprintable"),
+        (UnprintableError(), "UnprintableError"),
         (ValueError("half a character \ud800"), "ValueError"),
     ],
     ids=["error", "exit", "cancelled", "unprintable", "surrogate"],

@@ -95,7 +95,9 @@ async def part_of(
     )
     admission = Admission(in_flight)
     step_sampler = StepSampler(player, admission, "run", 2, keep)
-    work = await group_work(Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0, timeout_s=5.0)
+    work = await group_work(
+        Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0, timeout_s=5.0
+    )
     with admission.places(len(work), (2, 0)) as places:
         yield RolloutPart(step_sampler, work, places, GroupClock(group_timeout_s))
 
@@ -157,7 +159,9 @@ async def test_admission_bounds_the_trajectories_in_flight(tokenizer: ChatTokeni
 
 async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> None:
     async def ids(group: int) -> list[str]:
-        work = await group_work(Echo(), run="ab", seed=1, group=group, samples=range(3), temperature=1.0, timeout_s=5.0)
+        work = await group_work(
+            Echo(), run="ab", seed=1, group=group, samples=range(3), temperature=1.0, timeout_s=5.0
+        )
         return [item.trajectory_id for item in work]
 
     assert await ids(7) == await ids(7) == ["ab.7.0.0", "ab.7.1.0", "ab.7.2.0"]
