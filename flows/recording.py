@@ -79,14 +79,16 @@ class Recording:
     async def wait_until_recorded(self) -> int:
         """Wait until the server has recorded every task run, for `observe.record_timeout_s` at most.
 
+        A server that fails to answer is asked again.
+
         Returns:
             How many it has not recorded.
         """
         deadline = time.monotonic() + self._config.record_timeout_s
         while True:
-            problem = await self._refresh(deadline)
+            await self._refresh(deadline)
             left = max(0, self.n_started - self._recorded)
-            if not left or problem or time.monotonic() >= deadline:
+            if not left or time.monotonic() >= deadline:
                 return left
             await asyncio.sleep(CHECK_INTERVAL_S)
 

@@ -95,12 +95,12 @@ class RolloutConfig(StageConfig):
         ge=0,
     )
     trajectory_timeout_s: float = setting(
-        300.0,
+        900.0,
         "Seconds one trajectory may take, a wait for a restarted server included; then it is cut.",
         gt=0.0,
     )
     group_timeout_s: float = setting(
-        900.0, "Seconds from a group's first start until what is not done of it is cut.", gt=0.0
+        1800.0, "Seconds from a group's first start until what is not done of it is cut.", gt=0.0
     )
     max_attempts: int = setting(
         4, "Sends of one request, the first included, when the error is transient.", ge=1

@@ -6,9 +6,8 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-import stamina
-
 from tasks.errors import EnvironmentDiedError, EpisodeError, ForeignError, ServiceError, ToolError
+from tasks.observe.retries import retries
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.env_messages import (
     CloseAnswer,
@@ -107,13 +106,7 @@ class RemoteEnvironment:
 
     async def example(self, split: Split, index: int) -> Example:
         """See Environment; asked of another worker when one fails meanwhile."""
-        asking = stamina.retry_context(
-            on=EnvironmentDiedError,
-            attempts=EXAMPLE_ATTEMPTS,
-            timeout=None,
-            wait_initial=0.0,
-            wait_jitter=0.0,
-        )
+        asking = retries(EnvironmentDiedError, attempts=EXAMPLE_ATTEMPTS, backoff_s=0.0, longest_s=0.0)
         async for attempt in asking:
             with attempt:
                 answer = await self._example(ExampleRequest(split, index))

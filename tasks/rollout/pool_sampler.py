@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import dataclass
 
 import numpy as np
-import stamina
 
 from tasks.errors import RolloutError, TransientRequestError
+from tasks.observe.retries import retries
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work
@@ -34,13 +34,11 @@ class PoolSampler:
 
     async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
         """One completion of `token_ids`; see Sampler."""
-        sends = stamina.retry_context(
-            on=TransientRequestError,
+        sends = retries(
+            TransientRequestError,
             attempts=self.config.max_attempts,
-            timeout=None,
-            wait_initial=self.config.retry_backoff_s,
-            wait_jitter=self.config.retry_backoff_s,
-            wait_max=self.timeout_s,
+            backoff_s=self.config.retry_backoff_s,
+            longest_s=self.timeout_s,
         )
         failed_on: set[VllmClient] = set()
         async with asyncio.timeout_at(until) as waiting:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
-import stamina
 
 from tasks.errors import ConfigError, ScoreError, TransientRequestError
+from tasks.observe.retries import retries
 from tasks.score.config import EndpointConfig
 from tasks.serve.connection import Connection
 
@@ -49,13 +49,11 @@ class Endpoint:
             RequestError: it failed for good, TransientRequestError: `max_attempts` times.
             ScoreError: the answer has not the shape of `kind`.
         """
-        sends = stamina.retry_context(
-            on=TransientRequestError,
+        sends = retries(
+            TransientRequestError,
             attempts=self._config.max_attempts,
-            timeout=None,
-            wait_initial=self._config.retry_backoff_s,
-            wait_jitter=self._config.retry_backoff_s,
-            wait_max=self._config.timeout_s,
+            backoff_s=self._config.retry_backoff_s,
+            longest_s=self._config.timeout_s,
         )
         content, body = json.dumps(request).encode(), b""
         async for send in sends:

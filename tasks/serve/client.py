@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
-import stamina
 
 from tasks.errors import RequestError, ServiceStartError, TransientRequestError
+from tasks.observe.retries import retries
 from tasks.serve.answers import Completion, completion_of, prompt_logprobs_of
 from tasks.serve.config import ServeConfig
 from tasks.serve.connection import Connection
@@ -238,14 +238,11 @@ class VllmClient:
 
     async def _again(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
         """What a call gives that is sent again after transient errors."""
-        backoff_s = self._config.control_backoff_s
-        sends = stamina.retry_context(
-            on=TransientRequestError,
+        sends = retries(
+            TransientRequestError,
             attempts=self._config.control_attempts,
-            timeout=None,
-            wait_initial=backoff_s,
-            wait_jitter=backoff_s,
-            wait_max=self._config.connect_timeout_s,
+            backoff_s=self._config.control_backoff_s,
+            longest_s=self._config.connect_timeout_s,
         )
         async for attempt in sends:
             with attempt:

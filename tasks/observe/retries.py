@@ -1,0 +1,29 @@
+"""Sending again after transient errors; nothing is logged of it, since what was sent again is a metric."""
+
+from collections.abc import AsyncIterable
+
+import stamina
+from stamina.instrumentation import set_on_retry_hooks
+
+set_on_retry_hooks(())
+
+
+def retries(
+    on: type[Exception] | tuple[type[Exception], ...], *, attempts: int, backoff_s: float, longest_s: float
+) -> AsyncIterable[stamina.Attempt]:
+    """Attempts to iterate over, each a context manager; the last one raises.
+
+    Args:
+        on: errors after which the next attempt follows.
+        attempts: at most, the first included.
+        backoff_s: wait before the second attempt, doubled each time, with jitter of as much.
+        longest_s: longest wait.
+    """
+    return stamina.retry_context(
+        on=on,
+        attempts=attempts,
+        timeout=None,
+        wait_initial=backoff_s,
+        wait_jitter=backoff_s,
+        wait_max=longest_s,
+    )
