@@ -127,7 +127,7 @@ class EnvWorker:
         Raises:
             EpisodeTimeoutError: no answer within `rollout.env_timeout_s`.
             EnvironmentDiedError: the worker ended, or was ended, before it answered.
-            EpisodeError: it cannot read the question.
+            EpisodeError: it cannot read the question, or its answer is of another shape.
         """
         timeout_s = self._config.env_timeout_s
         try:
@@ -142,7 +142,12 @@ class EnvWorker:
             await asyncio.wait([self._end], timeout=timeout_s)
             reason = self._end.result() if self._end.done() else str(error)
             raise EnvironmentDiedError(f"{self.name} {reason}") from error
-        return msgspec.json.decode(body, type=answer)
+        try:
+            return msgspec.json.decode(body, type=answer)
+        except msgspec.DecodeError as error:
+            raise EpisodeError(
+                f"{self.name}: what the environment gave for {path} is wrong: {error}"
+            ) from error
 
     async def failed(self) -> str:
         """Wait until it ends by itself or answers no ping; returns which, in words."""

@@ -6,14 +6,16 @@ CONFIG.json is a RolloutConfig; SOCKET lies in a folder of its own. What the wor
 import asyncio
 import signal
 import sys
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, printable, text_of
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.env_messages import (
     CloseAnswer,
@@ -24,12 +26,15 @@ from tasks.rollout.env_messages import (
     Turn,
     TurnAnswer,
 )
-from tasks.rollout.environment import Environment, Episode, environment_of
+from tasks.rollout.environment import Environment, Episode, Message, environment_of
 
 MOST_BODY_BYTES = 1 << 30
 BACKLOG = 4096
 """Connections that may wait to be accepted; at a unix socket one more is an error, not a wait."""
 
+Value = TypeVar("Value")
+
+_to_messages = msgspec.json.Decoder(tuple[Message, ...]).decode
 _to_turn = msgspec.json.Decoder(Turn).decode
 _to_example_request = msgspec.json.Decoder(ExampleRequest).decode
 
@@ -77,29 +82,55 @@ class Episodes:
         """The environment's turn; the first one opens the episode."""
         answered = False
         try:
-            if episode_id not in self._open:
-                self._open[episode_id] = _Opened(self._environment.episode(turn.example, turn.seed))
-            opened = self._open[episode_id]
-            async with opened.lock:
-                value = tuple(await opened.episode.reply(turn.messages))
+            given = await _given(lambda: self._reply(episode_id, turn))
+            if isinstance(given, Raised):
+                return TurnAnswer(raised=given)
             answered = True
-            return TurnAnswer(value=value)
-        except Exception as error:  # noqa: BLE001 - environments are foreign code: the flow is told what they raised
-            return TurnAnswer(raised=_raised(error))
+            return TurnAnswer(value=given)
         finally:
             if not answered:
                 await self.close(episode_id)
+
+    async def _reply(self, episode_id: str, turn: Turn) -> tuple[Message, ...]:
+        """The environment's turn; what is none by its JSON is an error."""
+        if episode_id not in self._open:
+            self._open[episode_id] = _Opened(self._environment.episode(turn.example, turn.seed))
+        opened = self._open[episode_id]
+        async with opened.lock:
+            return _to_messages(msgspec.json.encode(tuple(await opened.episode.reply(turn.messages))))
 
     async def close(self, episode_id: str) -> CloseAnswer:
         """Close an episode; one that is not open has no outcome."""
         opened = self._open.pop(episode_id, None)
         if opened is None:
             return CloseAnswer()
-        try:
-            async with opened.lock:
-                return CloseAnswer(value=await opened.episode.close())
-        except Exception as error:  # noqa: BLE001 - as above
-            return CloseAnswer(raised=_raised(error))
+        given = await _given(lambda: _closed(opened))
+        return CloseAnswer(raised=given) if isinstance(given, Raised) else CloseAnswer(value=given)
+
+
+async def _closed(opened: _Opened) -> Mapping[str, object]:
+    async with opened.lock:
+        return await opened.episode.close()
+
+
+async def _given(call: Callable[[], Awaitable[Value]]) -> Value | Raised:
+    """What the environment gives, or what it raises instead, in a task of its own: it may cancel that."""
+    async with asyncio.TaskGroup() as calling:
+        called = calling.create_task(_caught(call))
+    if called.cancelled():
+        return Raised(
+            "CancelledError", "the environment was cancelled, by itself or by something it waited for"
+        )
+    return called.result()
+
+
+async def _caught(call: Callable[[], Awaitable[Value]]) -> Value | Raised:
+    try:
+        return await call()
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - foreign code: the flow is told of SystemExit too
+        return _raised(error)
 
 
 def _application(environment: Environment) -> web.Application:
@@ -120,10 +151,8 @@ def _application(environment: Environment) -> web.Application:
 
     async def example(request: web.Request) -> web.Response:
         wanted = _to_example_request(await request.read())
-        try:
-            return _json(ExampleAnswer(value=await environment.example(wanted.split, wanted.index)))
-        except Exception as error:  # noqa: BLE001 - as above
-            return _json(ExampleAnswer(raised=_raised(error)))
+        given = await _given(lambda: environment.example(wanted.split, wanted.index))
+        return _json(ExampleAnswer(raised=given) if isinstance(given, Raised) else ExampleAnswer(value=given))
 
     async def reply(request: web.Request) -> web.Response:
         return _json(await episodes.reply(request.match_info["id"], _to_turn(await request.read())))
@@ -148,13 +177,13 @@ def _json(answer: object) -> web.Response:
     """An answer as JSON; one that cannot be written so is an error of the environment."""
     try:
         body = msgspec.json.encode(answer)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - what is written is foreign: RecursionError, say
         body = msgspec.json.encode({"raised": _raised(error)})
     return web.Response(body=body, content_type="application/json")
 
 
-def _raised(error: Exception) -> Raised:
-    return Raised(type(error).__name__, str(error))
+def _raised(error: BaseException) -> Raised:
+    return Raised(printable(type(error).__name__), text_of(error))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,10 @@ class OnLoop:
     async def made(self, calls: Sequence[Call]) -> list[list[Verdict]]:
         async with asyncio.TaskGroup() as making:
             made = [making.create_task(self._verdicts(call)) for call in calls]
-        return [each.result() for each in made]
+        return [
+            [failed(_cancelled())] * len(call) if each.cancelled() else each.result()
+            for call, each in zip(calls, made, strict=True)
+        ]
 
     async def _verdicts(self, call: Call) -> list[Verdict]:
         async with self.load.slot():
@@ -47,7 +50,9 @@ class OnLoop:
             try:
                 given = await self._given(call)
                 verdicts = verdicts_of(given, len(call), by_group=self.function.by_group)
-            except Exception as error:  # noqa: BLE001 - scorers are foreign code: a failed score is data
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - scorers are foreign code: SystemExit too is a failed score
                 verdicts = [failed(error)] * len(call)
             return lasting(verdicts, time.perf_counter() - started)
 
@@ -61,11 +66,11 @@ class OnLoop:
                 raise  # the scorer's own
             self.load.timeouts += 1
             raise ScoreTimeoutError(f"no score within score.timeout_s = {self.timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise ScoreError("the scorer was cancelled by something that it waited for") from None
+
+
+def _cancelled() -> ScoreError:
+    """Of a call whose task was cancelled while nobody cancelled the flow."""
+    return ScoreError("the scorer was cancelled, by itself or by something that it waited for")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ TOO_FEW_SURVIVORS = "too_few_survivors"
 NOT_WHOLE = "not_whole"
 DROPPED_BY_SCORER = "dropped_by_scorer"
 NO_REWARD_SPREAD = "no_reward_spread"
+NO_FINITE_ADVANTAGE = "no_finite_advantage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def judge_group(
     Example: four survivors with rewards 1, 0, 0, 1 and `advantage: mean` get .5, -.5, -.5, .5.
 
     Raises:
-        ScoreError: the advantage function did not give one finite number for each survivor.
+        ScoreError: the advantage function did not give one number for each survivor.
     """
     subgroups = sorted({survivor.subgroup for survivor in survivors}) or [0]
     is_short = config.needs_whole_group and len(survivors) < expected
@@ -103,11 +104,23 @@ def judge_group(
         members = tuple(survivor for survivor in survivors if survivor.subgroup == subgroup)
         rewards = np.array([member.reward for member in members], np.float64)
         reason = _reason(config, rewards, is_short=is_short, is_dropped=not members and dropped > 0)
-        advantages = np.zeros(len(members)) if reason else advantage_of(config.advantage)(rewards)
-        outcomes.append(
-            GroupOutcome(group, env, subgroup, expected, members, reason, advantages.astype(np.float32))
-        )
+        advantages = np.zeros(len(members), np.float32)
+        if not reason:
+            advantages, reason = _advantages(config, rewards)
+        outcomes.append(GroupOutcome(group, env, subgroup, expected, members, reason, advantages))
     return tuple(outcomes)
+
+
+def _advantages(config: ScoreConfig, rewards: np.ndarray) -> tuple[np.ndarray, str]:
+    """([G] float32 advantages, ""); (zeros, the reason) when one of them is no finite float32.
+
+    Example: `mean` of the rewards 1e39 and 0 is 5e38 and -5e38, more than a float32 can hold.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        advantages = advantage_of(config.advantage)(rewards).astype(np.float32)
+    if np.isfinite(advantages).all():
+        return advantages, ""
+    return np.zeros_like(advantages), NO_FINITE_ADVANTAGE
 
 
 def _reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is_dropped: bool) -> str:

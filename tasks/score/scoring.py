@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
-from tasks.errors import ScoreError
+from tasks.errors import ScoreError, text_of
 from tasks.observe.metrics import Metric
 from tasks.score.calls import Calls, InWorkers, OnLoop
 from tasks.score.candidate import CandidateText
@@ -57,7 +57,7 @@ class Scoring:
         async with self._open:
             pool = await self._started_pool()
             for part in self._scorer.parts:
-                self._open.push_async_callback(_close, part)
+                self._open.push_async_callback(_close, part, self._config.timeout_s)
                 self._calls.append(self._calls_of(part, pool))
             self._open = self._open.pop_all()
         return self
@@ -117,14 +117,24 @@ async def _all_calls(part: Part, calls: Calls, candidates: Sequence[CandidateTex
     return [verdict for verdicts in await calls.made(groups) for verdict in verdicts]
 
 
-async def _close(part: Part) -> None:
-    """Close a scorer that can be; ScoreError when that fails."""
+async def _close(part: Part, timeout_s: float) -> None:
+    """Close a scorer that can be; ScoreError when that fails, or takes longer than `timeout_s`."""
+    why = f"the scorer {part.function.name} cannot be closed"
     try:
-        closed = getattr(part.function.owner, "close", _nothing)()
-        if inspect.isawaitable(closed):
-            await closed
-    except Exception as error:
-        raise ScoreError(f"the scorer {part.function.name} cannot be closed: {error}") from error
+        async with asyncio.timeout(timeout_s) as limit:
+            await _closed(part)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # foreign code: SystemExit too
+        if limit.expired():
+            raise ScoreError(f"{why} within score.timeout_s = {timeout_s:g} s") from None
+        raise ScoreError(f"{why}: {type(error).__name__}: {text_of(error)}") from error
+
+
+async def _closed(part: Part) -> None:
+    closed = getattr(part.function.owner, "close", _nothing)()
+    if inspect.isawaitable(closed):
+        await closed
 
 
 def _nothing() -> None:

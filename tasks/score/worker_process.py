@@ -97,7 +97,7 @@ class WorkerProcess:
                 await self.gone()
         self.kill()
         status = await self.gone()
-        return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        return f"exit status {status}" if status >= 0 else f"signal {_signal_name(-status)}"
 
     @property
     def has_ended(self) -> bool:
@@ -113,3 +113,11 @@ class WorkerProcess:
     async def gone(self) -> int:
         """Wait until it has ended; its exit status, negative the signal that ended it."""
         return await self._process.wait()
+
+
+def _signal_name(number: int) -> str:
+    """Its name; its number when it has none. Examples: 11 is SIGSEGV, the real-time signal 35 is 35."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)

@@ -32,6 +32,8 @@ def act(candidate: Candidate) -> object:  # noqa: C901 - a list of misdeeds
             ctypes.string_at(0)
         case "sys.exit":
             raise SystemExit(4)
+        case "real-time signal":
+            os.kill(os.getpid(), 35)
         case "nan":
             return float("nan")
         case "text":
@@ -63,7 +65,24 @@ async def act_async(candidate: Candidate) -> object:
             raise TimeoutError("the scorer's own")
         case "cancel":
             raise asyncio.CancelledError
+        case "cancel itself":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+        case "base":
+            raise BaseException("odd")
     return act(candidate)
+
+
+class ClosesSlowly:
+    name, version = "closes_slowly", "1"
+
+    async def score(self, candidate: Candidate) -> float:
+        return 1.0
+
+    async def close(self) -> None:
+        await asyncio.sleep(1000)
 
 
 class Graded:

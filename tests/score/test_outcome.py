@@ -7,6 +7,7 @@ from tasks.score.advantages import mean, mean_std
 from tasks.score.config import ScoreConfig
 from tasks.score.outcome import (
     DROPPED_BY_SCORER,
+    NO_FINITE_ADVANTAGE,
     NO_REWARD_SPREAD,
     NOT_WHOLE,
     TOO_FEW_SURVIVORS,
@@ -48,6 +49,17 @@ def test_a_group_with_too_few_survivors_is_left_out_with_its_reason() -> None:
 
 def test_a_group_without_spread_is_left_out_with_its_reason() -> None:
     assert judged([0.1, 0.1, 0.1]).reason == NO_REWARD_SPREAD
+
+
+@pytest.mark.parametrize("advantage", ["mean", "mean_std", "planted_scorers:not_finite"])
+def test_a_group_without_finite_advantages_is_left_out_with_its_reason(advantage: str) -> None:
+    outcome = judged([1.7e308, 1.7e308, -1.0], advantage=advantage)
+    assert (outcome.reason, outcome.advantages.tolist()) == (NO_FINITE_ADVANTAGE, [0.0, 0.0, 0.0])
+
+
+def test_an_advantage_that_no_float32_holds_is_not_finite() -> None:
+    assert judged([1e39, 0.0]).reason == NO_FINITE_ADVANTAGE
+    assert judged([1e38, 0.0]).reason == ""
 
 
 def test_a_partial_group_is_left_out_when_whole_ones_are_asked_for() -> None:

@@ -82,6 +82,7 @@ FAILURES = {
     "exit": ("failed", "ScoreWorkerError", "exit status 3"),
     "segfault": ("failed", "ScoreWorkerError", "SIGSEGV"),
     "sys.exit": ("failed", "ScoreWorkerError", "exit status 4"),
+    "real-time signal": ("failed", "ScoreWorkerError", "signal 35"),
     "nan": ("failed", "VerdictError", "finite"),
     "text": ("failed", "VerdictError", "'0.5'"),
     "nothing": ("failed", "VerdictError", "None"),
@@ -103,9 +104,32 @@ async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_score
 
 
 async def test_an_async_scorers_failures_are_told_apart(rollouts: MakeRows) -> None:
-    answers = ["hang", "timeout", "cancel", "raise", "fine"]
-    rows = await scored(config("act_async", timeout_s=0.3), rollouts(answers))
-    assert rows["error_type"] == ["ScoreTimeoutError", "TimeoutError", "ScoreError", "KeyError", ""]
+    kinds = {
+        "hang": "ScoreTimeoutError",
+        "timeout": "TimeoutError",
+        "cancel": "ScoreError",
+        "cancel itself": "ScoreError",
+        "sys.exit": "SystemExit",
+        "base": "BaseException",
+        "raise": "KeyError",
+        "fine": "",
+    }
+    rows = await scored(config("act_async", timeout_s=0.3), rollouts(list(kinds)))
+    assert rows["error_type"] == list(kinds.values())
+
+
+async def test_a_cancelled_flow_is_no_failed_score_of_an_async_scorer(rollouts: MakeRows) -> None:
+    async with Scoring(config("act_async"), "run") as scoring:
+        hanging = asyncio.create_task(scoring.score(rollouts(["hang"]), step=0))
+        await asyncio.sleep(0.05)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+
+
+async def test_a_scorer_that_does_not_close_is_given_up(rollouts: MakeRows) -> None:
+    with pytest.raises(ScoreError, match=r"cannot be closed within score\.timeout_s = 0\.1 s"):
+        await scored(config("ClosesSlowly", timeout_s=0.1), rollouts(["a"]))
 
 
 async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rollouts: MakeRows) -> None:

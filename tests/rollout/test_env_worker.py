@@ -1,0 +1,114 @@
+"""What an environment does in a worker process comes back as an answer."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from tasks.rollout.env_messages import Turn
+from tasks.rollout.env_worker import Episodes
+from tasks.rollout.environment import Episode, Example, Message, Split
+
+TURN = Turn(Example("e", {}), 0, ())
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+class Acting:
+    """Its one episode acts at its reply and at its close."""
+
+    name, tools, stop = "acting", (), ()
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.n_closed = act, 0
+
+    def size(self, split: Split) -> int:
+        return 1
+
+    async def example(self, split: Split, index: int) -> Example:
+        return Example("", {})
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        return ActingEpisode(self)
+
+
+class ActingEpisode:
+    def __init__(self, environment: Acting) -> None:
+        self.environment = environment
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        given = self.environment.act()
+        await asyncio.sleep(0)
+        return given  # type: ignore[return-value] # that is the misdeed
+
+    async def close(self) -> Mapping[str, object]:
+        self.environment.n_closed += 1
+        self.environment.act()
+        await asyncio.sleep(0)
+        return {}
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def act() -> object:
+        raise error
+
+    return act
+
+
+def cancel_itself() -> object:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancel()
+
+
+MISDEEDS: Mapping[str, tuple[Callable[[], object], str, str]] = {
+    "exit": (raising(SystemExit(3)), "SystemExit", "3"),
+    "cancelled": (raising(asyncio.CancelledError()), "CancelledError", "cancelled"),
+    "cancels itself": (cancel_itself, "CancelledError", "cancelled"),
+    "base": (raising(BaseException("odd")), "BaseException", "odd"),
+    "surrogate": (raising(ValueError("\ud800")), "ValueError", "?"),
+    "mute": (raising(MuteError()), "MuteError", "its text raised KeyError"),
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+async def test_what_an_environment_raises_is_a_failed_answer_and_its_episode_is_closed(misdeed: str) -> None:
+    act, kind, text = MISDEEDS[misdeed]
+    environment = Acting(act)
+    answer = await Episodes(environment).reply("1", TURN)
+    assert answer.raised is not None
+    assert (answer.raised.kind, environment.n_closed) == (kind, 1)
+    assert text in answer.raised.text
+
+
+@pytest.mark.parametrize("given", [5, ["text"], [Message("robot", "x")], [Message("user", "\ud800")]])  # type: ignore[arg-type]
+async def test_a_reply_that_is_no_messages_is_a_failed_answer_and_its_episode_is_closed(
+    given: object,
+) -> None:
+    environment = Acting(lambda: given)
+    answer = await Episodes(environment).reply("1", TURN)
+    assert answer.raised is not None
+    assert environment.n_closed == 1
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+async def test_what_an_environment_raises_at_the_close_is_a_failed_answer(misdeed: str) -> None:
+    environment = Acting(lambda: ())
+    episodes = Episodes(environment)
+    assert (await episodes.reply("1", TURN)).raised is None
+    environment.act, kind, _ = MISDEEDS[misdeed]
+    answer = await episodes.close("1")
+    assert answer.raised is not None
+    assert answer.raised.kind == kind
+
+
+async def test_a_request_that_is_given_up_is_cancelled() -> None:
+    episodes = Episodes(Acting(lambda: ()))
+    asking = asyncio.create_task(episodes.reply("1", TURN))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
