@@ -48,6 +48,7 @@ class Servers:
     Attributes:
         every: all servers of the run.
         failed: those that are being brought back, by their watchers; how they failed.
+        mute: those of them that answer and cannot sample.
         lost: those that were given up.
         are_up: set when all have been brought up for the first time.
     """
@@ -56,6 +57,7 @@ class Servers:
         self._run, self._trainer = run, trainer
         self.every = tuple(servers)
         self.failed: dict[ServerService, str] = {}
+        self.mute: set[ServerService] = set()
         self.lost: set[ServerService] = set()
         self.are_up = asyncio.Event()
         self._joined: dict[ServerService, int] = {}
@@ -84,6 +86,8 @@ class Servers:
             ConfigError: it has another tokenizer or chat template than before.
         """
         self.failed.pop(server, None)
+        self.mute.discard(server)
+        self._run.pool.answered(server.client)
         try:
             if await self._has(server, str(version)):
                 self._run.pool.admit(server.client)
@@ -96,17 +100,23 @@ class Servers:
         say(f"{server.name} is back, at version {version.version}")
 
     async def look_again(self, server: ServerService) -> None:
-        """Let a server in that was set aside and still has its weights.
+        """Let a server in that was set aside and still has its weights, and samples when that was in doubt.
 
         While it gets new ones, it is let in by who sends them.
         """
         verified = self._verified.get(server)
         if verified is None or server in self.failed:
             return
-        if await self._has(server, verified):
-            if server not in self.failed:
-                self._run.pool.admit(server.client)
-        elif self._verified.get(server) == verified:
+        has_weights = await self._has(server, verified)
+        can_sample = has_weights and await self._can_sample(server)
+        if self._verified.get(server) != verified:
+            return
+        if can_sample:
+            self._run.pool.admit(server.client)
+        elif has_weights:
+            self.mute.add(server)
+            await self.fail(server, "it answers /health and fails generations")
+        else:
             await self.fail(server, "it no longer has the policy's weights")
 
     async def fail(self, server: ServerService, reason: str) -> None:
@@ -141,6 +151,15 @@ class Servers:
             return is_healthy and self._verified.get(server) == name == await server.client.version()
         except RequestError:
             return False
+
+    async def _can_sample(self, server: ServerService) -> bool:
+        """True when a server samples; one that has not failed many requests in a row is not asked."""
+        if not self._run.pool.is_suspect(server.client):
+            return True
+        if not await server.client.can_sample():
+            return False
+        self._run.pool.answered(server.client)
+        return True
 
     async def _bring_up(
         self, server: ServerService, version: PolicyVersion, only_name: bool

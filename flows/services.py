@@ -121,12 +121,19 @@ class ServerService:
             return f"its process ended with status {self.process.returncode}"
         return "it no longer answers /health" if health.done() else ""
 
-    async def answers(self) -> None:
-        """Wait until an attached server that was gone answers; one that was started anew gets its first request."""
-        while not await self.client.is_healthy():  # noqa: ASYNC110 - nobody tells when it is back
+    async def answers(self, *, must_sample: bool) -> None:
+        """Wait until an attached server that was gone answers; one that was started anew gets its first request.
+
+        Args:
+            must_sample: True for one that answered /health all the time and failed generations.
+        """
+        while not await self._is_back(must_sample):  # noqa: ASYNC110 - nobody tells when it is back
             await asyncio.sleep(self._config.serve.health_interval_s)
         if not PolicyVersion.is_one(await self.client.version()):
             await self.client.warm_up()
+
+    async def _is_back(self, must_sample: bool) -> bool:
+        return await self.client.is_healthy() and (not must_sample or await self.client.can_sample())
 
     async def _refused(self) -> None:
         while await self.client.is_healthy():  # noqa: ASYNC110 - a failing server tells nobody

@@ -83,7 +83,7 @@ async def _await_return(
     while True:
         try:
             async with asyncio.timeout_at(deadline):
-                await server.answers()
+                await server.answers(must_sample=server in servers.mute)
             await rejoin(server)
         except TimeoutError:
             servers.give_up(server, f"{reason}; it was not back within {limit}")

@@ -70,6 +70,7 @@ class PoolSampler:
                 self.pool.report(server, error)
                 waiting.reschedule(until)
                 raise
+            self.pool.answered(server)
         return Sampled(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,

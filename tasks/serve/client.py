@@ -29,11 +29,15 @@ class VllmClient:
     """Client of one server; an async context manager.
 
     Every request raises TransientRequestError when it may succeed if sent again (no connection, a time-out,
-    a busy or failing server), and RequestError when it would not. Control calls that may be repeated have been.
+    a busy or failing server, an answer that is none), and RequestError when it would not. Control calls that may be repeated have been.
+
+    Attributes:
+        max_failures_in_a_row: after how many failed requests it is asked no more until it samples again.
     """
 
     def __init__(self, url: str, config: ServeConfig) -> None:
         self.url = url.rstrip("/")
+        self.max_failures_in_a_row = config.max_failures_in_a_row
         self._config = config
         self._connection = Connection(
             self.url,
@@ -74,6 +78,20 @@ class VllmClient:
         """True when the server and its engine answer."""
         try:
             await self._once("GET", "/health")
+        except RequestError:
+            return False
+        return True
+
+    async def can_sample(self) -> bool:
+        """True when it samples a token within `serve.probe_timeout_s`."""
+        try:
+            await self.generate(
+                np.zeros(2, np.int32),
+                max_tokens=1,
+                temperature=1.0,
+                seed=0,
+                timeout_s=self._config.probe_timeout_s,
+            )
         except RequestError:
             return False
         return True
@@ -219,7 +237,7 @@ class VllmClient:
         try:
             return await asyncio.to_thread(read, content)
         except (msgspec.DecodeError, LookupError, ValueError) as error:
-            raise RequestError(f"{self.url}: cannot read its answer: {error}") from error
+            raise TransientRequestError(f"{self.url}: cannot read its answer: {error}") from error
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None

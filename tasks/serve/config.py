@@ -61,6 +61,14 @@ class ServeConfig(StageConfig):
         0.2, "Seconds before a control call's second send; doubled each time, with jitter.", gt=0.0
     )
     health_interval_s: float = setting(2.0, "Seconds between two health checks of a server.", gt=0.0)
+    max_failures_in_a_row: int = setting(
+        5,
+        "Requests in a row that a server fails before it is asked no more until it has sampled a token again.",
+        ge=1,
+    )
+    probe_timeout_s: float = setting(
+        30.0, "Seconds that a server which failed so many requests has to sample that token.", gt=0.0
+    )
     max_restarts: int = setting(
         2, "How often each launched service is started again; the run stops when none is left.", ge=0
     )

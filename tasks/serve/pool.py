@@ -11,7 +11,7 @@ from tasks.serve.client import VllmClient
 
 
 class ServerPool:
-    """The servers that may be asked; a group's server is chosen once, by least outstanding tokens.
+    """The servers that may be asked; a group keeps its server, chosen by least outstanding tokens.
 
     All of them serve the policy, whatever deployments they belong to. Requests wait while there is none:
     bringing one back, or ending the run, is up to who watches over them.
@@ -22,6 +22,7 @@ class ServerPool:
         self._admitted: set[VllmClient] = set()
         self._server_of_group: dict[int, VllmClient] = {}
         self._is_open = asyncio.Event()
+        self._failures_in_a_row: Counter[VllmClient] = Counter()
         self._alarms: dict[VllmClient, asyncio.Event] = {}
         self._counts: Counter[str] = Counter()
         self._most_outstanding = 0
@@ -46,11 +47,20 @@ class ServerPool:
     def report(self, server: VllmClient, error: TransientRequestError) -> None:
         """Tell of a request that failed: who watches over the server looks at once.
 
-        One whose connection was lost is set aside until then.
+        One whose connection was lost, or that fails one request after the other, is set aside until then.
         """
-        if isinstance(error, ConnectionLostError):
+        self._failures_in_a_row[server] += 1
+        if isinstance(error, ConnectionLostError) or self.is_suspect(server):
             self.set_aside(server)
         self.alarm(server).set()
+
+    def answered(self, server: VllmClient) -> None:
+        """Tell of a request that a server answered: its failures in a row are over."""
+        self._failures_in_a_row.pop(server, None)
+
+    def is_suspect(self, server: VllmClient) -> bool:
+        """True when a server has failed `serve.max_failures_in_a_row` requests since it last answered one."""
+        return self._failures_in_a_row[server] >= server.max_failures_in_a_row
 
     def alarm(self, server: VllmClient) -> asyncio.Event:
         """Set when a request to a server has failed; cleared by who watches over it."""
@@ -79,9 +89,9 @@ class ServerPool:
         """The group's server, while a request of at most `n_tokens` tokens is under way.
 
         Args:
-            group: keeps the server that is chosen for it.
+            group: keeps the server that is chosen for it, as long as it need not be avoided.
             n_tokens: prompt and completion.
-            avoid: servers that failed this request; another is asked when there is one.
+            avoid: servers that failed this request; the group moves to another when there is one.
         """
         while not self._admitted:
             await self._is_open.wait()
@@ -101,5 +111,5 @@ class ServerPool:
             return own
         candidates = [each for each in self._admitted if each not in avoid] or self._admitted
         server = min(candidates, key=lambda each: (self._outstanding_tokens[each], each.url))
-        self._server_of_group.setdefault(group, server)
+        self._server_of_group[group] = server
         return server

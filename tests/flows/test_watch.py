@@ -49,7 +49,8 @@ class Server:
             raise error
         self.process, self.healthy = Process(), True
 
-    async def answers(self) -> None:
+    async def answers(self, *, must_sample: bool) -> None:
+        self.events += ["awaited until it samples"] if must_sample else []
         while not self.healthy:  # noqa: ASYNC110 - it is healed by a timer
             await asyncio.sleep(0.01)
 
@@ -68,6 +69,7 @@ class Fleet:
         self.server = Server(self.events, is_ours=is_ours, starts=list(starts))
         self.rejoins, self.n_others = list(rejoins), n_others
         self.failed: dict[Server, str] = {}
+        self.mute: set[Server] = set()
         self.lost: set[Server] = set()
         self.are_up, self.is_in, self.event = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.are_up.set()
@@ -151,6 +153,13 @@ async def test_an_attached_server_is_awaited_and_taken_back() -> None:
     fleet = Fleet(RequestError("gone again"), is_ours=False)
     asyncio.get_running_loop().call_later(0.05, setattr, fleet.server, "healthy", True)
     assert await fleet.watched() == ["failed: it refuses", "failed: gone again", "back"]
+
+
+async def test_an_attached_server_that_cannot_sample_is_awaited_until_it_does() -> None:
+    fleet = Fleet(is_ours=False)
+    fleet.mute.add(fleet.server)
+    asyncio.get_running_loop().call_later(0.05, setattr, fleet.server, "healthy", True)
+    assert await fleet.watched() == ["failed: it refuses", "awaited until it samples", "back"]
 
 
 async def test_an_attached_server_is_given_up_when_its_time_is_over() -> None:

@@ -1,6 +1,7 @@
 """What becomes of a request to the pool when servers fail it."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ class Server:
 
     def __init__(self, url: str, *script: Completion | Exception) -> None:
         self.url, self.script = url, list(script)
+        self.max_failures_in_a_row = 5
         self.asked = 0
 
     async def generate(self, token_ids: np.ndarray, *, until: float, **sampling: object) -> Completion:
@@ -82,12 +84,21 @@ async def test_an_error_that_would_come_again_is_not_sent_again() -> None:
     assert servers[1].asked == 0
 
 
-async def test_a_group_stays_with_its_server_after_a_request_that_failed_there() -> None:
+async def test_a_group_moves_from_a_server_that_failed_one_of_its_requests() -> None:
     servers = [Server("http://a", BUSY, GOOD), Server("http://b", GOOD)]
     sampler = sampler_over(servers)
     first = await sampler.sample(WORK, PROMPT, LATER)
     second = await sampler.sample(WORK, PROMPT, LATER)
-    assert (first.server, second.server) == ("http://b", "http://a")
+    assert (first.server, second.server) == ("http://b", "http://b")
+
+
+async def test_a_server_that_always_fails_draws_a_few_requests_of_many_groups() -> None:
+    servers = [Server("http://a", BUSY), Server("http://b", GOOD)]
+    sampler = sampler_over(servers)
+    for group in range(50):
+        work = dataclasses.replace(WORK, group=group)
+        assert (await sampler.sample(work, PROMPT, LATER)).server == "http://b"
+    assert servers[0].asked == servers[0].max_failures_in_a_row
 
 
 async def test_a_request_waits_for_a_server_until_its_time_is_over() -> None:

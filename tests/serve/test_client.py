@@ -222,13 +222,34 @@ async def test_a_control_call_that_may_be_repeated_is_sent_again() -> None:
 
 @pytest.mark.parametrize(
     "answering",
-    [response("200 OK", b"<html>"), response("200 OK", b'{"choices": []}'), response("404 no", b"gone")],
+    [response("200 OK", b"<html>"), response("200 OK", b'{"choices": []}')],
     indirect=True,
 )
-async def test_what_is_not_a_vllm_server_fails_for_good(answering) -> None:
+async def test_an_answer_that_cannot_be_read_is_transient_since_another_server_may_give_one(
+    answering,
+) -> None:
+    with pytest.raises(TransientRequestError, match="cannot read its answer"):
+        await answering.generate(PROMPT, **SAMPLING)
+
+
+@pytest.mark.parametrize("answering", [response("404 no", b"gone")], indirect=True)
+async def test_a_route_that_is_not_there_fails_for_good(answering) -> None:
     with pytest.raises(RequestError) as wrong:
         await answering.generate(PROMPT, **SAMPLING)
     assert not isinstance(wrong.value, TransientRequestError)
+
+
+@pytest.mark.parametrize(
+    ("answering", "can_sample"),
+    [
+        (response("200 OK", b'{"choices": [{"token_ids": [], "logprobs": {"content": []}}]}'), True),
+        (response("200 OK", b"<html>"), False),
+        (response("500 broken", b""), False),
+    ],
+    indirect=["answering"],
+)
+async def test_a_server_can_sample_when_it_answers_a_small_generation(answering, can_sample: bool) -> None:
+    assert await answering.can_sample() == can_sample
 
 
 def test_a_completion_without_its_logprobs_is_refused() -> None:

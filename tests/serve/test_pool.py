@@ -16,6 +16,7 @@ class Server(NamedTuple):
     """All that the pool knows of a client."""
 
     url: str
+    max_failures_in_a_row: int = 3
 
 
 A, B = Server("http://a"), Server("http://b")
@@ -52,13 +53,13 @@ async def test_a_group_chooses_anew_when_its_server_is_set_aside() -> None:
         assert {first, second} == {A, B}
 
 
-async def test_a_request_avoids_a_server_that_failed_it_and_its_group_keeps_that_one() -> None:
+async def test_a_group_moves_with_a_request_that_avoids_its_server() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 10) as first:
         pass
     async with pool.lease(0, 10, avoid={first}) as second, pool.lease(0, 10) as again:
         assert {first, second} == {A, B}
-        assert again is first
+        assert again is second
 
 
 async def test_a_request_goes_back_to_a_server_that_failed_it_when_there_is_no_other() -> None:
@@ -82,6 +83,40 @@ async def test_another_failure_alarms_the_watcher_and_the_server_goes_on_being_a
     assert pool.alarm(A).is_set()
     async with pool.lease(0, 10) as server:
         assert server is A
+
+
+def failed(pool: ServerPool, server: Server, n_times: int) -> None:
+    for _ in range(n_times):
+        pool.report(server, TransientRequestError("500"))
+
+
+async def test_failures_in_a_row_set_a_server_aside_until_it_is_let_in_again() -> None:
+    pool = await pool_of(A, B)
+    failed(pool, A, A.max_failures_in_a_row)
+    assert pool.is_suspect(A)
+    async with pool.lease(0, 10) as first, pool.lease(1, 10) as second:
+        assert {first, second} == {B}
+
+
+async def test_an_answer_ends_a_row_of_failures() -> None:
+    pool = await pool_of(A)
+    failed(pool, A, A.max_failures_in_a_row - 1)
+    pool.answered(A)
+    failed(pool, A, A.max_failures_in_a_row - 1)
+    assert not pool.is_suspect(A)
+    async with pool.lease(0, 10) as server:
+        assert server is A
+
+
+async def test_a_server_that_has_answered_nothing_since_it_was_let_in_is_set_aside_at_its_next_failure() -> (
+    None
+):
+    pool = await pool_of(A, B)
+    failed(pool, A, A.max_failures_in_a_row)
+    pool.admit(A)
+    failed(pool, A, 1)
+    async with pool.lease(0, 10) as first, pool.lease(1, 10) as second:
+        assert {first, second} == {B}
 
 
 async def test_metrics_count_from_the_last_call_on() -> None:
