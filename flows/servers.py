@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from flows.failure import one_error
+from flows.openings import Openings
 from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
@@ -65,6 +66,12 @@ class Servers:
             ServerService, str
         ] = {}  # the name of the weights that a server is known to have
         self._parity_at_0 = differences_at_start(run)
+        self._openings = Openings(
+            run.environment,
+            run.player.tokenizer,
+            max_tokens=run.config.serve.max_model_len,
+            timeout_s=run.config.rollout.env_timeout_s,
+        )
 
     async def bring_up(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's weights, all at once, or the version's name alone.
@@ -212,12 +219,10 @@ class Servers:
 
         Raises:
             ConfigError: it has another tokenizer or chat template.
+            EpisodeError: the environment gives no prompt to compare on.
         """
-        messages = await self._opening(0)
-        ours, theirs = (
-            self._run.player.tokenizer.encode(messages).tolist(),
-            await self._tokens(client, messages),
-        )
+        (opening,) = await self._openings.first(1)
+        ours, theirs = opening.token_ids.tolist(), await self._tokens(client, opening.messages)
         if ours != theirs:
             remedy = f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
             raise ConfigError("serve.urls", client.url, remedy)
@@ -252,14 +257,4 @@ class Servers:
         """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
         n = self._run.config.sync.parity_sequences
         found = stored_sequences(self._run.folder, version - 1, n) if version else []
-        return found or [await self._prompt(index) for index in range(n)]
-
-    async def _prompt(self, index: int) -> np.ndarray:
-        return self._run.player.tokenizer.encode(await self._opening(index))
-
-    async def _opening(self, index: int) -> Sequence[Message]:
-        environment = self._run.environment
-        episode = environment.episode(await environment.example("train", index), seed=0)
-        opening = await episode.reply(())
-        await episode.close()
-        return opening
+        return found or [opening.token_ids for opening in await self._openings.first(n)]

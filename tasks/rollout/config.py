@@ -80,7 +80,7 @@ class RolloutConfig(StageConfig):
     env_timeout_s: float = setting(
         60.0,
         "Seconds an environment in a worker process has for one answer; a worker that answers no ping for as long is "
-        "ended and started again.",
+        "ended and started again. So long has every environment for an opening that servers are checked on.",
         gt=0.0,
     )
     env_start_timeout_s: float = setting(

@@ -11,6 +11,7 @@ from prefect.logging import disable_run_logger
 from flows.config import RunConfig
 from flows.servers import Servers
 from tasks.errors import TransientRequestError
+from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool
 from tasks.serve.version import PolicyVersion
 from tasks.store.layout import RunFolder
@@ -44,10 +45,19 @@ class Server:
 
 
 @dataclass
+class Player:
+    """No tokenizer is asked for anything here."""
+
+    tokenizer: None = None
+
+
+@dataclass
 class Run:
     """What Servers sees of a run."""
 
     folder: RunFolder
+    environment: Addition = field(default_factory=Addition)
+    player: Player = field(default_factory=Player)
     config: RunConfig = field(default_factory=RunConfig)
     pool: ServerPool = field(default_factory=ServerPool)
 
