@@ -14,11 +14,12 @@ import polars as pl
 from tasks.errors import ConfigError
 from tasks.rollout.config import PromptsConfig, RolloutConfig
 from tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
-from tasks.rollout.prompt_files import format_of, read_rows, wrong
+from tasks.rollout.prompt_files import format_of, read_rows, with_json_values, wrong
 
 CRC_RANGE = 1 << 32
 
-_to_messages = msgspec.json.Decoder(tuple[Message, ...]).decode
+TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
+MESSAGE_FIELDS = {"role", "content"}
 
 
 class Prompts:
@@ -59,16 +60,35 @@ def messages_of(problem: object) -> tuple[Message, ...]:
     """What a problem opens with: a text is what the user says, a list of messages (or its JSON) is that.
 
     Raises:
-        msgspec.ValidationError: it is a list of something else.
+        msgspec.ValidationError: it is a list of something else; a role is unknown, or nothing is in it.
     """
-    if not isinstance(problem, str):
-        return msgspec.convert(problem, tuple[Message, ...])
-    if problem.startswith("[{"):
-        try:
-            return _to_messages(problem)
-        except msgspec.MsgspecError:
-            pass  # a text that begins like a list
-    return (Message("user", problem),)
+    listed = _listed(problem) if isinstance(problem, str) else problem
+    if listed is None:
+        return (Message("user", str(problem)),)
+    if isinstance(listed, list):
+        listed = [_without_nulls(each) for each in listed]
+    messages = msgspec.convert(listed, tuple[Message, ...])
+    if not messages:
+        raise msgspec.ValidationError("Expected at least one message")
+    return messages
+
+
+def _listed(text: str) -> list[object] | None:
+    """The list that a text is as JSON, when all in it have a role; None for any other text."""
+    if not text.startswith("[{"):
+        return None
+    try:
+        listed = msgspec.json.decode(text, type=list[object])
+    except (msgspec.DecodeError, UnicodeError):
+        return None  # a text that begins like a list
+    return listed if all(isinstance(each, dict) and "role" in each for each in listed) else None
+
+
+def _without_nulls(message: object) -> object:
+    """A message without the fields that only other rows' messages have; typed columns hold null there."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +143,32 @@ def _read(config: PromptsConfig, path: str, split: str) -> pl.DataFrame:
         if len(missing := np.flatnonzero(frame[name].is_null().to_numpy())):
             remedy = f"row {missing[0]} (counted from 0) has no {name!r}; {len(missing)} of {len(frame)} rows have none"
             raise wrong(config, path, remedy)
+    _check_prompts(config, path, frame[config.prompt_column])
+    frame = with_json_values(config, path, frame)
     return _with_answers(config, path, frame) if config.answer_pattern and config.answer_column else frame
+
+
+def _check_prompts(config: PromptsConfig, path: str, prompts: pl.Series) -> None:
+    """ConfigError when the column holds neither texts nor messages, or a row that would open no episode."""
+    kind = prompts.dtype
+    if isinstance(kind, TEXT_TYPES):
+        rows = prompts.cast(pl.String).str.starts_with("[{").arg_true()
+    elif _is_of_messages(kind):
+        rows = pl.arange(len(prompts), eager=True)
+    else:
+        remedy = f"the column {prompts.name!r} is of type {kind}: expected a text, or a list of messages {{role, content}}"
+        raise wrong(config, path, remedy)
+    for row in rows:
+        try:
+            messages_of(prompts[row] if isinstance(kind, TEXT_TYPES) else prompts[row].to_list())
+        except msgspec.ValidationError as error:
+            remedy = f"row {row} (counted from 0) has no messages in {prompts.name!r}: {error}"
+            raise wrong(config, path, remedy) from error
+
+
+def _is_of_messages(kind: pl.DataType) -> bool:
+    inner = kind.inner if isinstance(kind, pl.List | pl.Array) else None
+    return isinstance(inner, pl.Struct) and {field.name for field in inner.fields} >= MESSAGE_FIELDS
 
 
 def _with_answers(config: PromptsConfig, path: str, frame: pl.DataFrame) -> pl.DataFrame:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
+from polars.datatypes import DataTypeClass
 
 from tasks.errors import ConfigError
 from tasks.rollout.config import PromptsConfig
@@ -27,6 +28,41 @@ def read_rows(config: PromptsConfig, path: str, split: str, columns: Sequence[st
         ConfigError: it cannot be read, or lacks a column.
     """
     return READERS[format_of(config, path)](config, path, split, list(dict.fromkeys(columns)))
+
+
+def with_json_values(config: PromptsConfig, path: str, frame: pl.DataFrame) -> pl.DataFrame:
+    """The same rows, dates, times and durations in `columns` as ISO text and decimals as text.
+
+    Raises:
+        ConfigError: a column holds what is no JSON value, bytes for example.
+    """
+    checked = [*config.columns, *filter(None, (config.answer_column,))]
+    for name in dict.fromkeys(checked):
+        kind = frame.schema[name]
+        if kind.is_temporal():
+            frame = frame.with_columns(pl.col(name).dt.to_string("iso"))
+        elif kind.is_decimal():
+            frame = frame.with_columns(pl.col(name).cast(pl.String))
+        elif not _is_json(kind):
+            remedy = (
+                f"the column {name!r} is of type {kind}, which is no JSON value: store it as text or numbers"
+            )
+            raise wrong(config, path, remedy)
+    return frame
+
+
+def _is_json(kind: pl.DataType) -> bool:
+    """True for columns of JSON values, and of lists and objects of them."""
+    if isinstance(kind, pl.Struct):
+        return all(_is_json(_instance(field.dtype)) for field in kind.fields)
+    if isinstance(kind, pl.List | pl.Array):
+        return _is_json(_instance(kind.inner))
+    is_number = kind.is_numeric() and not kind.is_decimal()
+    return is_number or isinstance(kind, pl.String | pl.Boolean | pl.Null | pl.Categorical | pl.Enum)
+
+
+def _instance(kind: pl.DataType | DataTypeClass) -> pl.DataType:
+    return kind if isinstance(kind, pl.DataType) else kind()
 
 
 def wrong(config: PromptsConfig, path: str, remedy: str) -> ConfigError:

@@ -1,6 +1,7 @@
 """A judging LLM behind OpenAI's chat completions, whose answers are JSON."""
 
 import re
+from contextlib import suppress
 from typing import Self, TypeVar
 
 import msgspec
@@ -10,7 +11,8 @@ from tasks.score.config import JudgeConfig
 from tasks.score.endpoint import SHOWN_CHARACTERS, Endpoint
 
 Answer = TypeVar("Answer")
-_WRAPPED = re.compile(r"\s*(?:<think>.*?</think>\s*)?(?:```(?:json)?\s*(.*?)\s*```|(.*?))\s*", re.DOTALL)
+END_OF_THOUGHTS = "</think>"
+_FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
 
 class _Message(msgspec.Struct):
@@ -71,17 +73,28 @@ class JudgeModel:
 def parsed(content: str, kind: type[Answer]) -> Answer:
     r"""An answer that is one JSON value of the shape of `kind`, after its thoughts and in a code fence or not.
 
+    Thoughts end with `</think>`; a chat template may have opened them in the prompt.
+
     Example: '<think>hm</think>```json\n{"score": 1}```' is {"score": 1}; 'I say {"score": 1}' is an error.
 
     Raises:
         JudgeUnparsableError: it is anything else.
     """
-    match = _WRAPPED.fullmatch(content)
-    inner = (match[1] or match[2] or "") if match else content
+    _, end, after = content.partition(END_OF_THOUGHTS)
+    if end:
+        with suppress(
+            msgspec.DecodeError, UnicodeError
+        ):  # an answer that has the word inside: read as a whole below
+            return _decoded(after, kind)
     try:
-        return msgspec.json.decode(inner, type=kind)
+        return _decoded(content, kind)
     except (msgspec.DecodeError, UnicodeError) as error:
         shown = content[:SHOWN_CHARACTERS]
         raise JudgeUnparsableError(
             f"expected one JSON object from the judge ({error}), got {shown!r}"
         ) from None
+
+
+def _decoded(text: str, kind: type[Answer]) -> Answer:
+    match = _FENCED.fullmatch(text)
+    return msgspec.json.decode(match[1] if match else text, type=kind)

@@ -43,16 +43,26 @@ def loaded(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def function_at(path: str) -> ScoreFunction:
-    """The scorer at an import path: a function, a class that is made without arguments, or an object.
+def function_at(path: str, settings: Callable[[], Any]) -> ScoreFunction:
+    """The scorer at an import path: a function, a class, or an object.
 
-    Example: function_at("rewards:length") of `def length(candidate)` is called rewards.length, version 1.
+    Example: function_at("rewards:length", ScoreConfig) of `def length(candidate)` is called rewards.length, version 1.
+
+    Args:
+        path: package.module:attribute.
+        settings: gives the ScoreConfig for a class with `from_config`; others are made without arguments.
 
     Raises:
         Exception: whatever importing or making it raises.
     """
-    found = loaded(path)
-    return function_of(found() if inspect.isclass(found) else found, path.replace(":", "."))
+    return function_of(_made(loaded(path), settings), path.replace(":", "."))
+
+
+def _made(found: Any, settings: Callable[[], Any]) -> Any:
+    if not inspect.isclass(found):
+        return found
+    from_config = getattr(found, "from_config", None)
+    return from_config(settings()) if from_config else found()
 
 
 def function_of(owner: Any, name: str) -> ScoreFunction:

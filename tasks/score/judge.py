@@ -49,6 +49,10 @@ class Judge:
     @classmethod
     def from_config(cls, config: ScoreConfig) -> Self:
         """ConfigError when a setting of score.judge is missing or wrong."""
+        lowest, highest = config.judge.score_min, config.judge.score_max
+        if lowest >= highest:
+            remedy = f"give a number above score.judge.score_min = {lowest:g}"
+            raise ConfigError("score.judge.score_max", highest, remedy)
         return cls(config.judge, JudgeModel.from_config(config.judge))
 
     async def score(self, candidate: Candidate) -> Reward:

@@ -1,6 +1,5 @@
 """Scorers by name, and the parts that a configuration's scorer consists of."""
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 
 from tasks.errors import ConfigError
 from tasks.score.config import ScoreConfig
-from tasks.score.function import ScoreFunction, digest_of, function_of, loaded
+from tasks.score.function import ScoreFunction, digest_of, function_at
 
 REGISTERED: Mapping[str, str] = {
     "addition": "tasks.score.addition:AdditionScorer",
@@ -85,15 +84,14 @@ def parts_of(config: ScoreConfig, scorer: str = "") -> Parts:
 def _part(field: str, name: str, weight: float, config: ScoreConfig) -> Part:
     path = REGISTERED.get(name, name)
     try:
-        found = loaded(path)
-        function = function_of(_made(found, config), path.replace(":", "."))
+        function = function_at(path, lambda: config)
     except ConfigError:
         raise
     except Exception as error:  # the module and the class are foreign code: whatever they raise
         names = ", ".join(sorted(REGISTERED))
         remedy = (
             f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
-            f"class that is made without arguments ({type(error).__name__}: {error})"
+            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error})"
         )
         raise ConfigError(field, name, remedy) from error
     for what, value in (("name", function.name), ("version", function.version)):
@@ -101,10 +99,3 @@ def _part(field: str, name: str, weight: float, config: ScoreConfig) -> Part:
             remedy = f"its {what} is {value!r}; give one of letters, digits, and . _ + - (it names a folder)"
             raise ConfigError(field, name, remedy)
     return Part(function, path, function.name, weight)
-
-
-def _made(found: object, config: ScoreConfig) -> object:
-    if not inspect.isclass(found):
-        return found
-    from_config = getattr(found, "from_config", None)
-    return from_config(config) if from_config else found()

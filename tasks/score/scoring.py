@@ -100,9 +100,9 @@ class Scoring:
         paths = [part.path for part in self._workers_parts()]
         if not paths:
             return None
-        pool = WorkerPool(
-            paths, self._config.workers, self._config.worker_start_timeout_s, self._loads[False]
-        )
+        config = self._config
+        settings = config.model_dump_json().encode()
+        pool = WorkerPool(paths, settings, config.workers, config.worker_start_timeout_s, self._loads[False])
         return await self._open.enter_async_context(pool)
 
     def _calls_of(self, part: Part, pool: WorkerPool | None) -> Calls:

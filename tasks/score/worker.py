@@ -1,7 +1,7 @@
 """A worker process: takes candidates from a socket, scores them, and answers with verdicts after each call.
 
 Every message is its length in 4 bytes, big-endian, and a pickle: to the worker some Calls, from it the verdicts of
-each in turn. The first one that it sends goes out when the scorers are imported: empty, or the text of what went
+each in turn. The first one to it is the ScoreConfig as JSON instead. The first one that it sends goes out when the scorers are imported: empty, or the text of what went
 wrong. The module imports nothing that its scorers do not need: a worker that was ended for a hanging call has to
 be back soon.
 
@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from io import BufferedRWPair
 from typing import TypeAlias
 
@@ -39,7 +40,8 @@ def framed(content: bytes) -> bytes:
 def serve(stream: BufferedRWPair, paths: Sequence[str]) -> None:
     """Answer calls until the other end closes."""
     try:
-        functions = [function_at(path) for path in paths]
+        settings = stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
+        functions = [function_at(path, lambda: _config(settings)) for path in paths]
         for function in functions:
             getattr(function.owner, "warm", _nothing)()
     except Exception as error:  # noqa: BLE001 - the flow raises it as its own
@@ -51,6 +53,11 @@ def serve(stream: BufferedRWPair, paths: Sequence[str]) -> None:
         number, calls = content
         for candidates in calls:
             _send(stream, pickle.dumps(_scored(functions[number], candidates)))
+
+
+def _config(settings: bytes) -> object:
+    """The ScoreConfig, for a scorer that is made from it; imported for that one alone, since it takes its time."""
+    return import_module("tasks.score.config").ScoreConfig.model_validate_json(settings)
 
 
 def _scored(function: ScoreFunction, texts: Sequence[CandidateText]) -> list[Verdict]:

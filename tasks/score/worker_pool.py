@@ -24,13 +24,17 @@ class WorkerPool:
 
     Args:
         paths: import paths of the scorers, which calls name by their number.
+        settings: a ScoreConfig as JSON, for scorers that are made from it.
         n_workers: processes, and calls at the same time.
         start_timeout_s: seconds until a new worker must have imported the scorers.
         load: of as many slots as there are workers; counts restarts and timeouts.
     """
 
-    def __init__(self, paths: Sequence[str], n_workers: int, start_timeout_s: float, load: Load) -> None:
-        self._paths, self._start_timeout_s, self._load = paths, start_timeout_s, load
+    def __init__(
+        self, paths: Sequence[str], settings: bytes, n_workers: int, start_timeout_s: float, load: Load
+    ) -> None:
+        self._paths, self._settings = paths, settings
+        self._start_timeout_s, self._load = start_timeout_s, load
         self._workers: list[WorkerProcess | None] = [None] * n_workers
         self._idle = list(range(n_workers))
 
@@ -101,7 +105,7 @@ class WorkerPool:
             self._load.restarts += 1
             self._kill(lane)
             with suppress(ScoreError):  # the next call tries again, and says so
-                self._workers[lane] = await WorkerProcess.start(self._paths)
+                self._workers[lane] = await WorkerProcess.start(self._paths, self._settings)
             raise
         except BaseException:
             self._kill(lane)
@@ -113,7 +117,7 @@ class WorkerPool:
         worker = self._workers[lane]
         if worker is None or worker.has_ended:
             self._kill(lane)
-            worker = self._workers[lane] = await WorkerProcess.start(self._paths)
+            worker = self._workers[lane] = await WorkerProcess.start(self._paths, self._settings)
         await worker.ready(self._start_timeout_s)
         return worker
 

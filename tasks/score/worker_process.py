@@ -27,8 +27,10 @@ class WorkerProcess:
         self._is_ready = False
 
     @classmethod
-    async def start(cls, paths: Sequence[str]) -> Self:
+    async def start(cls, paths: Sequence[str], settings: bytes) -> Self:
         """Start it without waiting until its scorers are imported; it finds modules where this process does.
+
+        Its scorers are at `paths`, and those with `from_config` are made from `settings`, a ScoreConfig as JSON.
 
         It must be called in a thread that lives as long as the worker is to: the kernel ends it with that.
 
@@ -53,6 +55,7 @@ class WorkerProcess:
         finally:
             theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(framed(settings))
         return cls(process, reader, writer)
 
     async def ready(self, timeout_s: float) -> None:

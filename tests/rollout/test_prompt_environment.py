@@ -1,6 +1,8 @@
 """Problems from files and data sets."""
 
 import json
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import polars as pl
@@ -9,6 +11,7 @@ import pytest
 from tasks.errors import ConfigError
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.environment import Environment, Message, Split, environment_of
+from tasks.rollout.prompt_environment import messages_of
 
 ROWS = [{"question": f"{n}+1?", "answer": f"so it is #### {n + 1}", "level": n % 3} for n in range(200)]
 
@@ -123,3 +126,63 @@ async def test_a_data_set_saved_by_the_hugging_face_library_is_read_by_split(tmp
     assert (environment.size("train"), environment.size("held_out")) == (200, 9)
     with pytest.raises(ConfigError, match="split 'exam' of this Hugging Face data set cannot be read"):
         prompts(tmp_path / "saved", train_split="exam")
+
+
+async def test_dates_and_decimals_are_text_for_scorers(tmp_path: Path) -> None:
+    rows = {
+        "question": ["a"] * 3,
+        "answer": [1] * 3,
+        "day": [date(2026, 1, 2)] * 3,
+        "at": [datetime(2026, 1, 2, 3, 4, 5)] * 3,
+        "price": [Decimal("1.50")] * 3,
+        "tags": [["x"]] * 3,
+    }
+    pl.DataFrame(rows).write_parquet(tmp_path / "rows.parquet")
+    environment = prompts(
+        tmp_path / "rows.parquet", columns=["day", "at", "price", "tags"], held_out_path=str(tmp_path)
+    )
+    content = json.loads(json.dumps((await environment.example("train", 0)).content))
+    assert (content["day"], content["price"], content["tags"]) == ("2026-01-02", "1.50", ["x"])
+    assert datetime.fromisoformat(content["at"]) == rows["at"][0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"more": [b"x"]}, "the column 'more' is of type Binary"),
+        ({"more": [{"raw": [b"x"]}]}, "the column 'more' is of type Struct"),
+        ({"more": [1], "answer": [b"x"]}, "the column 'answer' is of type Binary"),
+        (
+            {"more": [1], "question": [5]},
+            "the column 'question' is of type Int64: expected a text, or a list",
+        ),
+        ({"more": [1], "question": [["a"]]}, "the column 'question' is of type List"),
+        (
+            {"more": [1], "question": [[{"role": "robot", "content": "x"}]]},
+            r"row 0 \(counted from 0\) has no messages in 'question': Invalid enum value 'robot'",
+        ),
+    ],
+)
+def test_a_column_of_a_type_that_cannot_be_used_is_named_at_the_start(
+    tmp_path: Path, columns: dict[str, list[object]], says: str
+) -> None:
+    pl.DataFrame({"question": ["a"], "answer": [1]} | columns).write_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=says) as raised:
+        prompts(tmp_path / "rows.parquet", columns=["more"])
+    assert "rows.parquet" in str(raised.value)
+
+
+@pytest.mark.parametrize("bad", [[{"role": "robot", "content": "x"}], [{"role": "user"}]])
+def test_messages_in_json_that_are_none_are_named_by_their_row(tmp_path: Path, bad: object) -> None:
+    path = jsonl(tmp_path, [ROWS[0], {"question": bad, "answer": 1}])
+    with pytest.raises(ConfigError, match=r"row 1 \(counted from 0\) has no messages in 'question'"):
+        prompts(path)
+
+
+def test_a_text_that_only_begins_like_messages_is_what_the_user_says() -> None:
+    for text in ('[{"a": 1}]', "[{x", '[{"role": "user"}, 5]'):
+        assert messages_of(text) == (Message("user", text),)
+
+
+def test_fields_that_only_other_messages_have_are_left_out() -> None:
+    assert messages_of([{"role": "user", "content": "hi", "name": None}]) == (Message("user", "hi"),)

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from tasks.score.config import ScoreConfig
 from tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
 
 
@@ -90,6 +91,22 @@ class Graded:
 
     def score(self, candidate: Candidate) -> Reward:
         return Reward(0.5, {"half": 0.5})
+
+
+class Configured:
+    """Gives the number that its settings hold, in a worker too."""
+
+    name, version = "configured", "1"
+
+    def __init__(self, reward: float) -> None:
+        self.reward = reward
+
+    @classmethod
+    def from_config(cls, config: ScoreConfig) -> "Configured":
+        return cls(config.judge.score_max)
+
+    def score(self, candidate: Candidate) -> float:
+        return self.reward
 
 
 class Slots:

@@ -207,6 +207,9 @@ def test_scores_come_back_by_attempt_whatever_their_order(numbered: list[tuple[i
         ' {"score": 1, "why": "}"}\n',
         '```json\n{"score": 1}\n```',
         '<think>{"score": 0}</think>{"score": 1}',
+        'opened in the prompt: {"score": 0}\n</think>\n\n```json\n{"score": 1}```',
+        '{"why": "it never says </think>", "score": 1}',
+        '<think>so</think>{"why": "it never says </think>", "score": 1}',
     ],
 )
 def test_thoughts_and_a_fence_around_the_answer_are_taken_off(content: str) -> None:
@@ -255,6 +258,7 @@ JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m"}
         ({"scorer": "judge", "judge": JUDGE | {"prompt": "{{"}}, "score.judge.prompt"),
         ({"scorer": "judge", "judge": JUDGE | {"prompt_file": "absent"}}, "score.judge.prompt_file"),
         ({"sum": [{"scorer": "judge"}]}, "score.judge.model"),
+        ({"scorer": "judge", "judge": JUDGE | {"score_min": 1}}, "score.judge.score_max"),
     ],
 )
 def test_what_a_scorer_needs_is_missed_before_anything_starts(settings: dict, field: str) -> None:

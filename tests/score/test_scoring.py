@@ -72,6 +72,11 @@ def test_a_class_says_its_name_and_version() -> None:
     assert Scoring(config("Graded"), "run").key == "graded@7"
 
 
+async def test_a_class_may_be_made_from_the_settings_in_a_worker_too(rollouts: MakeRows) -> None:
+    rows = await scored(config("Configured", judge={"score_max": 7.0}), rollouts(["a"]))
+    assert (rows["status"], rows["reward"]) == (["scored"], [7.0])
+
+
 def test_an_evaluation_may_have_another_scorer() -> None:
     assert Scoring(config("Graded"), "run", scorer="exact").key == "exact@1"
 
