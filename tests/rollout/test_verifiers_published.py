@@ -127,7 +127,7 @@ async def test_a_published_game_is_played_by_a_served_policy_whose_version_is_kn
     async with VllmClient(long_server.url, long_server.config) as client, environment as game:
         await client.set_version("run:1:3")
         pool = ServerPool()
-        await pool.admit(client)
+        pool.admit(client)
         trajectories = await played(game, tokenizer, PoolSampler(pool, config, "run", 120.0), 4)
         longest = max(trajectories, key=lambda each: (each.status == "complete", each.turns))
         known = await client.prompt_logprobs(longest.token_ids)
