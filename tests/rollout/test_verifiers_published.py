@@ -79,7 +79,9 @@ async def played(
     environment: RemoteEnvironment, tokenizer: ChatTokenizer, sampler: Sampler, n: int
 ) -> list[Trajectory]:
     player = Player(environment, tokenizer, sampler, max_tokens=MAX_TOKENS, timeout_s=120.0)
-    work = await group_work(environment, run="run", seed=0, group=0, samples=range(n), temperature=1.0)
+    work = await group_work(
+        environment, run="run", seed=0, group=0, samples=range(n), temperature=1.0, timeout_s=60.0
+    )
     return list(await asyncio.gather(*(player.play(each) for each in work)))
 
 
