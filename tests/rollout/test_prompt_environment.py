@@ -5,6 +5,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 
+import datasets
 import polars as pl
 import pytest
 
@@ -119,7 +120,6 @@ def test_a_parquet_file_without_the_column_says_which_there_are(tmp_path: Path) 
 
 
 async def test_a_data_set_saved_by_the_hugging_face_library_is_read_by_split(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     both = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:9])}
     datasets.DatasetDict(both).save_to_disk(str(tmp_path / "saved"))
     environment = prompts(tmp_path / "saved", held_out_split="test")
