@@ -70,9 +70,9 @@ class GroupCollection:
         clock = GroupClock(config.group_timeout_s)
         clock.deadline()
         parts = parts_of(work, config.trajectories_per_task)
-        first_places = parts_of(places, config.trajectories_per_task)
+        places_of_parts = parts_of(places, config.trajectories_per_task)
         async with asyncio.TaskGroup() as fan_out:
-            for number, (part, part_places) in enumerate(zip(parts, first_places, strict=True)):
+            for number, (part, part_places) in enumerate(zip(parts, places_of_parts, strict=True)):
                 label = number if len(parts) > 1 else None
                 fan_out.create_task(self._sample(part, part_places, clock, label))
                 await asyncio.sleep(0)

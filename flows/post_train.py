@@ -12,6 +12,7 @@ from flows.report import report_run, report_step, train_metrics
 from flows.run import open_run
 from flows.start_model import ensure_start_model
 from tasks.observe.spans import StepClock
+from tasks.score.check import check_scorer
 
 
 @flow(name="post-train", flow_run_name="{run_name}", persist_result=False)
@@ -26,6 +27,7 @@ async def post_train(run_name: str, config: RunConfig) -> str:
         The run's folder.
     """
     check(config)
+    check_scorer(config.score, config.evaluate.scorer)
     check_resumable(run_folder(run_name, config), config)
     with one_error():
         model = await ensure_start_model(config)

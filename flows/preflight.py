@@ -38,7 +38,6 @@ def preflight(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    check_scorer(config.score)
     check_scorer(config.score, config.evaluate.scorer)
     if library_of(config.rollout):
         _check_library(config)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.errors import ConfigError, ScoreError
+from tasks.score.check import check_scorer
 from tasks.score.config import ScoreConfig
 from tasks.score.scoring import Scoring
 from tasks.score.verdict import verdicts_of
@@ -332,3 +333,11 @@ def test_whatever_a_scorer_gives_is_one_verdict_and_only_finite_numbers_are_rewa
 def test_an_evaluations_scorer_that_is_not_there_is_told_by_its_own_setting() -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.scorer"):
         Scoring(ScoreConfig(), "run", scorer="exakt")
+
+
+def test_a_scorer_of_groups_is_refused_for_held_out_trajectories_which_have_none() -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.scorer.*one by one"):
+        check_scorer(config("ranks"))
+    with pytest.raises(ConfigError, match=r"evaluate\.scorer.*one by one"):
+        check_scorer(ScoreConfig(), config("ranks").scorer)
+    check_scorer(config("ranks"), "addition")
