@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Collection
 from http import HTTPStatus
 
 import msgspec
@@ -84,7 +85,13 @@ async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> No
     if generate == HTTPStatus.UNAUTHORIZED:
         remedy = f"the vLLM server at {url} has another API key than this environment variable"
         raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
-    info, body = await _answer(connection, "GET", "/server_info?config_format=json", connect_s)
+    info, body = await _answer(
+        connection,
+        "GET",
+        "/server_info?config_format=json",
+        config.serve.attach_timeout_s,
+        final={HTTPStatus.INTERNAL_SERVER_ERROR},
+    )
     if missing := _missing(config, generate, info, body):
         raise ConfigError(
             "serve.urls", url, f"what answers there is no vLLM server for a run: start it {missing}"
@@ -92,7 +99,10 @@ async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> No
 
 
 def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
-    """How a vLLM server must be started that is not as a run needs it; empty when it is.
+    """How a vLLM server must be started that is not as a run needs it; empty when it is, or cannot be told.
+
+    vLLM lists the installed packages in the account of its settings, and fails (500) where neither pip nor uv
+    can be called; what is wrong is then seen at the first sync.
 
     Args:
         config: settings of the run.
@@ -104,6 +114,8 @@ def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
         return "with --enable-scale-out"
     if info == HTTPStatus.NOT_FOUND:
         return "with VLLM_SERVER_DEV_MODE=1 in its environment"
+    if info == HTTPStatus.INTERNAL_SERVER_ERROR:
+        return ""
     try:
         settings = msgspec.json.decode(body, type=_Info).vllm_config
     except msgspec.DecodeError:
@@ -118,13 +130,23 @@ def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
     return ""
 
 
-async def _answer(connection: Connection, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
-    """The status and the body of the first answer that is not a busy server's: one that is starting is waited for."""
+async def _answer(
+    connection: Connection, method: str, path: str, timeout_s: float, final: Collection[int] = ()
+) -> tuple[int, bytes]:
+    """The status and the body of the first answer that is not a busy server's: one that is starting is waited for.
+
+    Args:
+        connection: to the server.
+        method: of the request.
+        path: of the request.
+        timeout_s: seconds for one answer.
+        final: statuses of a busy server that are an answer here.
+    """
     while True:
         try:
             status, answer = await connection.ask(method, path, b"{}" if method == "POST" else b"", timeout_s)
         except TransientRequestError:
             status, answer = HTTPStatus.SERVICE_UNAVAILABLE, b""
-        if status not in TRANSIENT_STATUSES:
+        if status not in TRANSIENT_STATUSES or status in final:
             return status, answer
         await asyncio.sleep(LOOK_AGAIN_S)

@@ -73,6 +73,12 @@ async def test_services_that_have_what_a_run_needs_are_accepted(serve: Serve) ->
         await check_attached(attached(serve=[url], train=trainer))
 
 
+async def test_a_server_that_cannot_say_how_it_was_started_is_accepted(serve: Serve) -> None:
+    """vLLM's /server_info fails where it finds neither pip nor uv."""
+    async with serve(vllm(info=(500, {}))) as url:
+        await check_attached(attached(serve=[url]))
+
+
 async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiting_time(serve: Serve) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     async with serve(vllm()) as url:
