@@ -31,7 +31,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
     steps = [f"| {' | '.join(view.cells(row))} |" for row in view.rows]
     markdown = "\n".join(
         [
-            f"# {folder.root.name}",
+            f"# {folder.name}",
             "| policy version | held-out reward, sampled | accuracy, greedy |",
             "|---|---|---|",
             *evaluations,
@@ -39,7 +39,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
             f"![learning curve](data:image/png;base64,{picture})",
             "",
             "```python",
-            f'pl.scan_ipc("{folder.root.absolute()}/rollouts/**/*.arrow", hive_partitioning=True)',
+            f'pl.scan_ipc("{folder.absolute}/rollouts/**/*.arrow", hive_partitioning=True)',
             "```",
             "<details><summary>steps</summary>",
             "",
@@ -51,6 +51,6 @@ async def create_run_artifact(folder: RunFolder) -> None:
         ]
     )
     try:
-        await acreate_markdown_artifact(markdown, key=_key(folder.root.name))
+        await acreate_markdown_artifact(markdown, key=_key(folder.name))
     except PREFECT_ERRORS as error:
         say(f"Prefect did not take the run's page: {type(error).__name__}: {error}")

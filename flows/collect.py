@@ -61,5 +61,6 @@ async def collect_step(run: Run, step: int) -> Collected:
 async def store_batch(run: Run, collected: Collected) -> str:
     """Write the selection that trains the step, and return its digest."""
     step = collected.step
-    await run.store.writer.append("batches", batch_rows(run.id, step, collected.outcomes), step=step)
+    rows = batch_rows(run.id, step, collected.outcomes, run.scoring.key)
+    await run.store.writer.append("batches", rows, step=step)
     return await asyncio.to_thread(stored_digest, run.folder, step)

@@ -1,7 +1,6 @@
 """A run's folder before it is opened: where it lies, whether it can be gone on with, out of the way when it is done."""
 
 import re
-from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
 from tasks.errors import ConfigError, RunFinishedError
@@ -15,7 +14,7 @@ def run_folder(name: str, config: RunConfig) -> RunFolder:
     """Where a run lies; ConfigError when the name is not that of a folder below `store.root`."""
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
         raise ConfigError("run name", name, "give letters, digits and . _ - only, a letter or digit first")
-    return RunFolder(Path(config.store.root) / name)
+    return RunFolder(f"{config.store.root}/{name}")
 
 
 def check_resumable(folder: RunFolder, config: RunConfig) -> None:
@@ -29,13 +28,15 @@ def check_resumable(folder: RunFolder, config: RunConfig) -> None:
     if not has_manifest(folder):
         return
     manifest = read_manifest(folder)
-    check_fixed(str(folder.root), manifest.config, config.model_dump(mode="json"), fixed_settings())
+    check_fixed(folder.location, manifest.config, config.model_dump(mode="json"), fixed_settings())
     n_done = len(stored_batch_steps(folder))
     if config.steps < n_done:
-        raise ConfigError("steps", config.steps, f"{folder.root} has done {n_done} steps already; give more")
+        raise ConfigError(
+            "steps", config.steps, f"{folder.location} has done {n_done} steps already; give more"
+        )
     if manifest.status == "finished" and manifest.config["steps"] >= config.steps:
         raise RunFinishedError(
-            f"{folder.root} has done all its {manifest.config['steps']} steps; raise steps to go on with it, "
+            f"{folder.location} has done all its {manifest.config['steps']} steps; raise steps to go on with it, "
             "or add --again to move it aside and start anew"
         )
 
@@ -48,6 +49,6 @@ def is_finished(folder: RunFolder) -> bool:
 def move_aside(folder: RunFolder) -> None:
     """Rename a run to NAME-N, with the first N that is free."""
     n = 1
-    while (moved := folder.root.with_name(f"{folder.root.name}-{n}")).exists():
+    while (moved := folder.local.with_name(f"{folder.name}-{n}")).exists():
         n += 1
-    folder.root.rename(moved)
+    folder.local.rename(moved)

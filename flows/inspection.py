@@ -59,7 +59,7 @@ def run_view(folder: RunFolder) -> View:
     steps = _steps(folder)
     by_status = _counts(folder)
     values: dict[str, object] = {
-        "run": str(folder.root),
+        "run": folder.location,
         "steps": _n_trained(folder),
         "trajectories": sum(by_status.values()),
         "by_status": by_status,
@@ -67,7 +67,9 @@ def run_view(folder: RunFolder) -> View:
         "policy_version": _n_trained(folder),
         "by_step": steps.to_dicts(),
     }
-    return View(values, f"{folder.root}: {values['trajectories']} trajectories", steps.columns, steps.rows())
+    return View(
+        values, f"{folder.location}: {values['trajectories']} trajectories", steps.columns, steps.rows()
+    )
 
 
 def step_view(folder: RunFolder, step: int) -> View:
@@ -84,7 +86,7 @@ def step_view(folder: RunFolder, step: int) -> View:
 
 def group_view(folder: RunFolder, group: int) -> View:
     """The trajectories of a group, one by one."""
-    scores = scan(folder, "scores").select("trajectory_id", "reward")
+    scores = scan(folder, "scores", ["trajectory_id", "reward"])
     rollouts = (
         scan(folder, "rollouts")
         .filter(pl.col("group") == group)
@@ -122,7 +124,7 @@ def held_out(folder: RunFolder) -> list[dict[str, object]]:
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
     is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
     evaluations = (
-        scan(folder, "evaluations")
+        scan(folder, "evaluations", ["policy_version", "greedy", "reward"])
         .group_by(pl.col("policy_version").alias("step"))
         .agg(
             pl.col("reward").filter(sampled).fill_nan(0.0).mean().alias("reward"),
@@ -158,12 +160,16 @@ def _steps(folder: RunFolder) -> pl.DataFrame:
 
 
 def _counts(folder: RunFolder) -> dict[str, int]:
-    counted = scan(folder, "rollouts").group_by("status").len().sort("status").collect()
+    counted = scan(folder, "rollouts", ["status"]).group_by("status").len().sort("status").collect()
     return {str(status): int(n) for status, n in counted.rows()}
 
 
 def _n_trained(folder: RunFolder) -> int:
     trained = (
-        scan(folder, "metrics").filter(pl.col("name") == "train/updated").select("step").unique().collect()
+        scan(folder, "metrics", ["step", "name"])
+        .filter(pl.col("name") == "train/updated")
+        .select("step")
+        .unique()
+        .collect()
     )
     return len(trained)

@@ -16,7 +16,7 @@ from tasks.store.reader import scan
 def plot_learning_curve(folder: RunFolder) -> Path:
     """Draw reward by step, held-out reward and accuracy, and completion length; returns the PNG's path."""
     steps = (
-        scan(folder, "groups")
+        scan(folder, "groups", ["step", "reward_mean", "tokens_mean"])
         .group_by("step")
         .agg(pl.col("reward_mean").drop_nans().mean(), pl.col("tokens_mean").drop_nans().mean())
         .sort("step")
@@ -37,7 +37,7 @@ def plot_learning_curve(folder: RunFolder) -> Path:
     length.set(xlabel="step (policy version)", ylabel="tokens")
     length.grid(alpha=0.3)
     figure.tight_layout()
-    path = folder.root / "learning_curve.png"
+    path = folder.local / "learning_curve.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

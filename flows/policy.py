@@ -71,7 +71,7 @@ class Policy:
         Raises:
             SkippedStepsError: too many steps in a row made no update.
         """
-        folder = str(self._run.folder.root)
+        folder = self._run.folder.location
         async with self._still:
             try:
                 self._run.recording.started()
@@ -105,7 +105,7 @@ class Policy:
 
     async def checkpoint_if_due(self) -> None:
         """Write everything that makes up the current version into the run's folder, now and then and at the end."""
-        config, folder, version = self._run.config, str(self._run.folder.root), self.current.version
+        config, folder, version = self._run.config, self._run.folder.location, self.current.version
         if version % config.train.checkpoint_every and version != config.steps:
             return
         async with self._still:
@@ -138,7 +138,7 @@ class Policy:
 
     async def _load_checkpoint(self) -> int:
         """Load the last complete checkpoint; returns how many batches are stored."""
-        run, client, folder = self._run, self._trainer.client, str(self._run.folder.root)
+        run, client, folder = self._run, self._trainer.client, self._run.folder.location
         point = resume_point(run.folder)
         version = point.checkpoint_version
         incarnation = run.store.next_incarnation()
@@ -158,7 +158,7 @@ class Policy:
         """Apply the stored batch of a step again."""
         run = self._run
         result = await self._trainer.client.train_step(
-            folder=str(run.folder.root), run=run.id, step=step, digest=stored_digest(run.folder, step)
+            folder=run.folder.location, run=run.id, step=step, digest=stored_digest(run.folder, step)
         )
         self._replayed[step] = result
         self.current = replace(self.current, version=result.version)

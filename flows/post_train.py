@@ -53,4 +53,4 @@ async def post_train(run_name: str, config: RunConfig) -> str:
                 await policy.checkpoint_if_due()
             await beside.evaluated(config.steps)
             await report_run(run)
-    return str(run.folder.root)
+    return run.folder.location

@@ -54,13 +54,8 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
 
 def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:
     """Mean reward of a step's groups (NaN without any), and its metrics by name."""
-    groups = scan(run.folder, "groups").filter(pl.col("step") == step).collect()
-    rollouts = (
-        scan(run.folder, "rollouts")
-        .filter(pl.col("step") == step)
-        .select("n_completion_tokens", "status")
-        .collect()
-    )
+    groups = scan(run.folder, "groups", ["reward_mean", "reason"], step=step).collect()
+    rollouts = scan(run.folder, "rollouts", ["n_completion_tokens", "status"], step=step).collect()
     rewards = groups["reward_mean"].drop_nans()
     reward = float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan
     return reward, {
@@ -89,9 +84,7 @@ async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:
 
 def has_metrics(run: Run, step: int) -> bool:
     """True when the training of a step is in the metrics data set."""
-    stored = scan(run.folder, "metrics").filter(
-        (pl.col("step") == step) & (pl.col("name") == "train/updated")
-    )
+    stored = scan(run.folder, "metrics", ["name"], step=step).filter(pl.col("name") == "train/updated")
     return stored.limit(1).collect().height > 0
 
 

@@ -16,7 +16,7 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
         console.print(_before_and_after(evaluations[0], evaluations[-1]))
     lines = {
         "learning curve": str(plot_learning_curve(folder)),
-        "data set": f'pl.scan_ipc("{folder.root}/rollouts/**/*.arrow", hive_partitioning=True)',
+        "data set": f'pl.scan_ipc("{folder.location}/rollouts/**/*.arrow", hive_partitioning=True)',
         "the run in the UI": run_url,
     }
     for name, value in lines.items():

@@ -157,8 +157,11 @@ def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s
     )
 
 
-def batch_rows(run: str, step: int, outcomes: Sequence[GroupOutcome]) -> Rows:
-    """The rows to train on, as a selection over the data set, in order of group and sample."""
+def batch_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], scorer: str) -> Rows:
+    """The rows to train on, as a selection over the data set, in order of group and sample.
+
+    `scorer` is NAME@VERSION of the scores that the rewards come from.
+    """
     chosen = [
         (outcome, survivor, float(advantage))
         for outcome in sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
@@ -179,5 +182,6 @@ def batch_rows(run: str, step: int, outcomes: Sequence[GroupOutcome]) -> Rows:
             "reward": [survivor.reward for _, survivor, _ in chosen],
             "source": [""] * len(chosen),
             "source_step": [step] * len(chosen),
+            "scorer": [scorer] * len(chosen),
         },
     )

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from tasks.errors import StoreError
 from tasks.store.filesystem import Files
-from tasks.store.layout import shard_name
+from tasks.store.names import ShardName
 from tasks.store.shard import write_shard
 
 
@@ -19,14 +19,14 @@ def commit(
     A folder that fails does not touch the others.
 
     Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
-    plans/step=000000/000002-000007.arrow and rollouts/step=000000/000002-000008.arrow.
+    plans/step=000000/000002-000007-DIGEST.arrow and rollouts/step=000000/000002-000008-DIGEST.arrow.
     """
     failed: dict[str, StoreError] = {}
     for number, (folder, appended) in enumerate(gathered.items(), first_number):
         dataset = folder.partition("/")[0]
         try:
-            key = f"{folder}/{shard_name(epoch, number)}"
-            files.publish(key, partial(write_shard, dataset=dataset, appended=appended))
+            name = ShardName(epoch, number)
+            files.publish(folder, partial(write_shard, name=name, dataset=dataset, appended=appended))
         except StoreError as error:
             failed[folder] = error
         except Exception as error:  # noqa: BLE001 - it must reach who waits for these rows, and nobody else

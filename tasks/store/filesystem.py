@@ -3,11 +3,10 @@
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-import polars as pl
 import pyarrow as pa
 
 from tasks.errors import ShardError, StoreError
@@ -15,10 +14,13 @@ from tasks.store.layout import RunFolder
 
 
 class Files(Protocol):
-    """The files of one run. A key is a relative path: "rollouts/step=000012/000001-000000.arrow"."""
+    """The files of one run. A key is a relative path: "rollouts/step=000012/000001-000000-9f86d081884c7d65.arrow"."""
 
-    def publish(self, key: str, write: Callable[[pa.NativeFile], object]) -> None:
-        """Make a file of what `write` puts into the sink: whole or not at all.
+    def publish(self, folder: str, write: Callable[[Path], str]) -> str:
+        """Make a file of what `write` puts into a new local file: whole or not at all.
+
+        `write` returns the file's name in `folder`, a key too, "" for the run's own; a file of that name that is
+        there already is replaced. Returns the key.
 
         Raises:
             StoreError: it could not be stored; names path and reason.
@@ -34,13 +36,38 @@ class Files(Protocol):
             ShardError: it cannot be opened; names path and reason.
         """
 
-    def scan(self, keys: Sequence[str]) -> pl.LazyFrame:
-        """The rows of one or more shards, read when collected."""
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove files; those that are not there are no error.
+
+        Raises:
+            StoreError: one could not be removed; names path and reason.
+        """
 
 
 def files_of(folder: RunFolder) -> Files:
     """The files of a run, by where its folder lies."""
-    return LocalFiles(folder.root, folder.tmp)
+    return LocalFiles(folder.local, folder.tmp)
+
+
+def publish_text(files: Files, key: str, text: bytes) -> None:
+    """Make a file of a text, or replace it.
+
+    Raises:
+        StoreError: it could not be stored.
+    """
+    folder, _, name = key.rpartition("/")
+
+    def write(path: Path) -> str:
+        path.write_bytes(text)
+        return name
+
+    files.publish(folder, write)
+
+
+def read_text(files: Files, key: str) -> bytes:
+    """All of a file; raises ShardError when it cannot be read."""
+    with files.open(key) as source:
+        return bytes(source.read())
 
 
 class LocalFiles:
@@ -52,13 +79,12 @@ class LocalFiles:
     def __init__(self, root: Path, tmp: Path) -> None:
         self._root, self._tmp = root, tmp
 
-    def publish(self, key: str, write: Callable[[pa.NativeFile], object]) -> None:
-        target = self._root / key
-        unfinished = self._tmp / f"{uuid.uuid4().hex}-{target.name}"
+    def publish(self, folder: str, write: Callable[[Path], str]) -> str:
+        unfinished, target = self._tmp / uuid.uuid4().hex, self._root / folder
         try:
-            with pa.OSFile(str(unfinished), "wb") as sink:
-                write(sink)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            name = write(unfinished)
+            target.mkdir(parents=True, exist_ok=True)
+            target /= name
             unfinished.rename(target)
         except OSError as error:
             raise StoreError(f"cannot write {target}: {reason_of(error)}") from error
@@ -66,6 +92,7 @@ class LocalFiles:
             # Gone after a rename; when it cannot be removed, it is cleared when the run is opened again.
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
+        return f"{folder}/{name}" if folder else name
 
     def keys(self, pattern: str) -> list[str]:
         return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))
@@ -77,8 +104,13 @@ class LocalFiles:
         except OSError as error:
             raise ShardError(f"cannot read {path}: {reason_of(error)}") from error
 
-    def scan(self, keys: Sequence[str]) -> pl.LazyFrame:
-        return pl.scan_ipc([self._root / key for key in keys], hive_partitioning=False)
+    def remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._root / key
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise StoreError(f"cannot remove {path}: {reason_of(error)}") from error
 
 
 def reason_of(error: OSError) -> str:

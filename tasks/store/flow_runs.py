@@ -5,7 +5,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, ValidationError
 
-from tasks.store.filesystem import files_of
+from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import FLOW_RUNS, RunFolder
 
 MAX_KEPT = 20
@@ -20,8 +20,7 @@ def read_flow_runs(folder: RunFolder) -> list[UUID]:
     """Their ids, oldest first; empty when there is no such file, or it is damaged: it serves the UI alone."""
     if not files_of(folder).keys(FLOW_RUNS):
         return []
-    with files_of(folder).open(FLOW_RUNS) as source:
-        text = source.read()
+    text = read_text(files_of(folder), FLOW_RUNS)
     try:
         return _FlowRuns.model_validate_json(text).flow_runs
     except ValidationError:
@@ -35,4 +34,4 @@ def write_flow_runs(folder: RunFolder, ids: Sequence[UUID]) -> None:
         StoreError: they could not be written.
     """
     text = _FlowRuns(flow_runs=list(ids)[-MAX_KEPT:]).model_dump_json(indent=2).encode() + b"\n"
-    files_of(folder).publish(FLOW_RUNS, lambda sink: sink.write(text))
+    publish_text(files_of(folder), FLOW_RUNS, text)

@@ -1,11 +1,9 @@
-"""Where everything of a run lies: folders, hive partitions, names of shards.
+"""Where everything of a run lies: folders and hive partitions.
 
-RUN/<data set>/<key>=<value>/.../<epoch>-<number>.arrow
-
-Example: the writer of epoch 2 puts its third shard, rows of step 12, at
-RUN/rollouts/step=000012/000002-000003.arrow.
+RUN/<data set>/<key>=<value>/.../<shard>.arrow
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,22 +18,66 @@ Partition: TypeAlias = Mapping[str, PartitionValue]
 
 PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)) | {
     "scores": ("scorer", "step"),
+    "states": ("env", "step"),
+    "shards": ("epoch",),
     "evaluations": ("version",),
 }
 """The partition keys of each data set, outermost first."""
 
 MANIFEST = "run.json"
+CHECKPOINT_MARKER = "COMPLETE.json"
 FLOW_RUNS = "flow_runs.json"
 _SCORER = re.compile(r"[\w.+-]+@[\w.+-]+", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+S3 = "s3://"
+SCRATCH_ENV = "ROLLMILL_SCRATCH"
+"""Names the folder, on a local disk, for what of a run on S3 cannot lie there; .rollmill/scratch by default."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class RunFolder:
-    """Paths of one run; nothing here touches the disk."""
+    """Paths of one run; nothing here touches a disk.
 
-    root: Path
+    Attributes:
+        location: path of a folder on a local disk, or s3://bucket/prefix.
+    """
 
-    def dataset(self, name: str, **partition: PartitionValue) -> Path:
+    location: str
+
+    def __init__(self, location: str | Path) -> None:
+        object.__setattr__(self, "location", str(location).rstrip("/"))
+
+    @property
+    def name(self) -> str:
+        """The last part of its location."""
+        return self.location.rpartition("/")[2]
+
+    @property
+    def is_local(self) -> bool:
+        """True on a local disk, False on S3."""
+        return not self.location.startswith(S3)
+
+    @property
+    def local(self) -> Path:
+        """The run's folder on this machine: itself, or of a run on S3 the one for logs and unfinished files."""
+        if self.is_local:
+            return Path(self.location)
+        return Path(os.environ.get(SCRATCH_ENV, ".rollmill/scratch")) / self.location.removeprefix(S3)
+
+    @property
+    def absolute(self) -> str:
+        """Its location from any working folder."""
+        return str(Path(self.location).absolute()) if self.is_local else self.location
+
+    def path(self, key: str) -> str:
+        """Where a key lies, for messages and readers.
+
+        Example: path("run.json") is s3://bucket/prefix/run.json.
+        """
+        return f"{self.location}/{key}"
+
+    def dataset(self, name: str, **partition: PartitionValue) -> str:
         """Folder of a data set, or of those of its partitions that are given, outermost first.
 
         Example: dataset("scores", scorer="addition@1", step=12) is RUN/scores/scorer=addition@1/step=000012.
@@ -49,48 +91,39 @@ class RunFolder:
             raise SchemaError(
                 f"{name}: give partitions from the outermost on: {', '.join(PARTITION_KEYS[name])}"
             )
-        return self.root.joinpath(*outer)
-
-    @property
-    def manifest(self) -> Path:
-        """run.json."""
-        return self.root / MANIFEST
+        return self.path("/".join(outer))
 
     @property
     def lock(self) -> Path:
-        """The file that the one writing process holds locked."""
-        return self.root / "lock"
+        """The file that the one writing process of a run on a local disk holds locked."""
+        return self.local / "lock"
 
     @property
     def tmp(self) -> Path:
         """Unfinished files; emptied when the run is opened for writing."""
-        return self.root / ".tmp"
+        return self.local / ".tmp"
 
     @property
     def logs(self) -> Path:
         """Folder of the services' logs."""
-        return self.root / "logs"
-
-    def log(self, service: str) -> Path:
-        """Log file of a service."""
-        return self.logs / f"{service}.log"
+        return self.local / "logs"
 
     def checkpoint(self, version: int) -> Path:
-        """Folder of the trainer's state that is policy version `version`."""
-        return self.root / "checkpoints" / f"version={version:06d}"
+        """Folder, on this machine, of the trainer's state that is policy version `version`."""
+        return self.local / checkpoint_key(version)
 
     def checkpoint_marker(self, version: int) -> Path:
         """The file that is written last: a checkpoint without it is incomplete."""
-        return self.checkpoint(version) / "COMPLETE.json"
+        return self.checkpoint(version) / CHECKPOINT_MARKER
 
     def policy(self, version: int) -> Path:
-        """Folder of a policy version in Hugging Face format."""
-        return self.root / "policies" / f"version={version:06d}"
+        """Folder, on this machine, of a policy version in Hugging Face format."""
+        return self.local / "policies" / f"version={version:06d}"
 
 
-def shard_name(epoch: int, number: int) -> str:
-    """Name of a shard: writers of different epochs never choose the same one."""
-    return f"{epoch:06d}-{number:06d}.arrow"
+def checkpoint_key(version: int) -> str:
+    """Folder of a checkpoint below the run's."""
+    return f"checkpoints/version={version:06d}"
 
 
 def partition_pattern(dataset: str, partition: Partition) -> str:

@@ -41,7 +41,7 @@ class RunLock:
             RunLockedError: another process holds the lock for longer than `timeout_s` seconds.
         """
         try:
-            folder.root.mkdir(parents=True, exist_ok=True)
+            folder.local.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as on_failure:
                 descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
                 on_failure.callback(os.close, descriptor)
@@ -69,7 +69,7 @@ class RunLock:
 
 def unwritable(error: OSError, folder: RunFolder, root: str) -> RollmillError:
     """A full disk is the store's trouble; any other reason is a wrong setting."""
-    where, reason = error.filename or folder.root, reason_of(error)
+    where, reason = error.filename or folder.location, reason_of(error)
     if error.errno in _DISK_FULL:
         return StoreError(f"cannot write {where}: {reason}")
     return ConfigError("store.root", root, f"{where} cannot be written: {reason}; name a folder that can")
@@ -94,7 +94,7 @@ def _wait(descriptor: int, folder: RunFolder, timeout_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise RunLockedError(
-                    f"{folder.root} is being written to by {_holder(folder.lock)}; end that one first, "
+                    f"{folder.location} is being written to by {_holder(folder.lock)}; end that one first, "
                     "or give another name to begin a new run"
                 ) from None
             time.sleep(RETRY_S)

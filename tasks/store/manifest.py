@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from tasks.errors import StoreError
-from tasks.store.filesystem import files_of
+from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.schemas import SCHEMA_VERSION
 
@@ -52,18 +52,19 @@ def read_manifest(folder: RunFolder) -> Manifest:
         StoreError: there is none, it is damaged, or a newer Rollmill wrote it.
     """
     if not has_manifest(folder):
-        raise StoreError(f"{folder.root} holds no run: there is no {MANIFEST} in it")
-    with files_of(folder).open(MANIFEST) as source:
-        text = source.read()
+        raise StoreError(f"{folder.location} holds no run: there is no {MANIFEST} in it")
+    text = read_text(files_of(folder), MANIFEST)
     try:
         manifest = _MANIFEST.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise StoreError(f"{folder.manifest} is damaged: {place or 'the whole'}: {first['msg']}") from error
+        raise StoreError(
+            f"{folder.path(MANIFEST)} is damaged: {place or 'the whole'}: {first['msg']}"
+        ) from error
     if manifest.schema_version > SCHEMA_VERSION:
         raise StoreError(
-            f"{folder.manifest} has schema version {manifest.schema_version}, this Rollmill reads up to "
+            f"{folder.path(MANIFEST)} has schema version {manifest.schema_version}, this Rollmill reads up to "
             f"{SCHEMA_VERSION}; use a newer one"
         )
     return manifest
@@ -76,4 +77,4 @@ def write_manifest(folder: RunFolder, manifest: Manifest) -> None:
         StoreError: it could not be written.
     """
     text = _MANIFEST.dump_json(manifest, indent=2) + b"\n"
-    files_of(folder).publish(MANIFEST, lambda sink: sink.write(text))
+    publish_text(files_of(folder), MANIFEST, text)

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from tasks.errors import SchemaError, ShardError
 from tasks.store.filesystem import Files, files_of
 from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
+from tasks.store.names import current
 from tasks.store.schemas import schema_of
 
 NAMED_IDS = 5
@@ -60,25 +61,17 @@ def read_trajectories(
     return stored.select(names).take(places)
 
 
-def scan(folder: RunFolder, dataset: str, **partition: PartitionValue) -> pl.LazyFrame:
-    """A Polars query over a data set, or over the partitions given; zero rows when nothing is stored.
-
-    It sees the shards that are there when it is called; the columns are those of the files.
-
-    Raises:
-        SchemaError: unknown data set or partition.
-    """
-    files = files_of(folder)
-    keys = _shards(files, dataset, partition)
-    if keys:
-        return files.scan(keys)
-    empty = pl.from_arrow(schema_of(dataset).empty_table())
-    assert isinstance(empty, pl.DataFrame)
-    return empty.lazy()
+def scan(
+    folder: RunFolder, dataset: str, columns: Sequence[str] | None = None, **partition: PartitionValue
+) -> pl.LazyFrame:
+    """A Polars query over some columns of a data set, or of the partitions given; see `read`."""
+    rows = pl.from_arrow(read(folder, dataset, columns, **partition))
+    assert isinstance(rows, pl.DataFrame)
+    return rows.lazy()
 
 
 def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) -> list[str]:
-    return files.keys(f"{partition_pattern(dataset, partition)}/*.arrow")
+    return current(files.keys(f"{partition_pattern(dataset, partition)}/*.arrow"))
 
 
 def _selected(dataset: str, columns: Sequence[str] | None) -> pa.Schema:
@@ -95,10 +88,10 @@ def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, sel
     try:
         source = files.open(key)
         if not pa.ipc.open_file(source).schema.equals(whole):
-            raise ShardError(f"{folder.root / key} has another schema than {key.split('/')[0]}")
+            raise ShardError(f"{folder.path(key)} has another schema than {key.split('/')[0]}")
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         table = reader.read_all().select(selected.names).replace_schema_metadata(selected.metadata)
         table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
-        raise ShardError(f"cannot read {folder.root / key}: {error}") from error
+        raise ShardError(f"cannot read {folder.path(key)}: {error}") from error
     return table

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
+from tasks.store.layout import CHECKPOINT_MARKER, RunFolder
 from tasks.store.reader import read
 
 SampleKey: TypeAlias = tuple[int, int]
@@ -110,8 +110,7 @@ def step_progress(
 
 def complete_checkpoints(folder: RunFolder) -> list[int]:
     """Versions of the checkpoints that have their marker, ascending."""
-    marker = folder.checkpoint_marker(0)
-    return _numbers(files_of(folder).keys(f"{marker.parent.parent.name}/version=*/{marker.name}"), "version")
+    return _numbers(files_of(folder).keys(f"checkpoints/version=*/{CHECKPOINT_MARKER}"), "version")
 
 
 def stored_batch_steps(folder: RunFolder) -> list[int]:

@@ -66,6 +66,26 @@ class OpenRun:
             raise
         return cls(folder, lock, manifest, config_of.flush_s)
 
+    @classmethod
+    def extend(cls, folder: RunFolder, *, config_of: StoreConfig) -> Self:
+        """Open a run, finished or not, to add to its data sets; what it is stays, its epoch rises.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            RunLockedError: another process writes to it.
+            StoreError: it holds no run, or run.json cannot be read or written.
+        """
+        read_manifest(folder)
+        lock = RunLock.acquire(folder, config_of.root, config_of.lock_timeout_s)
+        try:
+            stored = read_manifest(folder)
+            manifest = replace(stored, epoch=stored.epoch + 1)
+            write_manifest(folder, manifest)
+        except Exception:
+            lock.release()
+            raise
+        return cls(folder, lock, manifest, config_of.flush_s)
+
     def next_incarnation(self) -> int:
         """Count one more trainer that loads state; returns its number, from 1, which is stored by then."""
         self._replace(replace(self.manifest, incarnation=self.manifest.incarnation + 1))
@@ -93,9 +113,10 @@ class OpenRun:
 
 
 def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
-    if orphans := [name for name in PARTITION_KEYS if folder.dataset(name).exists()]:
+    files = files_of(folder)
+    if orphans := [name for name in PARTITION_KEYS if files.keys(f"{name}/*")]:
         raise StoreError(
-            f"{folder.root} has data sets ({', '.join(orphans)}) but no run.json: it is no run's folder"
+            f"{folder.location} has data sets ({', '.join(orphans)}) but no run.json: it is no run's folder"
         )
     return Manifest(
         run=secrets.token_hex(RUN_ID_BYTES),
@@ -110,8 +131,10 @@ def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
 
 def _resumed(folder: RunFolder, fixed: Collection[str], now: dict[str, Any]) -> Manifest:
     stored = read_manifest(folder)
-    check_fixed(str(folder.root), stored.config, now["config"], fixed)
+    check_fixed(folder.location, stored.config, now["config"], fixed)
     steps = stored.config.get("steps", 0)
     if stored.status == "finished" and now["config"].get("steps", 0) <= steps:
-        raise RunFinishedError(f"{folder.root} has done all its {steps} steps; raise steps to go on with it")
+        raise RunFinishedError(
+            f"{folder.location} has done all its {steps} steps; raise steps to go on with it"
+        )
     return replace(stored, epoch=stored.epoch + 1, status="running", **now)

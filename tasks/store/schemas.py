@@ -11,14 +11,25 @@ import pyarrow as pa
 
 from tasks.errors import SchemaError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _INT32_LIST = pa.large_list(pa.int32())
 _FLOAT32_LIST = pa.large_list(pa.float32())
 
 
-def _column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = False) -> pa.Field:
-    return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
+def _column(
+    name: str,
+    kind: pa.DataType,
+    meaning: str,
+    *,
+    unit: str = "",
+    shape: str = "",
+    since: int = 1,
+    default: str = "",
+) -> pa.Field:
+    """A column; `default`, as text, is what it is in shards of schema versions before `since`."""
+    told = {"meaning": meaning, "unit": unit, "shape": shape, "since": str(since), "default": default}
+    return pa.field(name, kind, nullable=False, metadata={key: text for key, text in told.items() if text})
 
 
 def _schema(name: str, *columns: pa.Field) -> pa.Schema:
@@ -56,38 +67,48 @@ _SAMPLED = (
     _column(
         "version_span_starts",
         _INT32_LIST,
-        "[S] index into token_ids where a span of one policy version begins",
+        "index into token_ids where a span of one policy version begins",
+        shape="[S]",
     ),
-    _column("version_span_versions", _INT32_LIST, "[S] policy version of each span"),
+    _column("version_span_versions", _INT32_LIST, "policy version of each span", shape="[S]"),
     _column(
         "messages",
         pa.large_string(),
         "JSON: the conversation as a list of {role, content}, and where set name, tool_call_id, tool_calls",
     ),
-    _column("token_ids", _INT32_LIST, "[T] prompt, completions and what the environment said between them"),
-    _column("loss_mask", pa.large_list(pa.bool_()), "[T] True on tokens that the policy sampled"),
+    _column(
+        "token_ids",
+        _INT32_LIST,
+        "prompt, completions and what the environment said between them",
+        shape="[T]",
+    ),
+    _column("loss_mask", pa.large_list(pa.bool_()), "True on tokens that the policy sampled", shape="[T]"),
     _column(
         "logprobs",
         _FLOAT32_LIST,
-        "[T] nats: the sampler's, of the tokens as sampled; NaN where loss_mask is False",
+        "the sampler's, of the tokens as sampled; NaN where loss_mask is False",
+        unit="nats",
+        shape="[T]",
     ),
     _column(
         "outcome",
         pa.large_string(),
         "JSON: what the environment says of how the episode ended; {} for nothing",
     ),
-    _column("n_prompt_tokens", pa.int32(), "tokens before the first sampled one"),
-    _column("n_completion_tokens", pa.int32(), "sampled tokens"),
+    _column("n_prompt_tokens", pa.int32(), "tokens before the first sampled one", unit="tokens"),
+    _column("n_completion_tokens", pa.int32(), "sampled tokens", unit="tokens"),
     _column(
         "finish_reason", pa.string(), "the sampler's: stop | length | abort; empty when nothing came back"
     ),
     _column("turns", pa.int32(), "completions of the episode"),
     _column("server", pa.string(), "address of the server that sampled it"),
-    _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began"),
-    _column("duration_s", pa.float64(), "seconds from start to end"),
-    _column("generate_s", pa.float64(), "seconds of duration_s spent waiting for the sampler's answers"),
-    _column("environment_s", pa.float64(), "seconds of duration_s spent in the environment"),
-    _column("queue_s", pa.float64(), "seconds between its group's start and its own"),
+    _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began", unit="us, UTC"),
+    _column("duration_s", pa.float64(), "from start to end", unit="s"),
+    _column(
+        "generate_s", pa.float64(), "part of duration_s spent waiting for the sampler's answers", unit="s"
+    ),
+    _column("environment_s", pa.float64(), "part of duration_s spent in the environment", unit="s"),
+    _column("queue_s", pa.float64(), "between its group's start and its own", unit="s"),
 )
 
 _SCORED = (
@@ -101,7 +122,7 @@ _SCORED = (
         "components", pa.large_string(), "JSON: {part: reward} of a weighted sum; {} when it has no parts"
     ),
     _SUBGROUP,
-    _column("duration_s", pa.float64(), "seconds of scoring"),
+    _column("duration_s", pa.float64(), "of scoring", unit="s"),
 )
 
 SCHEMAS: Mapping[str, pa.Schema] = {
@@ -119,7 +140,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _RUN,
         _STEP,
         _TRAJECTORY,
-        _column("shape", _INT32_LIST, "(tokens, layers, top_k)"),
+        _column("shape", _INT32_LIST, "of experts: tokens, layers, experts a token", shape="[3]"),
         _column("dtype", pa.string(), "numpy name of the element type"),
         _column("experts", pa.large_binary(), "routed experts, raw bytes in C order"),
     ),
@@ -138,8 +159,13 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column(
             "reward_std", pa.float64(), "population standard deviation of their rewards; NaN without any"
         ),
-        _column("tokens_mean", pa.float64(), "mean sampled tokens of the survivors; NaN without any"),
-        _column("duration_s", pa.float64(), "seconds from the group's start to its last acknowledgement"),
+        _column(
+            "tokens_mean",
+            pa.float64(),
+            "mean sampled tokens of the survivors; NaN without any",
+            unit="tokens",
+        ),
+        _column("duration_s", pa.float64(), "from the group's start to its last acknowledgement", unit="s"),
     ),
     "batches": _schema(
         "batches",
@@ -154,18 +180,36 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("reward", pa.float64(), "reward that the advantage comes from"),
         _column("source", pa.string(), "run folder that holds the rollout; empty: this run"),
         _column("source_step", pa.int32(), "step under which the rollout is stored"),
+        _column("scorer", pa.string(), "NAME@VERSION of the scores that the reward comes from", since=2),
     ),
     "annotations": _schema(
         "annotations",
         _RUN,
         _STEP,
         _TRAJECTORY,
-        _column("logprobs", _FLOAT32_LIST, "[T] nats: the trainer's; NaN where loss_mask is False"),
-        _column("entropy", _FLOAT32_LIST, "[T] nats; NaN where loss_mask is False"),
         _column(
-            "ratio", _FLOAT32_LIST, "[T] trainer's over sampler's probability; NaN where loss_mask is False"
+            "logprobs",
+            _FLOAT32_LIST,
+            "the trainer's, of the tokens as sampled; NaN where loss_mask is False",
+            unit="nats",
+            shape="[T]",
         ),
-        _column("clipped", pa.large_list(pa.bool_()), "[T] True where the clip stopped the gradient"),
+        _column(
+            "entropy",
+            _FLOAT32_LIST,
+            "of the trainer's distribution; NaN where loss_mask is False",
+            unit="nats",
+            shape="[T]",
+        ),
+        _column(
+            "ratio",
+            _FLOAT32_LIST,
+            "trainer's over sampler's probability; NaN where loss_mask is False",
+            shape="[T]",
+        ),
+        _column(
+            "clipped", pa.large_list(pa.bool_()), "True where the clip stopped the gradient", shape="[T]"
+        ),
     ),
     "evaluations": _schema(
         "evaluations",
@@ -187,6 +231,15 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("env", pa.string(), "environment, or all"),
         _column("stat", pa.string(), "value | mean | std | min | max"),
         _column("value", pa.float64(), "value"),
+    ),
+    "shards": _schema(
+        "shards",
+        _RUN,
+        _column("epoch", pa.int32(), "epoch of the writer that noted it", since=2),
+        _column("shard", pa.string(), "path of a shard below the run's folder", since=2),
+        _column("event", pa.string(), "written | removed", since=2),
+        _column("rows", pa.int64(), "rows of the shard", since=2),
+        _column("bytes", pa.int64(), "its size", unit="bytes", since=2),
     ),
 }
 

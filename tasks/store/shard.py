@@ -1,12 +1,16 @@
 """One shard: rows checked, put together, written as an Arrow IPC file."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from tasks.errors import SchemaError
 from tasks.store.layout import Partition
+from tasks.store.names import ShardName
 from tasks.store.schemas import schema_of
 
 COPIED_BYTES = 1 << 22
@@ -40,12 +44,18 @@ def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None
                 )
 
 
-def write_shard(sink: pa.NativeFile, dataset: str, appended: Sequence[pa.RecordBatch]) -> None:
-    """Write rows as one Arrow IPC file, uncompressed, so that a reader maps columns instead of copying them."""
+def write_shard(path: Path, name: ShardName, dataset: str, appended: Sequence[pa.RecordBatch]) -> str:
+    """Write rows as one Arrow IPC file, uncompressed, so that a reader maps columns instead of copying them.
+
+    Returns `name` with the shard's digest.
+    """
     schema = schema_of(dataset)
-    with pa.ipc.new_file(sink, schema) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in joined_batches(appended):
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    with pa.memory_map(str(path)) as written:
+        digest = xxhash.xxh3_64_hexdigest(written.read_buffer())
+    return str(replace(name, digest=digest))
 
 
 def joined_batches(appended: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -39,7 +39,7 @@ class Progress:
     result: StepResult | None = None
 
 
-def save_checkpoint(engine: Engine, config: TrainConfig, progress: Progress, folder: Path) -> Path:
+def save_checkpoint(engine: Engine, config: TrainConfig, progress: Progress, folder: str) -> Path:
     """Write RUN/checkpoints/version=... anew; a collective. Returns its folder."""
     run, is_writer = RunFolder(folder), dist.get_rank() == 0
     checkpoint = run.checkpoint(progress.version)

@@ -1,7 +1,6 @@
 """The rows of a batch, as arrays, straight from the data sets."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +63,7 @@ class Samples:
         return [part.tolist() for part in np.array_split(rows, parts)]
 
 
-def read_samples(folder: Path, step: int) -> tuple[str, Samples]:
+def read_samples(folder: str, step: int) -> tuple[str, Samples]:
     """Digest and rows of a step's batch.
 
     Raises:
@@ -77,7 +76,7 @@ def read_samples(folder: Path, step: int) -> tuple[str, Samples]:
         set(zip(batch["source"].to_pylist(), batch["source_step"].to_pylist(), strict=True))
     ):
         chosen = batch.filter((pc.field("source") == source) & (pc.field("source_step") == source_step))
-        origin = RunFolder(Path(source)) if source else run
+        origin = RunFolder(source) if source else run
         rows = read_trajectories(origin, source_step, chosen["trajectory_id"].to_pylist(), _COLUMNS)
         parts.append(
             rows.append_column("advantage", chosen["advantage"]).append_column("order", chosen["order"])

@@ -112,7 +112,7 @@ class Worker:
                 f"asked was step {command.step} of run {command.run} with the batch {command.digest}"
             )
         started = time.perf_counter()
-        digest, samples = read_samples(Path(command.folder), command.step)
+        digest, samples = read_samples(command.folder, command.step)
         if digest != command.digest:
             raise BatchRefusedError(
                 f"step {command.step}: the stored batch is {digest}, asked was {command.digest}"
@@ -144,7 +144,7 @@ class Worker:
     def _rows_of(self, command: TrainStep) -> tuple[Samples, float]:
         """The batch's rows, which rank 0 has read, and the seconds that reading them took."""
         if self._prepared is None:
-            return read_samples(Path(command.folder), command.step)[1], 0.0
+            return read_samples(command.folder, command.step)[1], 0.0
         prepared, self._prepared = self._prepared, None
         return prepared
 
@@ -159,12 +159,12 @@ class Worker:
             raise RequestError(
                 f"the trainer stands at version {self.progress.version}, not {command.version}"
             )
-        run = RunFolder(Path(command.folder))
+        run = RunFolder(command.folder)
         is_there = run.checkpoint_marker(command.version).exists()
         return str(run.checkpoint(command.version)) if is_there else None
 
     def _checkpoint(self, command: Checkpoint) -> str:
-        return str(save_checkpoint(self._loaded, self._config, self.progress, Path(command.folder)))
+        return str(save_checkpoint(self._loaded, self._config, self.progress, command.folder))
 
     def _export_policy(self, command: ExportPolicy) -> None:
         export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)

@@ -14,7 +14,7 @@ def begun(root: Path, status: str) -> Path:
     """A folder that holds a run of the quickstart, called `quickstart`."""
     settings_of_it = load("quickstart", (f"store.root={root}",))
     folder = run_folder("quickstart", settings_of_it)
-    folder.root.mkdir()
+    folder.local.mkdir()
     folder.tmp.mkdir()
     write_manifest(
         folder,
@@ -30,7 +30,7 @@ def begun(root: Path, status: str) -> Path:
             status=status,
         ),
     )
-    return folder.root
+    return folder.local
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,16 @@ def test_a_part_of_a_split_group_that_is_too_small_is_left_out_alone() -> None:
 
 def test_the_batch_holds_the_groups_that_are_in_by_group_and_sample_with_their_advantages() -> None:
     rows = batch_rows(
-        "r", 3, [judged([1.0, 0.0], group=7), judged([1.0, 1.0], group=6), judged([0.0, 1.0], group=5)]
+        "r",
+        3,
+        [judged([1.0, 0.0], group=7), judged([1.0, 1.0], group=6), judged([0.0, 1.0], group=5)],
+        "addition@1",
     )
+    assert set(rows.column("scorer").to_pylist()) == {"addition@1"}
     assert rows.column("trajectory_id").to_pylist() == ["r.5.0.0", "r.5.1.0", "r.7.0.0", "r.7.1.0"]
     assert rows.column("advantage").to_pylist() == [-0.5, 0.5, 0.5, -0.5]
     assert rows.column("order").to_pylist() == [0, 1, 2, 3]
 
 
 def test_a_step_without_any_spread_has_an_empty_batch_of_the_right_schema() -> None:
-    assert batch_rows("r", 0, [judged([1.0, 1.0])]).num_rows == 0
+    assert batch_rows("r", 0, [judged([1.0, 1.0])], "addition@1").num_rows == 0

@@ -13,6 +13,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 def test_every_column_is_described_with_its_meaning(dataset: str) -> None:
     section = PAGE.split(f"## {dataset}\n")[1].split("\n## ")[0]
     for field in SCHEMAS[dataset]:
-        meaning = field.metadata[b"meaning"].decode().replace("|", "/")
-        assert f"| {field.name} |" in section
-        assert meaning in section
+        told = [field.metadata.get(key, b"").decode() for key in (b"shape", b"unit", b"meaning")]
+        cells = (field.name, str(field.type), *told)
+        assert f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |".replace("  ", " ") in section

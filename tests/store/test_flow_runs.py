@@ -30,5 +30,5 @@ def test_the_latest_are_kept(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"flow_runs": 3}', '{"flow_runs": ["no id"]}'])
 def test_a_damaged_note_is_an_empty_one(folder: RunFolder, text: str) -> None:
-    (folder.root / "flow_runs.json").write_text(text)
+    (folder.local / "flow_runs.json").write_text(text)
     assert read_flow_runs(folder) == []

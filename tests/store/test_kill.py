@@ -85,7 +85,7 @@ def test_whatever_was_acknowledged_before_a_kill_is_there_and_nothing_is_there_t
         stored = read(folder, "rollouts", ["group"])["group"].to_pylist()
         assert acknowledged <= set(stored)
         assert len(stored) == len(set(stored))
-        scanned = pl.scan_ipc(f"{folder.root}/rollouts/**/*.arrow", hive_partitioning=True)
+        scanned = pl.scan_ipc(f"{folder.local}/rollouts/**/*.arrow", hive_partitioning=True)
         assert scanned.select(pl.len()).collect().item() == len(stored)
     subprocess.run(command(tmp_path, 0), cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     assert sorted(read(folder, "rollouts", ["group"])["group"].to_pylist()) == list(range(GROUPS))

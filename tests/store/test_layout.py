@@ -5,26 +5,25 @@ from pathlib import Path
 import pytest
 
 from tasks.errors import SchemaError
-from tasks.store.layout import RunFolder, partition_folder, partition_pattern, shard_name
+from tasks.store.layout import RunFolder, partition_folder, partition_pattern
 
 RUN = RunFolder(Path("runs/a"))
 
 
 def test_every_part_of_a_run_has_its_place() -> None:
-    assert RUN.dataset("rollouts", step=12) == Path("runs/a/rollouts/step=000012")
-    assert RUN.dataset("scores", scorer="addition@1", step=3) == Path(
+    assert RUN.dataset("rollouts", step=12) == "runs/a/rollouts/step=000012"
+    assert RUN.dataset("scores", scorer="addition@1", step=3) == (
         "runs/a/scores/scorer=addition@1/step=000003"
     )
-    assert RUN.dataset("evaluations", version=0) == Path("runs/a/evaluations/version=000000")
+    assert RUN.dataset("evaluations", version=0) == "runs/a/evaluations/version=000000"
     assert RUN.checkpoint_marker(12) == Path("runs/a/checkpoints/version=000012/COMPLETE.json")
     assert RUN.policy(12) == Path("runs/a/policies/version=000012")
-    assert RUN.log("trainer") == Path("runs/a/logs/trainer.log")
-    assert shard_name(2, 3) == "000002-000003.arrow"
+    assert RUN.logs == Path("runs/a/logs")
 
 
 def test_outer_partitions_may_be_given_alone_and_inner_ones_not() -> None:
-    assert RUN.dataset("scores") == Path("runs/a/scores")
-    assert RUN.dataset("scores", scorer="addition@1") == Path("runs/a/scores/scorer=addition@1")
+    assert RUN.dataset("scores") == "runs/a/scores"
+    assert RUN.dataset("scores", scorer="addition@1") == "runs/a/scores/scorer=addition@1"
     with pytest.raises(SchemaError, match="outermost"):
         RUN.dataset("scores", step=1)
 
@@ -48,3 +47,10 @@ def test_unknown_data_sets_partitions_and_negative_steps_are_refused() -> None:
         RUN.dataset("rollouts", version=1)
     with pytest.raises(SchemaError, match="expected an integer >= 0, got -1"):
         RUN.dataset("rollouts", step=-1)
+
+
+def test_a_run_on_s3_has_a_folder_on_this_machine_for_what_cannot_lie_there() -> None:
+    run = RunFolder("s3://bucket/team/a/")
+    assert (run.name, run.is_local) == ("a", False)
+    assert run.path("run.json") == "s3://bucket/team/a/run.json"
+    assert run.logs == Path(".rollmill/scratch/bucket/team/a/logs")

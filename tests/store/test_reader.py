@@ -32,14 +32,14 @@ async def filled(folder: RunFolder, rows: RowMaker) -> RunFolder:
 
 
 def shard_of(folder: RunFolder, step: int = 0) -> Path:
-    return next(folder.dataset("rollouts", step=step).glob("*.arrow"))
+    return next(Path(folder.dataset("rollouts", step=step)).glob("*.arrow"))
 
 
 def test_a_folder_without_rows_reads_as_an_empty_table_with_the_schema(folder: RunFolder) -> None:
     assert read(folder, "rollouts", step=5).schema.equals(schema_of("rollouts"), check_metadata=True)
     assert read(folder, "rollouts", ["group"]).schema.names == ["group"]
     assert scan(folder, "rollouts").collect().columns == schema_of("rollouts").names
-    assert scan(RunFolder(folder.root / "nowhere"), "groups").collect().is_empty()
+    assert scan(RunFolder(folder.local / "nowhere"), "groups").collect().is_empty()
 
 
 def test_columns_come_in_the_order_asked_for_and_partitions_select(filled: RunFolder) -> None:
@@ -106,10 +106,10 @@ def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) 
 
 def test_a_plain_polars_scan_opens_every_data_set_in_the_middle_of_a_run(filled: RunFolder) -> None:
     (filled.tmp / "half.arrow").write_bytes(b"ARROW1")
-    rollouts = pl.scan_ipc(f"{filled.root}/rollouts/**/*.arrow", hive_partitioning=True)
+    rollouts = pl.scan_ipc(f"{filled.local}/rollouts/**/*.arrow", hive_partitioning=True)
     assert rollouts.filter(pl.col("step") == 1).select("group").collect()["group"].to_list() == [10, 11]
     assert rollouts.collect_schema()["step"] == pl.Int32
-    scores = pl.scan_ipc(f"{filled.root}/scores/**/*.arrow", hive_partitioning=True)
+    scores = pl.scan_ipc(f"{filled.local}/scores/**/*.arrow", hive_partitioning=True)
     counts = scores.group_by("scorer").len().sort("scorer").collect()
     assert counts.rows() == [("addition@1", 4), ("length@1", 4)]
 

@@ -179,14 +179,14 @@ def test_a_damaged_run_json_is_an_error_that_names_it(tmp_path: Path, text: str,
 
 def test_a_run_of_a_newer_rollmill_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
-        path = run.folder.manifest
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
-    with pytest.raises(StoreError, match="schema version 99, this Rollmill reads up to 1"):
+        path = run.folder.local / "run.json"
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
+    with pytest.raises(StoreError, match="schema version 99, this Rollmill reads up to 2"):
         read_manifest(run.folder)
 
 
 def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "a").dataset("rollouts", step=0).mkdir(parents=True)
+    Path(RunFolder(tmp_path / "a").dataset("rollouts", step=0)).mkdir(parents=True)
     with pytest.raises(StoreError, match=r"data sets \(rollouts\) but no run\.json"):
         opened(tmp_path)
 

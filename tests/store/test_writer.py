@@ -5,10 +5,9 @@ import errno
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import polars as pl
 import pyarrow as pa
 import pytest
 
@@ -26,14 +25,14 @@ class GatedFiles:
     """Local files of which each waits to be published until the gate is opened."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._files = LocalFiles(folder.root, folder.tmp)
+        self._files = LocalFiles(folder.local, folder.tmp)
         self.gate = threading.Event()
         self.began = threading.Event()
 
-    def publish(self, key: str, write: Callable[[pa.NativeFile], object]) -> None:
+    def publish(self, folder: str, write: Callable[[Path], str]) -> str:
         self.began.set()
         assert self.gate.wait(30)
-        self._files.publish(key, write)
+        return self._files.publish(folder, write)
 
     def keys(self, pattern: str) -> list[str]:
         return self._files.keys(pattern)
@@ -41,15 +40,16 @@ class GatedFiles:
     def open(self, key: str) -> pa.NativeFile:
         return self._files.open(key)
 
-    def scan(self, keys: Sequence[str]) -> pl.LazyFrame:
-        return self._files.scan(keys)
+    def remove(self, keys: Iterable[str]) -> None:
+        self._files.remove(keys)
 
     async def until_committing(self) -> None:
         await asyncio.to_thread(self.began.wait, 30)
 
 
 def shards(folder: RunFolder) -> list[str]:
-    return files_of(folder).keys("**/*.arrow")
+    """Without their digests."""
+    return [key.rpartition("-")[0] for key in files_of(folder).keys("**/*.arrow")]
 
 
 def groups_of(folder: RunFolder, dataset: str = "rollouts", **partition: int) -> list[int]:
@@ -60,13 +60,13 @@ async def test_acknowledged_rows_are_in_the_data_set(folder: RunFolder, rows: Ro
     async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
         await writer.append("rollouts", rows("rollouts", 2, step=3, group=[7, 8]), step=3)
         assert groups_of(folder, step=3) == [7, 8]
-    assert shards(folder) == ["rollouts/step=000003/000001-000000.arrow"]
+    assert shards(folder) == ["rollouts/step=000003/000001-000000"]
 
 
 async def test_a_batch_of_zero_rows_is_stored(folder: RunFolder, rows: RowMaker) -> None:
     async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
         await writer.append("batches", rows("batches", 0), step=3)
-    assert shards(folder) == ["batches/step=000003/000001-000000.arrow"]
+    assert shards(folder) == ["batches/step=000003/000001-000000"]
     assert read(folder, "batches").num_rows == 0
 
 
@@ -153,14 +153,14 @@ async def test_a_second_cancellation_on_the_way_out_loses_nothing(folder: RunFol
 async def test_a_partition_that_cannot_be_written_fails_its_own_rows_alone(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    (folder.root / "scores").write_text("a file where a folder should be")
+    (folder.local / "scores").write_text("a file where a folder should be")
     async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
         good = writer.append("rollouts", rows("rollouts", step=0), step=0)
         bad = writer.append("scores", rows("scores", step=0), scorer="addition@1", step=0)
         also_good = writer.append("groups", rows("groups", step=0), step=0)
         await asyncio.gather(good, also_good)
         with pytest.raises(
-            StoreError, match=r"cannot write .*scores/scorer=addition@1/step=000000/.*: Not a directory"
+            StoreError, match=r"cannot write .*scores/scorer=addition@1/step=000000: Not a directory"
         ):
             await bad
         await writer.append("rollouts", rows("rollouts", step=0), step=0)
@@ -171,7 +171,7 @@ async def test_a_partition_that_cannot_be_written_fails_its_own_rows_alone(
 async def test_rows_that_nobody_waits_for_and_that_cannot_be_stored_fail_the_exit(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    (folder.root / "rollouts").write_text("a file where a folder should be")
+    (folder.local / "rollouts").write_text("a file where a folder should be")
     with pytest.raises(StoreError, match="Not a directory"):
         async with RunWriter(files_of(folder), epoch=1, flush_s=3600.0) as writer:
             acknowledgement = writer.append("rollouts", rows("rollouts", step=0), step=0)
@@ -179,13 +179,13 @@ async def test_rows_that_nobody_waits_for_and_that_cannot_be_stored_fail_the_exi
 
 
 def test_a_full_disk_is_an_error_that_names_path_and_reason_and_leaves_nothing(folder: RunFolder) -> None:
-    def fill(sink: pa.NativeFile) -> None:
-        sink.write(b"half of it")
+    def fill(path: Path) -> str:
+        path.write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(StoreError, match=r"cannot write .*/run/rollouts/a\.arrow: No space left on device"):
-        files_of(folder).publish("rollouts/a.arrow", fill)
-    assert list(folder.root.rglob("*")) == [folder.tmp]
+    with pytest.raises(StoreError, match=r"cannot write .*/run/rollouts: No space left on device"):
+        files_of(folder).publish("rollouts", fill)
+    assert list(folder.local.rglob("*")) == [folder.tmp]
 
 
 def test_a_file_that_outgrows_what_the_system_allows_is_such_an_error_too(folder: RunFolder) -> None:
@@ -193,19 +193,19 @@ def test_a_file_that_outgrows_what_the_system_allows_is_such_an_error_too(folder
 import resource, sys
 from pathlib import Path
 from tasks.errors import StoreError
-from tasks.store.filesystem import LocalFiles
+from tasks.store.filesystem import LocalFiles, publish_text
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 root = Path(sys.argv[1])
 try:
-    LocalFiles(root, root / ".tmp").publish("rollouts/a.arrow", lambda sink: sink.write(bytes(100_000)))
+    publish_text(LocalFiles(root, root / ".tmp"), "rollouts/a.arrow", bytes(100_000))
 except StoreError as error:
     print(error)
 """
-    command = [sys.executable, "-c", program, str(folder.root)]
+    command = [sys.executable, "-c", program, str(folder.local)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert run.stdout == f"cannot write {folder.root}/rollouts/a.arrow: File too large\n"
-    assert list(folder.root.rglob("*")) == [folder.tmp]
+    assert run.stdout == f"cannot write {folder.local}/rollouts: File too large\n"
+    assert list(folder.local.rglob("*")) == [folder.tmp]
 
 
 async def test_rows_of_another_schema_are_refused_when_they_are_appended(

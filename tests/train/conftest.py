@@ -14,7 +14,8 @@ import pytest
 
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.store.digest import batch_digest
-from tasks.store.layout import RunFolder, shard_name
+from tasks.store.layout import RunFolder
+from tasks.store.names import ShardName
 from tasks.store.schemas import batch_of, ragged, schema_of
 from tasks.sync.config import SyncConfig
 from tasks.train import launch
@@ -146,6 +147,7 @@ def write_step(folder: Path, step: int, rows: list[Row], *, run: str = "r", seed
             "reward": [0.0] * len(rows),
             "source": [""] * len(rows),
             "source_step": [step] * len(rows),
+            "scorer": ["addition@1"] * len(rows),
         },
     )
     write_shard(folder, "rollouts", step, rollouts)
@@ -154,10 +156,10 @@ def write_step(folder: Path, step: int, rows: list[Row], *, run: str = "r", seed
 
 
 def write_shard(folder: Path, dataset: str, step: int, rows: pa.RecordBatch) -> None:
-    target = RunFolder(folder).dataset(dataset, step=step)
+    target = Path(RunFolder(folder).dataset(dataset, step=step))
     target.mkdir(parents=True, exist_ok=True)
     with (
-        pa.OSFile(str(target / shard_name(1, 1)), "wb") as file,
+        pa.OSFile(str(target / str(ShardName(1, 1))), "wb") as file,
         pa.ipc.new_file(file, rows.schema) as writer,
     ):
         writer.write_batch(rows)

@@ -43,7 +43,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     ranks = join_ranks(120.0)
-    _, samples = read_samples(Path(job["folder"]), 0)
+    _, samples = read_samples(job["folder"], 0)
     for case in job["cases"]:
         config = TrainConfig(
             ranks=ranks.world_size,

@@ -108,7 +108,7 @@ def test_gradient_does_not_depend_on_ranks_stage_or_micro_batches(
         run_ranks("gradient_ranks.py", n_ranks, job)
         found |= {f"ranks{n_ranks}-{file.stem}": load_file(file) for file in output.iterdir()}
     wrong = found.pop(f"ranks2-{RANK_BY_RANK}")
-    reference = naive_gradient(model, read_samples(tmp_path, 0)[1], TrainConfig())
+    reference = naive_gradient(model, read_samples(str(tmp_path), 0)[1], TrainConfig())
 
     assert len(found) == 2 * len(cases) + 1
     for name, gradient in found.items():

@@ -15,13 +15,13 @@ from tasks.train.samples import Samples, check_samples, read_samples
 @pytest.fixture
 def samples(batches: Any, tmp_path: Path) -> Samples:
     batches.write_step(tmp_path, 0, batches.uneven_rows(9))
-    return read_samples(tmp_path, 0)[1]
+    return read_samples(str(tmp_path), 0)[1]
 
 
 def test_rows_come_in_the_order_of_the_batch(batches: Any, tmp_path: Path) -> None:
     rows = batches.uneven_rows(9)
     written = batches.write_step(tmp_path, 0, rows)
-    digest, samples = read_samples(tmp_path, 0)
+    digest, samples = read_samples(str(tmp_path), 0)
 
     assert digest == written
     assert samples.trajectory_ids == [f"r-0-{i}" for i in range(9)]
@@ -33,7 +33,7 @@ def test_rows_come_in_the_order_of_the_batch(batches: Any, tmp_path: Path) -> No
 def test_a_step_without_rows_is_an_empty_batch(batches: Any, tmp_path: Path) -> None:
     batches.write_step(tmp_path, 0, [])
 
-    assert read_samples(tmp_path, 0)[1].trajectory_ids == []
+    assert read_samples(str(tmp_path), 0)[1].trajectory_ids == []
 
 
 def test_a_missing_trajectory_is_named(batches: Any, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_missing_trajectory_is_named(batches: Any, tmp_path: Path) -> None:
     next((tmp_path / "rollouts").rglob("*.arrow")).unlink()
 
     with pytest.raises(ShardError, match="r-0-2"):
-        read_samples(tmp_path, 0)
+        read_samples(str(tmp_path), 0)
 
 
 def test_updates_share_the_rows_that_have_trained_tokens(samples: Samples) -> None:
