@@ -1,11 +1,13 @@
 """A run's folder before it is opened: where it lies, whether it can be gone on with, out of the way when it is done."""
 
 import re
+from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
 from tasks.errors import ConfigError, RunFinishedError
+from tasks.store.config import StoreConfig
 from tasks.store.fixed import check_fixed
-from tasks.store.layout import RunFolder
+from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.resume import stored_batch_steps
 
@@ -15,6 +17,24 @@ def run_folder(name: str, config: RunConfig) -> RunFolder:
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
         raise ConfigError("run name", name, "give letters, digits and . _ - only, a letter or digit first")
     return RunFolder(f"{config.store.root}/{name}")
+
+
+def existing_run(run: str) -> RunFolder:
+    """The folder of a run that is named by its location, or by the name of its folder below `store.root`'s default.
+
+    Raises:
+        ConfigError: there is no run; names those that there are.
+    """
+    root = StoreConfig().root
+    places = [RunFolder(run)]
+    if "/" not in run:
+        places.append(RunFolder(f"{root}/{run}"))
+    for place in places:
+        if has_manifest(place):
+            return place
+    known = sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST}"))
+    there_are = f"; runs in {root}/ are {', '.join(known)}" if known else ""
+    raise ConfigError("RUN", run, f"there is no run in this folder ({MANIFEST} is missing){there_are}")
 
 
 def check_resumable(folder: RunFolder, config: RunConfig) -> None:

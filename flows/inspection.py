@@ -3,14 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 from rich.table import Table
 
-from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
-from tasks.store.manifest import has_manifest, read_manifest
+from tasks.store.manifest import read_manifest
 from tasks.store.reader import scan
 
 FULL_REWARD = 1.0
@@ -40,15 +38,8 @@ class View:
         return [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row]
 
 
-def view(root: Path, *, step: int | None = None, group: int | None = None) -> View:
-    """The table that was asked for: a group's trajectories, a step's groups, or the run's steps.
-
-    Raises:
-        ConfigError: there is no run in that folder.
-    """
-    folder = RunFolder(root)
-    if not has_manifest(folder):
-        raise ConfigError("RUN", str(root), "there is no run in this folder (run.json is missing)")
+def view(folder: RunFolder, *, step: int | None = None, group: int | None = None) -> View:
+    """The table that was asked for: a group's trajectories, a step's groups, or the run's steps."""
     if group is not None:
         return group_view(folder, group)
     return run_view(folder) if step is None else step_view(folder, step)

@@ -1,0 +1,44 @@
+"""Commands that start and stop what flows talk to."""
+
+from typing import Annotated
+
+import typer
+
+from flows.commands.options import Overrides, Preset
+
+PANEL = "Services"
+commands = typer.Typer()
+
+
+@commands.command(rich_help_panel=PANEL)
+def up(port: Annotated[int, typer.Option(help="Loopback port of the server.")] = 4200) -> None:
+    """Start the local Prefect server in the background."""
+    from flows import server
+
+    typer.echo(f"Prefect UI: {server.up(port=port)}")
+
+
+@commands.command(rich_help_panel=PANEL)
+def down() -> None:
+    """Stop the local Prefect server."""
+    from flows import server
+
+    typer.echo("stopped" if server.down() else "no local Prefect server was running")
+
+
+@commands.command(rich_help_panel=PANEL)
+def trainer(preset: Preset, overrides: Overrides = None) -> None:
+    """Run a trainer in the foreground, for flows to attach to."""
+    from flows.command import trainer_here
+    from flows.config import load
+
+    trainer_here(load(preset, tuple(overrides or ())))
+
+
+@commands.command(rich_help_panel=PANEL)
+def vllm(preset: Preset, overrides: Overrides = None) -> None:
+    """Run a vLLM server in the foreground, for flows to attach to."""
+    from flows.command import vllm_here
+    from flows.config import load
+
+    vllm_here(load(preset, tuple(overrides or ())))
