@@ -13,7 +13,7 @@ from flows.run import Run
 from tasks.score.outcome import GroupOutcome, batch_rows
 from tasks.store.batch import stored_digest
 from tasks.store.plan import group_numbers, settled_plan
-from tasks.store.step import StoredStep
+from tasks.store.step import StepPlan, StoredStep, plan_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +36,32 @@ async def collect_step(run: Run, step: int) -> Collected:
 
     Raises:
         FailedShareError: too many of its trajectories failed.
+        ShardError: rows are gone that were stored, or cannot be read.
     """
     started, rollout = time.perf_counter(), run.config.rollout
     ranges = await settled_plan(
         run.folder, run.store.writer, run=run.id, step=step, groups_per_step=rollout.groups_per_step
     )
-    groups = group_numbers(ranges)
-    stored = await asyncio.to_thread(StoredStep.read, run.folder, step, run.scoring.key)
+    plan = await asyncio.to_thread(_plan, run, step, group_numbers(ranges))
     failures = FailureWatch(
-        step, len(groups) * rollout.group_size, rollout.max_failed_share, logger=get_run_logger
+        step, len(plan.groups) * rollout.group_size, rollout.max_failed_share, logger=get_run_logger
     )
-    for rows in (stored.rollouts, stored.scores):
-        failures.see(rows, is_new=False)
-    collection = StepCollection(run, step, stored, failures)
+    for group in plan.groups:
+        for rows in (group.rollouts, group.scores):
+            failures.see(rows, is_new=False)
+    collection = StepCollection(run, step, failures)
     async with asyncio.TaskGroup() as fan_out:
         collecting = []
-        for group in groups:
+        for group in plan.groups:
             collecting.append(fan_out.create_task(GroupCollection(collection, group).collect()))
             await asyncio.sleep(0)
     outcomes = [outcome for each in collecting for outcome in each.result()]
     return Collected(step, outcomes, time.perf_counter() - started)
+
+
+def _plan(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
+    stored = StoredStep.read(run.folder, step, run.scoring.key)
+    return plan_step(groups, run.config.rollout.group_size, stored)
 
 
 async def store_batch(run: Run, collected: Collected) -> str:

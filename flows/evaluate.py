@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -90,7 +90,7 @@ async def held_out_work(run: Run, version: int) -> list[Work]:
 
 
 class EvaluationPart:
-    """Held-out prompts that one task run samples and scores."""
+    """Held-out prompts that one task run samples and scores; what finished is stored while others are played."""
 
     __slots__ = ("failures", "places", "run", "version", "work")
 
@@ -105,31 +105,37 @@ class EvaluationPart:
         self.run, self.version, self.work, self.places, self.failures = run, version, work, places, failures
 
     async def evaluate(self) -> str:
-        """Sample, score and store; returns the mean reward in words."""
-        run = self.run
+        """Sample, score and store; returns how it went, in words."""
+        acknowledgements: list[Awaitable[None]] = []
         async with asyncio.TaskGroup() as playing:
-            tasks = [
+            unfinished = {
                 playing.create_task(self._play(*each)) for each in zip(self.work, self.places, strict=True)
-            ]
-        trajectories = [task.result() for task in tasks]
+            }
+            while unfinished:
+                finished, unfinished = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+                acknowledgements.append(await self._keep([task.result() for task in finished]))
+        await asyncio.gather(*acknowledgements)
         for each in self.work:
-            run.pool.forget(each.group)
-        rollouts = rollout_rows(run.id, self.version, run.environment.name, trajectories)
-        self.failures.see(rollouts)
-        scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
-        self.failures.see(scores)
-        columns = rollout_columns(run.id, self.version, run.environment.name, trajectories)
-        columns |= _score_columns(scores, trajectories) | {
-            "policy_version": [self.version] * len(trajectories),
-            "greedy": [each.temperature == 0.0 for each in self.work],
-        }
-        ids = [each.trajectory_id for each in self.work]
-        await run.store.writer.append("evaluations", batch_of("evaluations", columns), version=self.version)
-        return f"{len(ids)} trajectories"
+            self.run.pool.forget(each.group)
+        return f"{len(self.work)} trajectories"
 
     async def _play(self, work: Work, place: Place) -> Trajectory:
         async with self.run.admission.slot(place):
             return await self.run.player.play(work)
+
+    async def _keep(self, trajectories: Sequence[Trajectory]) -> Awaitable[None]:
+        """Score trajectories, all that finished while the ones before were scored, and hand them to the writer."""
+        run, env = self.run, self.run.environment.name
+        rollouts = rollout_rows(run.id, self.version, env, trajectories)
+        self.failures.see(rollouts)
+        scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
+        self.failures.see(scores)
+        columns = rollout_columns(run.id, self.version, env, trajectories)
+        columns |= _score_columns(scores, trajectories) | {
+            "policy_version": [self.version] * len(trajectories),
+            "greedy": [each.work.temperature == 0.0 for each in trajectories],
+        }
+        return run.store.writer.append("evaluations", batch_of("evaluations", columns), version=self.version)
 
 
 def _score_columns(scores: Rows, trajectories: Sequence[Trajectory]) -> dict[str, object]:

@@ -12,15 +12,15 @@ from tasks.rollout.trajectory import Work
 from tasks.score.outcome import GroupOutcome, group_rows, judge_group, survivors_of
 from tasks.score.part import ScorePart
 from tasks.score.scoring import scorable
-from tasks.store.rows import Rows, joined, values, where, without
-from tasks.store.step import StoredStep
+from tasks.store.rows import Rows, joined, where
+from tasks.store.step import GroupPlan
 
 
 class StepCollection:
-    """What the groups of one step share: how they sample, what is stored already, and what fails."""
+    """What the groups of one step share: how they sample, and what fails."""
 
-    def __init__(self, run: Run, step: int, stored: StoredStep, failures: FailureWatch) -> None:
-        self.run, self.step, self.stored, self.failures = run, step, stored, failures
+    def __init__(self, run: Run, step: int, failures: FailureWatch) -> None:
+        self.run, self.step, self.failures = run, step, failures
         self.sampler = StepSampler(
             player=run.player, admission=run.admission, run=run.id, step=step, keep=self.keep_rollouts
         )
@@ -39,19 +39,18 @@ class StepCollection:
 
 
 class GroupCollection:
-    """One group of a step."""
+    """One group of a step, from where its plan says that it stands."""
 
-    def __init__(self, collection: StepCollection, group: int) -> None:
-        self._run, self._step, self._group = collection.run, collection.step, group
-        self._collection = collection
-        self._rollouts = [where(collection.stored.rollouts, "group", group)]
-        self._scores = [where(collection.stored.scores, "group", group)]
+    def __init__(self, collection: StepCollection, plan: GroupPlan) -> None:
+        self._run, self._step, self._group = collection.run, collection.step, plan.group
+        self._collection, self._plan = collection, plan
+        self._rollouts, self._scores = [plan.rollouts], [plan.scores]
         self._acknowledgements: list[Awaitable[None]] = []
 
     async def collect(self) -> tuple[GroupOutcome, ...]:
         """Sample what is missing, score what is unscored, wait until all of it is stored, and judge it."""
         run = self._run
-        work, unscored = await self._missing(), self._unscored()
+        work, unscored = await self._missing(), scorable(self._plan.to_score)
         with run.admission.places(len(work), (self._step, ROLLOUT)) as places:
             if places:
                 await asyncio.shield(places[0].granted)
@@ -122,29 +121,22 @@ class GroupCollection:
             dropped=where(scores, "status", "dropped").num_rows,
         )
         run.pool.forget(self._group)
-        if self._group not in self._collection.stored.done_groups:
+        if not self._plan.is_judged:
             rows = group_rows(run.id, self._step, outcomes, duration_s)
             await run.store.writer.append("groups", rows, step=self._step)
         return outcomes
 
     async def _missing(self) -> list[Work]:
-        """The trajectories of the group that have no row yet."""
+        """The trajectories to sample, with the group's problem."""
         config = self._run.config
-        stored = set(values(self._rollouts[0], "sample"))
-        samples = [sample for sample in range(config.rollout.group_size) if sample not in stored]
-        if not samples:
+        if not self._plan.to_sample:
             return []
         return await group_work(
             self._run.environment,
             run=self._run.id,
             seed=config.seed,
             group=self._group,
-            samples=samples,
+            attempts=self._plan.to_sample,
             temperature=config.rollout.temperature,
             timeout_s=config.rollout.trajectory_timeout_s,
         )
-
-    def _unscored(self) -> Rows:
-        """Stored rollouts that have no score yet."""
-        scored = values(self._scores[0], "trajectory_id")
-        return scorable(without(self._rollouts[0], "trajectory_id", scored))

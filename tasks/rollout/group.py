@@ -13,6 +13,7 @@ from tasks.rollout.prompts import example_index, sampling_seed
 from tasks.rollout.sampling import Deadline, Player
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
 from tasks.store.rows import Rows, no_rows
+from tasks.store.step import Attempt
 
 Item = TypeVar("Item")
 Keep = Callable[[Rows], Awaitable[None]]
@@ -24,7 +25,7 @@ async def group_work(
     run: str,
     seed: int,
     group: int,
-    samples: Sequence[int],
+    attempts: Sequence[Attempt],
     temperature: float,
     timeout_s: float,
 ) -> list[Work]:
@@ -32,22 +33,23 @@ async def group_work(
 
     A problem that the environment does not give within `timeout_s` seconds is missing from its work.
 
-    Example: run "ab", group 7 and samples (0, 3) give the trajectory ids "ab.7.0.0" and "ab.7.3.0".
+    Example: run "ab", group 7 and the first attempts of samples 0 and 3 give the trajectory ids "ab.7.0.0" and
+    "ab.7.3.0".
     """
     index = example_index(seed, group, environment.size("train"))
     example, missing = await problem_of(environment, "train", index, timeout_s)
     return [
         Work(
-            trajectory_id=f"{run}.{group}.{sample}.0",
+            trajectory_id=f"{run}.{group}.{each.sample}.{each.attempt}",
             group=group,
-            sample=sample,
-            attempt=0,
+            sample=each.sample,
+            attempt=each.attempt,
             example=example,
-            seed=sampling_seed(seed, group, sample),
+            seed=sampling_seed(seed, group, each.sample),
             temperature=temperature,
             missing=missing,
         )
-        for sample in samples
+        for each in attempts
     ]
 
 

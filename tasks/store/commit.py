@@ -16,14 +16,19 @@ def commit(
 ) -> dict[str, StoreError]:
     """Store one shard for each folder, numbered from `first_number`; returns what failed, by folder.
 
-    A folder that fails does not touch the others.
+    A folder that fails does not touch the others, but that a step's scores come after its rollouts and fail with
+    them: there is no score without its rollout, whenever the process dies.
 
     Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
     plans/step=000000/000002-000007-DIGEST.arrow and rollouts/step=000000/000002-000008-DIGEST.arrow.
     """
     failed: dict[str, StoreError] = {}
-    for number, (folder, appended) in enumerate(gathered.items(), first_number):
-        dataset = folder.partition("/")[0]
+    in_order = sorted(gathered.items(), key=lambda each: dataset_of(each[0]) == "scores")
+    for number, (folder, appended) in enumerate(in_order, first_number):
+        dataset, step = dataset_of(folder), folder.rpartition("/")[2]
+        if dataset == "scores" and (without_rollouts := failed.get(f"rollouts/{step}")):
+            failed[folder] = without_rollouts
+            continue
         try:
             name = ShardName(epoch, number)
             files.publish(folder, partial(write_shard, name=name, dataset=dataset, appended=appended))
@@ -32,3 +37,8 @@ def commit(
         except Exception as error:  # noqa: BLE001 - it must reach who waits for these rows, and nobody else
             failed[folder] = StoreError(f"cannot write to {folder}: {type(error).__name__}: {error}")
     return failed
+
+
+def dataset_of(folder: str) -> str:
+    """The data set that a partition's folder is of."""
+    return folder.partition("/")[0]

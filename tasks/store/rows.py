@@ -42,6 +42,18 @@ def without(rows: Rows, column: str, values: Collection[object]) -> Rows:
     return rows.filter(pc.invert(_is_in(rows, column, values)))
 
 
+def last_by(rows: Rows, keys: Sequence[str], column: str) -> Rows:
+    """Of the rows that agree in `keys` the one with the largest value in `column`; sorted by `keys`.
+
+    Example: keys ["sample"] and column "attempt" keep each sample's last attempt.
+    """
+    order = pc.sort_indices(rows, sort_keys=[(name, "ascending") for name in (*keys, column)])
+    rows = rows.take(order)
+    of_rows = list(zip(*(values(rows, key) for key in keys), strict=True))
+    is_last = [own != following for own, following in zip(of_rows, [*of_rows[1:], None], strict=False)]
+    return rows.filter(pa.array(is_last, pa.bool_()))
+
+
 def _is_in(rows: Rows, column: str, values: Collection[object]) -> pa.Array:
     kind = rows.schema.field(column).type
     return pc.is_in(rows.column(column), pa.array(list(values), kind))

@@ -34,7 +34,7 @@ from tasks.store.reader import read
 from tasks.store.rows import Rows, values
 from tasks.store.run import OpenRun
 from tasks.store.schemas import batch_of
-from tasks.store.step import StoredStep
+from tasks.store.step import StoredStep, plan_step
 
 T = TypeVar("T")
 GROUP_SIZE = 4
@@ -158,9 +158,9 @@ def diary(run: Run) -> list[str]:
 
 async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
     """Collect group 0 of step 0 as a process that has just opened the run does."""
-    stored = StoredStep.read(run.folder, 0, run.scoring.key)
+    plan = plan_step([0], GROUP_SIZE, StoredStep.read(run.folder, 0, run.scoring.key))
     failures = FailureWatch(0, GROUP_SIZE, max_share, lambda: logging.getLogger("test"))
-    return await GroupCollection(StepCollection(run, 0, stored, failures), 0).collect()
+    return await GroupCollection(StepCollection(run, 0, failures), plan.groups[0]).collect()
 
 
 def stored(run: Run, dataset: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from tasks.rollout.sampling import Player, Sampled
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Work
 from tasks.store.rows import Rows
+from tasks.store.step import Attempt
 
 
 class Echo:
@@ -96,7 +97,13 @@ async def part_of(
     admission = Admission(in_flight)
     step_sampler = StepSampler(player, admission, "run", 2, keep)
     work = await group_work(
-        Echo(), run="run", seed=0, group=5, samples=range(4), temperature=1.0, timeout_s=5.0
+        Echo(),
+        run="run",
+        seed=0,
+        group=5,
+        attempts=[Attempt(5, sample, 0) for sample in range(4)],
+        temperature=1.0,
+        timeout_s=5.0,
     )
     with admission.places(len(work), (2, 0)) as places:
         yield RolloutPart(step_sampler, work, places, GroupClock(group_timeout_s))
@@ -160,7 +167,13 @@ async def test_admission_bounds_the_trajectories_in_flight(tokenizer: ChatTokeni
 async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> None:
     async def ids(group: int) -> list[str]:
         work = await group_work(
-            Echo(), run="ab", seed=1, group=group, samples=range(3), temperature=1.0, timeout_s=5.0
+            Echo(),
+            run="ab",
+            seed=1,
+            group=group,
+            attempts=[Attempt(group, sample, 0) for sample in range(3)],
+            temperature=1.0,
+            timeout_s=5.0,
         )
         return [item.trajectory_id for item in work]
 

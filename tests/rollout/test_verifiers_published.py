@@ -18,6 +18,7 @@ from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Trajectory, Work
 from tasks.serve.client import VllmClient
 from tasks.serve.pool import ServerPool
+from tasks.store.step import Attempt
 
 WORDS = ["stone", "house", "mouse", "plane", "tree"]
 N_TASKS = 20
@@ -80,7 +81,13 @@ async def played(
 ) -> list[Trajectory]:
     player = Player(environment, tokenizer, sampler, max_tokens=MAX_TOKENS, timeout_s=120.0)
     work = await group_work(
-        environment, run="run", seed=0, group=0, samples=range(n), temperature=1.0, timeout_s=60.0
+        environment,
+        run="run",
+        seed=0,
+        group=0,
+        attempts=[Attempt(0, sample, 0) for sample in range(n)],
+        temperature=1.0,
+        timeout_s=60.0,
     )
     return list(await asyncio.gather(*(player.play(each) for each in work)))
 

@@ -25,8 +25,8 @@ from conftest import make_rows
 
 from tasks.store.config import StoreConfig
 from tasks.store.layout import RunFolder
-from tasks.store.resume import unfinished
 from tasks.store.run import OpenRun
+from tasks.store.step import StoredStep, plan_step
 
 CHAINS = 7
 
@@ -38,8 +38,8 @@ async def work(root, groups, dies_at):
         folder, config={}, fixed=frozenset(), versions={}, git_commit="", config_of=config_of
     ) as run:
         async with run.writer as writer:
-            missing = unfinished(folder, 0, range(groups), 1, "addition@1").to_sample
-            rows = [(group, make_rows("rollouts", step=0, group=group, sample=0)) for group, _ in missing]
+            missing = plan_step(range(groups), 1, StoredStep.read(folder, 0, "addition@1")).to_sample
+            rows = [(group, make_rows("rollouts", step=0, group=group, sample=0)) for group, *_ in missing]
 
             async def one_after_another(first):
                 for group, row in rows[first::CHAINS]:

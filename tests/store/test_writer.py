@@ -14,6 +14,7 @@ import pytest
 from tasks.errors import SchemaError, StoreError
 from tasks.store.filesystem import LocalFiles, files_of
 from tasks.store.layout import RunFolder
+from tasks.store.names import ShardName
 from tasks.store.reader import read
 from tasks.store.writer import RunWriter
 
@@ -254,3 +255,20 @@ async def test_every_data_set_comes_back_as_it_was_appended(folder: RunFolder, r
             writer.append(dataset, rows(dataset, 3), **partitions.get(dataset, {"step": 1}))
     for dataset in datasets:
         assert read(folder, dataset).equals(pa.table(rows(dataset, 3)), check_metadata=True), dataset
+
+
+async def test_no_score_is_stored_without_its_rollout(folder: RunFolder, rows: RowMaker) -> None:
+    score = {"scorer": "addition@1", "step": 0}
+    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+        scores = writer.append("scores", rows("scores", step=0), **score)
+        rollouts = writer.append("rollouts", rows("rollouts", step=0), step=0)
+        await asyncio.gather(scores, rollouts)
+        (first,), (second,) = (files_of(folder).keys(f"{name}/**/*.arrow") for name in ("rollouts", "scores"))
+        assert ShardName.of(first) < ShardName.of(second)
+        (folder.local / "rollouts" / "step=000001").write_text("in the way")
+        scores = writer.append("scores", rows("scores", step=1), scorer="addition@1", step=1)
+        rollouts = writer.append("rollouts", rows("rollouts", step=1), step=1)
+        for lost in (scores, rollouts):
+            with pytest.raises(StoreError, match="rollouts/step=000001"):
+                await lost
+    assert not files_of(folder).keys("scores/scorer=addition@1/step=000001/*")
