@@ -48,17 +48,25 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     starts_anew = again and is_finished(folder)
     if not starts_anew:
         check_resumable(folder, config)
-    os.environ |= {k: v for k, v in (QUIET_TERMINAL | SHORT_RETRIES).items() if k not in os.environ}
-    os.environ["PREFECT_API_URL"] = server.ensure()
+    lead_to_prefect()
     if starts_anew:
         move_aside(folder)
-    # Prefect reads its settings when it is imported.
     from flows.ending import flow_command
     from flows.post_train import post_train
 
-    typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
-    with flow_command(folder, config.observe.exit_timeout_s):
+    with flow_command(lambda: is_finished(folder), config.observe.exit_timeout_s):
         asyncio.run(post_train(name, config))
+
+
+def lead_to_prefect() -> None:
+    """Find or start the Prefect server that flows of this process talk to; Prefect is imported only afterwards.
+
+    Raises:
+        ConfigError, ServiceStartError: there is none, and none can be started.
+    """
+    os.environ |= {k: v for k, v in (QUIET_TERMINAL | SHORT_RETRIES).items() if k not in os.environ}
+    os.environ["PREFECT_API_URL"] = server.ensure()
+    typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
 
 
 def trainer_here(config: RunConfig) -> None:

@@ -1,9 +1,10 @@
 """RunConfig: the stages' settings composed; presets, overrides, and the rules that cross stages."""
 
+import copy
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -18,6 +19,8 @@ from tasks.store.config import StoreConfig
 from tasks.sync.config import SyncConfig
 from tasks.train.config import StartModelConfig, TrainConfig
 
+Config = TypeVar("Config", bound=StageConfig)
+
 
 class EvaluateConfig(StageConfig):
     """Held-out evaluation, greedy and sampled."""
@@ -28,6 +31,19 @@ class EvaluateConfig(StageConfig):
     n_prompts: int = setting(512, "Held-out prompts, the same each time.", ge=1, fixed=True)
     scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
     prompts_per_task: int = setting(64, "Held-out prompts of one evaluation task run.", ge=1)
+
+
+class RescoreConfig(StageConfig):
+    """All settings of the flow rescore."""
+
+    score: ScoreConfig = setting(ScoreConfig(), "The scorer, and where it runs.")
+    store: StoreConfig = setting(StoreConfig(), "The data sets.")
+    observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
+    first_step: int = setting(0, "First step to score.", ge=0)
+    last_step: int = setting(-1, "Last step to score; -1: the last one there is.", ge=-1)
+    evaluations: bool = setting(False, "Score stored held-out trajectories too.")
+    groups_per_task: int = setting(32, "Groups that one score task run scores.", ge=1)
+    tasks_in_flight: int = setting(4, "Score task runs at the same time; what they score is in memory.", ge=1)
 
 
 class RunConfig(StageConfig):
@@ -67,6 +83,11 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
     Raises:
         ConfigError: the preset is missing, or a setting is unknown, out of range or contradicts another.
     """
+    return validate(overridden(preset_values(preset), overrides))
+
+
+def preset_values(preset: str) -> dict[str, Any]:
+    """What a preset says, by its name in conf/ or its path; ConfigError when it is missing."""
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else PRESETS / f"{preset}.yaml"
     if not path.is_file():
         names = (
@@ -79,9 +100,15 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
         raise ConfigError("preset", preset, f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("preset", preset, f"{path} must hold settings by name, such as `steps: 40`")
+    return values
+
+
+def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Settings with `key.subkey=value` overrides applied; ConfigError for one that is not written so."""
+    values = copy.deepcopy(values)
     for override in overrides:
         _apply(values, override)
-    return validate(values)
+    return values
 
 
 def validate(values: dict[str, Any]) -> RunConfig:
@@ -90,15 +117,21 @@ def validate(values: dict[str, Any]) -> RunConfig:
     Raises:
         ConfigError: names the first wrong field, its value and what is allowed.
     """
+    config = parsed(RunConfig, values)
+    check(config)
+    return config
+
+
+def parsed(model: type[Config], values: dict[str, Any]) -> Config:
+    """Settings of a kind; ConfigError names the first wrong field, its value and what is allowed."""
     try:
-        config = RunConfig.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         remedy = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ConfigError(field, first["input"], f"{remedy}{_nearest(field, first['type'])}") from None
-    check(config)
-    return config
+        nearest = _nearest(model, field, first["type"])
+        raise ConfigError(field, first["input"], f"{remedy}{nearest}") from None
 
 
 def check(config: RunConfig) -> None:
@@ -134,10 +167,10 @@ def _value(text: str) -> Any:
     return value
 
 
-def _nearest(field: str, error_type: str) -> str:
+def _nearest(model: type[StageConfig], field: str, error_type: str) -> str:
     if error_type != "extra_forbidden":
         return ""
-    matches = difflib.get_close_matches(field, list(settings()), n=1)
+    matches = difflib.get_close_matches(field, list(settings(model)), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

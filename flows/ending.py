@@ -5,25 +5,23 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
 from prefect.exceptions import TerminationSignal
 
 from flows.failure import PREFECT_ERRORS, behind
-from flows.folder import is_finished
 from tasks.errors import RollmillError
-from tasks.store.layout import RunFolder
 
 STOPS = (KeyboardInterrupt, TerminationSignal, asyncio.CancelledError)
 
 
 @contextmanager
-def flow_command(folder: RunFolder, exit_timeout_s: float) -> Iterator[None]:
+def flow_command(is_done: Callable[[], bool], exit_timeout_s: float) -> Iterator[None]:
     """Run a flow as the last thing of this process.
 
-    A run that is finished, stopped or failed ends as such when Prefect's server could not be told of it. From then
+    What is done (`is_done`, by what lies in the run's folder), stopped or failed ends as such when Prefect's server could not be told of it. From then
     on the process lives for `exit_timeout_s` seconds at most: Prefect sends its last logs and events at exit, and
     would try for minutes when its server is gone. All data of the run is stored by then.
 
@@ -46,7 +44,7 @@ def flow_command(folder: RunFolder, exit_timeout_s: float) -> Iterator[None]:
             raise SystemExit(status) from None
         if failure:
             raise failure from None
-        if not is_finished(folder):
+        if not is_done():
             raise
         status = 0
     finally:

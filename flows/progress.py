@@ -58,3 +58,32 @@ class RunProgress:
         get_run_logger().info(line)
         if step + 1 == self._steps:
             self._bar.stop()
+
+
+class CountProgress:
+    """Shows how many of a known number of things are done, and the time left; nothing where there is no terminal."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            console=CONSOLE,
+            expand=True,
+            disable=not CONSOLE.is_terminal,
+        )
+        self._task: TaskID = self._bar.add_task(name, total=total)
+
+    def __enter__(self) -> "CountProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, n: int) -> None:
+        """Show that so many more are done."""
+        self._bar.advance(self._task, n)

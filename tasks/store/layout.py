@@ -18,6 +18,7 @@ Partition: TypeAlias = Mapping[str, PartitionValue]
 
 PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)) | {
     "scores": ("scorer", "step"),
+    "evaluation_scores": ("scorer", "step"),
     "states": ("env", "step"),
     "shards": ("epoch",),
     "evaluations": ("version",),

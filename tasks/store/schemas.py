@@ -145,6 +145,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("experts", pa.large_binary(), "routed experts, raw bytes in C order"),
     ),
     "scores": _schema("scores", _RUN, _STEP, _GROUP, _SAMPLE, _TRAJECTORY, *_SCORED),
+    "evaluation_scores": _schema("evaluation_scores", _RUN, _STEP, _GROUP, _SAMPLE, _TRAJECTORY, *_SCORED),
     "groups": _schema(
         "groups",
         _RUN,

@@ -12,6 +12,7 @@ from prefect import flow, get_client
 from prefect.flow_engine import run_flow_async
 
 from flows.ending import flow_command
+from flows.folder import is_finished
 from flows.leftovers import mark_leftovers
 from flows.picture import picture_of
 from flows.recording import Recording
@@ -52,5 +53,5 @@ async def work(folder: str, hang: bool, flow_run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    with flow_command(RunFolder(Path(sys.argv[1])), exit_timeout_s=3.0):
+    with flow_command(lambda: is_finished(RunFolder(Path(sys.argv[1]))), exit_timeout_s=3.0):
         asyncio.run(work(sys.argv[1], sys.argv[2] == "hang", "".join(sys.argv[3:])))

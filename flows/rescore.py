@@ -1,0 +1,128 @@
+"""Scores anew what was generated before: a scorer over stored rollouts, into a scores data set of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from prefect import flow
+from rich.console import Console
+from rich.table import Table
+
+from flows.config import RescoreConfig
+from flows.failure import one_error
+from flows.progress import CountProgress, say
+from flows.recording import Recording
+from flows.turns import ScoredInTurn, Turns
+from flows.unscored import Unscored, check_rescoring, unscored_groups, unscored_steps
+from tasks.rollout.group import parts_of
+from tasks.score.rescoring import GroupsPart
+from tasks.score.scoring import Scoring
+from tasks.score.task import score
+from tasks.store.layout import RunFolder
+from tasks.store.rows import Rows, values
+from tasks.store.run import OpenRun
+from tasks.store.totals import score_totals
+
+
+@flow(name="rescore", flow_run_name="{run}", persist_result=False)
+async def rescore(run: str, config: RescoreConfig) -> str:
+    """Score the stored rollouts of a run, finished or not; what the scorer has scored already is kept.
+
+    Args:
+        run: the run's folder, or s3://bucket/prefix.
+        config: all settings.
+
+    Returns:
+        NAME@VERSION, by which the scores are stored.
+    """
+    check_rescoring(config)
+    folder = RunFolder(run)
+    with one_error():
+        async with open_rescoring(folder, config) as rescoring:
+            await rescoring.finish()
+    Console().print(scores_table(folder))
+    return rescoring.scorer
+
+
+class Rescoring:
+    """One scorer over one run, which is open for writing."""
+
+    def __init__(self, store: OpenRun, config: RescoreConfig, scoring: Scoring) -> None:
+        self.scorer = scoring.key
+        self._store, self._config, self._scoring = store, config, scoring
+        self._recording, self._turns = Recording(config.observe), Turns()
+        self._in_flight = asyncio.Semaphore(config.tasks_in_flight)
+        self._n_failed, self._first_error = 0, ""
+
+    async def finish(self) -> None:
+        """Score whatever has no score yet, step by step, parts of several groups at a time."""
+        left = await asyncio.to_thread(unscored_steps, self._store.folder, self._config, self._scoring)
+        total = sum(step.n_trajectories for step in left)
+        if not total:
+            say(f"scores/scorer={self.scorer} is complete: every stored trajectory has its score")
+            return
+        with CountProgress(f"{self.scorer}", total) as self._progress:
+            async with asyncio.TaskGroup() as scoring:
+                for step in left:
+                    groups = await asyncio.to_thread(
+                        unscored_groups, self._store.folder, self._config, self._scoring, step
+                    )
+                    for part in parts_of(groups, self._config.groups_per_task):
+                        await self._in_flight.acquire()
+                        scoring.create_task(self._score(step, part))
+        if self._n_failed:
+            say(
+                f"{self._n_failed} of {total} scores failed and are kept as such; the first: {self._first_error}"
+            )
+        await self._recording.wait_until_recorded()
+
+    async def _score(self, step: Unscored, groups: Sequence[Rows]) -> None:
+        """Score a part in a task run of its own."""
+        try:
+            await self._recording.hold_back()
+            await self._turns.next()
+            self._recording.started()
+
+            async def keep(rows: Rows) -> None:
+                await self._store.writer.append(step.scores, rows, scorer=self.scorer, step=step.step)
+                self._see(rows)
+
+            part = GroupsPart(self._scoring, groups, step.step, keep)
+            first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
+            label = str(first) if first == last else f"{first}-{last}"
+            await score(ScoredInTurn(part, self._turns), step.step, label)
+        finally:
+            self._in_flight.release()
+
+    def _see(self, rows: Rows) -> None:
+        errors = [
+            error
+            for error, status in zip(values(rows, "error"), values(rows, "status"), strict=True)
+            if status == "failed"
+        ]
+        self._n_failed += len(errors)
+        self._first_error = self._first_error or str(next(iter(errors), ""))
+        self._progress.advance(rows.num_rows)
+
+
+@asynccontextmanager
+async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncIterator[Rescoring]:
+    """Lock the run, and start the scorer's worker processes.
+
+    Raises:
+        RunLockedError: a process writes to it.
+    """
+    with OpenRun.extend(folder, config_of=config.store) as store:
+        async with Scoring(config.score, store.manifest.run) as scoring, store.writer:
+            yield Rescoring(store, config, scoring)
+
+
+def scores_table(folder: RunFolder) -> Table:
+    """What each scorer said of a run's rollouts, those of the run itself included."""
+    table = Table(title=f"{folder.location}: scores", title_justify="left")
+    for column in ("scorer", "mean reward", "scored", "failed", "dropped"):
+        table.add_column(column, justify="left" if column == "scorer" else "right")
+    for each in score_totals(folder):
+        counts = [str(each.by_status[status]) for status in ("scored", "failed", "dropped")]
+        table.add_row(each.scorer, f"{each.reward:.4f}", *counts)
+    return table

@@ -1,0 +1,85 @@
+"""What of a step's stored rollouts a scorer has not scored yet: a pure function of the rows that are stored."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from tasks.score.scoring import Scoring, scorable
+from tasks.store.rows import Rows, joined, values, where, where_in, without
+
+READ = (
+    *("group", "sample", "trajectory_id", "env", "status"),
+    *("example", "messages", "outcome", "n_completion_tokens"),
+)
+"""Columns of a rollout that scoring needs."""
+
+
+def groups_to_score(
+    rollouts: Rows,
+    scored: Collection[object],
+    *,
+    whole: Collection[object] | None,
+    group_size: int = 0,
+) -> list[Rows]:
+    """The trajectories of a step that have no score yet, group by group in order of group and sample.
+
+    Args:
+        rollouts: rows of one step; columns group, sample, trajectory_id and status at least.
+        scored: trajectory ids that the scorer has a row for.
+        whole: for a scorer of groups, the groups that are done, which it is shown with all their survivors, once;
+            None for a scorer of single trajectories.
+        group_size: fewest survivors with which a group is shown to a scorer of groups.
+
+    Example: of a group with samples 0, 1 and 2, of which 1 failed and 0 is scored, sample 2 is left; for a scorer
+    of groups nothing is.
+    """
+    survivors = scorable(rollouts)
+    if whole is None:
+        left = without(survivors, "trajectory_id", scored)
+        return _by_group(left)
+    begun = set(values(where_in(survivors, "trajectory_id", scored), "group"))
+    return [
+        rows
+        for rows in _by_group(without(survivors, "group", begun))
+        if rows.column("group")[0].as_py() in whole and rows.num_rows >= group_size
+    ]
+
+
+def _by_group(rows: Rows) -> list[Rows]:
+    ordered = rows.sort_by([("group", "ascending"), ("sample", "ascending")])
+    return [where(ordered, "group", group) for group in dict.fromkeys(values(ordered, "group"))]
+
+
+class GroupsPart:
+    """Groups of one step that one score task run scores.
+
+    Not a dataclass: Prefect looks into dataclasses among a task's parameters.
+
+    Args:
+        keep: hands rows to the run's writer; what it returns is done when they are stored.
+    """
+
+    __slots__ = ("groups", "keep", "scoring", "step")
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        groups: Sequence[Rows],
+        step: int,
+        keep: Callable[[Rows], Awaitable[None]],
+    ) -> None:
+        self.scoring, self.groups, self.step, self.keep = scoring, groups, step, keep
+
+    async def score(self) -> str:
+        """Score and store; returns how it went, in words. A group's rows are stored at once, or not at all."""
+        shown = self.groups if self.scoring.by_group else [joined(*self.groups)]
+        async with asyncio.TaskGroup() as scoring:
+            tasks = [scoring.create_task(self._scored(each)) for each in shown]
+        rows = joined(*(task.result() for task in tasks))
+        rewards = [reward for reward in rows.column("reward").to_pylist() if reward == reward]
+        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        return f"{rows.num_rows} scores{mean}"
+
+    async def _scored(self, rollouts: Rows) -> Rows:
+        rows = await self.scoring.score(rollouts, step=self.step)
+        await self.keep(rows)
+        return rows
