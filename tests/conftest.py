@@ -1,11 +1,18 @@
-"""Tiny models made here, and one vLLM server for the whole session."""
+"""For the whole session: tiny models made here, one vLLM server, one server that speaks S3."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from tasks.rollout.tokens import save_character_tokenizer
@@ -16,6 +23,7 @@ from tasks.serve.process import LaunchedProcess, free_port
 
 VOCABULARY = 57
 MAX_TOKENS = 256
+LONGEST_S3_START_S = 60.0
 EXTENSION_FOLDER = Path(__file__).parent / "sync"
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -101,3 +109,51 @@ async def _started(served: ServedModel) -> None:
     async with VllmClient(served.url, served.config) as client:
         await client.wait_until_healthy(300.0, served.process)
         await client.warm_up(served.process)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """Its address; requests of this session, and of what it starts with its environment, go there."""
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", endpoint.rpartition(":")[2]]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    environment = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "tests",
+        "AWS_SECRET_ACCESS_KEY": "tests",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            wait_until_it_answers(endpoint, server)
+            yield endpoint
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_until_it_answers(endpoint: str, server: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + LONGEST_S3_START_S
+    while True:
+        try:
+            httpx.get(endpoint)
+        except httpx.TransportError:
+            assert server.poll() is None, "the S3 server ended"
+            assert time.monotonic() < deadline, "the S3 server does not answer"
+            time.sleep(0.05)
+        else:
+            return
+
+
+@pytest.fixture
+def s3_root(s3_endpoint: str) -> str:
+    """A new bucket of that server, and a prefix in it: s3://BUCKET/runs."""
+    from tasks.store.objects import filesystem
+
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    filesystem().call_s3("create_bucket", Bucket=bucket)
+    return f"s3://{bucket}/runs"

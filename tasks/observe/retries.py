@@ -1,6 +1,7 @@
 """Sending again after transient errors; nothing is logged of it, since what was sent again is a metric."""
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Callable, Iterable
+from typing import Protocol
 
 import stamina
 from stamina.instrumentation import set_on_retry_hooks
@@ -8,13 +9,21 @@ from stamina.instrumentation import set_on_retry_hooks
 set_on_retry_hooks(())
 
 
+class Attempts(Iterable[stamina.Attempt], AsyncIterable[stamina.Attempt], Protocol):
+    """What `retries` gives: `for` waits in the thread it runs in, `async for` in the event loop."""
+
+
 def retries(
-    on: type[Exception] | tuple[type[Exception], ...], *, attempts: int, backoff_s: float, longest_s: float
-) -> AsyncIterable[stamina.Attempt]:
+    on: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool],
+    *,
+    attempts: int,
+    backoff_s: float,
+    longest_s: float,
+) -> Attempts:
     """Attempts to iterate over, each a context manager; the last one raises.
 
     Args:
-        on: errors after which the next attempt follows.
+        on: errors after which the next attempt follows, or what says so of an error.
         attempts: at most, the first included.
         backoff_s: wait before the second attempt, doubled each time, with jitter of as much.
         longest_s: longest wait.

@@ -45,8 +45,12 @@ class Files(Protocol):
 
 
 def files_of(folder: RunFolder) -> Files:
-    """The files of a run, by where its folder lies."""
-    return LocalFiles(folder.local, folder.tmp)
+    """The files of a run, by where its folder lies; those on S3 block, so they are used off the event loop."""
+    if folder.is_local:
+        return LocalFiles(folder.local, folder.tmp)
+    from tasks.store.s3 import S3Files  # s3fs and botocore are imported where a run lies on S3 alone
+
+    return S3Files(folder)
 
 
 def publish_text(files: Files, key: str, text: bytes) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tasks.store.layout import RunFolder
+from tasks.store.layout import SCRATCH_ENV, RunFolder
 from tasks.store.schemas import batch_of, schema_of
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -41,9 +41,13 @@ def rows() -> RowMaker:
     return make_rows
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    """A run's folder as it is when it is open for writing."""
-    run = RunFolder(tmp_path / "run")
+@pytest.fixture(params=["local", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run's folder as it is when it is open for writing: on a disk, and on S3."""
+    if request.param == "local":
+        run = RunFolder(tmp_path / "run")
+    else:
+        monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
+        run = RunFolder(f"{request.getfixturevalue('s3_root')}/run")
     run.tmp.mkdir(parents=True)
     return run

@@ -1,14 +1,13 @@
 """Reading, also what is not there or not whole."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
 import pytest
 
 from tasks.errors import SchemaError, ShardError
-from tasks.store.filesystem import files_of
+from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read, read_trajectories, scan
 from tasks.store.schemas import schema_of
@@ -31,15 +30,15 @@ async def filled(folder: RunFolder, rows: RowMaker) -> RunFolder:
     return folder
 
 
-def shard_of(folder: RunFolder, step: int = 0) -> Path:
-    return next(Path(folder.dataset("rollouts", step=step)).glob("*.arrow"))
+def shard_of(folder: RunFolder, step: int = 0) -> str:
+    return files_of(folder).keys(f"rollouts/step={step:06d}/*.arrow")[0]
 
 
 def test_a_folder_without_rows_reads_as_an_empty_table_with_the_schema(folder: RunFolder) -> None:
     assert read(folder, "rollouts", step=5).schema.equals(schema_of("rollouts"), check_metadata=True)
     assert read(folder, "rollouts", ["group"]).schema.names == ["group"]
     assert scan(folder, "rollouts").collect().columns == schema_of("rollouts").names
-    assert scan(RunFolder(folder.local / "nowhere"), "groups").collect().is_empty()
+    assert scan(RunFolder(folder.path("nowhere")), "groups").collect().is_empty()
 
 
 def test_columns_come_in_the_order_asked_for_and_partitions_select(filled: RunFolder) -> None:
@@ -78,38 +77,41 @@ def test_unknown_columns_and_data_sets_are_refused(filled: RunFolder) -> None:
 @pytest.mark.parametrize("n_bytes", [0, 1, 100, -1])
 def test_a_shard_that_was_cut_off_is_an_error_that_names_it(filled: RunFolder, n_bytes: int) -> None:
     shard = shard_of(filled)
-    shard.write_bytes(shard.read_bytes()[:n_bytes])
-    with pytest.raises(ShardError, match=str(shard)):
+    content = read_text(files_of(filled), shard)
+    publish_text(files_of(filled), shard, content[:n_bytes])
+    with pytest.raises(ShardError, match=filled.path(shard)):
         read(filled, "rollouts")
     assert read(filled, "rollouts", step=1).num_rows == 2
 
 
 def test_offsets_that_point_outside_a_shard_are_an_error_that_names_it(filled: RunFolder) -> None:
     shard = shard_of(filled)
-    content = bytearray(shard.read_bytes())
+    content = bytearray(read_text(files_of(filled), shard))
     offsets = bytes(pa.array([0, 3, 6], pa.int64()).buffers()[1])[:24]
     place = content.find(offsets)
     assert place > 0
     content[place + 8 : place + 16] = (1 << 40).to_bytes(8, "little")
-    shard.write_bytes(content)
-    with pytest.raises(ShardError, match=str(shard)):
+    publish_text(files_of(filled), shard, bytes(content))
+    with pytest.raises(ShardError, match=filled.path(shard)):
         read(filled, "rollouts", step=0)
 
 
 def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) -> None:
     shard = shard_of(filled)
-    with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_file(sink, schema_of("groups")):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema_of("groups")):
         pass
-    with pytest.raises(ShardError, match=f"{shard} has another schema than rollouts"):
+    publish_text(files_of(filled), shard, sink.getvalue().to_pybytes())
+    with pytest.raises(ShardError, match=f"{filled.path(shard)} has another schema than rollouts"):
         read(filled, "rollouts")
 
 
 def test_a_plain_polars_scan_opens_every_data_set_in_the_middle_of_a_run(filled: RunFolder) -> None:
     (filled.tmp / "half.arrow").write_bytes(b"ARROW1")
-    rollouts = pl.scan_ipc(f"{filled.local}/rollouts/**/*.arrow", hive_partitioning=True)
+    rollouts = pl.scan_ipc(f"{filled.location}/rollouts/**/*.arrow", hive_partitioning=True)
     assert rollouts.filter(pl.col("step") == 1).select("group").collect()["group"].to_list() == [10, 11]
     assert rollouts.collect_schema()["step"] == pl.Int32
-    scores = pl.scan_ipc(f"{filled.local}/scores/**/*.arrow", hive_partitioning=True)
+    scores = pl.scan_ipc(f"{filled.location}/scores/**/*.arrow", hive_partitioning=True)
     counts = scores.group_by("scorer").len().sort("scorer").collect()
     assert counts.rows() == [("addition@1", 4), ("length@1", 4)]
 

@@ -1,14 +1,13 @@
 """The plans of steps, and where a run goes on."""
 
-import json
 from collections.abc import Callable
 
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
+from tasks.store.filesystem import files_of, publish_text
+from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
 from tasks.store.plan import GroupRange, group_numbers, plan_rows, read_plan, settled_plan, step_plan
 from tasks.store.resume import (
     ResumePoint,
@@ -51,9 +50,9 @@ async def test_a_run_goes_on_from_its_last_complete_checkpoint_and_its_stored_ba
         for step in (0, 1, 2, 4):
             writer.append("batches", rows("batches", 0 if step == 1 else 2, step=step), step=step)
     for version, is_complete in ((0, True), (2, True), (3, False)):
-        folder.checkpoint(version).mkdir(parents=True)
+        publish_text(files_of(folder), f"{checkpoint_key(version)}/state/weights", b"some")
         if is_complete:
-            folder.checkpoint_marker(version).write_text(json.dumps({}))
+            publish_text(files_of(folder), f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}", b"{}")
     assert complete_checkpoints(folder) == [0, 2]
     assert resume_point(folder) == ResumePoint(checkpoint_version=2, stored_batches=3)
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tasks.errors import SchemaError, StoreError
-from tasks.store.filesystem import LocalFiles, files_of
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.names import ShardName
 from tasks.store.reader import read
@@ -20,13 +20,14 @@ from tasks.store.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 REPOSITORY = Path(__file__).parents[2]
+ON_A_DISK = pytest.mark.parametrize("folder", ["local"], indirect=True)
 
 
 class GatedFiles:
     """Local files of which each waits to be published until the gate is opened."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._files = LocalFiles(folder.local, folder.tmp)
+        self._files = files_of(folder)
         self.gate = threading.Event()
         self.began = threading.Event()
 
@@ -151,6 +152,7 @@ async def test_a_second_cancellation_on_the_way_out_loses_nothing(folder: RunFol
     assert groups_of(folder) == [0, 1]
 
 
+@ON_A_DISK
 async def test_a_partition_that_cannot_be_written_fails_its_own_rows_alone(
     folder: RunFolder, rows: RowMaker
 ) -> None:
@@ -169,6 +171,7 @@ async def test_a_partition_that_cannot_be_written_fails_its_own_rows_alone(
     assert list(folder.tmp.iterdir()) == []
 
 
+@ON_A_DISK
 async def test_rows_that_nobody_waits_for_and_that_cannot_be_stored_fail_the_exit(
     folder: RunFolder, rows: RowMaker
 ) -> None:
@@ -179,6 +182,7 @@ async def test_rows_that_nobody_waits_for_and_that_cannot_be_stored_fail_the_exi
     assert isinstance(acknowledgement.exception(), StoreError)
 
 
+@ON_A_DISK
 def test_a_full_disk_is_an_error_that_names_path_and_reason_and_leaves_nothing(folder: RunFolder) -> None:
     def fill(path: Path) -> str:
         path.write_bytes(b"half of it")
@@ -189,6 +193,7 @@ def test_a_full_disk_is_an_error_that_names_path_and_reason_and_leaves_nothing(f
     assert list(folder.local.rglob("*")) == [folder.tmp]
 
 
+@ON_A_DISK
 def test_a_file_that_outgrows_what_the_system_allows_is_such_an_error_too(folder: RunFolder) -> None:
     program = """
 import resource, sys
@@ -257,6 +262,7 @@ async def test_every_data_set_comes_back_as_it_was_appended(folder: RunFolder, r
         assert read(folder, dataset).equals(pa.table(rows(dataset, 3)), check_metadata=True), dataset
 
 
+@ON_A_DISK
 async def test_no_score_is_stored_without_its_rollout(folder: RunFolder, rows: RowMaker) -> None:
     score = {"scorer": "addition@1", "step": 0}
     async with RunWriter(files_of(folder), 1, 0.0) as writer:

@@ -1,0 +1,212 @@
+"""Files on S3: what comes from the environment, transient errors, forks, few requests, errors in words."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from s3_proxy import FailingProxy
+
+from tasks.errors import ShardError, StoreError
+from tasks.store import objects
+from tasks.store.filesystem import files_of, publish_text, read_text
+from tasks.store.layout import SCRATCH_ENV, RunFolder
+from tasks.store.objects import Objects, filesystem
+from tasks.store.reader import read
+from tasks.store.s3 import AHEAD_BYTES, TAIL_BYTES
+from tasks.store.s3_errors import MissingObjectError, ObjectChangedError
+from tasks.store.schemas import batch_of
+from tasks.store.writer import RunWriter
+
+RowMaker = Callable[..., pa.RecordBatch]
+
+
+@pytest.fixture
+def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
+    return RunFolder(f"{s3_root}/run")
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Set environment variables (None: remove), and let requests be made as in a process begun with them."""
+
+    def begin(**variables: str | None) -> None:
+        for name, value in variables.items():
+            monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+        objects._filesystem.cache_clear()
+        objects._attempts.cache_clear()
+
+    yield begin
+    monkeypatch.undo()
+    objects._filesystem.cache_clear()
+    objects._attempts.cache_clear()
+
+
+@contextmanager
+def proxied(endpoint: str, anew: Callable[..., None], share: float) -> Iterator[FailingProxy]:
+    with FailingProxy(endpoint, share).running() as proxy:
+        anew(AWS_ENDPOINT_URL=proxy.url)
+        yield proxy
+
+
+async def test_rows_are_stored_once_though_a_third_of_the_requests_fails(
+    run: RunFolder, rows: RowMaker, s3_endpoint: str, anew: Callable[..., None]
+) -> None:
+    with proxied(s3_endpoint, anew, 1 / 3) as proxy:
+        async with RunWriter(files_of(run), epoch=1, flush_s=0.0) as writer:
+            for group in range(20):
+                await writer.append("rollouts", rows("rollouts", step=0, group=group), step=0)
+        found = await asyncio.to_thread(read, run, "rollouts", ["group"])
+    assert sorted(found["group"].to_pylist()) == list(range(20))
+    assert len(proxy.requests) > 20 + 1 + 20
+
+
+def test_a_server_that_goes_on_failing_is_an_error_that_says_how_often_it_was_tried(
+    run: RunFolder, s3_endpoint: str, anew: Callable[..., None]
+) -> None:
+    anew(AWS_MAX_ATTEMPTS="2")
+    with (
+        proxied(s3_endpoint, anew, 1.0),
+        pytest.raises(StoreError, match=r"cannot list s3://.*, tried 2 times: .*AWS_ENDPOINT_URL"),
+    ):
+        files_of(run).keys("run.json")
+
+
+def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
+    run: RunFolder, s3_endpoint: str, anew: Callable[..., None]
+) -> None:
+    n_tokens = 400_000
+    columns = {
+        "run": ["r"] * 4,
+        "step": [0] * 4,
+        "trajectory_id": list("abcd"),
+        "logprobs": [np.zeros(n_tokens, np.float32)] * 4,
+        "entropy": [np.zeros(n_tokens, np.float32)] * 4,
+        "ratio": [np.zeros(n_tokens, np.float32)] * 4,
+        "clipped": [np.zeros(n_tokens, np.bool_)] * 4,
+    }
+
+    async def store() -> None:
+        async with RunWriter(files_of(run), epoch=1, flush_s=0.0) as writer:
+            await writer.append("annotations", batch_of("annotations", columns), step=0)
+
+    asyncio.run(store())
+    (key,) = files_of(run).keys("annotations/**/*.arrow")
+    (size,) = Objects(run.location.removeprefix("s3://")).keys(key).values()
+    with proxied(s3_endpoint, anew, 0.0) as proxy:
+        source = files_of(run).open(key)
+        fields = [source_field("annotations", "trajectory_id")]
+        table = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields)).read_all()
+    assert table["trajectory_id"].to_pylist() == list("abcd")
+    assert len(proxy.requests) <= 3, proxy.requests
+    assert size > 10 * (TAIL_BYTES + 2 * AHEAD_BYTES)
+
+
+def source_field(dataset: str, name: str) -> int:
+    from tasks.store.schemas import schema_of
+
+    return int(schema_of(dataset).get_field_index(name))
+
+
+def test_a_large_file_goes_in_parts_and_is_there_whole_or_not_at_all(run: RunFolder) -> None:
+    files = files_of(run)
+    content = os.urandom(2 * objects.PART_BYTES + 1)
+    publish_text(files, "big", content)
+    assert read_text(files, "big") == content
+
+    def break_off(path: Path) -> str:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreError, match="No space left on device"):
+        files.publish("", break_off)
+    assert files.keys("**") == ["big"]
+    assert list(run.tmp.iterdir()) == []
+
+
+def test_an_object_is_made_and_replaced_by_the_one_who_knows_what_is_there(run: RunFolder) -> None:
+    below = Objects(run.location.removeprefix("s3://"))
+    first = below.put("lock", b"one")
+    assert below.get("lock").etag == first
+    with pytest.raises(ObjectChangedError):
+        below.put("lock", b"two")
+    second = below.put("lock", b"two", replaces=first)
+    with pytest.raises(ObjectChangedError):
+        below.put("lock", b"three", replaces=first)
+    assert below.get("lock").content == b"two"
+    assert below.get("lock").etag == second
+    assert 0.0 <= below.get("lock").age_s < 60.0
+
+
+def test_what_is_removed_is_gone_and_what_is_not_there_is_no_error(run: RunFolder) -> None:
+    files = files_of(run)
+    publish_text(files, "a/b", b"1")
+    files.remove(["a/b", "a/c"])
+    files.remove([])
+    assert files.keys("**") == []
+    with pytest.raises(MissingObjectError, match=f"cannot read {run.path('a/b')}: there is no such object"):
+        files.open("a/b")
+
+
+def test_listings_are_never_those_of_a_moment_ago(run: RunFolder) -> None:
+    files = files_of(run)
+    assert files.keys("a/*") == []
+    other = Objects(run.location.removeprefix("s3://"))
+    other.put("a/b", b"")
+    assert files.keys("a/*") == ["a/b"]
+    assert files.keys("*") == []
+
+
+def test_a_forked_child_makes_connections_of_its_own(run: RunFolder) -> None:
+    files = files_of(run)
+    publish_text(files, "of", b"the parent")
+    ours = filesystem()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = read_text(files_of(run), "of")
+            publish_text(files_of(run), "child", text)
+            os._exit(0 if filesystem() is not ours else 1)
+        except BaseException:  # noqa: BLE001 - a child must not go on with the parent's tests
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert read_text(files, "child") == b"the parent"
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "profile"])
+def test_endpoint_and_credentials_are_found_where_every_aws_tool_looks(
+    run: RunFolder, s3_endpoint: str, anew: Callable[..., None], tmp_path: Path, name: str
+) -> None:
+    if name == "profile":
+        config = tmp_path / "config"
+        config.write_text(
+            f"[profile lab]\nendpoint_url={s3_endpoint}\naws_access_key_id=a\naws_secret_access_key=b\n"
+        )
+        variables: dict[str, str | None] = {"AWS_CONFIG_FILE": str(config), "AWS_PROFILE": "lab"}
+        variables |= dict.fromkeys(("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    else:
+        variables = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: s3_endpoint}
+    anew(**variables)
+    publish_text(files_of(run), "a", b"1")
+    assert files_of(run).keys("*") == ["a"]
+
+
+def test_errors_say_where_and_what_to_do(run: RunFolder, anew: Callable[..., None], tmp_path: Path) -> None:
+    nowhere = RunFolder("s3://no-such-bucket/run")
+    with pytest.raises(ShardError, match=r"cannot read s3://no-such-bucket/run/run.json: .*make the bucket"):
+        files_of(nowhere).open("run.json")
+    nothing = str(tmp_path / "none")
+    anew(AWS_ACCESS_KEY_ID=None, AWS_CONFIG_FILE=nothing, AWS_SHARED_CREDENTIALS_FILE=nothing)
+    with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"):
+        files_of(run).keys("run.json")
+    anew(AWS_PROFILE="nobody")
+    with pytest.raises(StoreError, match=r"nobody.*AWS_PROFILE names a profile"):
+        files_of(run).keys("run.json")
+    anew(AWS_PROFILE=None, AWS_ACCESS_KEY_ID="a", AWS_ENDPOINT_URL="http://127.0.0.1:9", AWS_MAX_ATTEMPTS="1")
+    with pytest.raises(StoreError, match=r"Could not connect.*AWS_ENDPOINT_URL"):
+        files_of(run).keys("run.json")
