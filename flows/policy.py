@@ -47,6 +47,7 @@ class Policy:
         """
         async with self._still:
             end = await self._load_checkpoint()
+        self._run.compactor.begin(self.current.version)
         for step in range(self.current.version, end):
             if is_due(self._run, step) and not is_evaluated(self._run, step):
                 async with self._still:
@@ -104,7 +105,10 @@ class Policy:
         return [Metric(name, "all", "value", value) for name, value in values.items()]
 
     async def checkpoint_if_due(self) -> None:
-        """Write everything that makes up the current version into the run's folder, now and then and at the end."""
+        """Write everything that makes up the current version into the run's folder, now and then and at the end.
+
+        The steps below it are compacted from then on, beside the next ones.
+        """
         config, folder, version = self._run.config, self._run.folder.location, self.current.version
         if version % config.train.checkpoint_every and version != config.steps:
             return
@@ -114,6 +118,7 @@ class Policy:
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
                 await self._trainer.client.checkpoint(folder, version)
+        self._run.compactor.begin(version)
 
     async def watch(self, server: ServerService) -> None:
         """Watch over a server for ever; see flows.watch."""

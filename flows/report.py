@@ -39,6 +39,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
     services = [*run.scoring.metrics(), *run.pool.metrics()]
+    services.append(Metric("store/compaction_failures_so_far", "all", "value", float(run.compactor.n_failed)))
     if isinstance(run.environment, RemoteEnvironment):
         restarts = float(run.environment.restarts)
         services.append(Metric("rollout/env_restarts_so_far", "all", "value", restarts))
@@ -89,10 +90,12 @@ def has_metrics(run: Run, step: int) -> bool:
 
 
 async def report_run(run: Run) -> None:
-    """Close the run's books: its page in the UI, its task runs recorded, its manifest finished."""
+    """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
     await create_run_artifact(run.folder)
     print_summary(run.folder, flow_run.ui_url or "")
-    left = await run.recording.wait_until_recorded()
-    if left:
+    async with asyncio.TaskGroup() as closing:
+        closing.create_task(run.compactor.finish())
+        recorded = closing.create_task(run.recording.wait_until_recorded())
+    if left := recorded.result():
         say(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
     run.store.finish()

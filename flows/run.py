@@ -11,7 +11,7 @@ from flows.config import RunConfig, fixed_settings
 from flows.folder import run_folder
 from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
-from flows.progress import RunProgress
+from flows.progress import RunProgress, say
 from flows.recording import Recording
 from tasks.observe.memory import keep_for_good
 from tasks.rollout.admission import Admission
@@ -23,6 +23,8 @@ from tasks.rollout.sampling import Player
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.score.scoring import Scoring
 from tasks.serve.pool import ServerPool
+from tasks.store.compactor import Compactor
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.run import OpenRun
 
@@ -42,6 +44,7 @@ class Run:
     config: RunConfig
     model: Path
     store: OpenRun
+    compactor: Compactor
     environment: Environment
     scoring: Scoring
     held_out_scoring: Scoring
@@ -89,12 +92,14 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                 _open_scorings(config, store.manifest.run) as scorings,
                 opened as environment,
                 store.writer,
+                Compactor(files_of(store.folder), store.writer, config.store, say) as compactor,
             ):
                 check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
                 yield Run(
                     config=config,
                     model=model,
                     store=store,
+                    compactor=compactor,
                     environment=environment,
                     scoring=scorings[0],
                     held_out_scoring=scorings[-1],

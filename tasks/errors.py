@@ -5,6 +5,7 @@ RollmillError
 ├── StoreError
 │   ├── SchemaError             rows do not have the data set's schema
 │   ├── ShardError              a shard cannot be read, or lacks rows it should have
+│   │   └── ShardGoneError      ... since it is not there: removed, or superseded by a compacted one and then removed
 │   ├── RunLockedError          another process writes to this run
 │   ├── RunMismatchError        a resumed run's fixed settings differ from its run.json
 │   └── RunFinishedError        every step of this run is done
@@ -64,6 +65,10 @@ class SchemaError(StoreError):
 
 class ShardError(StoreError):
     """A shard cannot be read, or lacks rows that it should have."""
+
+
+class ShardGoneError(ShardError):
+    """A shard is not there; a compacted one may have taken its place since it was listed."""
 
 
 class RunLockedError(StoreError):

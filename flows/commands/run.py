@@ -1,11 +1,12 @@
 """Commands that generate and train."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.commands.options import Overrides, Preset
+from flows.commands.options import Overrides, Preset, RunLocation
 
 PANEL = "Run"
 commands = typer.Typer()
@@ -29,6 +30,25 @@ def run(
     from flows.command import run_here
 
     run_here(config, name or Path(preset).stem, again=again)
+
+
+@commands.command(rich_help_panel=PANEL)
+def compact(
+    run: RunLocation,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="Seconds that superseded shards stay for readers; the run's setting by default."
+        ),
+    ] = None,
+) -> None:
+    """Put the many small shards of a run that is not going on into few."""
+    import asyncio
+
+    from flows.compaction import compact_run
+    from flows.folder import existing_run
+
+    typer.echo(asyncio.run(compact_run(existing_run(run), grace, partial(typer.echo, err=True))))
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -12,3 +12,18 @@ class StoreConfig(StageConfig):
         le=60.0,
     )
     lock_timeout_s: float = setting(10.0, "Seconds to wait for another process to let go of the run.", ge=0.0)
+    compact: bool = setting(
+        True, "Put the small shards of steps that are trained and checkpointed into one for each partition."
+    )
+    compaction_grace_s: float = setting(
+        10.0,
+        "Seconds that shards stay after a compacted one took their place: longer than any plain scan by others takes "
+        "from listing the files to opening the last of them. The end of a run waits for it.",
+        ge=0.1,
+        le=3600.0,
+    )
+    compaction_large_bytes: int = setting(
+        8 << 20,
+        "Mean size of a partition's shards from which on they are left as they are, bytes.",
+        ge=1,
+    )

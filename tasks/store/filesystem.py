@@ -1,4 +1,4 @@
-"""The seam between the data sets and what stores them: four operations on keys, paths below the run's folder."""
+"""The seam between the data sets and what stores them: five operations on keys, paths below the run's folder."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from tasks.errors import ShardError, StoreError
+from tasks.errors import ShardError, ShardGoneError, StoreError
 from tasks.store.layout import RunFolder
 
 
@@ -29,10 +29,14 @@ class Files(Protocol):
     def keys(self, pattern: str) -> list[str]:
         """The keys that match a glob pattern, sorted; empty when its folder is not there."""
 
+    def sizes(self, pattern: str) -> dict[str, int]:
+        """The size in bytes of each file that matches a glob pattern, by its key, sorted by it."""
+
     def open(self, key: str) -> pa.NativeFile:
         """Open a file for reading at any place.
 
         Raises:
+            ShardGoneError: there is no such file; names its path.
             ShardError: it cannot be opened; names path and reason.
         """
 
@@ -101,10 +105,19 @@ class LocalFiles:
     def keys(self, pattern: str) -> list[str]:
         return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))
 
+    def sizes(self, pattern: str) -> dict[str, int]:
+        found = {}
+        for key in self.keys(pattern):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                found[key] = (self._root / key).stat().st_size
+        return found
+
     def open(self, key: str) -> pa.NativeFile:
         path = self._root / key
         try:
             return pa.memory_map(str(path))
+        except FileNotFoundError as error:
+            raise ShardGoneError(f"cannot read {path}: {reason_of(error)}") from error
         except OSError as error:
             raise ShardError(f"cannot read {path}: {reason_of(error)}") from error
 

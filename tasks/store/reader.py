@@ -1,17 +1,21 @@
 """Read data sets: rows as Arrow tables, or as a Polars query."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tasks.errors import SchemaError, ShardError
+from tasks.errors import SchemaError, ShardError, ShardGoneError
 from tasks.store.filesystem import Files, files_of
 from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
 from tasks.store.names import current
 from tasks.store.schemas import schema_of
 
+LISTED_AGAIN = 10
+"""Shards are listed again this often at most, before one that was listed and is gone is an error."""
 NAMED_IDS = 5
 """Most missing trajectories that an error names."""
 
@@ -31,10 +35,10 @@ def read(
     """
     schema = _selected(dataset, columns)
     files = files_of(folder)
-    tables = [
-        _read_shard(files, folder, key, schema_of(dataset), schema)
-        for key in _shards(files, dataset, partition)
-    ]
+    tables = read_listed(
+        partial(_shards, files, dataset, partition),
+        lambda key: _read_shard(files, folder, key, schema_of(dataset), schema),
+    )
     return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
@@ -68,6 +72,27 @@ def scan(
     rows = pl.from_arrow(read(folder, dataset, columns, **partition))
     assert isinstance(rows, pl.DataFrame)
     return rows.lazy()
+
+
+def read_listed(listed: Callable[[], list[str]], read_one: Callable[[str], pa.Table]) -> list[pa.Table]:
+    """The table of each shard that is listed; listed again when a compacted one took the place of some meanwhile.
+
+    Raises:
+        ShardGoneError: one is listed and cannot be found, time and again.
+    """
+    tables: dict[str, pa.Table] = {}
+
+    def read_all() -> list[pa.Table]:
+        keys = listed()
+        for key in keys:
+            if key not in tables:
+                tables[key] = read_one(key)
+        return [tables[key] for key in keys]
+
+    for _ in range(LISTED_AGAIN):
+        with suppress(ShardGoneError):
+            return read_all()
+    return read_all()
 
 
 def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) -> list[str]:

@@ -52,9 +52,12 @@ class S3Files:
         return key
 
     def keys(self, pattern: str) -> list[str]:
+        return list(self.sizes(pattern))
+
+    def sizes(self, pattern: str) -> dict[str, int]:
         start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
         matches = re.compile(glob_translate(pattern))
-        return [key for key in self._objects.keys(start) if matches.match(key)]
+        return {key: size for key, size in self._objects.keys(start).items() if matches.match(key)}
 
     def open(self, key: str) -> pa.NativeFile:
         tail = self._objects.get(key, f"bytes=-{TAIL_BYTES}")

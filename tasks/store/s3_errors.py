@@ -5,7 +5,7 @@ from typing import Any
 import aiohttp
 from botocore import exceptions as aws
 
-from tasks.errors import ShardError, StoreError
+from tasks.errors import ShardGoneError, StoreError
 
 FAILURES = (OSError, aws.BotoCoreError, aws.ClientError, aiohttp.ClientError)
 """What a request by way of s3fs raises."""
@@ -26,7 +26,7 @@ _NO_OBJECT = {"NoSuchKey", "404"}
 _CHANGED = {"PreconditionFailed", "ConditionalRequestConflict"}
 
 
-class MissingObjectError(ShardError):
+class MissingObjectError(ShardGoneError):
     """There is no object of that key."""
 
 

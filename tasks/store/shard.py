@@ -1,6 +1,6 @@
 """One shard: rows checked, put together, written as an Arrow IPC file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None
                 )
 
 
-def write_shard(path: Path, name: ShardName, dataset: str, appended: Sequence[pa.RecordBatch]) -> str:
+def write_shard(path: Path, name: ShardName, dataset: str, appended: Iterable[pa.RecordBatch]) -> str:
     """Write rows as one Arrow IPC file, uncompressed, so that a reader maps columns instead of copying them.
 
     Returns `name` with the shard's digest.
@@ -58,7 +58,7 @@ def write_shard(path: Path, name: ShardName, dataset: str, appended: Sequence[pa
     return str(replace(name, digest=digest))
 
 
-def joined_batches(appended: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def joined_batches(appended: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows in the same order, in few pieces.
 
     Example: pieces of 1, 1, 1 and, too large to copy, 500 rows come out as pieces of 3 and 500.

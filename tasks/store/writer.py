@@ -4,9 +4,12 @@ A commit stores everything gathered while the one before it ran, one shard for e
 it wait for more. Rows are acknowledged when their shard has been renamed into place: from then on no death of
 this process loses them. A kill between rename and acknowledgement leaves rows that nobody was told of; a
 resumed run finds them in the folder, as it finds all others.
+
+Compactions run in a thread of their own, one at a time, so that no commit waits for one.
 """
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +20,10 @@ import pyarrow as pa
 
 from tasks.errors import StoreError
 from tasks.store.commit import commit
+from tasks.store.compaction import compact
 from tasks.store.filesystem import Files
 from tasks.store.layout import PartitionValue, partition_folder
+from tasks.store.names import ShardName
 from tasks.store.shard import check_rows
 
 Failures: TypeAlias = dict[str, StoreError]
@@ -49,9 +54,11 @@ class RunWriter:
         self._is_committing = False
         self._n_shards = 0
         self._thread: ThreadPoolExecutor | None = None
+        self._beside: ThreadPoolExecutor | None = None
 
     async def __aenter__(self) -> Self:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="store-compaction")
         return self
 
     def append(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> asyncio.Future[None]:
@@ -89,6 +96,41 @@ class RunWriter:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for acknowledgement in appended:
             acknowledgement.result()
+
+    async def compact(self, folder: str, large_bytes: int) -> str:
+        """Put the shards that a partition has by now into one, beside the commits; see tasks.store.compaction.
+
+        Args:
+            folder: of the partition, below the run's: "rollouts/step=000012".
+            large_bytes: a partition whose shards have this size on average, or more, is left as it is.
+
+        Returns:
+            The compacted shard's key; empty when there is nothing to do.
+
+        Raises:
+            ShardError: a shard of the partition cannot be read, or its rows are not right; nothing changed.
+            StoreError: the compacted shard could not be stored, or the writer is not open.
+        """
+        if self._thread is None or self._beside is None:
+            raise StoreError(f"the run's writer is not open; {folder} was not compacted")
+        name = ShardName(self._epoch, self._n_shards, is_compacted=True)
+        self._n_shards += 1
+        loop = asyncio.get_running_loop()
+        # Commits run one after another: those of a smaller number are done when this is.
+        await loop.run_in_executor(self._thread, _nothing)
+        return await loop.run_in_executor(
+            self._beside, partial(compact, self._files, folder, name, large_bytes)
+        )
+
+    async def remove(self, keys: Sequence[str]) -> None:
+        """Remove superseded shards.
+
+        Raises:
+            StoreError: one could not be removed, or the writer is not open.
+        """
+        if self._beside is None:
+            raise StoreError(f"the run's writer is not open; {len(keys)} superseded shards were not removed")
+        await asyncio.get_running_loop().run_in_executor(self._beside, self._files.remove, keys)
 
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -140,11 +182,18 @@ class RunWriter:
 
     def _close(self) -> None:
         """Store what a cancelled exit left, without an await that could be cancelled again."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.shutdown(wait=True, cancel_futures=True)
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(wait=True)
         gathered, first = self._take()
         self._settle(gathered, commit(self._files, self._epoch, first, _rows_of(gathered)))
+
+
+def _nothing() -> None:
+    """Takes a place in a thread's queue."""
 
 
 def _rows_of(gathered: Gathered) -> dict[str, list[pa.RecordBatch]]:

@@ -28,7 +28,9 @@ from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Work
 from tasks.score.outcome import NOT_WHOLE, GroupOutcome
 from tasks.serve.pool import ServerPool
+from tasks.store.compactor import Compactor
 from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read
 from tasks.store.rows import Rows, values
@@ -132,11 +134,15 @@ async def opened(folder: Path, sampler: PlannedSampler, scoring: Any, **settings
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
     environment, recording = Addition(), Recording(1000)
     try:
-        async with store.writer:
+        async with (
+            store.writer,
+            Compactor(files_of(store.folder), store.writer, config.store, print) as compactor,
+        ):
             yield Run(
                 config=config,
                 model=folder / "model",
                 store=store,
+                compactor=compactor,
                 environment=environment,
                 scoring=scoring,
                 held_out_scoring=scoring,

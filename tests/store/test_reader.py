@@ -6,10 +6,10 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from tasks.errors import SchemaError, ShardError
+from tasks.errors import SchemaError, ShardError, ShardGoneError
 from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import RunFolder
-from tasks.store.reader import read, read_trajectories, scan
+from tasks.store.reader import read, read_listed, read_trajectories, scan
 from tasks.store.schemas import schema_of
 from tasks.store.writer import RunWriter
 
@@ -124,3 +124,19 @@ def test_our_scan_reads_the_columns_of_the_files_and_selects_partitions(filled: 
     assert scan(filled, "scores", step=1).select(pl.len()).collect().item() == 4
     joined = scan(filled, "rollouts").join(scan(filled, "scores", scorer="length@1"), on="trajectory_id")
     assert joined.select(pl.len()).collect().item() == 4
+
+
+def test_shards_that_go_after_they_were_listed_are_listed_again_and_one_that_never_comes_is_an_error() -> (
+    None
+):
+    listings = iter([["small"], ["compacted"]])
+    tables = {"compacted": pa.table({"n": [1]})}
+
+    def read_one(key: str) -> pa.Table:
+        if key not in tables:
+            raise ShardGoneError(f"cannot read {key}: it is not there")
+        return tables[key]
+
+    assert read_listed(lambda: next(listings), read_one) == [tables["compacted"]]
+    with pytest.raises(ShardGoneError, match="small"):
+        read_listed(lambda: ["small"], read_one)

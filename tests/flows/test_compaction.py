@@ -1,0 +1,88 @@
+"""The command `rollmill compact` on a real run's folder."""
+
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from flows.compaction import compact_run
+from tasks.errors import RunLockedError, StoreError
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest
+from tasks.store.reader import read
+from tasks.store.run import OpenRun
+from tasks.store.schemas import batch_of
+
+STEPS = 4
+
+
+def opened(folder: RunFolder) -> OpenRun:
+    config = StoreConfig(root=str(folder.local.parent), flush_s=0.0, lock_timeout_s=0.0)
+    return OpenRun.open(
+        folder,
+        config={"steps": STEPS, "store": config.model_dump(mode="json")},
+        fixed=frozenset(),
+        versions={},
+        git_commit="",
+        config_of=config,
+    )
+
+
+def plan(run: str, step: int, group: int) -> pa.RecordBatch:
+    columns = {"run": [run], "step": [step], "first_group": [group], "n_groups": [1], "reason": ["plan"]}
+    return batch_of("plans", columns)
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> RunFolder:
+    """Four steps of three shards each; the first two are below a checkpoint."""
+    folder = RunFolder(tmp_path / "run")
+    with opened(folder) as run:
+        async with run.writer as writer:
+            for step in range(STEPS):
+                for group in range(3):
+                    await writer.append("plans", plan(run.manifest.run, step, group), step=step)
+    folder.checkpoint(2).mkdir(parents=True)
+    folder.checkpoint_marker(2).touch()
+    return folder
+
+
+def shards_by_step(folder: RunFolder) -> list[int]:
+    return [len(files_of(folder).keys(f"plans/step={step:06d}/*.arrow")) for step in range(STEPS)]
+
+
+def silent(text: str) -> None:
+    pytest.fail(text)
+
+
+async def test_of_a_stopped_run_the_checkpointed_steps_are_compacted_and_of_a_finished_one_all(
+    folder: RunFolder,
+) -> None:
+    before = read(folder, "plans")
+    assert "steps after the last checkpoint stay" in await compact_run(folder, 0.1, silent)
+    assert shards_by_step(folder) == [1, 1, 3, 3]
+    with opened(folder) as run:
+        run.finish()
+    assert "now" in await compact_run(folder, 0.1, silent)
+    assert shards_by_step(folder) == [1, 1, 1, 1]
+    assert read(folder, "plans").combine_chunks().equals(before.combine_chunks())
+    assert read_manifest(folder).status == "finished"
+
+
+async def test_a_run_that_is_written_to_is_not_compacted(folder: RunFolder) -> None:
+    with opened(folder), pytest.raises(RunLockedError, match="is being written to"):
+        await compact_run(folder, 0.1, silent)
+    assert shards_by_step(folder) == [3, 3, 3, 3]
+
+
+async def test_a_partition_that_cannot_be_compacted_is_named_and_the_others_are(folder: RunFolder) -> None:
+    first = files_of(folder).keys("plans/step=000000/*.arrow")[0]
+    shutil.copy(folder.local / "run.json", folder.local / first)
+    told: list[str] = []
+    with pytest.raises(StoreError, match="1 partitions were not compacted"):
+        await compact_run(folder, 0.1, told.append)
+    assert first in told[0]
+    assert shards_by_step(folder) == [3, 1, 3, 3]

@@ -1,0 +1,257 @@
+"""Compaction: one shard takes the place of many, and no reader sees a row twice or not at all."""
+
+import asyncio
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.errors import ShardError
+from tasks.store.compaction import is_worthwhile, pieces
+from tasks.store.compactor import Compactor
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of, publish_text, read_text
+from tasks.store.layout import PARTITION_KEYS, RunFolder, partition_folder
+from tasks.store.names import current, superseded
+from tasks.store.reader import read
+from tasks.store.schemas import SCHEMAS
+from tasks.store.writer import RunWriter
+
+RowMaker = Callable[..., pa.RecordBatch]
+SOON = StoreConfig(compaction_grace_s=0.1)
+ANY_SIZE = 1 << 40
+VALUES = {"scorer": "addition@1", "env": "addition", "step": 0, "version": 0, "epoch": 1}
+
+
+def shards(folder: RunFolder) -> list[str]:
+    return files_of(folder).keys("*/**/*.arrow")
+
+
+def ids_of(folder: RunFolder, **partition: int) -> list[str]:
+    return list(read(folder, "rollouts", ["trajectory_id"], **partition)["trajectory_id"].to_pylist())
+
+
+async def append_one_by_one(writer: RunWriter, rows: RowMaker, ids: Sequence[str], step: int = 0) -> None:
+    """A shard for each row."""
+    for each in ids:
+        await writer.append("rollouts", rows("rollouts", step=step, trajectory_id=each), step=step)
+
+
+def never(text: str) -> None:
+    pytest.fail(text)
+
+
+@pytest.mark.parametrize("dataset", sorted(SCHEMAS))
+async def test_a_compacted_shard_has_the_rows_of_all_before_it_in_their_order(
+    dataset: str, folder: RunFolder, rows: RowMaker
+) -> None:
+    partition = {key: VALUES[key] for key in PARTITION_KEYS[dataset]}
+    where = partition_folder(dataset, partition)
+    columns = {"policy_version": 0} if dataset == "evaluations" else {}
+    columns |= {"step": 0} if "step" in partition else {}
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        for n in range(3):
+            if "trajectory_id" in SCHEMAS[dataset].names:
+                columns["trajectory_id"] = [f"{n}.0", f"{n}.1"]
+            await writer.append(dataset, rows(dataset, 2, **columns), **partition)
+        before = read(folder, dataset)
+        key = await writer.compact(where, ANY_SIZE)
+        assert current(files_of(folder).keys(f"{where}/*.arrow"))[-1:] == [key]
+        assert read(folder, dataset).combine_chunks().equals(before.combine_chunks(), check_metadata=True)
+        await writer.remove(superseded(shards(folder)))
+        assert [each for each in shards(folder) if each.startswith(where)] == [key]
+        assert read(folder, dataset).combine_chunks().equals(before.combine_chunks(), check_metadata=True)
+        assert not await writer.compact(where, ANY_SIZE)
+
+
+async def test_rows_that_come_during_and_after_a_compaction_are_kept_beside_it(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        await append_one_by_one(writer, rows, ["a", "b"])
+        late = [writer.append("rollouts", rows("rollouts", step=0, trajectory_id="c"), step=0)]
+        compacting = writer.compact("rollouts/step=000000", ANY_SIZE)
+        late += [writer.append("rollouts", rows("rollouts", step=0, trajectory_id="d"), step=0)]
+        await compacting
+        await writer.flush()
+        assert sorted(ids_of(folder)) == ["a", "b", "c", "d"]
+    async with RunWriter(files_of(folder), epoch=2, flush_s=0.0) as writer:
+        await append_one_by_one(writer, rows, ["e"])
+        await writer.compact("rollouts/step=000000", ANY_SIZE)
+        await append_one_by_one(writer, rows, ["f"])
+        await writer.remove(superseded(shards(folder)))
+    assert sorted(ids_of(folder)) == ["a", "b", "c", "d", "e", "f"]
+    assert len(shards(folder)) == 2
+
+
+ACTIONS = st.lists(st.sampled_from(["append", "append", "late", "compact", "remove", "reopen"]), max_size=25)
+
+
+@given(ACTIONS)
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_order_of_appends_compactions_and_removals_every_row_is_read_once_in_order(
+    rows: RowMaker, actions: list[str]
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folder = RunFolder(root)
+        folder.tmp.mkdir()
+        asyncio.run(carry_out(folder, rows, actions))
+
+
+async def carry_out(folder: RunFolder, rows: RowMaker, actions: Sequence[str]) -> None:
+    expected: list[str] = []
+    lives = [list(life) for is_reopen, life in itertools.groupby(actions, "reopen".__eq__) if not is_reopen]
+    for epoch, life in enumerate(lives, 1):
+        async with RunWriter(files_of(folder), epoch, flush_s=0.0) as writer:
+            for action in life:
+                if action in ("append", "late"):
+                    expected.append(f"{len(expected)}")
+                    row = rows("rollouts", step=0, trajectory_id=expected[-1])
+                    appended = writer.append("rollouts", row, step=0)
+                    if action == "append":
+                        await appended
+                elif action == "compact":
+                    await writer.compact("rollouts/step=000000", ANY_SIZE)
+                else:
+                    await writer.remove(superseded(shards(folder)))
+                stored = ids_of(folder)
+                assert stored == expected[: len(stored)]
+        assert ids_of(folder) == expected
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+def test_pieces_are_all_the_rows_in_order_and_as_large_as_asked_for(sizes: list[int], rows: int) -> None:
+    numbers = itertools.count()
+    batches = [
+        pa.record_batch({"n": pa.array([next(numbers) for _ in range(size)], pa.int64())}) for size in sizes
+    ]
+    made = list(pieces(batches, 8 * rows))
+    assert [n for piece in made for n in piece["n"].to_pylist()] == list(range(sum(sizes)))
+    assert all(max(left.num_rows, right.num_rows) >= rows for left, right in itertools.pairwise(made))
+    assert all(piece.num_rows < rows + max(sizes) for piece in made)
+
+
+@given(st.lists(st.integers(0, 100), max_size=8), st.integers(1, 100))
+def test_partitions_of_several_small_shards_alone_are_compacted(sizes: list[int], large: int) -> None:
+    is_small = bool(sizes) and sum(sizes) / len(sizes) < large
+    assert is_worthwhile(sizes, large) == (is_small and len(sizes) > 1)
+
+
+async def test_a_partition_of_large_shards_is_left_alone(folder: RunFolder, rows: RowMaker) -> None:
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        await append_one_by_one(writer, rows, ["a", "b"])
+        before = shards(folder)
+        assert not await writer.compact("rollouts/step=000000", large_bytes=1)
+    assert shards(folder) == before
+
+
+async def test_a_trajectory_that_is_there_twice_and_a_damaged_shard_stop_a_compaction_and_are_named(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    files = files_of(folder)
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        await append_one_by_one(writer, rows, ["a", "b", "a"])
+        before = shards(folder)
+        with pytest.raises(ShardError, match="rollouts/step=000000: 3 rows of 2 trajectories"):
+            await writer.compact("rollouts/step=000000", ANY_SIZE)
+        await asyncio.to_thread(publish_text, files, before[1], read_text(files, before[1])[:-20])
+        with pytest.raises(ShardError, match=before[1]):
+            await writer.compact("rollouts/step=000000", ANY_SIZE)
+    assert shards(folder) == before
+    assert not list(folder.tmp.iterdir())
+
+
+async def test_steps_below_a_checkpoint_are_compacted_beside_the_run_and_all_of_them_at_its_end(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with (
+        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(files_of(folder), writer, SOON, never) as compactor,
+    ):
+        for step in range(4):
+            await append_one_by_one(writer, rows, [f"{step}.{n}" for n in range(3)], step)
+        compactor.begin(2)
+        await compactor.settled()
+        assert [len(read_shards(folder, step)) for step in range(4)] == [1, 1, 3, 3]
+        compactor.begin(3)
+        compactor.begin(3)
+        await compactor.settled()
+        assert [len(read_shards(folder, step)) for step in range(4)] == [1, 1, 1, 3]
+        await append_one_by_one(writer, rows, ["1.3"], 1)
+        await compactor.finish()
+        assert [len(read_shards(folder, step)) for step in range(4)] == [1, 1, 1, 1]
+    assert ids_of(folder) == [f"{s}.{n}" for s in range(4) for n in range(4) if n < 3 or s == 1]
+
+
+def read_shards(folder: RunFolder, step: int) -> list[str]:
+    return files_of(folder).keys(f"rollouts/step={step:06d}/*.arrow")
+
+
+async def test_what_an_ended_process_left_superseded_goes_when_the_run_goes_on(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with (
+        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(files_of(folder), writer, StoreConfig(compaction_grace_s=3600.0), never) as compactor,
+    ):
+        await append_one_by_one(writer, rows, ["a", "b"])
+        compactor.begin(1)
+        await append_one_by_one(writer, rows, ["c", "d"], step=1)
+        while not superseded(shards(folder)):
+            await append_one_by_one(writer, rows, [f"c{len(shards(folder))}"], step=1)
+    assert len(read_shards(folder, 0)) == 3
+    async with (
+        RunWriter(files_of(folder), epoch=2, flush_s=0.0) as writer,
+        Compactor(files_of(folder), writer, SOON, never) as compactor,
+    ):
+        compactor.begin(1)
+        await compactor.settled()
+        assert len(read_shards(folder, 0)) == 1
+        assert ids_of(folder, step=0) == ["a", "b"]
+
+
+async def test_what_cannot_be_compacted_is_told_and_the_run_goes_on(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    told: list[str] = []
+    async with (
+        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(files_of(folder), writer, SOON, told.append) as compactor,
+    ):
+        await append_one_by_one(writer, rows, ["a", "a"])
+        await append_one_by_one(writer, rows, ["b", "c"], step=1)
+        await compactor.finish()
+        assert compactor.n_failed == len(told) == 1
+        assert "2 rows of 1 trajectories" in told[0]
+    assert (len(read_shards(folder, 0)), len(read_shards(folder, 1))) == (2, 1)
+
+
+async def test_without_compaction_shards_stay(folder: RunFolder, rows: RowMaker) -> None:
+    async with (
+        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(files_of(folder), writer, StoreConfig(compact=False), never) as compactor,
+    ):
+        await append_one_by_one(writer, rows, ["a", "b"])
+        compactor.begin(1)
+        await compactor.finish()
+    assert len(shards(folder)) == 2
+
+
+async def test_plain_scans_see_every_row_once_by_its_id_while_superseded_shards_are_there(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        await append_one_by_one(writer, rows, ["a", "b"])
+        await writer.compact("rollouts/step=000000", ANY_SIZE)
+        options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]} if not folder.is_local else None
+        scanned = pl.scan_ipc(
+            folder.path("rollouts/**/*.arrow"), hive_partitioning=True, storage_options=options
+        )
+        assert scanned.collect().height == 4
+        assert sorted(scanned.unique("trajectory_id").collect()["trajectory_id"]) == ["a", "b"]
