@@ -28,7 +28,6 @@ async def create_run_artifact(folder: RunFolder) -> None:
         for each in held_out(folder)
     ]
     view = run_view(folder)
-    steps = [f"| {' | '.join(view.cells(row))} |" for row in view.rows]
     markdown = "\n".join(
         [
             f"# {folder.name}",
@@ -43,9 +42,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
             "```",
             "<details><summary>steps</summary>",
             "",
-            f"| {' | '.join(view.columns)} |",
-            f"|{'---|' * len(view.columns)}",
-            *steps,
+            *view.markdown(),
             "",
             "</details>",
         ]

@@ -1,110 +1,121 @@
 """What `rollmill inspect` shows: a run's data sets, summed up with Polars."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import polars as pl
-from rich.table import Table
 
+from flows.ordering import ordered
+from flows.selection import Selection, known_value, partitions, scan_partitions
+from flows.trajectories import trajectories_view
+from flows.view import Column, View, without_alike
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.reader import scan
 
 FULL_REWARD = 1.0
+TRAINED = "trained"
+"""What stands for the reason why a group is not trained on, where it is."""
+
+STEP_COLUMNS = (
+    Column("step"),
+    Column("groups", rank=3),
+    Column("groups_trained", rank=5, header="trained"),
+    Column("trajectories", rank=4),
+    Column("lost", rank=2),
+    Column("reward"),
+    Column("tokens", rank=1, digits=1),
+    Column("seconds", rank=6, digits=1),
+)
+GROUP_COLUMNS = (
+    Column("group"),
+    Column("step", rank=6),
+    Column("env", rank=5),
+    Column("expected", rank=4),
+    Column("survived", rank=1),
+    Column("reward_mean", header="reward"),
+    Column("reward_std", rank=2, header="std"),
+    Column("tokens_mean", rank=3, header="tokens", digits=1),
+    Column("duration_s", rank=7, header="seconds", digits=1),
+    Column("reason", is_text=True),
+)
+VERSION_COLUMNS = (
+    Column("step", header="policy version"),
+    Column("reward", header="reward, sampled"),
+    Column("greedy_accuracy", header="accuracy, greedy"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """One table of a run: its JSON form, and its form for a terminal."""
+def view(folder: RunFolder, selection: Selection) -> View:
+    """The table that was asked for: trajectories, groups, steps, or held-out rewards by policy version.
 
-    values: dict[str, object]
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-
-    def table(self) -> Table:
-        """The rows for a terminal."""
-        table = Table(title=self.title, title_justify="left")
-        for column in self.columns:
-            table.add_column(column, overflow="fold")
-        for row in self.rows:
-            table.add_row(*self.cells(row))
-        return table
-
-    @staticmethod
-    def cells(row: Sequence[object]) -> list[str]:
-        """A row's values as a person reads them."""
-        return [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row]
+    Raises:
+        ConfigError: the run has no such step, group, scorer, environment, status or column; names what there is.
+    """
+    selection.check()
+    level = selection.resolved_level
+    if level == "trajectories":
+        return trajectories_view(folder, selection)
+    if selection.evaluations:
+        return versions_view(folder, selection)
+    return groups_view(folder, selection) if level == "groups" else run_view(folder, selection)
 
 
-def view(folder: RunFolder, *, step: int | None = None, group: int | None = None) -> View:
-    """The table that was asked for: a group's trajectories, a step's groups, or the run's steps."""
-    if group is not None:
-        return group_view(folder, group)
-    return run_view(folder) if step is None else step_view(folder, step)
-
-
-def run_view(folder: RunFolder) -> View:
+def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
     """The run by step, and its totals."""
-    steps = _steps(folder)
+    selection = selection or Selection()
+    metrics = _step_metrics(folder)
     by_status = _counts(folder)
+    steps = _steps(folder, selection).join(metrics, on="step", how="left", maintain_order="left")
+    shown = _ordered(steps, selection)
+    n_trained = len(metrics)
     values: dict[str, object] = {
         "run": folder.location,
-        "steps": _n_trained(folder),
+        "steps": n_trained,
         "trajectories": sum(by_status.values()),
         "by_status": by_status,
         "held_out": held_out(folder),
-        "policy_version": _n_trained(folder),
-        "by_step": steps.to_dicts(),
+        "policy_version": n_trained,
+        "by_step": shown,
     }
+    counts = ", ".join(f"{n} {status}" for status, n in by_status.items())
+    title = f"{folder.location}: {n_trained} steps trained, {sum(by_status.values())} trajectories"
+    return View(values, f"{title}{counts and f' ({counts})'}", STEP_COLUMNS, shown)
+
+
+def groups_view(folder: RunFolder, selection: Selection) -> View:
+    """The groups of some steps, one by one."""
+    steps = partitions(folder, "groups", "step", selection.steps)
+    names = [column.name for column in GROUP_COLUMNS]
+    groups = scan_partitions(folder, "groups", [*names, "subgroup"], "step", steps).collect()
+    if selection.env:
+        known_value("--env", selection.env, groups["env"])
+        groups = groups.filter(pl.col("env") == selection.env)
+    fate = pl.col("reason").replace("", TRAINED)
+    for status in selection.status:
+        known_value("--status", status, groups.select(fate)["reason"])
+    if selection.status:
+        groups = groups.filter(fate.is_in(selection.status))
+    if selection.reward:
+        groups = groups.filter(pl.col("reward_mean").is_between(selection.reward.low, selection.reward.high))
+    if selection.group is not None:
+        groups = groups.filter(pl.col("group") == selection.group)
+    shown = _ordered(groups.sort("step", "group", "subgroup"), selection)
     return View(
-        values, f"{folder.location}: {values['trajectories']} trajectories", steps.columns, steps.rows()
+        {"step": steps[0] if steps and len(steps) == 1 else None, "n": len(groups), "groups": shown},
+        f"{len(groups)} groups{_of_steps(steps)}",
+        without_alike(GROUP_COLUMNS, shown, ("step", "env")),
+        shown,
     )
 
 
-def step_view(folder: RunFolder, step: int) -> View:
-    """The groups of a step, one by one."""
-    groups = (
-        scan(folder, "groups")
-        .filter(pl.col("step") == step)
-        .select("group", "env", "expected", "survived", "reward_mean", "reward_std", "tokens_mean", "reason")
-        .sort("group")
-        .collect()
-    )
-    return View({"step": step, "groups": groups.to_dicts()}, f"step {step}", groups.columns, groups.rows())
-
-
-def group_view(folder: RunFolder, group: int) -> View:
-    """The trajectories of a group, one by one."""
-    scores = scan(folder, "scores", ["trajectory_id", "reward"])
-    rollouts = (
-        scan(folder, "rollouts")
-        .filter(pl.col("group") == group)
-        .join(scores, on="trajectory_id", how="left")
-        .sort("sample")
-        .select(
-            "trajectory_id",
-            "status",
-            "reward",
-            "n_completion_tokens",
-            "policy_version_last",
-            "messages",
-            "error",
-        )
-        .collect()
-    )
-    shown = rollouts.with_columns(
-        pl.col("messages").map_elements(_last_message, return_dtype=pl.String).alias("answer")
-    ).select("trajectory_id", "status", "reward", "n_completion_tokens", "answer", "error")
-    return View(
-        {"group": group, "trajectories": rollouts.to_dicts()}, f"group {group}", shown.columns, shown.rows()
-    )
-
-
-def _last_message(messages: str) -> str:
-    turns = json.loads(messages)
-    return str(turns[-1]["content"]) if turns else ""
+def versions_view(folder: RunFolder, selection: Selection) -> View:
+    """Held-out rewards by policy version."""
+    frame = pl.DataFrame(held_out(folder), schema={column.name: pl.Float64 for column in VERSION_COLUMNS})
+    frame = frame.with_columns(pl.col("step").cast(pl.Int64))
+    if asked := partitions(folder, "evaluations", "version", selection.steps):
+        frame = frame.filter(pl.col("step").is_in(asked))
+    shown = _ordered(frame, selection)
+    return View({"held_out": shown}, f"{folder.location}: held out", VERSION_COLUMNS, shown)
 
 
 def held_out(folder: RunFolder) -> list[dict[str, object]]:
@@ -114,6 +125,7 @@ def held_out(folder: RunFolder) -> list[dict[str, object]]:
     """
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
     is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
+    n_prompts = read_manifest(folder).config.get("evaluate", {}).get("n_prompts", 0)
     evaluations = (
         scan(folder, "evaluations", ["policy_version", "greedy", "reward"])
         .group_by(pl.col("policy_version").alias("step"))
@@ -122,7 +134,7 @@ def held_out(folder: RunFolder) -> list[dict[str, object]]:
             is_right.filter(greedy).mean().alias("greedy_accuracy"),
             pl.len().alias("n"),
         )
-        .filter(pl.col("n") == 2 * _n_held_out(folder))
+        .filter(pl.col("n") == 2 * n_prompts)
         .drop("n")
         .sort("step")
         .collect()
@@ -130,24 +142,42 @@ def held_out(folder: RunFolder) -> list[dict[str, object]]:
     return evaluations.to_dicts()
 
 
-def _n_held_out(folder: RunFolder) -> int:
-    return int(read_manifest(folder).config["evaluate"]["n_prompts"])
-
-
-def _steps(folder: RunFolder) -> pl.DataFrame:
-    groups = (
-        scan(folder, "groups")
-        .group_by("step")
+def _steps(folder: RunFolder, selection: Selection) -> pl.DataFrame:
+    steps = partitions(folder, "groups", "step", selection.steps)
+    columns = ["step", "group", "env", "survived", "reward_mean", "tokens_mean", "reason"]
+    groups = scan_partitions(folder, "groups", columns, "step", steps).collect()
+    if selection.env:
+        known_value("--env", selection.env, groups["env"])
+        groups = groups.filter(pl.col("env") == selection.env)
+    return (
+        groups.group_by("step")
         .agg(
-            pl.len().alias("groups"),
+            pl.col("group").n_unique().alias("groups"),
             pl.col("survived").sum().alias("trajectories"),
             pl.col("reward_mean").drop_nans().mean().alias("reward"),
             pl.col("tokens_mean").drop_nans().mean().alias("tokens"),
-            (pl.col("reason") == "").sum().alias("groups_trained"),
+            pl.col("group").filter(pl.col("reason") == "").n_unique().alias("groups_trained"),
         )
         .sort("step")
     )
-    return groups.collect()
+
+
+def _step_metrics(folder: RunFolder) -> pl.DataFrame:
+    """Of each trained step: trajectories lost, and its seconds."""
+    wanted = {"lost": "drops/trajectories", "seconds": "time/step_s"}
+    value = pl.col("value").filter
+    return (
+        scan(folder, "metrics", ["step", "name", "value"])
+        .group_by("step")
+        .agg(
+            (pl.col("name") == "train/updated").any().alias("trained"),
+            *(value(pl.col("name") == name).last().alias(short) for short, name in wanted.items()),
+        )
+        .filter("trained")
+        .drop("trained")
+        .with_columns(pl.col("lost").cast(pl.Int64))
+        .collect()
+    )
 
 
 def _counts(folder: RunFolder) -> dict[str, int]:
@@ -155,12 +185,12 @@ def _counts(folder: RunFolder) -> dict[str, int]:
     return {str(status): int(n) for status, n in counted.rows()}
 
 
-def _n_trained(folder: RunFolder) -> int:
-    trained = (
-        scan(folder, "metrics", ["step", "name"])
-        .filter(pl.col("name") == "train/updated")
-        .select("step")
-        .unique()
-        .collect()
-    )
-    return len(trained)
+def _ordered(frame: pl.DataFrame, selection: Selection) -> Sequence[Mapping[str, object]]:
+    """The rows in the order asked for, as many as asked for; NaN and nothing come last."""
+    return ordered(frame, selection.sort, selection.limit or 0).to_dicts()
+
+
+def _of_steps(steps: list[int] | None) -> str:
+    if steps is None:
+        return ""
+    return f" of step {steps[0]}" if len(steps) == 1 else f" of steps {steps[0]} to {steps[-1]}"

@@ -1,6 +1,5 @@
 """Commands that show what a run's data sets hold; they write nothing to the run."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -14,18 +13,95 @@ commands = typer.Typer()
 @commands.command(rich_help_panel=PANEL)
 def inspect(
     run: RunLocation,
-    step: Annotated[int | None, typer.Option(help="Show the groups of this step.")] = None,
-    group: Annotated[int | None, typer.Option(help="Show the trajectories of this group.")] = None,
+    steps: Annotated[bool, typer.Option("--steps", help="A row a step; so it is by default.")] = False,
+    groups: Annotated[bool, typer.Option("--groups", help="A row a group; so it is with --step 3.")] = False,
+    trajectories: Annotated[
+        bool,
+        typer.Option("--trajectories", help="A row a trajectory; so it is with --group, --status, --reward."),
+    ] = False,
+    step: Annotated[str, typer.Option(metavar="A[:B]", help="These steps, both included.")] = "",
+    group: Annotated[int | None, typer.Option(help="This group.")] = None,
+    status: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="complete, truncated, failed, cancelled, unscored; of groups: trained, or why they are not.",
+        ),
+    ] = "",
+    env: Annotated[str, typer.Option(help="This environment.")] = "",
+    reward: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Rewards, of groups their means, both included.")
+    ] = "",
+    scorer: Annotated[
+        str, typer.Option(metavar="NAME@VERSION", help="Rewards by this scorer; the run's own by default.")
+    ] = "",
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Held-out trajectories; --step is their policy version.")
+    ] = False,
+    sort: Annotated[
+        str, typer.Option(metavar="[-]COLUMN", help="By this column of --json; - is largest first.")
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Most rows; 0: all. Tables of trajectories: 100.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run's data sets hold."""
-    from rich.console import Console
-
+    """Show steps, groups or trajectories, filtered and sorted."""
     from flows.folder import existing_run
     from flows.inspection import view
+    from flows.selection import Interval, Selection, level_of
+    from flows.terminal import print_json, print_view
 
-    shown = view(existing_run(run), step=step, group=group)
+    selection = Selection(
+        level=level_of(steps=steps, groups=groups, trajectories=trajectories),
+        steps=Interval.parse("--step", step) if step else None,
+        group=group,
+        status=tuple(each.strip() for each in status.split(",") if each.strip()),
+        env=env,
+        reward=Interval.parse("--reward", reward) if reward else None,
+        scorer=scorer,
+        evaluations=evaluations,
+        sort=sort,
+        limit=0 if limit is None and as_json else limit,
+    )
+    shown = view(existing_run(run), selection)
     if as_json:
-        typer.echo(json.dumps(shown.values, default=str))
+        print_json(shown.values)
     else:
-        Console().print(shown.table())
+        print_view(shown)
+
+
+@commands.command(rich_help_panel=PANEL)
+def show(
+    run: RunLocation,
+    trajectory: Annotated[
+        str,
+        typer.Argument(metavar="TRAJECTORY", help="GROUP.SAMPLE such as 12.3, v10.0.greedy, or a whole id."),
+    ],
+    tokens: Annotated[bool, typer.Option("--tokens", help="Its tokens too, by log-probability.")] = False,
+    by: Annotated[str, typer.Option(metavar="advantage|logprob", help="Its tokens, coloured by this.")] = "",
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Model folder whose tokenizer it is; the run's by default.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show one trajectory: what became of it, the conversation, its tokens."""
+    from dataclasses import asdict
+
+    from flows.folder import existing_run
+    from flows.found import find_trajectory
+    from flows.show import print_trajectory
+    from flows.terminal import print_json, terminal
+    from flows.token_page import measure, print_tokens, run_tokenizer, tokens_of
+
+    shown_by = measure(by)
+    folder = existing_run(run)
+    found = find_trajectory(folder, trajectory)
+    listed = tokens_of(found, run_tokenizer(folder, model)) if tokens or by else []
+    if as_json:
+        print_json(found.values() | ({"tokens": [asdict(each) for each in listed]} if listed else {}))
+        return
+    console = terminal()
+    print_trajectory(console, found)
+    if listed:
+        print_tokens(console, folder, found, listed, shown_by)

@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 
 from tasks.errors import ConfigError, EpisodeError
 from tasks.rollout.environment import Message
@@ -121,6 +122,14 @@ class ChatTokenizer:
     def decode(self, token_ids: np.ndarray) -> str:
         """Text of token ids, special tokens left out."""
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Text that each token adds, special tokens included; joined they are the text.
+
+        A character that takes several tokens is the last one's. Token ids outside the vocabulary add nothing.
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)

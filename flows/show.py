@@ -1,0 +1,121 @@
+"""One trajectory as a person reads it: what became of it, the conversation, its tokens."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from flows.found import Found
+from flows.view import visible
+
+ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def print_trajectory(console: Console, found: Found) -> None:
+    """Print what became of a trajectory, and its conversation."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _facts(found):
+        facts.add_row(name, Text(visible(value)))
+    console.print(facts)
+    for message in found.row["messages"]:
+        console.print(_turn(message))
+
+
+def _facts(found: Found) -> Iterator[tuple[str, str]]:
+    row = found.row
+    kind = "greedy" if row.get("greedy") else "sampled"
+    where = f"held out, policy version {row['step']}, {kind}" if found.is_held_out else f"step {row['step']}"
+    yield "trajectory", f"{found.short}  ({row['trajectory_id']})"
+    place = "" if found.is_held_out else f", group {row['group']}, sample {row['sample']}"
+    yield "of", f"{where}{place}, {row['env']} {row['example_id']}"
+    finish = f", finish reason {row['finish_reason']}" if row["finish_reason"] else ""
+    yield "status", f"{row['status']}{finish}, {_plural(row['turns'], 'turn')}"
+    if row["error_type"]:
+        yield "error", f"{row['error_type']}: {row['error']}"
+    yield from _rewards(found)
+    yield "tokens", f"{row['n_prompt_tokens']} of the prompt, {row['n_completion_tokens']} sampled"
+    yield "policy version", _versions(row)
+    yield (
+        "seconds",
+        (
+            f"{row['duration_s']:.3f}: {row['generate_s']:.3f} generating, {row['environment_s']:.3f} environment; "
+            f"{row['queue_s']:.3f} queued before"
+        ),
+    )
+    yield "began", f"{row['started_at']:%Y-%m-%d %H:%M:%S} UTC{row['server'] and ' at ' + row['server']}"
+    yield "example", json.dumps(row["example"], ensure_ascii=False)
+    if row["outcome"]:
+        yield "outcome", json.dumps(row["outcome"], ensure_ascii=False)
+
+
+def _rewards(found: Found) -> Iterator[tuple[str, str]]:
+    row = found.row
+    if found.is_held_out:
+        yield "reward", _reward(found.row)
+        return
+    for score in found.scores:
+        name = f"{score['scorer']}@{score['version']}"
+        failed = (
+            f", {score['status']}: {score['error_type']}: {score['error']}" if score["error_type"] else ""
+        )
+        yield "reward", f"{_reward(score)} by {name}{failed}"
+    if not found.scores:
+        yield "reward", "none: it failed" if row["error_type"] else "none yet"
+    yield "advantage", _advantage(found)
+
+
+def _advantage(found: Found) -> str:
+    """Its advantage, or why it has none, beside its group's rewards."""
+    group = found.group
+    if not group:
+        return "none: its group is not done"
+    figures = f"mean {group['reward_mean']:.3f}, std {group['reward_std']:.3f}"
+    spread = f"({group['survived']} of {group['expected']} survived: {figures})"
+    if found.advantage is not None:
+        return f"{found.advantage:+.3f}  {spread}"
+    return f"not trained on: {group['reason'] or 'it has no reward'}  {spread}"
+
+
+def _reward(row: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in row["components"].items())
+    reward = "none" if math.isnan(row["reward"]) else f"{row['reward']:.3f}"
+    return f"{reward}{parts and f'  ({parts})'}"
+
+
+def _versions(row: Mapping[str, Any]) -> str:
+    """Example: "2 from token 6, 3 from token 20"; "none" where nothing was sampled."""
+    spans = list(zip(row["version_span_versions"], row["version_span_starts"], strict=True))
+    if len(spans) == 1:
+        return str(spans[0][0])
+    return (
+        ", ".join(f"{version} from token {start}" for version, start in spans) or "none: nothing was sampled"
+    )
+
+
+def _turn(message: Mapping[str, Any]) -> RenderableType:
+    colour = ROLES.get(message["role"], "white")
+    name = f" {message['name']}" if message.get("name") else ""
+    answers = f" (answers {message['tool_call_id']})" if message.get("tool_call_id") else ""
+    heading = Rule(
+        Text(visible(f"{message['role']}{name}{answers}"), f"bold {colour}"), align="left", style=colour
+    )
+    parts: list[RenderableType] = [heading]
+    if message["content"]:
+        parts.append(Padding(Text(visible(str(message["content"]))), (0, 0, 0, 2)))
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        said = f"→ {function.get('name', '?')}({function.get('arguments', '')})"
+        parts.append(Padding(Text(visible(said), "yellow"), (0, 0, 0, 2)))
+    return Group(*parts)
+
+
+def _plural(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -1,0 +1,40 @@
+"""Where commands that look at runs print to: tables for the terminal's width, JSON for programs."""
+
+import os
+from collections.abc import Mapping
+
+import orjson
+from rich.console import Console
+
+from flows.view import View
+
+UNBOUNDED = 100_000
+"""Characters that no line of a table has."""
+
+
+def print_json(values: Mapping[str, object]) -> None:
+    """Print one JSON object; NaN, which JSON does not have, is null, and times are ISO 8601."""
+    text = orjson.dumps(values, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+    print(text.decode())  # noqa: T201 - what the command prints
+
+
+def print_view(view: View) -> None:
+    """Print a table: as many columns as the terminal is wide enough for, all of them into a file or a pipe."""
+    console = terminal()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        console.print(view.table(console.width))
+        return
+    table = view.table(None)
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    console.width = console.measure(table, options=unbounded).maximum
+    console.print(table)
+
+
+def terminal() -> Console:
+    """Standard output, without colours where it is no terminal, or NO_COLOR asks for none."""
+    return Console(highlight=False)
+
+
+def has_colours(console: Console) -> bool:
+    """True when colours can be seen."""
+    return console.is_terminal and console.color_system is not None and not console.no_color

@@ -1,0 +1,177 @@
+"""A run's trajectories, one by one: what `rollmill inspect` shows of them."""
+
+import json
+from typing import Any
+
+import polars as pl
+
+from flows.ordering import ordered
+from flows.scored import scorer_of
+from flows.selection import Selection, known_value, partitions, scan_partitions
+from flows.view import Column, View, without_alike
+from tasks.errors import ConfigError
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest
+from tasks.store.reader import read, read_trajectories
+
+STATUSES = ("complete", "truncated", "failed", "cancelled")
+UNSCORED = "unscored"
+"""What a trajectory is called, beside its status, whose score failed or is not there."""
+SHOWN_ROWS = 100
+"""Most rows of a table for a terminal, unless a limit is given."""
+
+COLUMNS = (
+    Column("trajectory"),
+    Column("step", rank=7),
+    Column("env", rank=8),
+    Column("status", rank=2),
+    Column("reward"),
+    Column("advantage", rank=3),
+    Column("n_completion_tokens", rank=4, header="tokens"),
+    Column("policy_version_last", rank=6, header="version"),
+    Column("duration_s", rank=5, header="seconds", digits=2),
+    Column("answer", rank=1, is_text=True),
+    Column("error", rank=9, is_text=True),
+)
+_PLAIN = (
+    "trajectory_id",
+    "step",
+    "group",
+    "sample",
+    "env",
+    "status",
+    "n_completion_tokens",
+    "policy_version_first",
+    "policy_version_last",
+    "duration_s",
+    "error_type",
+    "error",
+)
+
+
+def trajectories_view(folder: RunFolder, selection: Selection) -> View:
+    """The trajectories that were asked for, each with its reward, its advantage and its last message.
+
+    Raises:
+        ConfigError: the run has no such step, group, scorer, environment, status or column; names what there is.
+    """
+    found, scorer = _evaluated(folder, selection) if selection.evaluations else _sampled(folder, selection)
+    found = _filtered(found, selection)
+    limit = SHOWN_ROWS if selection.limit is None else selection.limit
+    chosen = ordered(found, selection.sort, limit)
+    rows = _with_messages(folder, chosen, is_held_out=selection.evaluations)
+    notes = [f"{len(rows)} of {len(found)}; --limit 0 shows all"] if len(rows) < len(found) else []
+    values = {"group": selection.group, "scorer": scorer, "n": len(found), "trajectories": rows}
+    kind = "held-out trajectories" if selection.evaluations else "trajectories"
+    title = f"{len(found)} {kind}{scorer and f', rewards by {scorer}'}"
+    return View(
+        values, title, without_alike(COLUMNS, rows, ("step", "env"), ("error", "advantage")), rows, notes
+    )
+
+
+def short_id(trajectory_id: str, run: str) -> str:
+    """A trajectory's id without the run's, and without its attempt where it is the first.
+
+    Example: "6b873bfb6c92961a.12.3.0" of run "6b873bfb6c92961a" is "12.3".
+    """
+    if not trajectory_id.startswith(f"{run}."):
+        return trajectory_id
+    short = trajectory_id.removeprefix(f"{run}.")
+    return short.removesuffix(".0") if short.count(".") == 2 and short[:1].isdigit() else short
+
+
+def step_of_group(folder: RunFolder, group: int) -> int:
+    """The step whose plan has a group.
+
+    Raises:
+        ConfigError: no plan has it; names the groups that there are.
+    """
+    plans = read(folder, "plans", ["step", "first_group", "n_groups"]).to_pylist()
+    for plan in plans:
+        if plan["first_group"] <= group < plan["first_group"] + plan["n_groups"]:
+            return int(plan["step"])
+    last = max((plan["first_group"] + plan["n_groups"] for plan in plans), default=0) - 1
+    there_are = f"it has groups 0 to {last}" if plans else "it has no groups yet"
+    raise ConfigError("--group", group, f"the run has no such group; {there_are}")
+
+
+def _sampled(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, str]:
+    """Rollouts with rewards and advantages, and the scorer."""
+    if selection.group is not None:
+        steps: list[int] | None = [step_of_group(folder, selection.group)]
+    else:
+        steps = partitions(folder, "rollouts", "step", selection.steps)
+    scorer = scorer_of(folder, selection.scorer)
+    rollouts = scan_partitions(folder, "rollouts", list(_PLAIN), "step", steps)
+    if selection.group is not None:
+        rollouts = rollouts.filter(pl.col("group") == selection.group)
+    batches = scan_partitions(folder, "batches", ["trajectory_id", "advantage"], "step", steps)
+    found = rollouts.join(batches.unique("trajectory_id"), on="trajectory_id", how="left")
+    if scorer is None:
+        found = found.with_columns(pl.lit(None, pl.Float64).alias("reward"))
+    else:
+        names = ["trajectory_id", "reward", "error_type", "error"]
+        scores = scan_partitions(folder, "scores", names, "step", steps, scorer=scorer)
+        found = found.join(scores.unique("trajectory_id"), on="trajectory_id", how="left", suffix="_of_score")
+        found = found.with_columns(
+            pl.when(pl.col(name) == "")
+            .then(pl.col(f"{name}_of_score"))
+            .otherwise(name)
+            .fill_null("")
+            .alias(name)
+            for name in ("error_type", "error")
+        ).drop("error_type_of_score", "error_of_score")
+    return found.sort("step", "group", "sample", "trajectory_id").collect(), scorer or ""
+
+
+def _evaluated(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, str]:
+    """Held-out trajectories with rewards; a step is the policy version."""
+    versions = partitions(folder, "evaluations", "version", selection.steps)
+    names = [*_PLAIN, "reward", "greedy"]
+    found = scan_partitions(folder, "evaluations", names, "version", versions)
+    if selection.group is not None:
+        found = found.filter(pl.col("group") == selection.group)
+    found = found.with_columns(pl.lit(None, pl.Float32).alias("advantage"))
+    return found.sort("step", "group", "sample").collect(), ""
+
+
+def _filtered(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
+    """What the other options leave."""
+    if selection.env:
+        known_value("--env", selection.env, found["env"])
+        found = found.filter(pl.col("env") == selection.env)
+    for status in selection.status:
+        known_value("--status", status, (*STATUSES, UNSCORED))
+    if selection.status:
+        unscored = pl.lit(UNSCORED in selection.status) & pl.col("reward").fill_nan(None).is_null()
+        found = found.filter(pl.col("status").is_in(selection.status) | unscored)
+    if selection.reward:
+        found = found.filter(pl.col("reward").is_between(selection.reward.low, selection.reward.high))
+    return found
+
+
+def _with_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:
+    """The chosen rows with their conversations, of which no others are read."""
+    run = read_manifest(folder).run
+    messages: dict[str, str] = {}
+    for (step,), rows in chosen.group_by("step"):
+        messages |= _messages(
+            folder, int(str(step)), rows["trajectory_id"].to_list(), is_held_out=is_held_out
+        )
+    found = []
+    for row in chosen.to_dicts():
+        conversation = json.loads(messages[row["trajectory_id"]])
+        answer = str(conversation[-1]["content"]) if conversation else ""
+        short = short_id(row["trajectory_id"], run)
+        found.append({"trajectory": short, **row, "answer": answer, "messages": conversation})
+    return found
+
+
+def _messages(folder: RunFolder, step: int, ids: list[str], *, is_held_out: bool) -> dict[str, str]:
+    names = ["trajectory_id", "messages"]
+    if not is_held_out:
+        table = read_trajectories(folder, step, ids, names)
+        return dict(zip(ids, table["messages"].to_pylist(), strict=True))
+    table = read(folder, "evaluations", names, version=step)
+    every = dict(zip(table["trajectory_id"].to_pylist(), table["messages"].to_pylist(), strict=True))
+    return {each: every[each] for each in ids}

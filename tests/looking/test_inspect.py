@@ -1,0 +1,109 @@
+"""`rollmill inspect`: what it shows of a run, filtered, sorted, and at any width."""
+
+import itertools
+import json
+from collections.abc import Callable
+
+import pytest
+
+Command = Callable[..., str]
+
+
+def trajectories(rollmill: Command, *words: str) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = json.loads(rollmill("inspect", "small", "--json", *words))["trajectories"]
+    return rows
+
+
+def test_a_run_is_shown_by_step_with_its_totals(rollmill: Command) -> None:
+    shown = json.loads(rollmill("inspect", "small", "--json"))
+    assert (shown["steps"], shown["trajectories"]) == (3, 48)
+    assert shown["by_status"] == {"cancelled": 1, "complete": 46, "failed": 1}
+    assert [row["lost"] for row in shown["by_step"]] == [0, 2, 1]
+    assert [round(row["reward"], 3) for row in shown["by_step"]] == [0.438, 0.55, 0.644]
+    assert shown["held_out"] == [
+        {"step": 0, "reward": 0.55, "greedy_accuracy": 1.0},
+        {"step": 3, "reward": 1.0, "greedy_accuracy": 1.0},
+    ]
+
+
+def test_two_scorers_do_not_double_the_trajectories_and_the_runs_own_is_shown(rollmill: Command) -> None:
+    rows = trajectories(rollmill, "--group", "2")
+    assert [(row["trajectory"], row["reward"]) for row in rows] == [
+        ("2.0", 1.0),
+        ("2.1", 0.1),
+        ("2.2", 0.1),
+        ("2.3", 0.1),
+    ]
+    brief = trajectories(rollmill, "--group", "2", "--scorer", "brevity@1")
+    assert [row["reward"] for row in brief] == [-0.13, -0.03, -0.03, -0.03]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--status", "failed,cancelled"], ["5.3", "9.0"]),
+        (["--status", "unscored", "--env", "addition"], ["6.1"]),
+        (
+            ["--step", "2", "--trajectories", "--reward", "0.5:", "--env", "addition"],
+            ["10.0", "10.1", "10.2"],
+        ),
+        (["--step", "1:", "--reward", "1", "--sort", "-advantage", "--limit", "2"], ["6.0", "5.0"]),
+        (["--group", "5", "--sort", "-reward"], ["5.0", "5.1", "5.2", "5.3"]),
+        (["--evaluations", "--step", "0", "--reward", ":0.5"], ["v0.1.sampled"]),
+    ],
+)
+def test_trajectories_are_filtered_and_sorted(rollmill: Command, words: list[str], found: list[str]) -> None:
+    assert [row["trajectory"] for row in trajectories(rollmill, *words)] == found
+
+
+def test_groups_are_filtered_by_why_they_are_not_trained_on(rollmill: Command) -> None:
+    shown = json.loads(
+        rollmill("inspect", "small", "--groups", "--status", "trained", "--step", "0:1", "--json")
+    )
+    assert [row["group"] for row in shown["groups"]] == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--step", "7"], "the run has no such step; it has steps 0 to 2"),
+        (["--step", "x"], "give one number, or LOW:HIGH"),
+        (["--group", "12"], "the run has no such group; it has groups 0 to 11"),
+        (["--status", "lost"], "the run has cancelled, complete, failed, truncated, unscored"),
+        (["--groups", "--status", "lost"], "the run has no_reward_spread, trained"),
+        (["--env", "chess"], "the run has addition, calculator"),
+        (["--scorer", "judge@1"], "the run has scores of addition@1, brevity@1"),
+        (["--sort", "rewards"], "there is no such column; there are step, groups"),
+        (["--evaluations", "--step", "1"], "the run has no such version; it has versions 0, 3"),
+        (["--steps", "--status", "failed"], "is of trajectories and groups"),
+        (["--groups", "--trajectories"], "give one of them"),
+    ],
+)
+def test_what_a_run_does_not_have_is_refused_with_what_it_has(
+    rollmill: Command, words: list[str], told: str
+) -> None:
+    assert told in rollmill("inspect", "small", *words)
+
+
+@pytest.mark.parametrize("words", [[], ["--groups"], ["--trajectories"], ["--evaluations"], ["--group", "5"]])
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+def test_no_heading_breaks_and_no_line_is_longer_than_the_terminal(
+    rollmill: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = rollmill("inspect", "small", *words).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    heading = next(line for line, rule in itertools.pairwise(lines) if rule.startswith("─"))
+    assert "…" not in heading
+    assert "reward" in heading
+
+
+def test_a_pipe_gets_every_column_in_full(rollmill: Command) -> None:
+    shown = rollmill("inspect", "small", "--trajectories")
+    assert "no verdict within 60 s" in shown
+    assert "not shown here" not in shown
+    assert "…" not in shown
+
+
+def test_a_table_of_many_rows_says_how_to_see_the_rest(rollmill: Command) -> None:
+    assert "5 of 48; --limit 0 shows all" in rollmill("inspect", "small", "--trajectories", "--limit", "5")

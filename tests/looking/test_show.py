@@ -1,0 +1,104 @@
+"""`rollmill show`: one trajectory, its conversation and its tokens."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.text import Text
+
+from flows.colours import LOGPROB, advantage_scale
+from flows.view import visible
+
+Command = Callable[..., str]
+
+
+def test_a_trajectory_is_shown_with_its_conversation_and_what_became_of_it(rollmill: Command) -> None:
+    shown = " ".join(rollmill("show", "small", "5.0").split())
+    for said in (
+        "step 1, group 5, sample 0, calculator 15+25",
+        "complete, finish reason stop, 2 turns",
+        "1.000 (format 0.1, answer 0.9) by addition@1",
+        "-0.210 by brevity@1",
+        "+0.300 (3 of 4 survived: mean 0.700, std 0.424)",
+        "0 from token 6, 1 from token 8",
+        "tool calculator",
+        "[15+25=40]40",
+    ):
+        assert said in shown
+
+
+def test_why_a_trajectory_was_not_trained_on_is_said(rollmill: Command) -> None:
+    assert "not trained on: no_reward_spread" in rollmill("show", "small", "4.1")
+    assert "ScoreTimeoutError: no verdict within 60 s" in " ".join(rollmill("show", "small", "6.1").split())
+    failed = rollmill("show", "small", "5.3")
+    assert "RequestError: 503 from the server" in failed
+    assert "none: it failed" in failed
+
+
+def test_a_held_out_trajectory_is_shown_too(rollmill: Command) -> None:
+    assert "held out, policy version 3, greedy" in rollmill("show", "small", "v3.1.greedy")
+
+
+@pytest.mark.parametrize("asked", ["6.0", "6.0.0", "5eed5eed5eed5eed.6.0.0"])
+def test_ids_are_taken_short_and_whole_and_json_has_every_column(rollmill: Command, asked: str) -> None:
+    shown = json.loads(rollmill("show", "small", asked, "--tokens", "--json"))
+    assert shown["trajectory_id"] == "5eed5eed5eed5eed.6.0.0"
+    assert shown["messages"][-1]["content"] == "[16+26=42]42"
+    assert shown["logprobs"][0] is None
+    assert shown["advantage"] == pytest.approx(0.6)
+    assert "".join(token["text"] for token in shown["tokens"]) == "16+26=[16+26=42]42<eos>"
+    assert [token["version"] for token in shown["tokens"][5:9]] == [None, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("5.9", "near it are 5.0, 5.1, 5.2, 5.3"),
+        ("77.0", "it has groups 0 to 11"),
+        ("v1.0.greedy", "evaluated are the versions 0, 3"),
+        ("v3.8.greedy", "v3.0.greedy"),
+        ("whatever", "the run has no such trajectory"),
+    ],
+)
+def test_an_unknown_trajectory_is_refused_with_near_ones(rollmill: Command, asked: str, told: str) -> None:
+    assert told in rollmill("show", "small", asked)
+
+
+def test_tokens_are_a_table_of_values_without_colours(rollmill: Command) -> None:
+    lines = rollmill("show", "small", "6.0", "--tokens").splitlines()
+    assert ["6", "46", "'['", "-0.600", "0"] in [line.split() for line in lines]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_tokens_are_coloured_in_a_terminal_with_a_legend(
+    rollmill: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    shown = rollmill("show", "small", "6.0", "--by", "advantage")
+    assert "48;2;33;102;172m[" in shown  # the largest advantage of its batch has the scale's full blue
+    assert "+0.6" in Text.from_ansi(shown).plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "48;2" not in rollmill("show", "small", "6.0", "--by", "advantage")
+
+
+def test_what_tokens_cannot_be_coloured_by_is_refused(rollmill: Command) -> None:
+    assert "give advantage or logprob" in rollmill("show", "small", "6.0", "--by", "colour")
+    assert "so it has no advantage" in rollmill("show", "small", "4.0", "--by", "advantage")
+    assert "name the run's model folder" in rollmill("show", "small", "4.0", "--tokens", "--model", "nowhere")
+
+
+def test_colours_are_darker_for_less_likely_tokens_and_symmetric_for_advantages() -> None:
+    likely, unlikely = (LOGPROB.style(value).bgcolor for value in (-0.1, -4.0))
+    assert likely is not None
+    assert unlikely is not None
+    assert sum(likely.get_truecolor()) > sum(unlikely.get_truecolor())
+    scale = advantage_scale(2.0)
+    assert [scale.style(value).bgcolor for value in (-9.0, 9.0)] == [
+        scale.style(value).bgcolor for value in (-2.0, 2.0)
+    ]
+    assert scale.style(float("nan")).dim
+
+
+def test_what_a_model_wrote_cannot_command_the_terminal() -> None:
+    assert visible("a\x1b[31mb\x9b\x7f\n\t") == "a␛[31mb�␡\n\t"
