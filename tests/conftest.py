@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import hypothesis
 import pytest
 
 from tasks.rollout.tokens import save_character_tokenizer
@@ -20,6 +21,9 @@ from tasks.serve import vllm
 from tasks.serve.client import VllmClient
 from tasks.serve.config import ServeConfig
 from tasks.serve.process import LaunchedProcess, free_port
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 VOCABULARY = 57
 MAX_TOKENS = 256

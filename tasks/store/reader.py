@@ -10,9 +10,11 @@ import pyarrow.compute as pc
 
 from tasks.errors import SchemaError, ShardError, ShardGoneError
 from tasks.store.filesystem import Files, files_of
+from tasks.store.integrity import CheckedShard, UncheckedShard
 from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
-from tasks.store.names import current
+from tasks.store.names import ShardName, current
 from tasks.store.schemas import schema_of
+from tasks.store.upgrade import schema_at, upgrade, version_of
 
 LISTED_AGAIN = 10
 """Shards are listed again this often at most, before one that was listed and is gone is an error."""
@@ -109,14 +111,21 @@ def _selected(dataset: str, columns: Sequence[str] | None) -> pa.Schema:
 
 
 def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, selected: pa.Schema) -> pa.Table:
-    fields = [whole.get_field_index(name) for name in selected.names]
+    """Columns of a shard, checked, whatever schema version it has; one of version 1 has no hashes to check by."""
+    name, where = ShardName.of(key), folder.path(key)
     try:
         source = files.open(key)
-        if not pa.ipc.open_file(source).schema.equals(whole):
-            raise ShardError(f"{folder.path(key)} has another schema than {key.split('/')[0]}")
-        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-        table = reader.read_all().select(selected.names).replace_schema_metadata(selected.metadata)
+        shard = CheckedShard(source, name.digest, where) if name and name.digest else UncheckedShard(source)
+        stored = shard.schema()
+        version = version_of(stored)
+        expected = schema_at(whole, version)
+        if not stored.equals(expected):
+            raise ShardError(f"{where} has another schema than {key.split('/')[0]}")
+        fields = [expected.get_field_index(each) for each in selected.names if each in expected.names]
+        table = upgrade(shard.read(fields), selected, version)
         table.validate(full=True)
+    except SchemaError as error:
+        raise ShardError(f"cannot read {where}: {error}") from error
     except (pa.ArrowException, OSError) as error:
-        raise ShardError(f"cannot read {folder.path(key)}: {error}") from error
+        raise ShardError(f"cannot read {where}: {error}") from error
     return table

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 
 from tasks.errors import SchemaError
+from tasks.store.integrity import digest_of, seal
 from tasks.store.layout import Partition
 from tasks.store.names import ShardName
 from tasks.store.schemas import schema_of
@@ -47,14 +47,21 @@ def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None
 def write_shard(path: Path, name: ShardName, dataset: str, appended: Iterable[pa.RecordBatch]) -> str:
     """Write rows as one Arrow IPC file, uncompressed, so that a reader maps columns instead of copying them.
 
-    Returns `name` with the shard's digest.
+    Its last batch, of zero rows, carries the hashes that show damage; see tasks.store.integrity. Returns `name` with
+    the shard's digest.
     """
     schema = schema_of(dataset)
+    no_rows = pa.RecordBatch.from_pylist([], schema=schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in joined_batches(appended):
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+        if not sink.tell():
+            writer.write_batch(no_rows)  # the schema goes with the first batch
+        with pa.memory_map(str(path)) as written:
+            sealed = seal(memoryview(written.read_buffer(sink.tell())))
+        writer.write_batch(no_rows, custom_metadata=sealed)
     with pa.memory_map(str(path)) as written:
-        digest = xxhash.xxh3_64_hexdigest(written.read_buffer())
+        digest = digest_of(memoryview(written.read_buffer()))
     return str(replace(name, digest=digest))
 
 

@@ -97,7 +97,9 @@ def test_offsets_that_point_outside_a_shard_are_an_error_that_names_it(filled: R
 
 
 def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) -> None:
-    shard = shard_of(filled)
+    (sealed,) = files_of(filled).keys("rollouts/step=000000/*.arrow")
+    files_of(filled).remove([sealed])
+    shard = "rollouts/step=000000/000001-000000.arrow"
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema_of("groups")):
         pass
