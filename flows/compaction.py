@@ -32,7 +32,7 @@ async def compact_run(folder: RunFolder, grace_s: float | None, say: Callable[[s
     grace = stored.compaction_grace_s if grace_s is None else grace_s
     config = stored.model_copy(update={"compact": True, "compaction_grace_s": grace})
     with OpenRun.extend(folder, config_of=config) as run:
-        async with run.writer, Compactor(files_of(folder), run.writer, config, say) as compactor:
+        async with run.writer, Compactor(run.files, run.writer, config, say) as compactor:
             if manifest.status == "finished":
                 await compactor.finish()
             else:

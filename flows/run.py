@@ -24,7 +24,6 @@ from tasks.rollout.tokens import ChatTokenizer
 from tasks.score.scoring import Scoring
 from tasks.serve.pool import ServerPool
 from tasks.store.compactor import Compactor
-from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.run import OpenRun
 
@@ -92,7 +91,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                 _open_scorings(config, store.manifest.run) as scorings,
                 opened as environment,
                 store.writer,
-                Compactor(files_of(store.folder), store.writer, config.store, say) as compactor,
+                Compactor(store.files, store.writer, config.store, say) as compactor,
             ):
                 check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
                 yield Run(

@@ -7,6 +7,8 @@ RollmillError
 │   ├── ShardError              a shard cannot be read, or lacks rows it should have
 │   │   └── ShardGoneError      ... since it is not there: removed, or superseded by a compacted one and then removed
 │   ├── RunLockedError          another process writes to this run
+│   ├── LeaseLostError          ... and has taken it over from this one
+│   ├── DiskSpaceError          the next step would not fit on the disk
 │   ├── RunMismatchError        a resumed run's fixed settings differ from its run.json
 │   └── RunFinishedError        every step of this run is done
 ├── ServiceError
@@ -73,6 +75,14 @@ class ShardGoneError(ShardError):
 
 class RunLockedError(StoreError):
     """Another process holds the run's lock."""
+
+
+class LeaseLostError(StoreError):
+    """This process no longer holds the run that it writes to."""
+
+
+class DiskSpaceError(StoreError):
+    """A disk has less room than the next step is expected to need; nothing of it was begun."""
 
 
 class RunMismatchError(StoreError):

@@ -4,7 +4,9 @@ from tasks.config import StageConfig, setting
 
 
 class StoreConfig(StageConfig):
-    root: str = setting("runs", "Folder that holds the runs' folders, one a run.")
+    root: str = setting(
+        "runs", "Folder that holds the runs' folders, one a run: on a local disk, or s3://bucket/prefix."
+    )
     flush_s: float = setting(
         0.02,
         "Seconds a commit waits for more rows, so that shards are few; 0 commits at once.",
@@ -26,4 +28,11 @@ class StoreConfig(StageConfig):
         8 << 20,
         "Mean size of a partition's shards from which on they are left as they are, bytes.",
         ge=1,
+    )
+    lease_s: float = setting(
+        60.0,
+        "Seconds after a writer's last sign of life until another machine may take over a run on S3; signs come three "
+        "times as often.",
+        ge=2.0,
+        le=3600.0,
     )

@@ -49,13 +49,16 @@ class Files(Protocol):
         """
 
 
-def files_of(folder: RunFolder) -> Files:
-    """The files of a run, by where its folder lies; those on S3 block, so they are used off the event loop."""
+def files_of(folder: RunFolder, check: Callable[[], None] = lambda: None) -> Files:
+    """The files of a run, by where its folder lies; those on S3 block, so they are used off the event loop.
+
+    `check` is that of the run's lock: called before each request to S3 that changes anything, it may raise.
+    """
     if folder.is_local:
         return LocalFiles(folder.local, folder.tmp)
     from tasks.store.s3 import S3Files  # s3fs and botocore are imported where a run lies on S3 alone
 
-    return S3Files(folder)
+    return S3Files(folder, check)
 
 
 def publish_text(files: Files, key: str, text: bytes) -> None:

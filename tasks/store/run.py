@@ -12,7 +12,7 @@ from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of
 from tasks.store.fixed import check_fixed
 from tasks.store.layout import PARTITION_KEYS, RunFolder
-from tasks.store.lock import RunLock
+from tasks.store.lock import RunLock, lock_run
 from tasks.store.manifest import Manifest, has_manifest, read_manifest, write_manifest
 from tasks.store.schemas import SCHEMA_VERSION
 from tasks.store.writer import RunWriter
@@ -21,11 +21,18 @@ RUN_ID_BYTES = 8
 
 
 class OpenRun:
-    """A locked run; a context manager. `manifest` is always what run.json says; `writer` is opened by its user."""
+    """A locked run; a context manager.
+
+    Attributes:
+        manifest: what run.json says, always.
+        files: to change the run's files by; they refuse once the run is another process's.
+        writer: opened by its user.
+    """
 
     def __init__(self, folder: RunFolder, lock: RunLock, manifest: Manifest, flush_s: float) -> None:
         self.folder, self.manifest = folder, manifest
-        self.writer = RunWriter(files_of(folder), manifest.epoch, flush_s)
+        self.files = files_of(folder, lock.check)
+        self.writer = RunWriter(self.files, manifest.epoch, flush_s)
         self._lock = lock
 
     @classmethod
@@ -56,7 +63,7 @@ class OpenRun:
             RunFinishedError: all its steps are done.
             StoreError: run.json cannot be read or written.
         """
-        lock = RunLock.acquire(folder, config_of.root, config_of.lock_timeout_s)
+        lock = lock_run(folder, config_of)
         try:
             now = {"config": config, "versions": versions, "git_commit": git_commit}
             manifest = _resumed(folder, fixed, now) if has_manifest(folder) else _begun(folder, now)
@@ -76,7 +83,7 @@ class OpenRun:
             StoreError: it holds no run, or run.json cannot be read or written.
         """
         read_manifest(folder)
-        lock = RunLock.acquire(folder, config_of.root, config_of.lock_timeout_s)
+        lock = lock_run(folder, config_of)
         try:
             stored = read_manifest(folder)
             manifest = replace(stored, epoch=stored.epoch + 1)
@@ -108,13 +115,14 @@ class OpenRun:
         self.close()
 
     def _replace(self, manifest: Manifest) -> None:
+        self._lock.check()
         write_manifest(self.folder, manifest)
         self.manifest = manifest
 
 
 def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
     files = files_of(folder)
-    if orphans := [name for name in PARTITION_KEYS if files.keys(f"{name}/*")]:
+    if orphans := [name for name in PARTITION_KEYS if files.keys(f"{name}/**/*")]:
         raise StoreError(
             f"{folder.location} has data sets ({', '.join(orphans)}) but no run.json: it is no run's folder"
         )

@@ -31,8 +31,8 @@ class S3Files:
     Methods block; they are called from threads.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._objects, self._tmp = objects_of(folder), folder.tmp
+    def __init__(self, folder: RunFolder, check: Callable[[], None]) -> None:
+        self._objects, self._tmp, self._check = objects_of(folder), folder.tmp, check
 
     def publish(self, folder: str, write: Callable[[Path], str]) -> str:
         unfinished = self._tmp / uuid.uuid4().hex
@@ -40,7 +40,7 @@ class S3Files:
             self._tmp.mkdir(parents=True, exist_ok=True)
             name = write(unfinished)
             key = f"{folder}/{name}" if folder else name
-            self._objects.upload(unfinished, key)
+            self._objects.upload(unfinished, key, self._check)
         except OSError as error:
             where = self._objects.path(folder)
             raise StoreError(
@@ -66,6 +66,7 @@ class S3Files:
         return pa.PythonFile(RangeReader(self._objects, key, tail.etag, tail.size, tail.content), mode="r")
 
     def remove(self, keys: Iterable[str]) -> None:
+        self._check()
         self._objects.remove(list(keys))
 
 

@@ -38,7 +38,7 @@ def is_transient(error: Exception) -> bool:
     """True when the same request may succeed later: no connection, one that broke, throttling, a server's error."""
     answer = _answer(error)
     if not answer:
-        return isinstance(error, _PASSING)
+        return isinstance(error, _PASSING) or isinstance(error.__cause__, _PASSING)
     status = answer["Status"]
     return bool(status in _PASSING_STATUS or status >= 500 or answer["Code"] in _PASSING_CODES)
 

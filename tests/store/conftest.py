@@ -42,12 +42,17 @@ def rows() -> RowMaker:
 
 
 @pytest.fixture(params=["local", "s3"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run's folder as it is when it is open for writing: on a disk, and on S3."""
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place for runs: on a disk, and on S3."""
     if request.param == "local":
-        run = RunFolder(tmp_path / "run")
-    else:
-        monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
-        run = RunFolder(f"{request.getfixturevalue('s3_root')}/run")
+        return str(tmp_path)
+    monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
+    return str(request.getfixturevalue("s3_root"))
+
+
+@pytest.fixture
+def folder(root: str) -> RunFolder:
+    """A run's folder as it is when it is open for writing."""
+    run = RunFolder(f"{root}/run")
     run.tmp.mkdir(parents=True)
     return run

@@ -15,9 +15,9 @@ import pytest
 
 from tasks.errors import ConfigError, RunFinishedError, RunLockedError, RunMismatchError, StoreError
 from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
+from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import RunFolder
-from tasks.store.lock import RunLock, unwritable
+from tasks.store.lock import lock_run, unwritable
 from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.reader import read
 from tasks.store.run import OpenRun
@@ -26,9 +26,9 @@ RowMaker = Callable[..., pa.RecordBatch]
 CONFIG = {"seed": 0, "steps": 4, "train": {"lr": 1e-3, "dtype": "fp32"}}
 
 
-def opened(root: Path, config: dict[str, Any] = CONFIG) -> OpenRun:
+def opened(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
     return OpenRun.open(
-        RunFolder(root / "a"),
+        RunFolder(f"{root}/a"),
         config=config,
         fixed={"seed", "train.dtype"},
         versions={"rollmill": "0.1"},
@@ -37,58 +37,58 @@ def opened(root: Path, config: dict[str, Any] = CONFIG) -> OpenRun:
     )
 
 
-def test_a_new_run_has_a_random_id_and_its_settings_in_run_json(tmp_path: Path) -> None:
-    assert not has_manifest(RunFolder(tmp_path / "a"))
-    with opened(tmp_path) as run, opened(tmp_path / "other") as other:
+def test_a_new_run_has_a_random_id_and_its_settings_in_run_json(root: str) -> None:
+    assert not has_manifest(RunFolder(f"{root}/a"))
+    with opened(root) as run, opened(f"{root}/other") as other:
         assert run.manifest.run != other.manifest.run
         assert (run.manifest.epoch, run.manifest.incarnation, run.manifest.status) == (1, 0, "running")
-        stored = json.loads((tmp_path / "a" / "run.json").read_text())
+        stored = json.loads(read_text(files_of(run.folder), "run.json"))
         assert stored["config"] == CONFIG
         assert stored["git_commit"] == "abc"
         assert read_manifest(run.folder) == run.manifest
 
 
-def test_a_reopened_run_keeps_its_id_raises_its_epoch_and_takes_the_new_settings(tmp_path: Path) -> None:
-    with opened(tmp_path) as run:
+def test_a_reopened_run_keeps_its_id_raises_its_epoch_and_takes_the_new_settings(root: str) -> None:
+    with opened(root) as run:
         first = run.manifest
-    with opened(tmp_path, CONFIG | {"steps": 8}) as run:
+    with opened(root, CONFIG | {"steps": 8}) as run:
         assert (run.manifest.run, run.manifest.created_at) == (first.run, first.created_at)
         assert run.manifest.epoch == 2
         assert read_manifest(run.folder).config["steps"] == 8
 
 
-async def test_two_writers_of_one_run_never_write_the_same_shard(tmp_path: Path, rows: RowMaker) -> None:
+async def test_two_writers_of_one_run_never_write_the_same_shard(root: str, rows: RowMaker) -> None:
     for group in (0, 1):
-        with opened(tmp_path) as run:
+        with opened(root) as run:
             async with run.writer:
                 run.writer.append("rollouts", rows("rollouts", step=0, group=group), step=0)
-    assert read(RunFolder(tmp_path / "a"), "rollouts", ["group"])["group"].to_pylist() == [0, 1]
+    assert read(RunFolder(f"{root}/a"), "rollouts", ["group"])["group"].to_pylist() == [0, 1]
 
 
-def test_incarnations_rise_over_the_runs_whole_life(tmp_path: Path) -> None:
-    with opened(tmp_path) as run:
+def test_incarnations_rise_over_the_runs_whole_life(root: str) -> None:
+    with opened(root) as run:
         assert [run.next_incarnation(), run.next_incarnation()] == [1, 2]
-    with opened(tmp_path) as run:
+    with opened(root) as run:
         assert run.next_incarnation() == 3
         assert read_manifest(run.folder).incarnation == 3
 
 
-def test_a_run_open_elsewhere_is_refused_naming_the_process(tmp_path: Path) -> None:
+def test_a_run_open_elsewhere_is_refused_naming_the_process(root: str) -> None:
     with (
-        opened(tmp_path),
+        opened(root),
         pytest.raises(RunLockedError, match=f"a is being written to by process {os.getpid()} on "),
     ):
-        opened(tmp_path)
-    opened(tmp_path).close()
+        opened(root)
+    opened(root).close()
 
 
 def test_a_run_waits_for_the_lock_as_long_as_it_is_told(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    first = RunLock.acquire(folder, "runs", 0.0)
+    first = lock_run(folder, StoreConfig(lock_timeout_s=0.0))
     child = os.fork()
     if child == 0:
         with suppress(RunLockedError):
-            RunLock.acquire(folder, "runs", 30.0)
+            lock_run(folder, StoreConfig(lock_timeout_s=30.0))
             os._exit(0)
         os._exit(1)
     first.release()
@@ -100,7 +100,7 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_
     told, tell = os.pipe()
     owner = os.fork()
     if owner == 0:
-        held = RunLock.acquire(folder, "runs", 0.0)
+        held = lock_run(folder, StoreConfig(lock_timeout_s=0.0))
         grandchild = os.fork()
         if grandchild:
             os.write(tell, str(grandchild).encode())
@@ -111,45 +111,45 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     try:
-        RunLock.acquire(folder, "runs", 0.0).release()
+        lock_run(folder, StoreConfig(lock_timeout_s=0.0)).release()
     finally:
         os.kill(grandchild, signal.SIGKILL)
 
 
-def test_leftovers_of_a_killed_writer_are_removed_and_never_read(tmp_path: Path) -> None:
-    with opened(tmp_path) as run:
+def test_leftovers_of_a_killed_writer_are_removed_and_never_read(root: str) -> None:
+    with opened(root) as run:
         (run.folder.tmp / "0a-000001-000000.arrow").write_bytes(b"ARROW1 and then the power went")
         (run.folder.tmp / "checkpoint").mkdir()
         assert read(run.folder, "rollouts").num_rows == 0
-    with opened(tmp_path) as run:
+    with opened(root) as run:
         assert list(run.folder.tmp.iterdir()) == []
 
 
-def test_every_fixed_setting_that_differs_is_shown_with_both_values(tmp_path: Path) -> None:
-    opened(tmp_path).close()
+def test_every_fixed_setting_that_differs_is_shown_with_both_values(root: str) -> None:
+    opened(root).close()
     with pytest.raises(RunMismatchError) as caught:
-        opened(tmp_path, {"seed": 1, "steps": 4, "train": {"lr": 1e-6, "dtype": "bf16"}})
+        opened(root, {"seed": 1, "steps": 4, "train": {"lr": 1e-6, "dtype": "bf16"}})
     text = str(caught.value)
     assert "seed: the run has 0, given is 1" in text
     assert "train.dtype: the run has 'fp32', given is 'bf16'" in text
     assert "another name" in text
     assert "lr" not in text
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
-    opened(tmp_path).close()
+    opened(root).close()
 
 
-def test_a_fixed_setting_that_the_run_does_not_have_is_a_difference(tmp_path: Path) -> None:
-    opened(tmp_path, {"seed": 0, "steps": 4}).close()
+def test_a_fixed_setting_that_the_run_does_not_have_is_a_difference(root: str) -> None:
+    opened(root, {"seed": 0, "steps": 4}).close()
     with pytest.raises(RunMismatchError, match=r"train\.dtype: the run has absent, given is 'fp32'"):
-        opened(tmp_path)
+        opened(root)
 
 
-def test_a_finished_run_is_refused_until_it_is_given_more_steps(tmp_path: Path) -> None:
-    with opened(tmp_path) as run:
+def test_a_finished_run_is_refused_until_it_is_given_more_steps(root: str) -> None:
+    with opened(root) as run:
         run.finish()
     with pytest.raises(RunFinishedError, match="done all its 4 steps; raise steps"):
-        opened(tmp_path)
-    with opened(tmp_path, CONFIG | {"steps": 5}) as run:
+        opened(root)
+    with opened(root, CONFIG | {"steps": 5}) as run:
         assert run.manifest.status == "running"
 
 
@@ -170,28 +170,31 @@ def test_a_full_disk_is_no_wrong_setting(tmp_path: Path) -> None:
     ("text", "reason"),
     [("", "damaged"), ("{", "damaged"), ('{"run": 7}', "run.json is damaged: run: "), ("[]", "damaged")],
 )
-def test_a_damaged_run_json_is_an_error_that_names_it(tmp_path: Path, text: str, reason: str) -> None:
-    opened(tmp_path).close()
-    (tmp_path / "a" / "run.json").write_text(text)
+def test_a_damaged_run_json_is_an_error_that_names_it(root: str, text: str, reason: str) -> None:
+    opened(root).close()
+    publish_text(files_of(RunFolder(f"{root}/a")), "run.json", text.encode())
     with pytest.raises(StoreError, match=reason):
-        opened(tmp_path)
+        opened(root)
 
 
-def test_a_run_of_a_newer_rollmill_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path) as run:
-        path = run.folder.local / "run.json"
-    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
+def test_a_run_of_a_newer_rollmill_is_refused(root: str) -> None:
+    with opened(root) as run:
+        files = run.files
+        text = read_text(files, "run.json").replace(b'"schema_version": 2', b'"schema_version": 99')
+        publish_text(files, "run.json", text)
     with pytest.raises(StoreError, match="schema version 99, this Rollmill reads up to 2"):
         read_manifest(run.folder)
 
 
-def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
-    Path(RunFolder(tmp_path / "a").dataset("rollouts", step=0)).mkdir(parents=True)
+def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(root: str) -> None:
+    folder = RunFolder(f"{root}/a")
+    folder.tmp.mkdir(parents=True)
+    publish_text(files_of(folder), "rollouts/step=000000/some.arrow", b"rows")
     with pytest.raises(StoreError, match=r"data sets \(rollouts\) but no run\.json"):
-        opened(tmp_path)
+        opened(root)
 
 
-def test_a_folder_that_holds_no_run_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_run_says_so(root: str) -> None:
     with pytest.raises(StoreError, match=r"holds no run: there is no run\.json"):
-        read_manifest(RunFolder(tmp_path / "nowhere"))
-    assert files_of(RunFolder(tmp_path / "nowhere")).keys("**/*.arrow") == []
+        read_manifest(RunFolder(f"{root}/nowhere"))
+    assert files_of(RunFolder(f"{root}/nowhere")).keys("**/*.arrow") == []

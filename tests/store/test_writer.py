@@ -20,7 +20,7 @@ from tasks.store.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 REPOSITORY = Path(__file__).parents[2]
-ON_A_DISK = pytest.mark.parametrize("folder", ["local"], indirect=True)
+ON_A_DISK = pytest.mark.parametrize("root", ["local"], indirect=True)
 
 
 class GatedFiles:

@@ -1,0 +1,189 @@
+"""The lock of a run on S3: held by renewal, refused to others, taken over from the dead, lost by the suspended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from s3_proxy import FailingProxy
+
+from tasks.errors import LeaseLostError, RunLockedError, StoreError
+from tasks.store import objects
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of, publish_text, read_text
+from tasks.store.layout import SCRATCH_ENV, RunFolder
+from tasks.store.lease import CLOCK_S, LOCK, Terms
+from tasks.store.lock import RunLock, lock_run
+
+REPOSITORY = Path(__file__).parents[2]
+LEASE_S = 4.0
+
+HOLDER = """
+import sys
+from tasks.errors import RollmillError
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of, publish_text
+from tasks.store.layout import RunFolder
+from tasks.store.lock import lock_run
+
+folder = RunFolder(sys.argv[1])
+lock = lock_run(folder, StoreConfig(lease_s=float(sys.argv[2])))
+print("held", flush=True)
+for line in sys.stdin:
+    try:
+        publish_text(files_of(folder, lock.check), line.strip(), b"written")
+        print("written", flush=True)
+    except RollmillError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.fixture
+def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
+    return RunFolder(f"{s3_root}/run")
+
+
+def locked(run: RunFolder, timeout_s: float = 0.0, lease_s: float = LEASE_S) -> RunLock:
+    return lock_run(run, StoreConfig(lease_s=lease_s, lock_timeout_s=timeout_s))
+
+
+@contextmanager
+def holder(run: RunFolder, lease_s: float = LEASE_S) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that holds a run, and writes what it is told."""
+    command = [sys.executable, "-c", HOLDER, run.location, str(lease_s)]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert answer(process) == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def check_for_half_a_minute(lock: RunLock) -> None:
+    for _ in range(600):
+        time.sleep(0.05)
+        lock.check()
+
+
+def answer(process: "subprocess.Popen[str]", told: str = "") -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if told:
+        process.stdin.write(f"{told}\n")
+        process.stdin.flush()
+    return process.stdout.readline()
+
+
+def test_a_run_that_is_held_is_refused_naming_its_holder_and_free_once_given_back(run: RunFolder) -> None:
+    with holder(run) as other:
+        with pytest.raises(RunLockedError, match=rf"run is being written to by process {other.pid} on "):
+            locked(run)
+        assert answer(other, "a") == "written\n"
+    first = locked(run)
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()} "):
+        locked(run)
+    first.release()
+    first.release()
+    locked(run).release()
+
+
+def test_the_run_of_a_process_that_was_killed_on_this_machine_is_free_at_once(run: RunFolder) -> None:
+    with holder(run, lease_s=3600.0) as other:
+        os.kill(other.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        locked(run).release()
+
+
+def test_a_holder_that_lives_keeps_the_run_beyond_its_lease(run: RunFolder) -> None:
+    with holder(run) as other:
+        with pytest.raises(RunLockedError):
+            locked(run, timeout_s=2 * LEASE_S + CLOCK_S)
+        assert answer(other, "a") == "written\n"
+
+
+def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder) -> None:
+    with holder(run) as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        ours = locked(run, timeout_s=60.0)
+        publish_text(files_of(run, ours.check), "ours", b"")
+        os.kill(other.pid, signal.SIGCONT)
+        refused = answer(other, "theirs")
+        assert refused.startswith("LeaseLostError ")
+        assert f"process {os.getpid()} on " in refused
+        assert files_of(run).keys("*") == [LOCK, "ours"]
+        ours.check()
+        ours.release()
+
+
+def test_a_writer_whose_lock_was_removed_stops(run: RunFolder) -> None:
+    ours = locked(run)
+    files_of(run).remove([LOCK])
+    with pytest.raises(LeaseLostError, match="has removed its lock"):
+        check_for_half_a_minute(ours)
+    ours.release()
+    assert files_of(run).keys("*") == []
+
+
+def test_an_outage_beyond_the_lease_stops_writing_and_ends_without_a_loss(
+    run: RunFolder, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FailingProxy(s3_endpoint, 0.0).running() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        fresh()
+        ours = locked(run)
+        proxy.share = 1.0
+        with pytest.raises(StoreError, match=r"cannot write s3://.*/run/lock"):
+            check_for_half_a_minute(ours)
+        proxy.share = 0.0
+        ours.check()
+        ours.release()
+    monkeypatch.undo()
+    fresh()
+
+
+def fresh() -> None:
+    """Let requests be made as in a process begun with the environment as it is now."""
+    objects._filesystem.cache_clear()
+    objects._attempts.cache_clear()
+
+
+def test_an_answer_that_was_lost_is_no_lost_lease(run: RunFolder) -> None:
+    ours = locked(run, lease_s=3600.0)
+    files = files_of(run)
+    terms = Terms.model_validate_json(read_text(files, LOCK))
+    as_if_unanswered = terms.model_copy(update={"renewals": terms.renewals + 1})
+    publish_text(files, LOCK, as_if_unanswered.model_dump_json().encode())
+    ours._renew()  # type: ignore[attr-defined]
+    assert Terms.model_validate_json(read_text(files, LOCK)).renewals == terms.renewals + 2
+    ours.release()
+
+
+def test_a_forked_child_neither_holds_nor_gives_back_the_run_of_its_parent(run: RunFolder) -> None:
+    ours = locked(run)
+    child = os.fork()
+    if child == 0:
+        try:
+            ours.check()
+        except LeaseLostError:
+            ours.release()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(RunLockedError):
+        locked(run)
+    ours.release()
+
+
+def test_a_lock_that_says_nothing_readable_is_replaced(run: RunFolder) -> None:
+    publish_text(files_of(run), LOCK, b"{}")
+    locked(run).release()
