@@ -30,7 +30,8 @@ async def compact_run(folder: RunFolder, grace_s: float | None, say: Callable[[s
     manifest, before = read_manifest(folder), _n_shards(folder)
     stored = StoreConfig.model_validate(manifest.config.get("store", {}))
     grace = stored.compaction_grace_s if grace_s is None else grace_s
-    config = stored.model_copy(update={"compact": True, "compaction_grace_s": grace})
+    given = {"compact": True, "compaction_grace_s": grace, "remove_superseded": "after_grace"}
+    config = stored.model_copy(update=given)
     with OpenRun.extend(folder, config_of=config) as run:
         async with run.writer, Compactor(run.files, run.writer, config, say) as compactor:
             if manifest.status == "finished":

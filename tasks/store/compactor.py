@@ -1,4 +1,4 @@
-"""Compacts a run beside its steps, and removes what was superseded a grace period later."""
+"""Compacts a run beside its steps, and removes what was superseded, a grace period later at the earliest."""
 
 import asyncio
 import re
@@ -21,8 +21,8 @@ class Compactor:
     """Compacts partitions of one run through its writer; an async context manager, used from one event loop.
 
     Compacting is housekeeping: what cannot be compacted or removed is told once and left as it is, readable as before,
-    and the run goes on. Leaving the context ends what goes on; superseded shards that are left over by a run that
-    ended before their time are removed when it is gone on with, after the same grace.
+    and the run goes on. Leaving the context ends what goes on; superseded shards that a run left which ended before
+    their time go when it is gone on with.
 
     Args:
         files: of the run.
@@ -71,7 +71,7 @@ class Compactor:
         await self.settled()
 
     async def settled(self) -> None:
-        """Wait for what was begun so far: compacted, and what that superseded removed."""
+        """Wait for what was begun so far."""
         while self._rounds:
             await asyncio.wait(self._rounds)
 
@@ -81,14 +81,14 @@ class Compactor:
         each.add_done_callback(self._rounds.discard)
 
     async def _round(self, first: int, end: int | None) -> None:
-        """Compact the partitions of the steps first .. end - 1, and remove what that supersedes."""
+        """Compact the partitions of the steps first .. end - 1, and remove what is superseded when it is time for it."""
         async with self._turn:
             keys = await asyncio.to_thread(self._keys, first, end)
             if self._config.compact:
                 for folder, shards in partitions(keys).items():
                     keys += await self._compacted(folder) if len(shards) > 1 else []
             gone = sorted(set(superseded(keys)) - self._leaving)
-        if gone:
+        if gone and (end is None or self._config.remove_superseded == "after_grace"):
             await self._remove(gone)
 
     async def _remove(self, keys: list[str]) -> None:

@@ -1,5 +1,7 @@
 """Settings of the data sets."""
 
+from typing import Literal
+
 from tasks.config import StageConfig, setting
 
 
@@ -19,10 +21,15 @@ class StoreConfig(StageConfig):
     )
     compaction_grace_s: float = setting(
         10.0,
-        "Seconds that shards stay after a compacted one took their place: longer than any plain scan by others takes "
-        "from listing the files to opening the last of them. The end of a run waits for it.",
+        "Seconds that shards stay at least after a compacted one took their place: longer than any reader takes from "
+        "listing them to opening the last. The end of a run waits for it.",
         ge=0.1,
         le=3600.0,
+    )
+    remove_superseded: Literal["at_end", "after_grace"] = setting(
+        "at_end",
+        "When shards go whose rows a compacted one holds: at the run's end, so that no file that a plain scan lists is "
+        "gone when it opens it, or in the run already, after the grace, which saves their space meanwhile.",
     )
     compaction_large_bytes: int = setting(
         8 << 20,

@@ -76,6 +76,20 @@ def scan(
     return rows.lazy()
 
 
+def shards(run: RunFolder | str, dataset: str, **partition: PartitionValue) -> list[str]:
+    """Where the shards to read by now lie, for other libraries: every row once, also while a run is compacted.
+
+    They stay for `store.compaction_grace_s` at least.
+
+    Example: pl.scan_ipc(shards("runs/quickstart", "rollouts"), hive_partitioning=True)
+
+    Raises:
+        SchemaError: unknown data set or partition.
+    """
+    folder = run if isinstance(run, RunFolder) else RunFolder(run)
+    return [folder.path(key) for key in _shards(files_of(folder), dataset, partition)]
+
+
 def read_listed(listed: Callable[[], list[str]], read_one: Callable[[str], pa.Table]) -> list[pa.Table]:
     """The table of each shard that is listed; listed again when a compacted one took the place of some meanwhile.
 

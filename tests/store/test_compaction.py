@@ -24,7 +24,7 @@ from tasks.store.schemas import SCHEMAS
 from tasks.store.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
-SOON = StoreConfig(compaction_grace_s=0.1)
+SOON = StoreConfig(compaction_grace_s=0.1, remove_superseded="after_grace")
 ANY_SIZE = 1 << 40
 VALUES = {"scorer": "addition@1", "env": "addition", "step": 0, "version": 0, "epoch": 1}
 
@@ -230,6 +230,21 @@ async def test_what_cannot_be_compacted_is_told_and_the_run_goes_on(
         assert compactor.n_failed == len(told) == 1
         assert "2 rows of 1 trajectories" in told[0]
     assert (len(read_shards(folder, 0)), len(read_shards(folder, 1))) == (2, 1)
+
+
+async def test_superseded_shards_stay_until_the_end_unless_they_are_to_go_after_the_grace(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with (
+        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(files_of(folder), writer, StoreConfig(compaction_grace_s=0.1), never) as compactor,
+    ):
+        await append_one_by_one(writer, rows, ["a", "b"])
+        compactor.begin(1)
+        await compactor.settled()
+        assert [len(found) for found in (shards(folder), superseded(shards(folder)))] == [3, 2]
+        await compactor.finish()
+        assert len(shards(folder)) == 1
 
 
 async def test_without_compaction_shards_stay(folder: RunFolder, rows: RowMaker) -> None:
