@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from tasks.config import StageConfig, setting
 from tasks.errors import ConfigError
@@ -16,6 +17,7 @@ from tasks.rollout.config import RolloutConfig
 from tasks.score.config import ScoreConfig
 from tasks.serve.config import ServeConfig
 from tasks.store.config import StoreConfig
+from tasks.store.fixed import value_of
 from tasks.sync.config import SyncConfig
 from tasks.train.config import StartModelConfig, TrainConfig
 
@@ -182,14 +184,19 @@ def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str
         if isinstance(section, type) and issubclass(section, StageConfig):
             found |= settings(section, f"{prefix}{name}.")
         else:
-            extra = field.json_schema_extra
-            found[f"{prefix}{name}"] = bool(isinstance(extra, dict) and extra["fixed"])
+            found[f"{prefix}{name}"] = _is_fixed(field)
     return found
 
 
-def fixed_settings() -> frozenset[str]:
-    """Dotted names of the settings that may not change when a run is resumed."""
-    return frozenset(name for name, is_fixed in settings().items() if is_fixed)
+def _is_fixed(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return bool(isinstance(extra, dict) and extra["fixed"])
+
+
+def fixed_settings() -> dict[str, object]:
+    """Defaults, by dotted name, of the settings that may not change when a run is resumed."""
+    defaults = RunConfig().model_dump(mode="json")
+    return {name: value_of(defaults, name, None) for name, is_fixed in settings().items() if is_fixed}
 
 
 def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]:
@@ -249,10 +256,11 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
 
 
 def describe(model: type[StageConfig] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every setting as a line: name, default, meaning."""
+    """Every setting as a line: name, default, whether it may not change when a run is resumed, meaning."""
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, StageConfig):
             yield from describe(section, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name} = {field.default!r}: {field.description}"
+            mark = " (fixed)" if _is_fixed(field) else ""
+            yield f"{prefix}{name} = {field.default!r}{mark}: {field.description}"

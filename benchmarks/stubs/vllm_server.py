@@ -2,35 +2,54 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 
 from benchmarks.stubs.trainer import LOGPROB
 from tasks.rollout.environment import Message
 from tasks.rollout.tokens import ChatTokenizer
+from tasks.serve.vllm import LOGPROBS_MODE, TRANSFER_BACKEND
 from tasks.train.control import ControlServer
 
 CONTROL = (
     *("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"),
     *("finish_weight_update", "reset_prefix_cache", "update_weight_version"),
 )
+MAX_MODEL_LEN = 1 << 20
 ANSWERS = ("85", "")
 """Texts it answers with, in turn: one is in the environment's form and one is not, so that rewards are spread."""
+
+
+class Asked(NamedTuple):
+    """A completion that was asked for.
+
+    Attributes:
+        seed: of the sampler.
+        version: what the server was told that its weights are.
+    """
+
+    seed: int
+    temperature: float
+    version: str
 
 
 @dataclass
 class StubVllmServer:
     """Stands for a server of the model in `model`, of which only the tokenizer is read.
 
+    What it answers is a function of the sampler's seed alone.
+
     Attributes:
         rollout_s: seconds of one completion.
+        asked: every completion that it was asked for, in order.
     """
 
     model: Path
     rollout_s: float
+    asked: list[Asked] = field(default_factory=list)
     _version: str = "start"
 
     def serve(self, port: int) -> ControlServer:
@@ -46,16 +65,29 @@ class StubVllmServer:
         async def weight_info() -> dict[str, str]:
             return {"weight_version": self._version}
 
+        @app.get("/server_info")
+        async def server_info() -> dict[str, Any]:
+            model = {"max_model_len": MAX_MODEL_LEN, "logprobs_mode": LOGPROBS_MODE}
+            return {
+                "vllm_config": {
+                    "model_config": model,
+                    "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+                }
+            }
+
         @app.post("/tokenize")
         async def tokenize(body: dict[str, Any]) -> dict[str, list[int]]:
             return {"tokens": tokenizer.encode([Message("user", body["prompt"])]).tolist()}
 
         @app.post("/inference/v1/generate")
         async def generate(body: dict[str, Any]) -> dict[str, Any]:
+            if "sampling_params" not in body:
+                raise HTTPException(400, "sampling_params are missing")
             sampling = body["sampling_params"]
             if "prompt_logprobs" in sampling:
                 return _prompt_logprobs(body["token_ids"])
             version = self._version
+            self.asked.append(Asked(sampling["seed"], sampling["temperature"], version))
             await asyncio.sleep(self.rollout_s)
             return _completion(answers[sampling["seed"] % len(answers)], version)
 

@@ -43,9 +43,7 @@ class EndpointConfig(StageConfig):
 class JudgeConfig(EndpointConfig):
     """An LLM that judges, behind any endpoint that speaks OpenAI's chat completions."""
 
-    url: str = setting(
-        "", "Base URL of the endpoint, such as https://host/v1; chat/completions is added.", fixed=True
-    )
+    url: str = setting("", "Base URL of the endpoint, such as https://host/v1; chat/completions is added.")
     model: str = setting("", "Model to ask for.", fixed=True)
     prompt: str = setting(
         JUDGE_PROMPT,
@@ -63,7 +61,7 @@ class JudgeConfig(EndpointConfig):
 class RewardModelConfig(EndpointConfig):
     """A reward model served by vLLM (`vllm serve MODEL --runner pooling`)."""
 
-    url: str = setting("", "Base URL of the server, such as http://host:8000.", fixed=True)
+    url: str = setting("", "Base URL of the server, such as http://host:8000.")
     model: str = setting("", "Model to ask for; empty: the one that the server has.", fixed=True)
     output: int = setting(0, "Which output of the model is the reward, from 0.", ge=0, fixed=True)
     use_activation: bool = setting(

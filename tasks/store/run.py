@@ -1,7 +1,7 @@
 """A run's folder, open for writing."""
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -41,7 +41,7 @@ class OpenRun:
         folder: RunFolder,
         *,
         config: dict[str, Any],
-        fixed: Collection[str],
+        fixed: Mapping[str, Any],
         versions: dict[str, str],
         git_commit: str,
         config_of: StoreConfig,
@@ -51,7 +51,7 @@ class OpenRun:
         Args:
             folder: made when it is not there.
             config: resolved configuration, JSON values; `steps` says how many steps the run has.
-            fixed: dotted names of the settings that may not change.
+            fixed: defaults, by dotted name, of the settings that may not change.
             versions: of the packages in use.
             git_commit: of the checkout; empty outside of one.
             config_of: settings of the data sets.
@@ -137,7 +137,7 @@ def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
     )
 
 
-def _resumed(folder: RunFolder, fixed: Collection[str], now: dict[str, Any]) -> Manifest:
+def _resumed(folder: RunFolder, fixed: Mapping[str, Any], now: dict[str, Any]) -> Manifest:
     stored = read_manifest(folder)
     check_fixed(folder.location, stored.config, now["config"], fixed)
     steps = stored.config.get("steps", 0)

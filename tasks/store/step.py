@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tasks.errors import ShardError
-from tasks.store.layout import RunFolder
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder, partition_folder
 from tasks.store.reader import NAMED_IDS, read
-from tasks.store.resume import stored_batch_steps
 from tasks.store.rows import Rows, last_by, rows_of, values, where, where_in, without
 
 LOST = ("failed", "cancelled")
@@ -50,7 +50,7 @@ class StoredStep:
             rollouts=rows_of(read(folder, "rollouts", step=step)),
             scores=rows_of(read(folder, "scores", scorer=scorer, step=step)),
             judged=frozenset(int(str(group)) for group in values(groups, "group")),
-            has_batch=step in stored_batch_steps(folder),
+            has_batch=bool(files_of(folder).keys(f"{partition_folder('batches', {'step': step})}/*.arrow")),
         )
 
 

@@ -24,7 +24,7 @@ def opened(folder: RunFolder) -> OpenRun:
     return OpenRun.open(
         folder,
         config={"steps": STEPS, "store": config.model_dump(mode="json")},
-        fixed=frozenset(),
+        fixed={},
         versions={},
         git_commit="",
         config_of=config,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load, settings
+from flows.config import describe, load, settings
 from flows.folder import check_resumable, is_finished, move_aside, run_folder
 from tasks.errors import ConfigError, RunFinishedError, RunMismatchError
 from tasks.store.manifest import Manifest, write_manifest
@@ -83,6 +83,14 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
         check_resumable(run_folder("quickstart", given), given)
 
 
-def test_every_setting_says_whether_it_may_change() -> None:
-    assert settings()["seed"] is True
-    assert settings()["train.lr"] is False
+def test_addresses_deadlines_and_what_only_the_trainer_goes_by_may_change() -> None:
+    free = {name for name, is_fixed in settings().items() if not is_fixed}
+    assert {"steps", "train.lr", "train.clip_high", "evaluate.every", "store.root"} <= free
+    assert {name for name in settings() if name.endswith(("_s", ".url", ".urls", ".port", "_env"))} <= free
+
+
+def test_what_rows_and_checkpoints_are_made_of_may_not_change() -> None:
+    fixed = {name for name, is_fixed in settings().items() if is_fixed}
+    assert {"seed", "model", "score.scorer", "rollout.temperature", "train.ranks", "serve.dtype"} <= fixed
+    assert any(line.startswith("seed = 0 (fixed): ") for line in describe())
+    assert any(line.startswith("train.lr = 0.001: ") for line in describe())

@@ -126,7 +126,7 @@ async def opened(folder: Path, sampler: PlannedSampler, scoring: Any, **settings
     store = OpenRun.open(
         RunFolder(folder / "run"),
         config=config.model_dump(mode="json"),
-        fixed=frozenset(),
+        fixed={},
         versions={},
         git_commit="",
         config_of=StoreConfig(flush_s=0.0),

@@ -35,7 +35,7 @@ async def work(root, groups, dies_at):
     folder = RunFolder(Path(root) / "run")
     config_of = StoreConfig(root=root, flush_s=0.0)
     with OpenRun.open(
-        folder, config={}, fixed=frozenset(), versions={}, git_commit="", config_of=config_of
+        folder, config={}, fixed={}, versions={}, git_commit="", config_of=config_of
     ) as run:
         async with run.writer as writer:
             missing = plan_step(range(groups), 1, StoredStep.read(folder, 0, "addition@1")).to_sample

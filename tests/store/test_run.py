@@ -30,7 +30,7 @@ def opened(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
     return OpenRun.open(
         RunFolder(f"{root}/a"),
         config=config,
-        fixed={"seed", "train.dtype"},
+        fixed={"seed": 0, "train.dtype": "fp32"},
         versions={"rollmill": "0.1"},
         git_commit="abc",
         config_of=StoreConfig(root=str(root), lock_timeout_s=0.0),
@@ -138,10 +138,13 @@ def test_every_fixed_setting_that_differs_is_shown_with_both_values(root: str) -
     opened(root).close()
 
 
-def test_a_fixed_setting_that_the_run_does_not_have_is_a_difference(root: str) -> None:
-    opened(root, {"seed": 0, "steps": 4}).close()
-    with pytest.raises(RunMismatchError, match=r"train\.dtype: the run has absent, given is 'fp32'"):
-        opened(root)
+def test_a_fixed_setting_that_is_newer_than_the_run_has_its_default_there(root: str) -> None:
+    older = {"seed": 0, "steps": 4}
+    opened(root, older).close()
+    opened(root).close()
+    opened(root, older).close()
+    with pytest.raises(RunMismatchError, match=r"train\.dtype: the run has 'fp32', given is 'bf16'"):
+        opened(root, older | {"train": {"dtype": "bf16"}})
 
 
 def test_a_finished_run_is_refused_until_it_is_given_more_steps(root: str) -> None:

@@ -1,0 +1,41 @@
+"""`rollmill run` again and again, each time in a forked child: what it imports is imported once.
+
+A line in begins the run of that name. A line out is the child's process id, the next one its exit status.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import flows.ending
+import flows.post_train  # noqa: F401 - the children find it imported
+from flows.command import run_here
+from flows.config import RunConfig
+
+
+def main() -> None:
+    config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    sys.stdout.write("ready\n")
+    for line in iter(sys.stdin.readline, ""):
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            run(config, line.strip())
+            return
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+def run(config: RunConfig, name: str) -> None:
+    """What the command does; its output goes to this process's error stream."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    run_here(config, name, again=False)
+
+
+if __name__ == "__main__":
+    main()

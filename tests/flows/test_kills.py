@@ -1,0 +1,308 @@
+"""A run whose flow is killed at moments of all kinds, while its services stay up, beside one that never was.
+
+The trainer is the real one, its weights go nowhere; the vLLM server is a stub that answers by the sampler's seed
+alone. So both runs have the same rollouts, and end with the same weights, bit for bit, if each update was applied once.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from benchmarks.stubs.vllm_server import Asked, StubVllmServer
+from flows.command import QUIET_TERMINAL, SHORT_RETRIES
+from flows.config import RunConfig, validate
+from tasks.rollout.pool_sampler import turn_seed
+from tasks.serve.process import LaunchedProcess, free_port
+from tasks.serve.version import PolicyVersion
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.resume import stored_batch_steps
+from tasks.sync.config import SyncConfig
+from tasks.train import launch
+from tasks.train.client import TrainerClient
+
+pytestmark = pytest.mark.service
+
+STEPS, GROUPS, GROUP_SIZE, N_HELD_OUT = 10, 6, 4, 3
+ROWS = STEPS * GROUPS * GROUP_SIZE
+ROLLOUT_S, SLOTS = 0.06, 4
+TOKEN = "kills"
+DEADLINE_S = 120.0
+KEPT = ("rollouts", "scores", "groups", "batches", "evaluations")
+SAME = [
+    "step",
+    "group",
+    "sample",
+    "attempt",
+    "example_id",
+    "messages",
+    "sampling_seed",
+    "token_ids",
+    "status",
+]
+
+
+class Runs:
+    """Starts one flow at a time, in a child of a process that has imported everything."""
+
+    def __init__(self, folder: Path, config: RunConfig, environment: dict[str, str]) -> None:
+        settings = folder / "config.json"
+        settings.write_text(config.model_dump_json())
+        self.log = folder / "flows.log"
+        script = Path(__file__).with_name("forked_runs.py")
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), str(settings)],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def start(self, name: str) -> int:
+        """Begin, or go on with, a run; returns the process's id."""
+        assert self._process.stdin
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        while (line := self._line()) == "ready":
+            pass
+        return int(line)
+
+    def ended(self) -> int:
+        """Wait for its end; returns its status."""
+        return int(self._line())
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(DEADLINE_S)
+
+    def _line(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline().strip()
+        assert line, self.log.read_text()[-3000:]
+        return line
+
+
+@dataclass
+class Place:
+    """Where runs are killed: services that stay up, and the settings of runs that attach to them."""
+
+    config: RunConfig
+    server: StubVllmServer
+    runs: Runs
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(f"{self.config.store.root}/{name}")
+
+    async def trainer(self, act: Callable[[TrainerClient], Any]) -> Any:
+        async with TrainerClient(self.config.train.url, TOKEN, timeout_s=DEADLINE_S) as client:
+            return await act(client)
+
+    def weights(self, path: Path) -> bytes:
+        """What the trainer stands at, as a model's file."""
+        asyncio.run(self.trainer(lambda client: client.export_policy(str(path))))
+        return (path / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_api: str, tied_model: Path) -> Iterator[Place]:
+    ports = free_port(), free_port()
+    config = validate(
+        {
+            "steps": STEPS,
+            "model": str(tied_model),
+            "rollout": {
+                "groups_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_in_flight": SLOTS,
+                "trajectories_per_task": 2,
+                "max_staleness": 1,
+            },
+            "train": {"url": f"http://127.0.0.1:{ports[0]}", "checkpoint_every": 3},
+            "sync": {"parity_sequences": 0},
+            "serve": {"urls": [f"http://127.0.0.1:{ports[1]}"]},
+            "evaluate": {"every": 5, "n_prompts": N_HELD_OUT},
+            "store": {"root": str(tmp_path / "runs")},
+        }
+    )
+    settings = launch.write_config(config.train, SyncConfig(), ports[0], tmp_path / "trainer")
+    script = Path(__file__).with_name("trainer_without_transfer.py")
+    environment = launch.environment(config.train, TOKEN)
+    trainer = LaunchedProcess.start(
+        "trainer",
+        [sys.executable, str(script), str(settings)],
+        log=tmp_path / "trainer.log",
+        env=environment,
+        stop_grace_s=1.0,
+    )
+    server = StubVllmServer(tied_model, ROLLOUT_S)
+    with serving(server, ports[1]):
+        runs = Runs(
+            tmp_path, config, environment | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
+        )
+        try:
+            found = Place(config, server, runs)
+            asyncio.run(found.trainer(lambda client: client.wait_until_healthy(DEADLINE_S, trainer)))
+            yield found
+        finally:
+            runs.close()
+            trainer.stop_now()
+
+
+@contextmanager
+def serving(server: StubVllmServer, port: int) -> Iterator[None]:
+    control = server.serve(port)
+    try:
+        yield
+    finally:
+        control.stop()
+
+
+def rows(folder: RunFolder, dataset: str) -> pl.DataFrame:
+    """All rows of a data set."""
+    frame = pl.from_arrow(read(folder, dataset))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def n_shards(folder: RunFolder, first: int) -> int:
+    """How many shards of rollouts there are from a step on."""
+    keys = files_of(folder).keys("rollouts/step=*/*.arrow")
+    return sum(int(key.split("/")[1].removeprefix("step=")) >= first for key in keys)
+
+
+def n_trained(folder: RunFolder) -> int:
+    """How many steps have a batch."""
+    return len(stored_batch_steps(folder))
+
+
+def asked_for(folder: RunFolder) -> set[Asked]:
+    """The requests whose answers are stored, a trajectory each."""
+    found: set[Asked] = set()
+    for row in rows(folder, "rollouts").iter_rows(named=True):
+        seed = turn_seed(row["sampling_seed"], row["n_prompt_tokens"])
+        found.add(Asked(seed, row["temperature"], ""))
+    for row in rows(folder, "evaluations").iter_rows(named=True):
+        seed = turn_seed(row["sampling_seed"], row["n_prompt_tokens"])
+        found.add(Asked(seed, row["temperature"], str(row["policy_version"])))
+    return found
+
+
+def kind_of(asked: Asked, held_out: set[int]) -> Asked:
+    """A request as `asked_for` has it: of held-out ones the version tells them apart."""
+    version = str(PolicyVersion.parse(asked.version).version) if asked.seed in held_out else ""
+    return asked._replace(version=version)
+
+
+def wait_for(moment: Callable[[], bool], pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not moment():
+        assert Path(f"/proc/{pid}").exists(), "the run was over before the moment of a kill came"
+        assert time.monotonic() < deadline, "the moment of a kill did not come"
+        time.sleep(0.003)
+
+
+def moment_of(folder: RunFolder, chance: random.Random) -> Callable[[], bool]:
+    """A moment of one kind: while it starts, by what is stored, within a commit, or while a batch is trained on."""
+    first, at_s = n_trained(folder), chance.uniform(0.0, 0.3)
+    n = n_shards(folder, first) + chance.randint(1, 6)
+    began = time.monotonic()
+
+    def is_later() -> bool:
+        nonlocal began
+        if n_shards(folder, first) < n:
+            began = time.monotonic()
+        return time.monotonic() - began >= at_s
+
+    def is_training() -> bool:
+        nonlocal began
+        if n_trained(folder) <= first:
+            began = time.monotonic()
+        return n_trained(folder) > first and time.monotonic() - began >= at_s / 3
+
+    kinds: dict[str, Callable[[], bool]] = {
+        "starting": lambda: time.monotonic() - began >= 10 * at_s,
+        "shards": lambda: n_shards(folder, first) >= n,
+        "later": is_later,
+        "commit": lambda: folder.tmp.exists() and any(folder.tmp.iterdir()),
+        "training": is_training,
+    }
+    return kinds[chance.choices([*kinds], weights=[2, 4, 5, 4, 4])[0]]
+
+
+def check_each_once(place: Place, name: str, snapshots: list[dict[str, pl.DataFrame]]) -> None:
+    """Nothing twice, and whatever was stored at a kill is as it was."""
+    folder = place.folder(name)
+    final = {dataset: rows(folder, dataset) for dataset in KEPT}
+    for dataset, key in (
+        ("rollouts", "trajectory_id"),
+        ("scores", "trajectory_id"),
+        ("batches", "trajectory_id"),
+        ("groups", "group"),
+    ):
+        assert final[dataset][key].is_unique().all(), dataset
+    assert len(final["rollouts"]) == len(final["scores"]) == ROWS
+    assert len(final["groups"]) == STEPS * GROUPS
+    assert len(final["evaluations"]) == final["evaluations"]["trajectory_id"].n_unique() == 3 * 2 * N_HELD_OUT
+    for stored in snapshots:
+        for dataset, before in stored.items():
+            key = [name for name in ("trajectory_id", "group", "step") if name in before.columns]
+            after = final[dataset].join(before.select(key), on=key, how="semi")
+            assert after.sort(key).equals(before.sort(key)), dataset
+
+
+def run_with_kills(place: Place, name: str, n_kills: int, chance: random.Random) -> None:
+    folder, server = place.folder(name), place.server
+    snapshots: list[dict[str, pl.DataFrame]] = []
+    acknowledged: list[tuple[int, set[Asked]]] = []
+    for _ in range(n_kills):
+        pid = place.runs.start(name)
+        moment = moment_of(folder, chance)
+        wait_for(moment, pid)
+        os.kill(pid, signal.SIGKILL)
+        assert place.runs.ended() == -signal.SIGKILL
+        snapshots.append({dataset: rows(folder, dataset) for dataset in KEPT})
+        acknowledged.append((len(server.asked), asked_for(folder)))
+    place.runs.start(name)
+    assert place.runs.ended() == 0, place.runs.log.read_text()[-3000:]
+    check_each_once(place, name, snapshots)
+    held_out = {each.seed for each in asked_for(folder) if each.version}
+    for first, before in acknowledged:
+        again = {kind_of(each, held_out) for each in server.asked[first:]} & before
+        assert not again, f"generated twice: {again}"
+
+
+@pytest.mark.parametrize("n_kills", [6, pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_killed_again_and_again_is_the_run_that_never_was(
+    place: Place, n_kills: int, tmp_path: Path
+) -> None:
+    place.runs.start("whole")
+    assert place.runs.ended() == 0, place.runs.log.read_text()[-3000:]
+    whole = place.weights(tmp_path / "whole")
+
+    run_with_kills(place, "killed", n_kills, random.Random(n_kills))
+
+    both = [place.folder(name) for name in ("whole", "killed")]
+    for dataset, columns, key in (
+        ("rollouts", SAME, ["step", "group", "sample"]),
+        ("batches", ["step", "order", "group", "sample", "advantage", "reward"], ["step", "order"]),
+    ):
+        first, second = (rows(folder, dataset).select(columns).sort(key) for folder in both)
+        assert first.equals(second), dataset
+    assert place.weights(tmp_path / "killed") == whole, "the updates are not those of a run never killed"
