@@ -148,5 +148,5 @@ async def _answer(
         except TransientRequestError:
             status, answer = HTTPStatus.SERVICE_UNAVAILABLE, b""
         if status not in TRANSIENT_STATUSES or status in final:
-            return status, answer
+            return status, bytes(answer)
         await asyncio.sleep(LOOK_AGAIN_S)

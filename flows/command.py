@@ -99,7 +99,7 @@ def vllm_here(config: RunConfig) -> None:
     port = config.serve.port or free_port()
     typer.echo(f"serve.urls=[http://{vllm.LOOPBACK}:{port}]")
     _foreground(
-        vllm.command(config.serve, str(model), port),
+        vllm.command(config.serve, str(model), port, returns_routing=config.rollout.keep_routing),
         vllm.environment(config.serve),
         config.serve.stop_grace_s,
     )

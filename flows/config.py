@@ -14,6 +14,7 @@ from tasks.config import StageConfig, setting
 from tasks.errors import ConfigError
 from tasks.observe.config import ObserveConfig
 from tasks.rollout.config import RolloutConfig
+from tasks.rollout.environment import library_of
 from tasks.score.config import ScoreConfig
 from tasks.serve.config import ServeConfig
 from tasks.store.config import StoreConfig
@@ -220,6 +221,12 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
             rollout.trajectories_per_task,
             rollout.trajectories_per_task > rollout.group_size,
             f"must not exceed rollout.group_size, which is {rollout.group_size}; 0 is the whole group",
+        ),
+        (
+            "rollout.keep_states",
+            rollout.keep_states,
+            bool(rollout.keep_states) and not library_of(rollout),
+            f"is for environments of libraries; {rollout.environment} says itself what it keeps (docs/environments.md)",
         ),
         (
             "score.min_group_size",

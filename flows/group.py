@@ -22,7 +22,13 @@ class StepCollection:
     def __init__(self, run: Run, step: int, failures: FailureWatch) -> None:
         self.run, self.step, self.failures = run, step, failures
         self.sampler = StepSampler(
-            player=run.player, admission=run.admission, run=run.id, step=step, keep=self.keep_rollouts
+            player=run.player,
+            admission=run.admission,
+            run=run.id,
+            step=step,
+            keep=self.keep_rollouts,
+            keep_beside=self.keep_beside,
+            keeps_routing=run.config.rollout.keep_routing,
         )
 
     def keep_rollouts(self, rows: Rows) -> Awaitable[None]:
@@ -30,6 +36,11 @@ class StepCollection:
         stored = self.run.store.writer.append("rollouts", rows, step=self.step)
         self.failures.see(rows)
         return stored
+
+    def keep_beside(self, dataset: str, rows: Rows) -> Awaitable[None]:
+        """Hand rows that belong to rollouts to the writer: routed experts, states."""
+        env = {"env": self.run.environment.name} if dataset == "states" else {}
+        return self.run.store.writer.append(dataset, rows, **env, step=self.step)
 
     def keep_scores(self, rows: Rows) -> Awaitable[None]:
         """Hand scores to the writer."""

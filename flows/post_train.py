@@ -9,6 +9,7 @@ from flows.failure import one_error
 from flows.folder import check_resumable, run_folder
 from flows.policy import open_policy
 from flows.report import report_run, report_step, train_metrics
+from flows.retention import drop_old_routing
 from flows.run import open_run
 from flows.start_model import ensure_start_model
 from tasks.observe.spans import StepClock
@@ -51,6 +52,7 @@ async def post_train(run_name: str, config: RunConfig) -> str:
                 beside.begin(step + 1)
                 await report_step(run, collected, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()
+                await drop_old_routing(run, step + 1)
             await beside.evaluated(config.steps)
             await report_run(run)
     return run.folder.location

@@ -13,9 +13,12 @@ from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
 from tasks.rollout.environment import WarmUp, environment_of, library_of
 from tasks.rollout.prompts import check_prompts
+from tasks.rollout.state import states_of
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.verifiers_load import check_installed
+from tasks.rollout.verifiers_state import kept_states
 from tasks.score.check import check_scorer
+from tasks.serve.vllm import is_cpu_build
 
 
 def preflight(config: RunConfig) -> None:
@@ -43,6 +46,7 @@ def _check_stages(config: RunConfig) -> None:
         _check_library(config)
         return
     environment = environment_of(config.rollout)
+    states_of(environment)
     check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
     if config.start_model.enabled and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
@@ -52,6 +56,7 @@ def _check_stages(config: RunConfig) -> None:
 def _check_library(config: RunConfig) -> None:
     """What can be said without importing the library, which only worker processes do."""
     check_installed(config.rollout.environment, config.rollout.environment_args)
+    kept_states(config.rollout.keep_states)
     if config.start_model.enabled:
         remedy = f"environment {config.rollout.environment} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.enabled", True, remedy)
@@ -97,6 +102,9 @@ def check_vllm(config: RunConfig) -> None:
             "there is no Python there; make the vLLM environment with `make setup`, or attach with serve.urls"
         )
         raise ConfigError("serve.python", str(python), remedy)
+    if config.rollout.keep_routing and is_cpu_build(config.serve.python):
+        remedy = "vLLM returns routed experts on GPUs alone, and serve.python has its CPU build"
+        raise ConfigError("rollout.keep_routing", True, remedy)
 
 
 def _check_compiler() -> None:

@@ -20,12 +20,14 @@ from tasks.rollout.environment import Environment
 from tasks.rollout.pool_sampler import PoolSampler
 from tasks.rollout.prompts import check_prompts
 from tasks.rollout.sampling import Player
+from tasks.rollout.state import states_of
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.score.scoring import Scoring
 from tasks.serve.pool import ServerPool
 from tasks.store.compactor import Compactor
 from tasks.store.layout import RunFolder
 from tasks.store.run import OpenRun
+from tasks.store.states import check_stored_columns
 
 VERSIONED_PACKAGES = ("rollmill", "prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
 
@@ -93,6 +95,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                 store.writer,
                 Compactor(store.files, store.writer, config.store, say) as compactor,
             ):
+                check_stored_columns(store.folder, environment.name, states_of(environment))
                 check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
                 yield Run(
                     config=config,

@@ -85,6 +85,7 @@ class ServerService:
     def __init__(self, config: RunConfig, model: Path, logs: Path, number: int) -> None:
         serve = config.serve
         self._config, self._model, self._logs, self._number = config, model, logs, number
+        self._keeps_routing = config.rollout.keep_routing
         self.is_ours = not serve.urls
         self._port = serve.port + number if serve.port else free_port()
         url = f"http://{LOOPBACK}:{self._port}" if self.is_ours else serve.urls[number]
@@ -98,13 +99,13 @@ class ServerService:
         if self.is_ours:
             self.process = LaunchedProcess.start(
                 self.name,
-                vllm.command(serve, str(self._model), self._port),
+                vllm.command(serve, str(self._model), self._port, returns_routing=self._keeps_routing),
                 log=self._logs / f"vllm-{self._number}.log",
                 env=vllm.environment(serve, self._number),
                 stop_grace_s=serve.stop_grace_s,
             )
         await self.client.wait_until_healthy(serve.start_timeout_s, self.process)
-        await self.client.warm_up(self.process)
+        await self.client.warm_up(self.process, needs_routing=self._keeps_routing)
 
     async def failed(self, alarm: asyncio.Event) -> str:
         """Wait until it fails, or an alarm asks to look; returns how it failed, nothing after an alarm."""
@@ -130,7 +131,7 @@ class ServerService:
         while not await self._is_back(must_sample):  # noqa: ASYNC110 - nobody tells when it is back
             await asyncio.sleep(self._config.serve.health_interval_s)
         if not PolicyVersion.is_one(await self.client.version()):
-            await self.client.warm_up()
+            await self.client.warm_up(needs_routing=self._keeps_routing)
 
     async def _is_back(self, must_sample: bool) -> bool:
         return await self.client.is_healthy() and (not must_sample or await self.client.can_sample())

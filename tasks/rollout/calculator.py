@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Calculator:
     name = "calculator"
     tools = ()
     stop = (">",)
+    states: Mapping[str, str] = MappingProxyType({"calls": "list<string>", "results": "list<string>"})
 
     def size(self, split: Split) -> int:
         return len(_problems(split))
@@ -53,6 +55,7 @@ class CalculatorEpisode:
 
     problem: str
     calls: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not messages:
@@ -61,10 +64,15 @@ class CalculatorEpisode:
         if self.calls or not said.endswith(">"):
             return ()
         self.calls.append(said)
-        return (Message("tool", calculate(said)),)
+        self.results.append(calculate(said))
+        return (Message("tool", self.results[-1]),)
 
     async def close(self) -> Mapping[str, object]:
         return {"calls": self.calls}
+
+    def state(self) -> Mapping[str, object]:
+        """What the calculator was asked, and what it printed."""
+        return {"calls": self.calls, "results": self.results}
 
 
 def calculate(call: str) -> str:

@@ -63,6 +63,18 @@ class RolloutConfig(StageConfig):
     max_in_flight: int = setting(256, "Most trajectories that are sampled at the same time.", ge=1)
     temperature: float = setting(1.0, "Sampling temperature.", gt=0.0, le=10.0, fixed=True)
     max_completion_tokens: int = setting(24, "Most tokens of one completion.", ge=1, fixed=True)
+    keep_routing: bool = setting(
+        False,
+        "Keep which experts every token was routed to, of a mixture of experts served on GPUs (bulk: see "
+        "store.keep_routing_steps).",
+        fixed=True,
+    )
+    keep_states: tuple[str, ...] = setting(
+        (),
+        "State of a library's environment to keep, NAME:TYPE each (int64, float64, bool, string, list<int64>, ...); "
+        "without a type: string, its JSON.",
+        fixed=True,
+    )
     trajectories_per_task: int = setting(
         0, "Trajectories of a group that one rollout task and its score task take; 0: the whole group.", ge=0
     )

@@ -29,6 +29,7 @@ from tasks.rollout.environment import (
     environment_of,
     library_of,
 )
+from tasks.rollout.state import NO_STATE, EpisodeState
 
 OWN_ERRORS: Mapping[str, type[EpisodeError]] = {each.__name__: each for each in (EpisodeError, ToolError)}
 
@@ -94,6 +95,7 @@ class RemoteEnvironment:
         self.name, self._sizes, self._workers = description.name, description.sizes, workers
         self.tools: Sequence[Mapping[str, object]] = description.tools
         self.stop: Sequence[str] = description.stop
+        self.states: Mapping[str, str] = description.states
         self._episode_ids = count()
 
     @property
@@ -131,6 +133,7 @@ class RemoteEpisode:
     def __init__(self, path: str, example: Example, seed: int, workers: EnvWorkers) -> None:
         self._path, self._example, self._seed, self._workers = path, example, seed, workers
         self._worker: EnvWorker | None = None
+        self._state = NO_STATE
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         if self._worker is None:
@@ -156,9 +159,16 @@ class RemoteEpisode:
             answer = await self._worker.ask(f"{self._path}/close", None, CloseAnswer)
         finally:
             self._release(n_ended=int(answer is not None))
+        self._state = EpisodeState(answer.state, answer.state_error)
         if answer.raised is not None:
             raise _error(answer.raised)
         return answer.value
+
+    def state(self) -> Mapping[str, object]:
+        """What came with the answer to `close`."""
+        if self._state.error:
+            raise EpisodeError(self._state.error)
+        return self._state.values
 
     def _release(self, *, n_ended: int) -> None:
         if self._worker is not None:

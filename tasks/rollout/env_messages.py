@@ -21,6 +21,7 @@ class Description(msgspec.Struct, frozen=True):
     sizes: dict[Split, int]
     tools: list[dict[str, object]]
     stop: list[str]
+    states: dict[str, str] = {}
 
 
 class ExampleRequest(msgspec.Struct, frozen=True):
@@ -60,7 +61,9 @@ class TurnAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CloseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a scorer may read of the episode, or what the environment raised instead."""
+    """What a scorer may read of the episode, or what the environment raised instead; and what it keeps of it."""
 
     value: Mapping[str, object] = {}
     raised: Raised | None = None
+    state: Mapping[str, object] = {}
+    state_error: str = ""

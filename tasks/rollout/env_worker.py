@@ -27,6 +27,7 @@ from tasks.rollout.env_messages import (
     TurnAnswer,
 )
 from tasks.rollout.environment import Environment, Episode, Message, environment_of
+from tasks.rollout.state import EpisodeState, state_of, states_of
 
 MOST_BODY_BYTES = 1 << 30
 BACKLOG = 4096
@@ -105,7 +106,19 @@ class Episodes:
         if opened is None:
             return CloseAnswer()
         given = await _given(lambda: _closed(opened))
-        return CloseAnswer(raised=given) if isinstance(given, Raised) else CloseAnswer(value=given)
+        state = self._state_of(opened.episode)
+        if isinstance(given, Raised):
+            return CloseAnswer(raised=given, state=state.values, state_error=state.error)
+        return CloseAnswer(value=given, state=state.values, state_error=state.error)
+
+    def _state_of(self, episode: Episode) -> EpisodeState:
+        """What the environment keeps of an episode; what cannot be sent is an error of that alone."""
+        state = state_of(self._environment, episode)
+        try:
+            msgspec.json.encode(state.values)
+        except Exception as error:  # noqa: BLE001 - what is written is foreign: RecursionError, say
+            return EpisodeState(error=f"the state is not JSON: {text_of(error)}")
+        return state
 
 
 async def _closed(opened: _Opened) -> Mapping[str, object]:
@@ -146,6 +159,7 @@ def _application(environment: Environment) -> web.Application:
                 sizes={"train": environment.size("train"), "held_out": environment.size("held_out")},
                 tools=[dict(tool) for tool in environment.tools],
                 stop=list(environment.stop),
+                states=dict(states_of(environment)),
             )
         )
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tasks.rollout.admission import Admission, Place
@@ -11,12 +11,16 @@ from tasks.rollout.environment import Environment
 from tasks.rollout.foreign import problem_of
 from tasks.rollout.prompts import example_index, sampling_seed
 from tasks.rollout.sampling import Deadline, Player
+from tasks.rollout.state import states_of
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
+from tasks.store.routing import routing_row
 from tasks.store.rows import Rows, no_rows
+from tasks.store.states import state_row
 from tasks.store.step import Attempt
 
 Item = TypeVar("Item")
 Keep = Callable[[Rows], Awaitable[None]]
+KeepBeside = Callable[[str, Rows], Awaitable[None]]
 
 
 async def group_work(
@@ -84,6 +88,8 @@ class StepSampler:
 
     Attributes:
         keep: hands rows to the run's writer; what it returns is done when they are acknowledged.
+        keep_beside: hands rows of another data set to it, named; those of a rollout before the rollout itself.
+        keeps_routing: True to keep which experts tokens were routed to.
     """
 
     player: Player
@@ -91,6 +97,8 @@ class StepSampler:
     run: str
     step: int
     keep: Keep
+    keep_beside: KeepBeside | None = None
+    keeps_routing: bool = False
 
     async def sample(
         self, work: Sequence[Work], places: Sequence[Place], clock: GroupClock
@@ -108,17 +116,56 @@ class StepSampler:
             try:
                 async with self.admission.slot(place, deadline.at):
                     queue_s = time.perf_counter() - created
-                    trajectory = await self.player.play(item, queue_s=queue_s, group_deadline=deadline)
+                    trajectory = await self.player.play(
+                        item,
+                        queue_s=queue_s,
+                        group_deadline=deadline,
+                        keeps_routing=self.keeps_routing,
+                    )
+                    return await self._kept(trajectory, acknowledgements)
             except TimeoutError:
                 trajectory = self.player.not_begun(item, time.perf_counter() - created, deadline)
-            acknowledgements.append(self.keep(self.rows([trajectory])))
-            return trajectory
+            return await self._kept(trajectory, acknowledgements)
 
         async with asyncio.TaskGroup() as sampling:
             tasks = []
             for item, place in zip(work, places, strict=True):
                 tasks.append(sampling.create_task(one(item, place)))
         return self.rows([task.result() for task in tasks]), acknowledgements
+
+    async def _kept(self, trajectory: Trajectory, acknowledgements: list[Awaitable[None]]) -> Trajectory:
+        """Hand a trajectory to the writer, what lies beside it first; returns it without its bulk.
+
+        With bulk it returns when that is stored: its slot is held by what waits for the disk, so memory stays bounded.
+        """
+        beside = await self._beside(trajectory)
+        waits = [self.keep_beside(*each) for each in beside.items()] if self.keep_beside else []
+        acknowledgements += [*waits, self.keep(self.rows([trajectory]))]
+        if "routing" in beside:
+            await asyncio.wait([asyncio.ensure_future(each) for each in waits])
+        return replace(trajectory, routed_experts=())
+
+    async def _beside(self, trajectory: Trajectory) -> dict[str, Rows]:
+        """The rows of other data sets that belong to a trajectory, by data set."""
+        work, environment = trajectory.work, self.player.environment
+        rows = {}
+        if parts := trajectory.routed_experts:
+            rows["routing"] = await asyncio.to_thread(
+                routing_row, self.run, self.step, work.trajectory_id, parts
+            )
+        if columns := states_of(environment):
+            rows["states"] = state_row(
+                environment.name,
+                columns,
+                run=self.run,
+                step=self.step,
+                group=work.group,
+                sample=work.sample,
+                trajectory_id=work.trajectory_id,
+                values=trajectory.state.values,
+                error=trajectory.state.error,
+            )
+        return rows
 
     def rows(self, trajectories: Sequence[Trajectory]) -> Rows:
         """Trajectories as rows of the `rollouts` data set."""

@@ -3,8 +3,9 @@
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Guess:
     name = "guess"
     tools = ()
     stop = ("?",)
+    states: Mapping[str, str] = MappingProxyType({"guesses": "list<int64>", "won": "bool"})
 
     def size(self, split: Split) -> int:
         return len(_secrets(split))
@@ -58,12 +60,14 @@ class GuessEpisode:
     number: int
     guesses: int = 0
     is_won: bool = False
+    numbers: list[int] = field(default_factory=list)
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not messages:
             return (Message("user", self.problem),)
         guess = GUESS.fullmatch(messages[-1].content)
         self.guesses += 1
+        self.numbers += [int(guess[1])] if guess else []
         self.is_won = guess is not None and int(guess[1]) == self.number
         if guess is None or self.is_won or self.guesses == MOST_GUESSES:
             return ()
@@ -71,6 +75,10 @@ class GuessEpisode:
 
     async def close(self) -> Mapping[str, object]:
         return {"guesses": self.guesses, "won": self.is_won}
+
+    def state(self) -> Mapping[str, object]:
+        """The numbers that were guessed, in order."""
+        return {"guesses": self.numbers, "won": self.is_won}
 
 
 def hint(guess: int, number: int) -> str:

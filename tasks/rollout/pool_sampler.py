@@ -32,7 +32,9 @@ class PoolSampler:
     timeout_s: float
     stop_token_ids: tuple[int, ...] = ()
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(
+        self, work: Work, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> Sampled:
         """One completion of `token_ids`; see Sampler."""
         sends = retries(
             TransientRequestError,
@@ -44,11 +46,16 @@ class PoolSampler:
         async with asyncio.timeout_at(until) as waiting:
             async for send in sends:
                 with send:
-                    return await self._send(work, token_ids, waiting, failed_on)
+                    return await self._send(work, token_ids, waiting, failed_on, routing_from)
         raise AssertionError("the last send raises")
 
     async def _send(
-        self, work: Work, token_ids: np.ndarray, waiting: asyncio.Timeout, failed_on: set[VllmClient]
+        self,
+        work: Work,
+        token_ids: np.ndarray,
+        waiting: asyncio.Timeout,
+        failed_on: set[VllmClient],
+        routing_from: int | None,
     ) -> Sampled:
         """One send; the limit of `waiting` is lifted while a server has the request, and ends it itself."""
         n_tokens = len(token_ids) + self.config.max_completion_tokens
@@ -64,6 +71,7 @@ class PoolSampler:
                     stop_token_ids=self.stop_token_ids,
                     timeout_s=self.timeout_s,
                     until=until,
+                    routing_from=self._routing_start(token_ids, routing_from),
                 )
             except TransientRequestError as error:
                 failed_on.add(server)
@@ -77,7 +85,16 @@ class PoolSampler:
             version_spans=self._versions(completion),
             finish_reason=completion.finish_reason,
             server=server.url,
+            routed_experts=None
+            if routing_from is None
+            else _routing(completion, token_ids, routing_from, server),
         )
+
+    def _routing_start(self, token_ids: np.ndarray, routing_from: int | None) -> int:
+        """From which token on a server is to return routed experts; where nobody wants them, of as few as it can."""
+        if routing_from is None and self.config.keep_routing:
+            return len(token_ids)
+        return routing_from or 0
 
     def _versions(self, completion: Completion) -> list[tuple[int, int]]:
         spans = [(start, PolicyVersion.parse(version)) for start, version in completion.version_spans]
@@ -86,6 +103,26 @@ class PoolSampler:
                 f"a server answered with weights of another run: {', '.join(sorted(strangers))}"
             )
         return [(start, version.version) for start, version in spans]
+
+
+def _routing(
+    completion: Completion, token_ids: np.ndarray, routing_from: int, server: VllmClient
+) -> np.ndarray | None:
+    """The routed experts of an answer; None when it was cut before anything was computed.
+
+    Raises:
+        RolloutError: they are not those of the tokens that were asked for.
+    """
+    experts = completion.routed_experts
+    n_expected = max(0, len(token_ids) + len(completion.token_ids) - 1 - routing_from)
+    n_given = 0 if experts is None else len(experts)
+    is_cut = completion.finish_reason == "abort" and n_given < n_expected
+    if n_given != n_expected and not is_cut:
+        raise RolloutError(
+            f"{server.url} returned the routed experts of {n_given} tokens, expected are those of {n_expected}: was it "
+            "started with --enable-return-routed-experts?"
+        )
+    return experts
 
 
 def turn_seed(seed: int, n_tokens: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from tasks.errors import EpisodeError, ServiceError
 from tasks.rollout.environment import Environment, Episode, Message
 from tasks.rollout.foreign import checked_messages, checked_outcome, described, foreign_code
+from tasks.rollout.state import state_of
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.trajectory import Draft, Status, Trajectory, Work
 
@@ -31,6 +32,8 @@ class Sampled:
         version_spans: (index into token_ids, policy version) where each span of one version begins.
         finish_reason: stop | length | abort; abort: cut at `until`, or by the server.
         server: address of the server.
+        routed_experts: [N, layers, experts a token] of the tokens, those before included, from `routing_from` to the
+            last but one; None when they were not asked for.
     """
 
     token_ids: np.ndarray
@@ -38,15 +41,19 @@ class Sampled:
     version_spans: Sequence[tuple[int, int]]
     finish_reason: str
     server: str
+    routed_experts: np.ndarray | None = None
 
 
 class Sampler(Protocol):
     """Continues a sequence of token ids; sends transient errors again itself."""
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(
+        self, work: Work, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> Sampled:
         """Continue `token_ids` ([T] int32) at most until a moment of the event loop's clock, in seconds.
 
-        What was sampled by then comes back with finish_reason abort.
+        What was sampled by then comes back with finish_reason abort; and when `routing_from` is given, with the routed
+        experts of all tokens from that number on.
 
         Raises:
             RequestError: no server gave an answer.
@@ -86,14 +93,25 @@ class Player:
     cut_grace_s: float = 5.0
 
     async def play(
-        self, work: Work, *, queue_s: float = 0.0, group_deadline: Deadline | None = None
+        self,
+        work: Work,
+        *,
+        queue_s: float = 0.0,
+        group_deadline: Deadline | None = None,
+        keeps_routing: bool = False,
     ) -> Trajectory:
         """Play one episode; what fails is a failed Trajectory, what a deadline cuts a cancelled one, with its tokens.
+
+        Args:
+            work: what to play.
+            queue_s: seconds it waited before.
+            group_deadline: when its group is cut; it is cut itself `timeout_s` from now at the latest.
+            keeps_routing: True to ask for the routed experts.
 
         Raises:
             ServiceError: no server is left: that ends the run, not the trajectory.
         """
-        draft = Draft()
+        draft = Draft(keeps_routing=keeps_routing)
         started, started_at = time.perf_counter(), datetime.now(UTC)
         own = Deadline(
             asyncio.get_running_loop().time() + self.timeout_s,
@@ -148,30 +166,32 @@ class Player:
             async with asyncio.timeout_at(deadline.at + self.cut_grace_s) as limit:
                 status = await self._turns(episode, work, draft, deadline)
         except TimeoutError:
-            await self._abandon(episode)
+            await self._abandon(episode, draft)
             if limit.expired():
                 raise _CutError from None
             raise
         except BaseException:
-            await self._abandon(episode)
+            await self._abandon(episode, draft)
             raise
-        return status, await self._closed(episode)
+        return status, await self._closed(episode, draft)
 
-    async def _closed(self, episode: Episode) -> Mapping[str, object]:
-        """Close an episode; returns what the environment says of its end."""
+    async def _closed(self, episode: Episode, draft: Draft) -> Mapping[str, object]:
+        """Close an episode; returns what the environment says of its end, and notes what it keeps of it."""
         try:
             async with asyncio.timeout(self.cut_grace_s) as limit:
                 with foreign_code():
-                    return checked_outcome(await episode.close())
+                    outcome = checked_outcome(await episode.close())
+                draft.state = state_of(self.environment, episode)
+                return outcome
         except TimeoutError:
             if limit.expired():
                 raise EpisodeError(f"environment {self.environment.name} did not close its episode") from None
             raise
 
-    async def _abandon(self, episode: Episode) -> None:
+    async def _abandon(self, episode: Episode, draft: Draft) -> None:
         """Close an episode that failed or was cut: that is what is told, not how its closing went."""
         with suppress(Exception):
-            await self._closed(episode)
+            await self._closed(episode, draft)
 
     async def _turns(self, episode: Episode, work: Work, draft: Draft, deadline: Deadline) -> Status:
         tools = self.environment.tools
@@ -212,7 +232,8 @@ class Player:
     async def _complete(self, work: Work, draft: Draft, deadline: Deadline) -> None:
         started = time.perf_counter()
         try:
-            sampled = await self.sampler.sample(work, draft.token_ids(), deadline.at)
+            routing = {"routing_from": draft.n_routed} if draft.keeps_routing else {}
+            sampled = await self.sampler.sample(work, draft.token_ids(), deadline.at, **routing)
         except TimeoutError:
             raise _CutError from None
         finally:
@@ -221,6 +242,8 @@ class Player:
         draft.add_completion(
             sampled.token_ids, sampled.logprobs, sampled.version_spans, sampled.finish_reason
         )
+        if sampled.routed_experts is not None:
+            draft.add_routing(sampled.routed_experts)
         draft.messages += (Message("assistant", self.tokenizer.decode(sampled.token_ids)),)
         if sampled.finish_reason == ABORTED:
             if asyncio.get_running_loop().time() >= deadline.at:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from tasks.rollout.environment import Example, Message
+from tasks.rollout.state import NO_STATE, EpisodeState
 from tasks.store.rows import Rows
 from tasks.store.schemas import batch_of, ragged, schema_of
 
@@ -47,6 +48,9 @@ class Trajectory:
         logprobs: [T] float32 in nats, the sampler's; NaN where loss_mask is False.
         version_spans: (index into token_ids, policy version) where each span of one version begins.
         outcome: what the environment says of how the episode ended.
+        routed_experts: [N, layers, experts a token] each; one after another those of the first tokens, T - 1 of them
+            unless it failed: the last token was sampled, not computed. Empty when they are not kept.
+        state: what the environment keeps of the episode, by column.
     """
 
     work: Work
@@ -67,6 +71,8 @@ class Trajectory:
     outcome: Mapping[str, object] = field(default_factory=dict)
     error_type: str = ""
     error: str = ""
+    routed_experts: tuple[np.ndarray, ...] = ()
+    state: EpisodeState = NO_STATE
 
 
 @dataclass(slots=True)
@@ -82,6 +88,10 @@ class Draft:
     turns: int = 0
     generate_s: float = 0.0
     environment_s: float = 0.0
+    keeps_routing: bool = False
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    n_routed: int = 0
+    state: EpisodeState = NO_STATE
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Append tokens that the policy did not sample."""
@@ -101,6 +111,14 @@ class Draft:
         self.n_tokens += len(token_ids)
         self.finish_reason = finish_reason
         self.turns += 1
+
+    def add_routing(self, routed_experts: np.ndarray) -> None:
+        """Append the routed experts of the tokens from number `n_routed` on, context and completion alike.
+
+        Those of a turn's last token come with the next turn, whose prompt it is part of: every row comes once.
+        """
+        self.routed_experts.append(routed_experts)
+        self.n_routed += len(routed_experts)
 
     @property
     def last_token(self) -> int:
@@ -153,6 +171,8 @@ class Draft:
             outcome=outcome,
             error_type=error_type,
             error=error,
+            routed_experts=tuple(self.routed_experts),
+            state=self.state,
         )
 
 

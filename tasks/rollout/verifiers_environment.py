@@ -6,6 +6,7 @@ They are always played in worker processes: the library takes six seconds to imp
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Self
 
 from tasks.errors import ConfigError, EpisodeError
@@ -22,6 +23,7 @@ from tasks.rollout.verifiers_load import (
     versions_of,
 )
 from tasks.rollout.verifiers_serving import Serving
+from tasks.rollout.verifiers_state import kept_states
 from tasks.rollout.verifiers_wire import Wire
 
 
@@ -32,12 +34,16 @@ class Verifiers:
         name: of the environment, as the library takes it: NAME, or OWNER/NAME.
         arguments: the library's configuration of an environment ("taskset", "agent", ...), and beside it "select",
             which problems, and "held_out", settings of the task set in which held-out problems differ.
+        states: Arrow type of each name in the library's state (or info) of a rollout that is kept.
     """
 
     stop: Sequence[str] = ()
 
-    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any], states: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.name = f"{PREFIX}{name}"
+        self.states = states
         environments = environments_of(name, arguments)
         self._tasks = tasks_of(environments, arguments)
         servings = {each: Serving(each) for each in environments.values()}
@@ -55,7 +61,8 @@ class Verifiers:
         Raises:
             ConfigError: the library or the environment is not installed, or an argument is wrong.
         """
-        return cls(config.environment.removeprefix(PREFIX), arguments_of(config.environment_args))
+        arguments, states = arguments_of(config.environment_args), kept_states(config.keep_states)
+        return cls(config.environment.removeprefix(PREFIX), arguments, states)
 
     def size(self, split: Split) -> int:
         return len(self._tasks[split])
@@ -82,7 +89,7 @@ class Verifiers:
         task, serving = self._tasks[split][index], self._serving[split]
 
         async def play(asked: Callable[[str, Wire], Awaitable[Wire]]) -> Finished:
-            return await serving.play(task, asked, self._version)
+            return await serving.play(task, asked, self._version, self.states)
 
         return VerifiersEpisode(play, tools)
 

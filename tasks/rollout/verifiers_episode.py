@@ -7,7 +7,7 @@ conversation, and the policy's next message, which the flow samples, becomes tha
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tasks.errors import EpisodeError
@@ -25,10 +25,12 @@ class Finished:
     Attributes:
         outcome: reward, its parts and metrics.
         error: what went wrong before the environment could score it, empty when nothing did.
+        state: what is kept of the library's state of the rollout.
     """
 
     outcome: Mapping[str, object]
     error: str = ""
+    state: Mapping[str, object] = field(default_factory=dict)
 
 
 class Play(Protocol):
@@ -95,6 +97,13 @@ class VerifiersEpisode:
             return {**finished.outcome, **({"error": finished.error} if finished.error else {})}
         finally:
             await self._ended(self._run)
+
+    def state(self) -> Mapping[str, object]:
+        """What is kept of a rollout that came to its end; nothing of one that failed or was cut."""
+        run = self._run
+        if run is None or not run.done() or run.cancelled() or run.exception() is not None:
+            return {}
+        return run.result().state
 
     async def _ended(self, run: asyncio.Task[Finished]) -> None:
         run.cancel()

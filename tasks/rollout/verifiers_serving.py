@@ -1,11 +1,13 @@
 """What the rollouts of one environment of the `verifiers` library share, and one rollout from its start to its score."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tasks.rollout.verifiers_endpoint import PolicyEndpoint
 from tasks.rollout.verifiers_episode import Finished
+from tasks.rollout.verifiers_state import state_values
 from tasks.rollout.verifiers_wire import Wire
 
 MODEL = "policy"
@@ -23,7 +25,13 @@ class Serving:
         self._up: asyncio.Future[None]
         self._over: asyncio.Event
 
-    async def play(self, task: Any, asked: Callable[[str, Wire], Awaitable[Wire]], version: str) -> Finished:
+    async def play(
+        self,
+        task: Any,
+        asked: Callable[[str, Wire], Awaitable[Wire]],
+        version: str,
+        states: Mapping[str, str],
+    ) -> Finished:
         """Run one episode; every request for the policy's next message, with its trace's id, is put to `asked`."""
         await self._is_up()
         known: set[str] = set()
@@ -42,7 +50,8 @@ class Serving:
         finally:
             for trace_id in known:
                 del self._endpoint.asked[trace_id]
-        return finished(record, asking, version)
+        trace = next((each for each in record.traces if each.id in asking), None)
+        return replace(finished(record, asking, version), state=state_values(trace, states))
 
     async def aclose(self) -> None:
         """End what is up."""

@@ -58,7 +58,7 @@ class Endpoint:
         content, body = json.dumps(request).encode(), b""
         async for send in sends:
             with send:
-                body = await self._connection.send("POST", path, content, self._config.timeout_s)
+                body = bytes(await self._connection.send("POST", path, content, self._config.timeout_s))
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:

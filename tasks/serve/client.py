@@ -5,6 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,13 +14,16 @@ import numpy as np
 
 from tasks.errors import RequestError, ServiceStartError, TransientRequestError
 from tasks.observe.retries import retries
-from tasks.serve.answers import Completion, completion_of, prompt_logprobs_of
+from tasks.serve.answers import ARRAYS, Completion, completion_of, prompt_logprobs_of
 from tasks.serve.config import ServeConfig
-from tasks.serve.connection import Connection
+from tasks.serve.connection import Body, Connection
 from tasks.serve.process import LaunchedProcess
+from tasks.serve.vllm import ROUTING_ARGUMENT
 
 Answer = TypeVar("Answer")
 
+SMALL_BYTES = 1 << 15
+"""An answer of less (32 KiB) is decoded at once, which takes a fraction of a millisecond; larger ones in a thread."""
 HEALTH_PAUSE_S = 0.25
 ABORT_AGAIN_S = 0.2
 """A request that is cut just after it was sent may be known to the server only after the first abort."""
@@ -44,6 +48,7 @@ class VllmClient:
             api_key=os.environ.get(config.api_key_env, ""),
             connect_timeout_s=config.connect_timeout_s,
         )
+        self._decoders = ThreadPoolExecutor(config.decode_threads, thread_name_prefix="decode-answer")
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,8 +101,12 @@ class VllmClient:
             return False
         return True
 
-    async def warm_up(self, process: LaunchedProcess | None = None) -> None:
+    async def warm_up(self, process: LaunchedProcess | None = None, *, needs_routing: bool = False) -> None:
         """Send the first request, which is slow, with everything that later ones ask for.
+
+        Args:
+            process: the one that was launched, for its log.
+            needs_routing: True when answers must have the routed experts.
 
         Raises:
             ServiceStartError: it failed, as with a model that vLLM loads and cannot compute; with the last
@@ -105,9 +114,13 @@ class VllmClient:
         """
         tokens, timeout_s = np.zeros(2, np.int32), self._config.start_timeout_s
         try:
-            await self._again(
+            first = await self._again(
                 lambda: self.generate(tokens, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s)
             )
+            if needs_routing and first.routed_experts is None:
+                raise RequestError(
+                    f"it returned no routed experts, which rollout.keep_routing needs: start it with {ROUTING_ARGUMENT}"
+                )
             await self.prompt_logprobs(tokens, timeout_s)
         except RequestError as error:
             tail = process.log_tail() if process else ""
@@ -124,12 +137,13 @@ class VllmClient:
         stop_token_ids: Sequence[int] = (),
         timeout_s: float,
         until: float | None = None,
+        routing_from: int = 0,
     ) -> Completion:
         """One completion of `token_ids` ([T] int32), with the log-probabilities its tokens were sampled by.
 
         It ends at the model's end of sequence, and at any of `stop_token_ids`, that token included; and it is
         cut at `until`, a moment of the event loop's clock, when that is given: what was sampled by then comes back, with
-        finish_reason abort.
+        finish_reason abort. A server that returns routed experts leaves out those of the first `routing_from` tokens.
 
         Raises:
             TimeoutError: `until` has come, and the server did not return the tokens in serve.abort_grace_s.
@@ -142,9 +156,11 @@ class VllmClient:
             "detokenize": False,
             "stop_token_ids": list(stop_token_ids),
         }
+        if routing_from:
+            sampling["routed_experts_prompt_start"] = routing_from
         request_id = uuid.uuid4().hex
         sampled = asyncio.ensure_future(
-            self._sample(token_ids, sampling, completion_of, timeout_s, request_id)
+            self._sample(token_ids, sampling, completion_of, timeout_s, request_id, ARRAYS)
         )
         try:
             return await self._cut(sampled, request_id, until)
@@ -226,16 +242,19 @@ class VllmClient:
         self,
         token_ids: np.ndarray,
         sampling: dict[str, Any],
-        read: Callable[[bytes], Answer],
+        read: Callable[[Body], Answer],
         timeout_s: float,
         request_id: str,
+        accept: str = "",
     ) -> Answer:
-        """Send a generation request; the answer is decoded off the event loop."""
+        """Send a generation request; a large answer is decoded off the event loop, few at a time."""
         request = {"request_id": request_id, "token_ids": token_ids.tolist(), "sampling_params": sampling}
         body = msgspec.json.encode(request)
-        content = await self._connection.send("POST", "/inference/v1/generate", body, timeout_s)
+        content = await self._connection.send("POST", "/inference/v1/generate", body, timeout_s, accept)
         try:
-            return await asyncio.to_thread(read, content)
+            if len(content) < SMALL_BYTES:
+                return read(content)
+            return await asyncio.get_running_loop().run_in_executor(self._decoders, read, content)
         except (msgspec.DecodeError, LookupError, ValueError) as error:
             raise TransientRequestError(f"{self.url}: cannot read its answer: {error}") from error
 

@@ -49,6 +49,9 @@ class ServeConfig(StageConfig):
     )
     request_timeout_s: float = setting(300.0, "Seconds one generation request may take.", gt=0.0)
     connect_timeout_s: float = setting(10.0, "Seconds to open a connection, and for control calls.", gt=0.0)
+    decode_threads: int = setting(
+        2, "Threads that decode a server's large answers, and so how many of them are decoded at once.", ge=1
+    )
     abort_grace_s: float = setting(
         2.0, "Seconds a server has to return the tokens of a request that is cut at its deadline.", gt=0.0
     )

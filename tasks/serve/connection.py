@@ -5,8 +5,10 @@ CPU, aiohttp a twentieth of one.
 """
 
 from http import HTTPStatus
+from typing import TypeAlias
 
 import aiohttp
+import numpy as np
 
 from tasks.errors import ConnectionLostError, RequestError, TransientRequestError
 
@@ -25,6 +27,14 @@ TRANSIENT_STATUSES = frozenset(
     }
 )
 SHOWN_CHARACTERS = 500
+
+LARGE_BYTES = 1 << 20
+"""A body of this size (1 MiB) or more is received in place; a smaller one is joined from its pieces."""
+RECEIVED_BYTES = 1 << 20
+"""A connection is read ahead up to this much (1 MiB): with less, a large body is a thousand small turns of the loop."""
+
+Body: TypeAlias = bytes | memoryview
+"""What a server answers; a memoryview of bytes when it is large."""
 
 
 class Connection:
@@ -50,29 +60,32 @@ class Connection:
         if session is not None:
             await session.close()
 
-    async def send(self, method: str, path: str, content: bytes, timeout_s: float) -> bytes:
-        """The body of the answer.
+    async def send(self, method: str, path: str, content: bytes, timeout_s: float, accept: str = "") -> Body:
+        """The body of the answer; `accept` is the form of it that is asked for, empty: any.
 
         Raises:
             ConnectionLostError: no connection, or it broke; sent again, to another server, it may succeed.
             TransientRequestError: the same with no answer within `timeout_s` seconds, a busy or failing server.
             RequestError: it would fail again.
         """
-        status, body = await self.ask(method, path, content, timeout_s)
+        status, body = await self.ask(method, path, content, timeout_s, accept)
         if status < HTTPStatus.BAD_REQUEST:
             return body
         kind = TransientRequestError if status in TRANSIENT_STATUSES else RequestError
-        text = body.decode(errors="replace")[:SHOWN_CHARACTERS]
+        text = bytes(body).decode(errors="replace")[:SHOWN_CHARACTERS]
         raise kind(f"{self._url}{path}: {status} {text}")
 
-    async def ask(self, method: str, path: str, content: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def ask(
+        self, method: str, path: str, content: bytes, timeout_s: float, accept: str = ""
+    ) -> tuple[int, Body]:
         """The status and the body of the answer, whatever it is; raises as `send` when there is none."""
+        headers = self._headers | ({"Accept": accept} if accept else {})
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         try:
             async with self._opened().request(
-                method, self._url + path, data=content, headers=self._headers, timeout=timeout
+                method, self._url + path, data=content, headers=headers, timeout=timeout
             ) as response:
-                return response.status, await response.read()
+                return response.status, await _received(response)
         except aiohttp.ConnectionTimeoutError as error:
             waited = f"no connection within {self._connect_timeout_s:g} s"
             raise ConnectionLostError(f"{self._url}{path}: {waited}") from error
@@ -85,10 +98,22 @@ class Connection:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=self._connector())
+            self._session = aiohttp.ClientSession(connector=self._connector(), read_bufsize=RECEIVED_BYTES)
         return self._session
 
     def _connector(self) -> aiohttp.BaseConnector:
         if self._unix_socket:
             return aiohttp.UnixConnector(self._unix_socket, limit=0, keepalive_timeout=IDLE_S)
         return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+
+
+async def _received(response: aiohttp.ClientResponse) -> Body:
+    """The body; a large one piece by piece into its place, since joining the pieces would hold the loop up for long."""
+    n_bytes = response.content_length or 0
+    if n_bytes < LARGE_BYTES or response.headers.get("Content-Encoding", "identity") != "identity":
+        return await response.read()
+    body, end = np.empty(n_bytes, np.uint8).data, 0
+    async for piece in response.content.iter_any():
+        body[end : end + len(piece)] = piece
+        end += len(piece)
+    return body

@@ -10,6 +10,10 @@ TRANSFER_BACKEND = "gloo"
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities are those that tokens were sampled by, the temperature applied."""
 LOOPBACK = "127.0.0.1"
+ROUTING_ARGUMENT = "--enable-return-routed-experts"
+"""Has a server return, with every completion, which experts each token was routed to."""
+PLUGIN = "rollmill"
+"""Our plugin by its name; vLLM adds the routes of plugins that VLLM_PLUGINS names, and then loads no others."""
 KEEP_ALIVE_S = 60
 """The server closes an idle connection after this: long after the client last used it."""
 
@@ -26,7 +30,7 @@ _CPU_ARGUMENTS = (
 _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def command(config: ServeConfig, model: str, port: int) -> list[str]:
+def command(config: ServeConfig, model: str, port: int, *, returns_routing: bool = False) -> list[str]:
     """The words that start a server of the model folder `model` on a loopback port.
 
     The module is run rather than the `vllm` command: that one needs a distribution called vllm, which the
@@ -45,6 +49,7 @@ def command(config: ServeConfig, model: str, port: int) -> list[str]:
         *("--weight-transfer-config", f'{{"backend": "{TRANSFER_BACKEND}"}}'),
         "--enable-scale-out",
         "--disable-uvicorn-access-log",
+        *([ROUTING_ARGUMENT] if returns_routing else []),
         *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]
@@ -64,10 +69,12 @@ def environment(config: ServeConfig, number: int = 0, base: Mapping[str, str] = 
     gpus = ",".join(config.gpus[number * share : (number + 1) * share])
     ours = {name: value for name, value in base.items() if not name.startswith(("PREFECT_", "PYTHON"))}
     key = base.get(config.api_key_env)
+    plugins = dict.fromkeys([*filter(None, base.get("VLLM_PLUGINS", "").split(",")), PLUGIN])
     return {
         **ours,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": ",".join(plugins),
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
         "OMP_NUM_THREADS": str(config.threads),

@@ -10,24 +10,31 @@ from tasks.store.filesystem import Files
 from tasks.store.names import ShardName
 from tasks.store.shard import write_shard
 
+AFTER = {"rollouts": ("routing", "states"), "scores": ("rollouts",)}
+"""Which data sets' rows of a step must be there before one's own."""
+
+_ORDER = {"routing": 0, "states": 0, "rollouts": 1, "scores": 2}
+
 
 def commit(
     files: Files, epoch: int, first_number: int, gathered: Mapping[str, Sequence[pa.RecordBatch]]
 ) -> dict[str, StoreError]:
     """Store one shard for each folder, numbered from `first_number`; returns what failed, by folder.
 
-    A folder that fails does not touch the others, but that a step's scores come after its rollouts and fail with
-    them: there is no score without its rollout, whenever the process dies.
+    A folder that fails does not touch the others, but that a step's rollouts come after what lies beside them and
+    its scores after its rollouts, and fail with them (AFTER): there is no score without its rollout, and no rollout
+    without its routed experts, whenever the process dies.
 
     Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
     plans/step=000000/000002-000007-DIGEST.arrow and rollouts/step=000000/000002-000008-DIGEST.arrow.
     """
     failed: dict[str, StoreError] = {}
-    in_order = sorted(gathered.items(), key=lambda each: dataset_of(each[0]) == "scores")
+    in_order = sorted(gathered.items(), key=lambda each: _ORDER.get(dataset_of(each[0]), 1))
     for number, (folder, appended) in enumerate(in_order, first_number):
         dataset, step = dataset_of(folder), folder.rpartition("/")[2]
-        if dataset == "scores" and (without_rollouts := failed.get(f"rollouts/{step}")):
-            failed[folder] = without_rollouts
+        before = (each for each in failed if dataset_of(each) in AFTER.get(dataset, ()))
+        if lost := [failed[each] for each in before if each.endswith(f"/{step}")]:
+            failed[folder] = lost[0]
             continue
         try:
             name = ShardName(epoch, number)

@@ -16,15 +16,15 @@ import pyarrow.compute as pc
 from tasks.errors import ShardError
 from tasks.store.filesystem import Files
 from tasks.store.names import ShardName, current
-from tasks.store.schemas import schema_of
+from tasks.store.schemas import schema_like
 from tasks.store.shard import write_shard
 
 PIECE_BYTES = 1 << 24
 """Rows are copied in pieces of about this size (16 MiB), which bounds the memory that a compaction takes."""
 
 _ID = "trajectory_id"
-_REPEATING = {"batches"}
-"""Data sets that may hold a trajectory twice."""
+_REPEATING = {"batches", "routing", "states"}
+"""Data sets that may hold a trajectory twice; the last two after a kill, see tasks.store.routing."""
 
 
 def partitions(keys: Iterable[str]) -> dict[str, list[str]]:
@@ -111,9 +111,9 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 def _batches(files: Files, keys: Iterable[str]) -> Iterator[pa.RecordBatch]:
     for key in keys:
-        schema = schema_of(key.partition("/")[0])
         try:
             with files.open(key) as source, pa.ipc.open_file(source) as reader:
+                schema = schema_like(key.partition("/")[0], reader.schema)
                 if not reader.schema.equals(schema):
                     raise ShardError(f"{key} has another schema than {key.partition('/')[0]}")
                 for number in range(reader.num_record_batches):
@@ -124,9 +124,10 @@ def _batches(files: Files, keys: Iterable[str]) -> Iterator[pa.RecordBatch]:
 
 def _check(path: Path, dataset: str, n_rows: int, keys: list[str]) -> None:
     """Read a written shard again, before it is published: all rows are there, and none of them twice."""
-    names, folder = schema_of(dataset).names, keys[0].rpartition("/")[0]
-    column = _ID if _ID in names and dataset not in _REPEATING else names[0]
+    folder = keys[0].rpartition("/")[0]
     with pa.memory_map(str(path)) as source:
+        names = pa.ipc.open_file(source).schema.names
+        column = _ID if _ID in names and dataset not in _REPEATING else names[0]
         options = pa.ipc.IpcReadOptions(included_fields=[names.index(column)])
         rows = pa.ipc.open_file(source, options=options).read_all()
         if rows.num_rows != n_rows:

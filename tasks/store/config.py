@@ -15,6 +15,12 @@ class StoreConfig(StageConfig):
         ge=0.0,
         le=60.0,
     )
+    keep_routing_steps: int = setting(
+        0,
+        "Trained steps whose routed experts are kept, the last ones; those that a resumed run would train again stay; "
+        "0: all.",
+        ge=0,
+    )
     lock_timeout_s: float = setting(10.0, "Seconds to wait for another process to let go of the run.", ge=0.0)
     compact: bool = setting(
         True, "Put the small shards of steps that are trained and checkpointed into one for each partition."

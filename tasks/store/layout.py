@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+from urllib.parse import quote
 
 from tasks.errors import SchemaError
 from tasks.store.schemas import SCHEMAS
@@ -162,9 +163,12 @@ def partition_folder(dataset: str, partition: Partition) -> str:
 
 
 def _text(key: str, value: PartitionValue) -> str:
+    if key == "env" and isinstance(value, str) and value:
+        return quote(value, safe="")
     if key == "scorer" and isinstance(value, str) and _SCORER.fullmatch(value):
         return value
-    if key != "scorer" and isinstance(value, int) and value >= 0:
+    if key not in ("env", "scorer") and isinstance(value, int) and value >= 0:
         return f"{value:06d}"
-    allowed = "NAME@VERSION of letters, digits and . _ + -" if key == "scorer" else "an integer >= 0"
+    texts = {"scorer": "NAME@VERSION of letters, digits and . _ + -", "env": "the name of an environment"}
+    allowed = texts.get(key, "an integer >= 0")
     raise SchemaError(f"partition {key}: expected {allowed}, got {value!r}")

@@ -13,7 +13,7 @@ from tasks.store.filesystem import Files, files_of
 from tasks.store.integrity import CheckedShard, UncheckedShard
 from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
 from tasks.store.names import ShardName, current
-from tasks.store.schemas import schema_of
+from tasks.store.schemas import schema_of, states_schema
 from tasks.store.upgrade import schema_at, upgrade, version_of
 
 LISTED_AGAIN = 10
@@ -35,12 +35,11 @@ def read(
         SchemaError: unknown data set, column or partition.
         ShardError: a shard cannot be read, or has another schema; names the file.
     """
-    schema = _selected(dataset, columns)
     files = files_of(folder)
-    tables = read_listed(
-        partial(_shards, files, dataset, partition),
-        lambda key: _read_shard(files, folder, key, schema_of(dataset), schema),
-    )
+    list_shards = partial(_shards, files, dataset, partition)
+    whole = _states_schema(files, list_shards()) if dataset == "states" else schema_of(dataset)
+    schema = _selected(dataset, whole, columns)
+    tables = read_listed(list_shards, lambda key: _read_shard(files, folder, key, whole, schema))
     return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
@@ -115,8 +114,15 @@ def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) ->
     return current(files.keys(f"{partition_pattern(dataset, partition)}/*.arrow"))
 
 
-def _selected(dataset: str, columns: Sequence[str] | None) -> pa.Schema:
-    schema = schema_of(dataset)
+def _states_schema(files: Files, shards: Sequence[str]) -> pa.Schema:
+    """The schema of stored states, which their environment decides."""
+    if not shards:
+        return states_schema("", {})
+    with files.open(shards[0]) as source:
+        return pa.ipc.open_file(source).schema
+
+
+def _selected(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     if columns is None:
         return schema
     if unknown := [name for name in columns if name not in schema.names]:

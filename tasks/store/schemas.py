@@ -245,6 +245,40 @@ SCHEMAS: Mapping[str, pa.Schema] = {
 }
 
 
+STATE_FIELDS: tuple[pa.Field, ...] = (
+    _RUN,
+    _STEP,
+    _GROUP,
+    _SAMPLE,
+    _TRAJECTORY,
+    _column(
+        "error", pa.large_string(), "why values are null that the environment should have given; empty: none"
+    ),
+)
+"""What every environment's states have; its own columns follow."""
+
+
+def states_schema(env: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The schema of the data set `states` of one environment, whose own columns may be null."""
+    own = [pa.field(name, kind) for name, kind in columns.items()]
+    return _schema("states", *STATE_FIELDS, *own).with_metadata(
+        {"dataset": "states", "schema_version": str(SCHEMA_VERSION), "env": env}
+    )
+
+
+def schema_like(dataset: str, given: pa.Schema) -> pa.Schema:
+    """The schema that rows of a data set must have, given theirs: of `states` any that begins with STATE_FIELDS.
+
+    Raises:
+        SchemaError: unknown data set, or rows of `states` that do not begin so.
+    """
+    if dataset != "states":
+        return schema_of(dataset)
+    if list(given)[: len(STATE_FIELDS)] != list(STATE_FIELDS):
+        raise SchemaError(f"states: rows begin with {', '.join(each.name for each in STATE_FIELDS)}")
+    return given
+
+
 def schema_of(dataset: str) -> pa.Schema:
     """The schema of a data set; raises SchemaError for an unknown name."""
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from tasks.errors import SchemaError
 from tasks.store.integrity import digest_of, seal
 from tasks.store.layout import Partition
 from tasks.store.names import ShardName
-from tasks.store.schemas import schema_of
+from tasks.store.schemas import schema_like, schema_of
 
 COPIED_BYTES = 1 << 22
 """Rows handed over in larger pieces than this (4 MiB) are written as they are; smaller ones are joined first."""
@@ -25,7 +26,7 @@ def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None
     Raises:
         SchemaError: their schema is not the data set's, a value is null, or a row belongs to another partition.
     """
-    schema = schema_of(dataset)
+    schema = schema_like(dataset, rows.schema)
     if not rows.schema.equals(schema):
         unlike = [field.name for field in schema if field not in list(rows.schema)]
         unknown = [name for name in rows.schema.names if name not in schema.names]
@@ -50,10 +51,12 @@ def write_shard(path: Path, name: ShardName, dataset: str, appended: Iterable[pa
     Its last batch, of zero rows, carries the hashes that show damage; see tasks.store.integrity. Returns `name` with
     the shard's digest.
     """
-    schema = schema_of(dataset)
+    batches = joined_batches(appended)
+    first = next(batches, None)
+    schema = schema_of(dataset) if first is None else schema_like(dataset, first.schema)
     no_rows = pa.RecordBatch.from_pylist([], schema=schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in joined_batches(appended):
+        for batch in chain([] if first is None else [first], batches):
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
         if not sink.tell():
             writer.write_batch(no_rows)  # the schema goes with the first batch

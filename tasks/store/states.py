@@ -1,0 +1,106 @@
+"""What environments keep of their episodes: a data set for each, with the columns that it names."""
+
+import re
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from tasks.errors import RunMismatchError, SchemaError
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder, partition_pattern
+from tasks.store.rows import Rows
+from tasks.store.schemas import STATE_FIELDS, states_schema
+
+TYPES: Mapping[str, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "string": pa.large_string(),
+    "list<bool>": pa.large_list(pa.bool_()),
+    "list<int64>": pa.large_list(pa.int64()),
+    "list<float64>": pa.large_list(pa.float64()),
+    "list<string>": pa.large_list(pa.large_string()),
+}
+"""Types of columns, as Arrow calls them."""
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Check names and types of the columns that an environment keeps.
+
+    Raises:
+        SchemaError: a name is no identifier or is taken, or there is no such type.
+    """
+    taken = {each.name for each in STATE_FIELDS}
+    for name, kind in columns.items():
+        if not _NAME.fullmatch(name) or name in taken:
+            allowed = f"letters, digits and _, and not {', '.join(sorted(taken))}"
+            raise SchemaError(f"a column of states cannot be called {name!r}: expected {allowed}")
+        if kind not in TYPES:
+            raise SchemaError(f"column {name!r} is of type {kind!r}, expected one of {', '.join(TYPES)}")
+
+
+def schema_for(env: str, columns: Mapping[str, str]) -> pa.Schema:
+    """The schema of one environment's states."""
+    return states_schema(env, {name: TYPES[kind] for name, kind in columns.items()})
+
+
+def state_row(
+    env: str,
+    columns: Mapping[str, str],
+    *,
+    run: str,
+    step: int,
+    group: int,
+    sample: int,
+    trajectory_id: str,
+    values: Mapping[str, object],
+    error: str = "",
+) -> Rows:
+    """One episode's state as a row; a value that is not of its column's type is null, and `error` says so.
+
+    Example: with columns {"guesses": "int64"}, the values {"guesses": "three"} give null and the error
+    "guesses: expected int64, got 'three'".
+    """
+    schema = schema_for(env, columns)
+    errors = [error] if error else []
+    arrays: list[pa.Array] = []
+    for name, kind in columns.items():
+        try:
+            arrays.append(pa.array([values.get(name)], TYPES[kind]))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            arrays.append(pa.nulls(1, TYPES[kind]))
+            errors.append(f"{name}: expected {kind}, got {values[name]!r:.200}")
+    errors += [f"{name}: no such column" for name in values if name not in columns]
+    fixed = [run, step, group, sample, trajectory_id, "; ".join(errors)]
+    keys = [pa.array([value], each.type) for value, each in zip(fixed, STATE_FIELDS, strict=True)]
+    return pa.record_batch([*keys, *arrays], schema=schema)
+
+
+def check_stored_columns(folder: RunFolder, env: str, columns: Mapping[str, str]) -> None:
+    """Check that what an environment keeps is what it kept before in a run.
+
+    Raises:
+        RunMismatchError: a column is new, gone, or of another type.
+        ShardError: a stored shard cannot be read.
+    """
+    files = files_of(folder)
+    stored = files.keys(f"{partition_pattern('states', {'env': env})}/*.arrow")
+    if not stored or not columns:
+        return
+    with files.open(stored[0]) as source:
+        before = pa.ipc.open_file(source).schema
+    now = schema_for(env, columns)
+    if not before.equals(now):
+        unlike = {each.name for each in {*before} ^ {*now}}
+        raise RunMismatchError(
+            f"{folder.path('states')} has other columns of environment {env} than it keeps now, at "
+            f"{', '.join(sorted(unlike)) or 'their order'}: stored are {_told(before)}, now {_told(now)}\n"
+            "go on with the environment as it was, or begin a new run"
+        )
+
+
+def _told(schema: pa.Schema) -> str:
+    named = [f"{each.name}: {each.type}" for each in schema if each not in STATE_FIELDS]
+    return ", ".join(named) or "none"

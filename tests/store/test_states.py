@@ -1,0 +1,80 @@
+"""What environments keep, as typed columns of their own."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tasks.errors import RunMismatchError, SchemaError
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.states import TYPES, check_columns, check_stored_columns, state_row
+from tasks.store.writer import RunWriter
+
+VALUES = {
+    "bool": True,
+    "int64": -3,
+    "float64": 0.5,
+    "string": "a",
+    "list<bool>": [True, False],
+    "list<int64>": [1, 2],
+    "list<float64>": [],
+    "list<string>": ["a", "b"],
+}
+
+
+def row(columns, values, env="game", sample=0, **given):
+    keys = {"run": "run", "step": 0, "group": 1, "sample": sample, "trajectory_id": f"run.1.{sample}.0"}
+    return state_row(env, columns, **keys, values=values, **given)
+
+
+async def stored(folder: RunFolder, env: str, *rows) -> None:
+    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+        for each in rows:
+            await writer.append("states", each, env=env, step=0)
+
+
+async def test_every_type_comes_back_as_it_was(folder: RunFolder) -> None:
+    columns = {f"c{i}": kind for i, kind in enumerate(TYPES)}
+    given = {name: VALUES[kind] for name, kind in columns.items()}
+    await stored(folder, "game", row(columns, given))
+    (got,) = read(folder, "states", env="game").to_pylist()
+    assert {name: got[name] for name in columns} == given
+    assert (got["trajectory_id"], got["error"]) == ("run.1.0.0", "")
+
+
+async def test_a_value_of_another_type_is_null_and_said_and_the_others_stay(folder: RunFolder) -> None:
+    columns = {"n": "int64", "words": "list<string>", "left_out": "bool"}
+    await stored(folder, "game", row(columns, {"n": "three", "words": ["a"], "more": 1}))
+    (got,) = read(folder, "states", env="game").to_pylist()
+    assert (got["n"], got["words"], got["left_out"]) == (None, ["a"], None)
+    assert got["error"] == "n: expected int64, got 'three'; more: no such column"
+
+
+async def test_a_plain_scan_of_one_environment_reads_its_name_whatever_it_is(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.tmp.mkdir(parents=True)
+    env = "verifiers:owner/some game"
+    await stored(folder, env, row({"n": "int64"}, {"n": 1}, env), row({"n": "int64"}, {}, env, sample=1))
+    (shards,) = {path.rpartition("/step=")[0] for path in files_of(folder).keys("states/*/*/*.arrow")}
+    frame = pl.scan_ipc(f"{folder.location}/{shards}/**/*.arrow", hive_partitioning=True).collect()
+    assert frame["n"].to_list() == [1, None]
+    assert frame["env"].unique().to_list() == [env]
+
+
+async def test_an_environment_that_keeps_something_else_does_not_go_on_with_a_run(folder: RunFolder) -> None:
+    await stored(folder, "game", row({"n": "int64"}, {"n": 1}))
+    check_stored_columns(folder, "game", {"n": "int64"})
+    check_stored_columns(folder, "another", {"n": "string"})
+    with pytest.raises(RunMismatchError, match=r"at n: stored are n: int64, now n: large_string"):
+        check_stored_columns(folder, "game", {"n": "string"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [({"n m": "int64"}, "'n m'"), ({"step": "int64"}, "'step'"), ({"n": "int32"}, "list<int64>")],
+)
+def test_columns_that_cannot_be_are_refused(columns: dict[str, str], told: str) -> None:
+    with pytest.raises(SchemaError, match=told):
+        check_columns(columns)
