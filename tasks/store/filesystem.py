@@ -15,7 +15,13 @@ from tasks.store.layout import RunFolder
 
 
 class Files(Protocol):
-    """The files of one run. A key is a relative path: "rollouts/step=000012/000001-000000-9f86d081884c7d65.arrow"."""
+    """The files of one run. A key is a relative path: "rollouts/step=000012/000001-000000-9f86d081884c7d65.arrow".
+
+    Attributes:
+        reads_at_once: so many threads are worth their while for reading many small files.
+    """
+
+    reads_at_once: int
 
     def publish(self, folder: str, write: Callable[[Path], str]) -> str:
         """Make a file of what `write` puts into a new local file: whole or not at all.
@@ -87,6 +93,8 @@ class LocalFiles:
 
     A file that is published survives the death of the process, but not of the power: nothing is synced to disk.
     """
+
+    reads_at_once = 1
 
     def __init__(self, root: Path, tmp: Path) -> None:
         self._root, self._tmp = root, tmp

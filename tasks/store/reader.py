@@ -1,6 +1,7 @@
 """Read data sets: rows as Arrow tables, or as a Polars query."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
@@ -39,7 +40,9 @@ def read(
     list_shards = partial(_shards, files, dataset, partition)
     whole = _states_schema(files, list_shards()) if dataset == "states" else schema_of(dataset)
     schema = _selected(dataset, whole, columns)
-    tables = read_listed(list_shards, lambda key: _read_shard(files, folder, key, whole, schema))
+    tables = read_listed(
+        list_shards, lambda key: _read_shard(files, folder, key, whole, schema), files.reads_at_once
+    )
     return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
@@ -89,19 +92,33 @@ def shards(run: RunFolder | str, dataset: str, **partition: PartitionValue) -> l
     return [folder.path(key) for key in _shards(files_of(folder), dataset, partition)]
 
 
-def read_listed(listed: Callable[[], list[str]], read_one: Callable[[str], pa.Table]) -> list[pa.Table]:
+def read_listed(
+    listed: Callable[[], list[str]], read_one: Callable[[str], pa.Table], at_once: int = 1
+) -> list[pa.Table]:
     """The table of each shard that is listed; listed again when a compacted one took the place of some meanwhile.
+
+    Args:
+        listed: lists the shards' keys.
+        read_one: reads one.
+        at_once: so many are read at once, in threads.
 
     Raises:
         ShardGoneError: one is listed and cannot be found, time and again.
     """
     tables: dict[str, pa.Table] = {}
 
+    def read_new(key: str) -> None:
+        if key not in tables:
+            tables[key] = read_one(key)
+
     def read_all() -> list[pa.Table]:
         keys = listed()
-        for key in keys:
-            if key not in tables:
-                tables[key] = read_one(key)
+        if min(at_once, len(keys)) <= 1:
+            for key in keys:
+                read_new(key)
+        else:
+            with ThreadPoolExecutor(min(at_once, len(keys)), thread_name_prefix="store-reader") as threads:
+                list(threads.map(read_new, keys))
         return [tables[key] for key in keys]
 
     for _ in range(LISTED_AGAIN):
@@ -144,8 +161,18 @@ def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, sel
         fields = [expected.get_field_index(each) for each in selected.names if each in expected.names]
         table = upgrade(shard.read(fields), selected, version)
         table.validate(full=True)
+        if not folder.is_local and table.nbytes < source.size() // 2:
+            table = _copied(table)  # its columns would keep all that was fetched of the shard in memory
     except SchemaError as error:
         raise ShardError(f"cannot read {where}: {error}") from error
     except (pa.ArrowException, OSError) as error:
         raise ShardError(f"cannot read {where}: {error}") from error
     return table
+
+
+def _copied(table: pa.Table) -> pa.Table:
+    """The same rows in memory of their own."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue()).read_all()

@@ -31,6 +31,8 @@ class S3Files:
     Methods block; they are called from threads.
     """
 
+    reads_at_once = 16
+
     def __init__(self, folder: RunFolder, check: Callable[[], None]) -> None:
         self._objects, self._tmp, self._check = objects_of(folder), folder.tmp, check
 

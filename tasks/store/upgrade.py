@@ -24,6 +24,8 @@ def version_of(schema: pa.Schema) -> int:
 
 def schema_at(schema: pa.Schema, version: int) -> pa.Schema:
     """Those columns of a schema that it had in an earlier version; a version's columns never change their type."""
+    if version == SCHEMA_VERSION:
+        return schema
     fields = [field for field in schema if _since(field) <= version]
     return pa.schema(fields, metadata=schema.metadata)
 
@@ -35,6 +37,8 @@ def upgrade(rows: pa.Table, schema: pa.Schema, from_version: int) -> pa.Table:
 
     Example: a row of `batches` of version 1 gets scorer "".
     """
+    if from_version == SCHEMA_VERSION:
+        return pa.Table.from_arrays([rows[name] for name in schema.names], schema=schema)
     columns = [
         rows[field.name] if _since(field) <= from_version else _default(field, rows.num_rows)
         for field in schema

@@ -23,9 +23,7 @@ from tasks.store.run import OpenRun
 async def work(folder: RunFolder, steps: int, rows: int, settings: dict[str, object]) -> None:
     acknowledged = os.open(folder.local.parent / "acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     config = StoreConfig.model_validate({"root": str(folder.local.parent), "flush_s": 0.0} | settings)
-    with OpenRun.open(
-        folder, config={}, fixed={}, versions={}, git_commit="", config_of=config
-    ) as run:
+    with OpenRun.open(folder, config={}, fixed={}, versions={}, git_commit="", config_of=config) as run:
         async with run.writer as writer, Compactor(files_of(folder), writer, config, sys.exit) as compactor:
             stored = set(read(folder, "rollouts", ["trajectory_id"])["trajectory_id"].to_pylist())
             for step in range(steps):

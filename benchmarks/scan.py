@@ -1,0 +1,211 @@
+"""How long does it take to look at a long run? `rollmill inspect` and one column, of 1,000 steps x 512 made-up rows.
+
+The run lies on this disk, and on an S3 server in a process of its own (moto's, which answers one request at a time).
+Each step's partition has one shard, as after its compaction. `inspect` is the whole command, from its start to its
+end; the column is read and summed in this process.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import httpx
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from tasks.serve.process import free_port
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import Files, files_of
+from tasks.store.layout import RunFolder, partition_folder
+from tasks.store.names import ShardName
+from tasks.store.reader import scan
+from tasks.store.run import OpenRun
+from tasks.store.schemas import batch_of, ragged, schema_of
+from tasks.store.shard import write_shard
+
+GROUPS, GROUP_SIZE, N_TOKENS, REPEATS = 64, 8, 64, 3
+EVALUATE_EVERY, N_PROMPTS, N_METRICS = 100, 64, 60
+SCORER = "addition@1"
+
+
+def made_up(dataset: str, n: int, step: int, **columns: object) -> pa.RecordBatch:
+    """Rows with a plain value in every column but those given."""
+    plain = {field.name: columns.get(field.name, _plain(field.type, n)) for field in schema_of(dataset)}
+    return batch_of(dataset, plain | ({"step": np.full(n, step, np.int32)} if "step" in plain else {}))
+
+
+def _plain(kind: pa.DataType, n: int) -> object:
+    if pa.types.is_large_list(kind):
+        tokens = np.random.default_rng(n).integers(0, 2, N_TOKENS * n).reshape(n, N_TOKENS)
+        return ragged(list(tokens.astype(np.int32)), pa.large_list(pa.int32())).cast(kind)
+    if pa.types.is_timestamp(kind):
+        return [datetime.now(UTC)] * n
+    if pa.types.is_large_string(kind):
+        return ["what was said " * 20] * n
+    return pa.repeat(pa.scalar(1).cast(kind), n)
+
+
+def rows_of_step(step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """Partition and rows of everything that a run stores of a step."""
+    n = GROUPS * GROUP_SIZE
+    groups = step * GROUPS + np.arange(n) // GROUP_SIZE
+    ids = {"trajectory_id": [f"run.{step}.{i}" for i in range(n)], "group": groups}
+    where = {"step": step}
+    status = ["truncated" if i % 16 == 0 else "complete" for i in range(n)]
+    yield partition_folder("rollouts", where), made_up("rollouts", n, step, **ids, status=status)
+    scores = made_up("scores", n, step, **ids, status=["scored"] * n)
+    yield partition_folder("scores", {"scorer": SCORER, **where}), scores
+    rewards = np.random.default_rng(step).random(GROUPS)
+    by_group = {"group": np.unique(groups), "reward_mean": rewards, "reason": [""] * GROUPS}
+    yield partition_folder("groups", where), made_up("groups", GROUPS, step, **by_group)
+    yield partition_folder("plans", where), made_up("plans", 1, step)
+    yield partition_folder("batches", where), made_up("batches", n, step, **ids)
+    names = ["train/updated", "time/step_s", "drops/trajectories"]
+    names += [f"stage/metric_{i}" for i in range(N_METRICS - len(names))]
+    yield partition_folder("metrics", where), made_up("metrics", N_METRICS, step, name=names)
+    if step % EVALUATE_EVERY == 0:
+        held_out = {
+            "policy_version": np.full(2 * N_PROMPTS, step),
+            "greedy": [True, False] * N_PROMPTS,
+            "trajectory_id": [f"run.v{step}.{i}" for i in range(2 * N_PROMPTS)],
+        }
+        yield (
+            partition_folder("evaluations", {"version": step}),
+            made_up("evaluations", 2 * N_PROMPTS, step, **held_out),
+        )
+
+
+def store_step(files: Files, step: int) -> None:
+    for number, (folder, rows) in enumerate(rows_of_step(step)):
+        name = ShardName(1, 10 * step + number, is_compacted=True)
+        write = partial(write_shard, name=name, dataset=folder.partition("/")[0], appended=[rows])
+        files.publish(folder, write)
+
+
+def make_run(folder: RunFolder, steps: int) -> None:
+    config_of = StoreConfig(root=folder.location.rpartition("/")[0])
+    config = {"steps": steps, "evaluate": {"n_prompts": N_PROMPTS}, "score": {"scorer": "addition"}}
+    with (
+        OpenRun.open(
+            folder, config=config, fixed=frozenset(), versions={}, git_commit="", config_of=config_of
+        ),
+        ThreadPoolExecutor(4) as threads,
+    ):
+        list(threads.map(partial(store_step, files_of(folder)), range(steps)))
+
+
+def copy_run(source: RunFolder, target: RunFolder) -> None:
+    """Put every file of a run on a disk where another lies."""
+    files = files_of(target)
+
+    def copy(path: Path) -> None:
+        def write(unfinished: Path) -> str:
+            unfinished.write_bytes(path.read_bytes())
+            return path.name
+
+        folder = path.parent.relative_to(source.local).as_posix()
+        files.publish("" if folder == "." else folder, write)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(copy, [*source.local.rglob("*.arrow"), source.local / "run.json"]))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Median wall time."""
+    spent = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        spent.append(time.perf_counter() - started)
+    return statistics.median(spent)
+
+
+def inspect(folder: RunFolder, steps: int) -> None:
+    command = [str(Path(sys.executable).parent / "rollmill"), "inspect", folder.location, "--json"]
+    shown = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert shown["trajectories"] == steps * GROUPS * GROUP_SIZE
+    assert shown["steps"] == steps
+
+
+def one_column(folder: RunFolder, steps: int) -> None:
+    tokens = scan(folder, "rollouts", ["n_completion_tokens"]).select(pl.len()).collect().item()
+    assert tokens == steps * GROUPS * GROUP_SIZE
+
+
+@contextmanager
+def s3_server() -> Iterator[None]:
+    """moto's server on a port of its own; this process, and those it starts, send their requests there."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    nothing = subprocess.DEVNULL
+    server = subprocess.Popen(command, stdout=nothing, stderr=nothing, start_new_session=True)
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "benchmark",
+        "AWS_SECRET_ACCESS_KEY": "benchmark",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    try:
+        asyncio.run(_until_it_answers(os.environ["AWS_ENDPOINT_URL"]))
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+async def _until_it_answers(url: str) -> None:
+    async with asyncio.timeout(60), httpx.AsyncClient() as client:
+        while True:
+            try:
+                await client.get(url)
+            except httpx.TransportError:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+def measure(folder: RunFolder, steps: int) -> tuple[float, float]:
+    """Seconds of `inspect`, and of the column."""
+    return seconds(lambda: inspect(folder, steps)), seconds(lambda: one_column(folder, steps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--local-only", action="store_true")
+    given = parser.parse_args()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        local = RunFolder(f"{root}/run")
+        make_run(local, given.steps)
+        figures["inspect_s"], figures["column_s"] = measure(local, given.steps)
+        if not given.local_only:
+            os.environ["ROLLMILL_SCRATCH"] = f"{root}/scratch"
+            with s3_server():
+                from tasks.store.objects import filesystem
+
+                filesystem().call_s3("create_bucket", Bucket="benchmark")
+                remote = RunFolder("s3://benchmark/runs/run")
+                copy_run(local, remote)
+                figures["inspect_s3_s"], figures["column_s3_s"] = measure(remote, given.steps)
+    for name, value in figures.items():
+        print(f"{name:14} {value:8.2f}")
+    print(json.dumps({"benchmark": "scan", "steps": given.steps, "rows": GROUPS * GROUP_SIZE} | figures))
+
+
+if __name__ == "__main__":
+    main()
