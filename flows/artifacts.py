@@ -7,7 +7,7 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from flows.failure import PREFECT_ERRORS
 from flows.inspection import held_out, run_view
-from flows.plot import plot_learning_curve
+from flows.plot import plot_run
 from flows.progress import say
 from tasks.store.layout import RunFolder
 
@@ -18,11 +18,11 @@ def _key(name: str) -> str:
 
 
 async def create_run_artifact(folder: RunFolder) -> None:
-    """A markdown page of the whole run: held-out table, learning curve, steps, the line that opens the data set.
+    """A markdown page of the whole run: held-out table, curves, steps, the line that opens the data set.
 
     A Prefect server that is gone does not fail a run that is done.
     """
-    picture = base64.b64encode(plot_learning_curve(folder).read_bytes()).decode()
+    picture = base64.b64encode(plot_run(folder).read_bytes()).decode()
     evaluations = [
         f"| {each['step']} | {each['reward']:.3f} | {each['greedy_accuracy']:.3f} |"
         for each in held_out(folder)
@@ -35,7 +35,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
             "|---|---|---|",
             *evaluations,
             "",
-            f"![learning curve](data:image/png;base64,{picture})",
+            f"![curves](data:image/png;base64,{picture})",
             "",
             "```python",
             f'pl.scan_ipc("{folder.absolute}/rollouts/**/*.arrow", hive_partitioning=True)',

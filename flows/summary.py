@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.inspection import held_out
-from flows.plot import plot_learning_curve
+from flows.plot import plot_run
 from tasks.store.layout import RunFolder
 
 
@@ -15,7 +15,7 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
     if evaluations:
         console.print(_before_and_after(evaluations[0], evaluations[-1]))
     lines = {
-        "learning curve": str(plot_learning_curve(folder)),
+        "curves": str(plot_run(folder)),
         "data set": f'pl.scan_ipc("{folder.location}/rollouts/**/*.arrow", hive_partitioning=True)',
         "the run in the UI": run_url,
     }

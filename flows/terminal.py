@@ -1,12 +1,13 @@
 """Where commands that look at runs print to: tables for the terminal's width, JSON for programs."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import orjson
 from rich.console import Console
 
-from flows.view import View
+from flows.view import Column, View
+from tasks.store.export import Exported
 
 UNBOUNDED = 100_000
 """Characters that no line of a table has."""
@@ -28,6 +29,13 @@ def print_view(view: View) -> None:
     unbounded = console.options.update(max_width=UNBOUNDED)
     console.width = console.measure(table, options=unbounded).maximum
     console.print(table)
+
+
+def print_exported(files: Sequence[Exported]) -> None:
+    """Print the files of an export, with rows and sizes."""
+    columns = [Column("file"), Column("rows"), Column("megabytes")]
+    rows = [{"file": str(each.path), "rows": each.rows, "megabytes": each.bytes / 1e6} for each in files]
+    print_view(View({}, f"{len(files)} files", columns, rows))
 
 
 def terminal() -> Console:

@@ -1,5 +1,6 @@
-"""Commands that show what a run's data sets hold; they write nothing to the run."""
+"""Commands that show what a run's data sets hold; they change none of it."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -105,3 +106,42 @@ def show(
     print_trajectory(console, found)
     if listed:
         print_tokens(console, folder, found, listed, shown_by)
+
+
+@commands.command(rich_help_panel=PANEL)
+def plot(
+    run: RunLocation,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The PNG; RUN/plot.png, of a run on S3 in its folder here."),
+    ] = None,
+) -> None:
+    """Draw a run by step: reward, length, entropy, staleness, drops, seconds."""
+    from flows.folder import existing_run
+    from flows.plot import plot_run
+
+    typer.echo(plot_run(existing_run(run), output))
+
+
+@commands.command(rich_help_panel=PANEL)
+def export(
+    run: RunLocation,
+    to: Annotated[str, typer.Option("--to", metavar="parquet|jsonl", help="Format of the files.")],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dataset", metavar="NAME", help="This data set; repeatable. All that have rows by default."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New folder for them; NAME-FORMAT here by default.")
+    ] = None,
+) -> None:
+    """Write data sets as Parquet or JSON lines, a file each."""
+    from flows.folder import existing_run
+    from flows.terminal import print_exported
+    from tasks.store.export import export as write
+    from tasks.store.export import form_of
+
+    form, folder = form_of(to), existing_run(run)
+    print_exported(write(folder, output or Path(f"{folder.name}-{to}"), form, datasets or ()))

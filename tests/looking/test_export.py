@@ -1,0 +1,88 @@
+"""`rollmill export`: data sets in formats that every tool reads, whole or not at all."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tasks.errors import ShardError
+from tasks.store.export import export, json_lines
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.schemas import batch_of, schema_of
+
+Command = Callable[..., str]
+
+
+def test_parquet_has_every_row_bit_for_bit_with_its_types_and_meanings(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    written = export(small_run, tmp_path / "out", "parquet")
+    assert {each.path.stem: each.rows for each in written} == {
+        "plans": 3,
+        "rollouts": 48,
+        "scores": 92,
+        "groups": 12,
+        "batches": 21,
+        "evaluations": 8,
+        "metrics": 49,
+    }
+    rollouts = pq.read_table(tmp_path / "out" / "rollouts.parquet")
+    assert rollouts.schema.equals(schema_of("rollouts"))
+    assert rollouts.schema.field("logprobs").metadata[b"unit"] == b"nats"
+    stored = read(small_run, "rollouts")
+    for name in ("trajectory_id", "token_ids", "loss_mask", "started_at", "messages"):
+        assert rollouts[name].to_pylist() == stored[name].to_pylist()
+    bits = [table["logprobs"].combine_chunks().flatten().view(pa.int32()) for table in (rollouts, stored)]
+    assert bits[0].equals(bits[1])
+
+
+def test_json_lines_have_json_values_iso_times_and_no_nan(rollmill: Command, tmp_path: Path) -> None:
+    output = tmp_path / "lines"
+    shown = rollmill("export", "small", "--to", "jsonl", "--dataset", "rollouts", "--output", str(output))
+    assert str(output / "rollouts.jsonl") in shown
+    assert [each.name for each in output.iterdir()] == ["rollouts.jsonl"]
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in (output / "rollouts.jsonl").open()]
+    by_id = {line["trajectory_id"]: line for line in lines}
+    assert len(by_id) == 48
+    row = by_id["5eed5eed5eed5eed.6.0.0"]
+    assert row["messages"][-1] == {"role": "assistant", "content": "[16+26=42]42"}
+    assert row["example"]["answer"] == "42"
+    assert row["started_at"] == "2026-11-01T12:00:10+00:00"
+    assert row["logprobs"][:7] == [None] * 6 + [-0.6]
+    assert (len(row["token_ids"]), sum(row["loss_mask"])) == (19, 13)
+    assert by_id["5eed5eed5eed5eed.5.3.0"]["token_ids"] == []
+
+
+def test_bytes_are_base64_and_nan_in_json_text_is_null() -> None:
+    routed = batch_of(
+        "routing",
+        {"run": ["r"], "step": [0], "trajectory_id": ["t"], "shape": [[1, 1, 2]]}
+        | {"dtype": ["uint8"], "experts": [b"\x00\xff"]},
+    )
+    assert base64.b64decode(json.loads(next(json_lines(routed)))["experts"]) == b"\x00\xff"
+    field = schema_of("scores").field("components")
+    rows = pa.record_batch([pa.array(['{"a": NaN}', "no JSON"], field.type)], schema=pa.schema([field]))
+    assert list(json_lines(rows)) == [b'{"components":{"a":null}}\n', b'{"components":"no JSON"}\n']
+
+
+def test_an_export_that_fails_leaves_nothing_and_none_is_written_over(
+    small_run: RunFolder, rollmill: Command, tmp_path: Path
+) -> None:
+    assert "it is there already" in rollmill("export", "small", "--to", "parquet", "--output", str(tmp_path))
+    assert "give parquet or jsonl" in rollmill("export", "small", "--to", "csv")
+    assert "no data set is called 'rewards'" in rollmill(
+        "export", "small", "--to", "jsonl", "--dataset", "rewards"
+    )
+    broken = RunFolder(tmp_path / "broken")
+    shard = next(Path(small_run.dataset("groups", step=1)).glob("*.arrow"))
+    target = Path(broken.dataset("groups", step=1)) / shard.name
+    target.parent.mkdir(parents=True)
+    target.write_bytes(shard.read_bytes()[:-40])
+    with pytest.raises(ShardError, match=str(target)):
+        export(broken, tmp_path / "out", "parquet")
+    assert [each.name for each in tmp_path.iterdir()] == ["broken"]

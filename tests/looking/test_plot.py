@@ -1,0 +1,67 @@
+"""`rollmill plot`: the curves of a run, and a picture of whatever there is of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from flows.curves import Curves, read_curves
+from flows.plot import draw
+from tasks.store.layout import RunFolder
+
+Command = Callable[..., str]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_curves_are_those_of_the_data_sets(small_run: RunFolder) -> None:
+    curves = read_curves(small_run)
+    assert curves.groups["reward"].round(3).to_list() == [0.438, 0.55, 0.644]
+    assert curves.by_env.filter(pl.col("env") == "addition")["reward"].round(3).to_list() == [
+        0.213,
+        0.25,
+        0.438,
+    ]
+    assert curves.held_out["reward"].to_list() == [0.55, 1.0]
+    assert curves.entropy["entropy"].round(3).to_list() == [0.8, 0.7, 0.6]
+    assert curves.staleness["max"].to_list() == [0, 1, 1]
+    assert curves.staleness["mean"].round(3).to_list() == [0.0, 0.267, 0.25]
+    assert curves.drops.select("step", "cause", "n").rows() == [
+        (2, "Deadline", 1.0),
+        (1, "RequestError", 1.0),
+        (1, "ScoreTimeoutError", 1.0),
+    ]
+    assert curves.spans.select(pl.exclude("step").round(6)).unique().rows() == [(2.0, 0.5, 0.1, 0.3, 0.1)]
+
+
+def test_a_run_is_drawn_into_its_folder_or_where_one_says(rollmill: Command, tmp_path: Path) -> None:
+    assert rollmill("plot", "small") == "runs/small/plot.png\n"
+    assert Path("runs/small/plot.png").read_bytes().startswith(PNG)
+    picture = tmp_path / "new" / "curves.png"
+    rollmill("plot", "small", "--output", str(picture))
+    assert picture.read_bytes().startswith(PNG)
+    assert "the picture cannot be written" in rollmill(
+        "plot", "small", "--output", str(picture / "below.png")
+    )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n_steps", [0, 1, 2])
+def test_a_run_of_few_steps_is_drawn_without_a_warning(
+    small_run: RunFolder, tmp_path: Path, n_steps: int
+) -> None:
+    whole = read_curves(small_run)
+    curves = Curves(
+        **{name: getattr(whole, name).filter(pl.col("step") < n_steps) for name in Curves.__slots__}
+    )
+    draw("run", curves).savefig(tmp_path / "run.png")
+
+
+@pytest.mark.filterwarnings("error")
+def test_steps_without_a_reward_are_gaps(small_run: RunFolder, tmp_path: Path) -> None:
+    whole = read_curves(small_run)
+    names = ("groups", "by_env", "entropy", "staleness")
+    gone = {name: getattr(whole, name).with_columns(pl.selectors.float() * float("nan")) for name in names}
+    draw("run", Curves(**{name: gone.get(name, getattr(whole, name)) for name in Curves.__slots__})).savefig(
+        tmp_path / "run.png"
+    )
