@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from tasks.errors import ShardError
 from tasks.store.filesystem import Files
+from tasks.store.integrity import CheckedShard, UncheckedShard
 from tasks.store.names import ShardName, current
 from tasks.store.schemas import schema_like
 from tasks.store.shard import write_shard
@@ -53,7 +54,7 @@ def compact(files: Files, folder: str, name: ShardName, large_bytes: int) -> str
     """Put the rows of every shard of a partition whose name is smaller than `name` into one, bit for bit, in order.
 
     Every shard of a smaller name must be stored by now, and none may be removed meanwhile. Memory is bounded by
-    PIECE_BYTES and the largest batch of rows.
+    PIECE_BYTES and, where shards are not mapped, the largest of them.
 
     Returns:
         The compacted shard's key; empty when the partition is left as it is, since it is not worthwhile.
@@ -110,14 +111,19 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def _batches(files: Files, keys: Iterable[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of shards, every byte of which is checked: damage is never copied under new hashes."""
     for key in keys:
+        dataset, name = key.partition("/")[0], ShardName.of(key)
         try:
-            with files.open(key) as source, pa.ipc.open_file(source) as reader:
-                schema = schema_like(key.partition("/")[0], reader.schema)
-                if not reader.schema.equals(schema):
-                    raise ShardError(f"{key} has another schema than {key.partition('/')[0]}")
-                for number in range(reader.num_record_batches):
-                    yield reader.get_batch(number)
+            with files.open(key) as source:
+                shard = (
+                    CheckedShard(source, name.digest, key) if name and name.digest else UncheckedShard(source)
+                )
+                stored = shard.schema()
+                schema = schema_like(dataset, stored)
+                if not stored.equals(schema):
+                    raise ShardError(f"{key} has another schema than {dataset}")
+                yield from shard.read(range(len(stored))).to_batches()
         except (pa.ArrowException, OSError) as error:
             raise ShardError(f"cannot read {key}: {error}") from error
 

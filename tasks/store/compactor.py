@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
-from tasks.errors import StoreError
+from tasks.errors import ShardGoneError, StoreError
 from tasks.store.compaction import partitions
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import Files
@@ -105,6 +105,8 @@ class Compactor:
         """Compact a partition; returns the key of the compacted shard, if there is one."""
         try:
             key = await self._writer.compact(folder, self._config.compaction_large_bytes)
+        except ShardGoneError:
+            return []  # its rows were removed meanwhile, as old routed experts are
         except StoreError as error:
             self._tell(error)
             return []

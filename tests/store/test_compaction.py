@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -160,9 +161,12 @@ async def test_a_trajectory_that_is_there_twice_and_a_damaged_shard_stop_a_compa
         before = shards(folder)
         with pytest.raises(ShardError, match="rollouts/step=000000: 3 rows of 2 trajectories"):
             await writer.compact("rollouts/step=000000", ANY_SIZE)
-        await asyncio.to_thread(publish_text, files, before[1], read_text(files, before[1])[:-20])
-        with pytest.raises(ShardError, match=before[1]):
-            await writer.compact("rollouts/step=000000", ANY_SIZE)
+        whole = read_text(files, before[1])
+        flipped = whole.replace(b"trajectory", b"trajectorY", 1)
+        for damaged in (whole[:-20], flipped, whole.replace(np.float32(1.0).tobytes(), b"\0\0\0\0", 1)):
+            await asyncio.to_thread(publish_text, files, before[1], damaged)
+            with pytest.raises(ShardError, match=before[1]):
+                await writer.compact("rollouts/step=000000", ANY_SIZE)
     assert shards(folder) == before
     assert not list(folder.tmp.iterdir())
 
