@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tasks.store.schemas import SCHEMAS
+from tasks.errors import SchemaError
+from tasks.store.documentation import with_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 
 
-@pytest.mark.parametrize("dataset", SCHEMAS)
-def test_every_column_is_described_with_its_meaning(dataset: str) -> None:
-    section = PAGE.split(f"## {dataset}\n")[1].split("\n## ")[0]
-    for field in SCHEMAS[dataset]:
-        told = [field.metadata.get(key, b"").decode() for key in (b"shape", b"unit", b"meaning")]
-        cells = (field.name, str(field.type), *told)
-        assert f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |".replace("  ", " ") in section
+def test_every_column_is_described_as_its_schema_is() -> None:
+    assert with_tables(PAGE) == PAGE, "run `python -m tasks.store.documentation`"
+
+
+def test_a_data_set_without_a_section_is_named() -> None:
+    with pytest.raises(SchemaError, match="'## groups'"):
+        with_tables(PAGE.replace("## groups\n", "## companies\n"))

@@ -1,0 +1,140 @@
+"""The recipes of docs/datasets.md, run as they are written there, and what they give."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.store.layout import RunFolder
+
+PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
+RECIPES = PAGE.split("\n## Ten recipes\n")[1].split("\n## ")[0]
+FIRST, *SECTIONS = re.split(r"\n### ", RECIPES)
+Names = dict[str, Any]
+
+
+def code(section: str) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+
+
+def best_of_each_problem(names: Names) -> None:
+    best = names["best"]
+    assert best["group"].to_list() == list(range(12))
+    assert best.row(5, named=True)["reward"] == 1.0
+    assert best.row(4, named=True)["reward"] == 0.1
+    assert json.loads(best.row(10, named=True)["messages"])[-1]["content"] == "[20+30=50]50"
+
+
+def pass_at_k(names: Names) -> None:
+    """Right of four by group: step 0: 0, 1, 1, 4; step 1: 0, 2, 1, 4 (6.1 has no reward); step 2: 0, 2, 3, 4."""
+    right = [[0, 1, 1, 4], [0, 2, 1, 4], [0, 2, 3, 4]]
+    for row, counts in zip(names["pass_at_k"].to_dicts(), right, strict=True):
+        for k in (1, 2, 4):
+            expected = [1 - math.comb(4 - c, k) / math.comb(4, k) for c in counts]
+            assert row[f"pass@{k}"] == pytest.approx(sum(expected) / 4)
+
+
+def failures(names: Names) -> None:
+    assert names["failures"].select("step", "stage", "error_type", "n").rows() == [
+        (1, "rollout", "RequestError", 1),
+        (1, "score", "ScoreTimeoutError", 1),
+        (2, "rollout", "Deadline", 1),
+    ]
+
+
+def reward_by_length(names: Names) -> None:
+    """Wrong answers have 3 tokens, or 11 with a tool; right ones 13, or 21 with a tool."""
+    rows = names["by_length"].rows()
+    assert [(start, n) for start, n, _ in rows] == [(0, 18), (8, 10), (16, 17)]
+    assert [reward for *_, reward in rows] == pytest.approx([0.1, (5 * 1.0 + 5 * 0.1) / 10, 1.0])
+
+
+def staleness(names: Names) -> None:
+    rows = {row["step"]: row for row in names["staleness"].to_dicts()}
+    assert {step: row["rows"] for step, row in rows.items()} == {0: 8, 1: 6, 2: 7}
+    assert [rows[step]["max_behind"] for step in range(3)] == [0, 1, 1]
+    assert [rows[step]["mean_behind"] for step in range(3)] == pytest.approx([0, 2 / 6, 1 / 7])
+    assert [rows[step]["share_of_two_versions"] for step in range(3)] == pytest.approx([0, 2 / 6, 1 / 7])
+
+
+def two_scorers(names: Names) -> None:
+    assert names["both"].height == 46
+    rows = names["agreement"].to_dicts()
+    assert [row["addition@1"] for row in rows] == pytest.approx(
+        [(6 + 10 * 0.1) / 16, (7 + 7 * 0.1) / 14, (9 + 6 * 0.1) / 15]
+    )
+    assert all(-1 <= row["rank_correlation"] < 0 for row in rows), "right answers are the longer ones here"
+
+
+def worst(names: Names) -> None:
+    assert names["conversation"] == ["user: 20+30=", "assistant: 54"]
+
+
+def speed(names: Names) -> None:
+    rows = names["speed"].to_pylist()
+    assert [row["server"] for row in rows] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(row["n_completion_tokens_sum"] / row["generate_s_sum"])
+    assert sum(row["n_completion_tokens_sum"] for row in rows) == 18 * 3 + 5 * 11 + 6 * 13 + 18 * 21
+
+
+def effective_batch(names: Names) -> None:
+    rows = [tuple(row.values()) for row in names["fates"].to_pylist()]
+    assert rows == [
+        (0, "", 2, 8),
+        (0, "no_reward_spread", 2, 8),
+        (1, "", 2, 6),
+        (1, "no_reward_spread", 2, 8),
+        (2, "", 2, 7),
+        (2, "no_reward_spread", 2, 8),
+    ]
+
+
+def fine_tuning_set(names: Names) -> None:
+    lines = [json.loads(line) for line in Path("sft.jsonl").read_text().splitlines()]
+    assert len(lines) == 9
+    assert {line["messages"][0]["content"] for line in lines} == {
+        f"{10 + n}+{20 + n}=" for n in range(12) if n % 4
+    }
+    assert all(line["messages"][-1]["role"] == "assistant" for line in lines)
+
+
+CHECKS: list[Callable[[Names], None]] = [
+    best_of_each_problem,
+    pass_at_k,
+    failures,
+    reward_by_length,
+    staleness,
+    two_scorers,
+    worst,
+    speed,
+    effective_batch,
+    fine_tuning_set,
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "check"),
+    [pytest.param(*pair, id=pair[1].__name__) for pair in zip(SECTIONS, CHECKS, strict=True)],
+)
+def test_a_recipe_gives_what_it_says(
+    small_run: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    check: Callable[[Names], None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: Names = {}
+    source = f"{code(FIRST)}\n{code(section)}".replace("runs/quickstart", str(small_run.local))
+    exec(compile(source, f"docs/datasets.md, recipe {section.splitlines()[0]}", "exec"), names)
+    check(names)
+
+
+def test_three_libraries_have_three_recipes_at_least() -> None:
+    titles = " ".join(section.splitlines()[0] for section in SECTIONS)
+    assert all(titles.count(library) >= 3 for library in ("Polars", "DuckDB", "pyarrow"))
