@@ -44,6 +44,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
         restarts = float(run.environment.restarts)
         services.append(Metric("rollout/env_restarts_so_far", "all", "value", restarts))
     await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped)])
+    await run.store.writer.note()
     run.progress.step_done(
         step,
         reward=reward,

@@ -16,6 +16,7 @@ async def drop_old_routing(run: Run, done: int) -> None:
     """
     if keep := run.config.store.keep_routing_steps:
         checkpoint = max(await asyncio.to_thread(complete_checkpoints, run.folder), default=0)
-        await asyncio.to_thread(
+        gone = await asyncio.to_thread(
             remove_routing, files_of(run.folder), done=done, checkpoint=checkpoint, keep=keep
         )
+        run.store.writer.removed(gone)

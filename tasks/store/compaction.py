@@ -7,7 +7,6 @@ beside them, and readers that go by names see every row once all the while.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,8 @@ import pyarrow.compute as pc
 
 from tasks.errors import ShardError
 from tasks.store.filesystem import Files
-from tasks.store.integrity import CheckedShard, UncheckedShard
+from tasks.store.integrity import open_shard
+from tasks.store.inventory import Note
 from tasks.store.names import ShardName, current
 from tasks.store.schemas import schema_like
 from tasks.store.shard import write_shard
@@ -50,14 +50,14 @@ def is_worthwhile(sizes: Sequence[int], large_bytes: int) -> bool:
     return len(sizes) > 1 and sum(sizes) < large_bytes * len(sizes)
 
 
-def compact(files: Files, folder: str, name: ShardName, large_bytes: int) -> str:
+def compact(files: Files, folder: str, name: ShardName, large_bytes: int) -> Note | None:
     """Put the rows of every shard of a partition whose name is smaller than `name` into one, bit for bit, in order.
 
     Every shard of a smaller name must be stored by now, and none may be removed meanwhile. Memory is bounded by
-    PIECE_BYTES and, where shards are not mapped, the largest of them.
+    PIECE_BYTES and the largest batch of rows.
 
     Returns:
-        The compacted shard's key; empty when the partition is left as it is, since it is not worthwhile.
+        The compacted shard, for the inventory; None when the partition is left as it is, since it is not worthwhile.
 
     Raises:
         ShardError: a shard cannot be read, or the rows are not all there, or one is there twice; nothing changes.
@@ -66,12 +66,20 @@ def compact(files: Files, folder: str, name: ShardName, large_bytes: int) -> str
     sizes = files.sizes(f"{folder}/*.arrow")
     keys = [key for key in current(sizes) if (written := ShardName.of(key)) and written < name]
     if not is_worthwhile([sizes[key] for key in keys], large_bytes):
-        return ""
-    return files.publish(folder, partial(_write, files=files, keys=keys, name=name))
+        return None
+    rows = size = 0
+
+    def write(path: Path) -> str:
+        nonlocal rows, size
+        written, rows = _write(path, files, keys, name)
+        size = path.stat().st_size
+        return written
+
+    return Note(files.publish(folder, write), "written", rows, size)
 
 
-def _write(path: Path, files: Files, keys: list[str], name: ShardName) -> str:
-    """Write the rows of shards to a file, and check that they are in it; returns its name."""
+def _write(path: Path, files: Files, keys: list[str], name: ShardName) -> tuple[str, int]:
+    """Write the rows of shards to a file, and check that they are in it; returns its name, and how many they are."""
     dataset = keys[0].partition("/")[0]
     n_rows = 0
 
@@ -83,7 +91,7 @@ def _write(path: Path, files: Files, keys: list[str], name: ShardName) -> str:
 
     written = write_shard(path, name, dataset, pieces(counted(), PIECE_BYTES))
     _check(path, dataset, n_rows, keys)
-    return str(written)
+    return written, n_rows
 
 
 def pieces(batches: Iterable[pa.RecordBatch], piece_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -113,17 +121,14 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 def _batches(files: Files, keys: Iterable[str]) -> Iterator[pa.RecordBatch]:
     """The rows of shards, every byte of which is checked: damage is never copied under new hashes."""
     for key in keys:
-        dataset, name = key.partition("/")[0], ShardName.of(key)
+        dataset = key.partition("/")[0]
         try:
             with files.open(key) as source:
-                shard = (
-                    CheckedShard(source, name.digest, key) if name and name.digest else UncheckedShard(source)
-                )
+                shard = open_shard(source, key, key)
                 stored = shard.schema()
-                schema = schema_like(dataset, stored)
-                if not stored.equals(schema):
+                if not stored.equals(schema_like(dataset, stored)):
                     raise ShardError(f"{key} has another schema than {dataset}")
-                yield from shard.read(range(len(stored))).to_batches()
+                yield from shard.batches()
         except (pa.ArrowException, OSError) as error:
             raise ShardError(f"cannot read {key}: {error}") from error
 

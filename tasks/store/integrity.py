@@ -10,7 +10,7 @@ nothing lies beside the shard, and to any reader of Arrow files the last batch i
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ import xxhash
 from tasks.errors import ShardError
 from tasks.store.fetched import FetchedShard
 from tasks.store.footer import places_of
+from tasks.store.names import ShardName
 
 BLOCK_BYTES = 1 << 17
 """A piece of a shard with a hash of its own; xxhash lets other threads run while it hashes 100 kB or more."""
@@ -120,6 +121,20 @@ class CheckedShard:
             else:
                 self._fetch(start, end)
 
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All its rows, piece by piece; every byte of them is checked.
+
+        Raises:
+            ShardError: some of it is damaged.
+        """
+        if self._whole is not None:
+            self.check()
+        for number in range(self._reader.num_record_batches - 1):
+            try:
+                yield self._reader.get_batch(number)
+            except (pa.ArrowException, OSError) as error:
+                raise self._fetched.error or error from None
+
     def _read_fetched(self, fields: Sequence[int]) -> pa.Table:
         options = pa.ipc.IpcReadOptions(included_fields=list(fields))
         try:
@@ -191,6 +206,25 @@ class UncheckedShard:
     def read(self, fields: Sequence[int]) -> pa.Table:
         """Some columns, by their places in the schema."""
         return pa.ipc.open_file(self._source).read_all().select(list(fields))
+
+    def check(self) -> None:
+        """Nothing can be checked."""
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All its rows, piece by piece."""
+        reader = pa.ipc.open_file(self._source)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+
+def open_shard(source: pa.NativeFile, key: str, where: str) -> CheckedShard | UncheckedShard:
+    """A shard to read, checked if its name has a digest; `where` is its path, for errors.
+
+    Raises:
+        ShardError: its end is not what its name says.
+    """
+    name = ShardName.of(key)
+    return CheckedShard(source, name.digest, where) if name and name.digest else UncheckedShard(source)
 
 
 def _hashes(content: memoryview, block_bytes: int) -> list[int]:

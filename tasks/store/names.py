@@ -51,13 +51,17 @@ class ShardName:
 
 
 def superseded(keys: Iterable[str]) -> list[str]:
-    """The shards, of all among `keys`, whose rows lie in a compacted shard of the same partition, sorted.
+    """The shards, of all among `keys`, whose rows lie in another one of the same partition, sorted.
+
+    That is a compacted one, or, of a shard without a digest, the one of the same epoch and number that has one: it was
+    written anew in a later schema version.
 
     Example: of step=1/000001-000004-a….arrow, step=1/000001-000009-compacted-b….arrow and
     step=1/000002-000000-c….arrow the first.
     """
     names = {key: name for key in keys if (name := ShardName.of(key))}
     newest: dict[str, ShardName] = {}
+    anew = {(key.rpartition("/")[0], name.epoch, name.number) for key, name in names.items() if name.digest}
     for key, name in names.items():
         partition = key.rpartition("/")[0]
         if name.is_compacted:
@@ -65,7 +69,8 @@ def superseded(keys: Iterable[str]) -> list[str]:
     return sorted(
         key
         for key, name in names.items()
-        if (compacted := newest.get(key.rpartition("/")[0])) and name < compacted
+        if ((compacted := newest.get(key.rpartition("/")[0])) and name < compacted)
+        or (not name.digest and (key.rpartition("/")[0], name.epoch, name.number) in anew)
     )
 
 

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 
 from tasks.errors import SchemaError, ShardError, ShardGoneError
 from tasks.store.filesystem import Files, files_of
-from tasks.store.integrity import CheckedShard, UncheckedShard
+from tasks.store.integrity import open_shard
 from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
-from tasks.store.names import ShardName, current
-from tasks.store.schemas import schema_of, states_schema
+from tasks.store.names import current
+from tasks.store.schemas import schema_like, schema_of, states_schema
 from tasks.store.upgrade import schema_at, upgrade, version_of
 
 LISTED_AGAIN = 10
@@ -38,7 +38,7 @@ def read(
     """
     files = files_of(folder)
     list_shards = partial(_shards, files, dataset, partition)
-    whole = _states_schema(files, list_shards()) if dataset == "states" else schema_of(dataset)
+    whole = _states_schema(folder, list_shards()) if dataset == "states" else schema_of(dataset)
     schema = _selected(dataset, whole, columns)
     tables = read_listed(
         list_shards, lambda key: _read_shard(files, folder, key, whole, schema), files.reads_at_once
@@ -131,12 +131,18 @@ def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) ->
     return current(files.keys(f"{partition_pattern(dataset, partition)}/*.arrow"))
 
 
-def _states_schema(files: Files, shards: Sequence[str]) -> pa.Schema:
+def _states_schema(folder: RunFolder, shards: Sequence[str]) -> pa.Schema:
     """The schema of stored states, which their environment decides."""
-    if not shards:
-        return states_schema("", {})
-    with files.open(shards[0]) as source:
-        return pa.ipc.open_file(source).schema
+    return _schema_of_shard(folder, shards[0]) if shards else states_schema("", {})
+
+
+def _schema_of_shard(folder: RunFolder, key: str) -> pa.Schema:
+    where = folder.path(key)
+    try:
+        schema = open_shard(files_of(folder).open(key), key, where).schema()
+        return schema_like("states", schema)
+    except (SchemaError, pa.ArrowException, OSError) as error:
+        raise ShardError(f"cannot read {where}: {error}") from error
 
 
 def _selected(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
@@ -147,12 +153,19 @@ def _selected(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) ->
     return pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
 
 
+def read_shard(folder: RunFolder, key: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """Rows of one shard, given its key; see `read`."""
+    dataset = key.partition("/")[0]
+    whole = _schema_of_shard(folder, key) if dataset == "states" else schema_of(dataset)
+    return _read_shard(files_of(folder), folder, key, whole, _selected(dataset, whole, columns))
+
+
 def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, selected: pa.Schema) -> pa.Table:
     """Columns of a shard, checked, whatever schema version it has; one of version 1 has no hashes to check by."""
-    name, where = ShardName.of(key), folder.path(key)
+    where = folder.path(key)
     try:
         source = files.open(key)
-        shard = CheckedShard(source, name.digest, where) if name and name.digest else UncheckedShard(source)
+        size, shard = source.size(), open_shard(source, key, where)
         stored = shard.schema()
         version = version_of(stored)
         expected = schema_at(whole, version)
@@ -161,7 +174,7 @@ def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, sel
         fields = [expected.get_field_index(each) for each in selected.names if each in expected.names]
         table = upgrade(shard.read(fields), selected, version)
         table.validate(full=True)
-        if not folder.is_local and table.nbytes < source.size() // 2:
+        if not folder.is_local and table.nbytes < size // 2:
             table = _copied(table)  # its columns would keep all that was fetched of the shard in memory
     except SchemaError as error:
         raise ShardError(f"cannot read {where}: {error}") from error

@@ -11,9 +11,11 @@ from tasks.errors import RunFinishedError, StoreError
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of
 from tasks.store.fixed import check_fixed
+from tasks.store.inventory import Inventory
 from tasks.store.layout import PARTITION_KEYS, RunFolder
 from tasks.store.lock import RunLock, lock_run
 from tasks.store.manifest import Manifest, has_manifest, read_manifest, write_manifest
+from tasks.store.migration import migrate
 from tasks.store.schemas import SCHEMA_VERSION
 from tasks.store.writer import RunWriter
 
@@ -32,7 +34,8 @@ class OpenRun:
     def __init__(self, folder: RunFolder, lock: RunLock, manifest: Manifest, flush_s: float) -> None:
         self.folder, self.manifest = folder, manifest
         self.files = files_of(folder, lock.check)
-        self.writer = RunWriter(self.files, manifest.epoch, flush_s)
+        inventory = Inventory(folder, manifest.run, manifest.epoch)
+        self.writer = RunWriter(self.files, manifest.epoch, flush_s, inventory)
         self._lock = lock
 
     @classmethod
@@ -61,7 +64,7 @@ class OpenRun:
             RunLockedError: another process writes to it.
             RunMismatchError: fixed settings differ.
             RunFinishedError: all its steps are done.
-            StoreError: run.json cannot be read or written.
+            StoreError: run.json cannot be read or written, or shards of an older schema version be brought up to today's.
         """
         lock = lock_run(folder, config_of)
         try:
@@ -86,7 +89,7 @@ class OpenRun:
         lock = lock_run(folder, config_of)
         try:
             stored = read_manifest(folder)
-            manifest = replace(stored, epoch=stored.epoch + 1)
+            manifest = _brought_up(folder, replace(stored, epoch=stored.epoch + 1))
             write_manifest(folder, manifest)
         except Exception:
             lock.release()
@@ -145,4 +148,11 @@ def _resumed(folder: RunFolder, fixed: Mapping[str, Any], now: dict[str, Any]) -
         raise RunFinishedError(
             f"{folder.location} has done all its {steps} steps; raise steps to go on with it"
         )
-    return replace(stored, epoch=stored.epoch + 1, status="running", **now)
+    return _brought_up(folder, replace(stored, epoch=stored.epoch + 1, status="running", **now))
+
+
+def _brought_up(folder: RunFolder, manifest: Manifest) -> Manifest:
+    """A run's manifest, once all its shards are of today's schema version."""
+    if manifest.schema_version < SCHEMA_VERSION:
+        migrate(folder, files_of(folder))
+    return replace(manifest, schema_version=SCHEMA_VERSION)

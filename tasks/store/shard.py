@@ -17,7 +17,7 @@ from tasks.store.schemas import schema_like, schema_of
 COPIED_BYTES = 1 << 22
 """Rows handed over in larger pieces than this (4 MiB) are written as they are; smaller ones are joined first."""
 
-_PARTITION_COLUMNS = {"step": "step", "version": "policy_version"}
+_PARTITION_COLUMNS = {"step": "step", "version": "policy_version", "epoch": "epoch"}
 
 
 def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None:

@@ -9,7 +9,7 @@ Compactions run in a thread of their own, one at a time, so that no commit waits
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +19,13 @@ from typing import Self, TypeAlias
 import pyarrow as pa
 
 from tasks.errors import StoreError
-from tasks.store.commit import commit
+from tasks.store.commit import Committed, commit
 from tasks.store.compaction import compact
 from tasks.store.filesystem import Files
+from tasks.store.inventory import DATASET, Inventory, Note
 from tasks.store.layout import PartitionValue, partition_folder
 from tasks.store.names import ShardName
 from tasks.store.shard import check_rows
-
-Failures: TypeAlias = dict[str, StoreError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ class RunWriter:
     Leaving the context stores everything that was appended, also when an error or a cancellation ends it.
     """
 
-    def __init__(self, files: Files, epoch: int, flush_s: float) -> None:
-        self._files, self._epoch, self._flush_s = files, epoch, flush_s
+    def __init__(self, files: Files, epoch: int, flush_s: float, inventory: Inventory | None = None) -> None:
+        self._files, self._epoch, self._flush_s, self._inventory = files, epoch, flush_s, inventory
         self._gathered: Gathered = {}
         self._unsettled: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -59,6 +58,12 @@ class RunWriter:
     async def __aenter__(self) -> Self:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="store-compaction")
+        if self._inventory is not None:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._inventory.find)
+            except BaseException:
+                self._close()
+                raise
         return self
 
     def append(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> asyncio.Future[None]:
@@ -97,6 +102,32 @@ class RunWriter:
         for acknowledgement in appended:
             acknowledgement.result()
 
+    async def note(self) -> None:
+        """Store in the inventory what was written and removed since the last time, as one small shard.
+
+        Raises:
+            StoreError: it could not be stored, and is noted the next time.
+        """
+        if self._inventory is None or not (notes := self._inventory.take()):
+            return
+        try:
+            await self.append(DATASET, self._inventory.rows(notes), epoch=self._epoch)
+        except StoreError:
+            self._inventory.add(notes)
+            raise
+
+    def removed(self, keys: Iterable[str]) -> None:
+        """Say that shards were, or are about to be, removed; stored with the next `note`.
+
+        A shard that is gone and noted as written is a finding of `verify`, unless a compacted one takes its place. So
+        where none does, say it and `note` it before it is removed.
+        """
+        self._note(Note(key, "removed") for key in keys)
+
+    def _note(self, notes: Iterable[Note]) -> None:
+        if self._inventory is not None:
+            self._inventory.add(notes)
+
     async def compact(self, folder: str, large_bytes: int) -> str:
         """Put the shards that a partition has by now into one, beside the commits; see tasks.store.compaction.
 
@@ -118,9 +149,7 @@ class RunWriter:
         loop = asyncio.get_running_loop()
         # Commits run one after another: those of a smaller number are done when this is.
         await loop.run_in_executor(self._thread, _nothing)
-        return await loop.run_in_executor(
-            self._beside, partial(compact, self._files, folder, name, large_bytes)
-        )
+        return await loop.run_in_executor(self._beside, partial(self._compact, folder, name, large_bytes))
 
     async def remove(self, keys: Sequence[str]) -> None:
         """Remove superseded shards.
@@ -130,13 +159,14 @@ class RunWriter:
         """
         if self._beside is None:
             raise StoreError(f"the run's writer is not open; {len(keys)} superseded shards were not removed")
-        await asyncio.get_running_loop().run_in_executor(self._beside, self._files.remove, keys)
+        await asyncio.get_running_loop().run_in_executor(self._beside, partial(self._remove, keys))
 
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             await self.flush()
+            await self.note()
         except StoreError:
             if error is None:
                 raise
@@ -166,12 +196,14 @@ class RunWriter:
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         running.add_done_callback(partial(self._committed, gathered))
 
-    def _committed(self, gathered: Gathered, running: asyncio.Future[Failures]) -> None:
+    def _committed(self, gathered: Gathered, running: asyncio.Future[Committed]) -> None:
         self._is_committing = False
         self._settle(gathered, running.result())
         self._set_timer()
 
-    def _settle(self, gathered: Gathered, failures: Failures) -> None:
+    def _settle(self, gathered: Gathered, committed: Committed) -> None:
+        failures = committed.failed
+        self._note(committed.written)
         for folder, appended in gathered.items():
             for each in appended:
                 self._unsettled.discard(each.acknowledgement)
@@ -190,6 +222,18 @@ class RunWriter:
             thread.shutdown(wait=True)
         gathered, first = self._take()
         self._settle(gathered, commit(self._files, self._epoch, first, _rows_of(gathered)))
+        if self._inventory is not None and (notes := self._inventory.take()):
+            folder = partition_folder(DATASET, {"epoch": self._epoch})
+            commit(self._files, self._epoch, self._n_shards, {folder: [self._inventory.rows(notes)]})
+
+    def _compact(self, folder: str, name: ShardName, large_bytes: int) -> str:
+        note = compact(self._files, folder, name, large_bytes)
+        self._note([note] if note else [])
+        return note.shard if note else ""
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        self._files.remove(keys)
+        self.removed(keys)
 
 
 def _nothing() -> None:

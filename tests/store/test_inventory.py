@@ -1,0 +1,83 @@
+"""The inventory knows every shard, whoever wrote it and however that ended."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of
+from tasks.store.inventory import all_shards, is_noted, read_notes, unnoted
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read_shard
+from tasks.store.run import OpenRun
+
+RowMaker = Callable[..., pa.RecordBatch]
+
+
+def opened(root: Path) -> OpenRun:
+    folder = RunFolder(root / "a")
+    return OpenRun.open(
+        folder, config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig(root=str(root))
+    )
+
+
+def unknown(folder: RunFolder) -> list[str]:
+    notes = read_notes(folder)
+    return [key for key in all_shards(files_of(folder)) if not is_noted(notes, key)]
+
+
+async def test_a_step_costs_the_inventory_one_shard_and_only_its_newest_is_noted_nowhere(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    with opened(tmp_path) as run:
+        async with run.writer as writer:
+            for step in range(3):
+                for group in range(4):
+                    await writer.append("rollouts", rows("rollouts", step=step, group=group), step=step)
+                await writer.note()
+            await writer.note()
+    files = files_of(run.folder)
+    inventory = files.keys("shards/epoch=000001/*.arrow")
+    assert len(inventory) == 3
+    assert unknown(run.folder) == inventory[-1:]
+    notes = read_notes(run.folder)
+    for key, size in all_shards(files).items():
+        if key in notes:
+            assert notes[key].bytes == size
+            assert notes[key].rows == read_shard(run.folder, key).num_rows
+
+
+async def test_the_next_writer_notes_what_a_killed_one_did_not(tmp_path: Path, rows: RowMaker) -> None:
+    with opened(tmp_path) as run:
+        await run.writer.__aenter__()
+        await run.writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
+        left = unknown(run.folder)
+        assert len(left) == 1
+    with opened(tmp_path) as run:
+        async with run.writer:
+            assert [note.shard for note in unnoted(run.folder)] == left
+    assert [key.partition("/")[0] for key in unknown(run.folder)] == ["shards"]
+
+
+async def test_what_was_compacted_and_removed_is_noted(tmp_path: Path, rows: RowMaker) -> None:
+    with opened(tmp_path) as run:
+        async with run.writer as writer:
+            for group in range(3):
+                made = rows("rollouts", step=0, group=group, trajectory_id=f"t{group}")
+                await writer.append("rollouts", made, step=0)
+            small = files_of(run.folder).keys("rollouts/step=000000/*.arrow")
+            compacted = await writer.compact("rollouts/step=000000", 1 << 30)
+            await writer.remove(small)
+    notes = read_notes(run.folder)
+    assert {notes[key].event for key in small} == {"removed"}
+    assert (notes[compacted].event, notes[compacted].rows) == ("written", 3)
+    assert {key.partition("/")[0] for key in unknown(run.folder)} == {"shards"}
+
+
+async def test_a_cancelled_writer_notes_its_last_shards_too(tmp_path: Path, rows: RowMaker) -> None:
+    with opened(tmp_path) as run:
+        await run.writer.__aenter__()
+        run.writer.append("rollouts", rows("rollouts", step=0), step=0)
+        run.writer._close()
+    assert [key.partition("/")[0] for key in unknown(run.folder)] == ["shards"]
