@@ -23,14 +23,16 @@ def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
     A cause is a type of error, of the rollout or of its score (by `scorer`, NAME@VERSION), or the reason why its
     group was left out: too few survivors, or not whole. A group without spread in reward loses nothing.
     """
-    rollouts = scan(folder, "rollouts", step=step).select(
+    of_rollouts = ["trajectory_id", "group", "env", "n_completion_tokens", "status", "error_type"]
+    rollouts = scan(folder, "rollouts", of_rollouts, step=step).select(
         "trajectory_id",
         "group",
         "env",
         pl.col("n_completion_tokens").alias("n_tokens"),
         pl.when(pl.col("status").is_in(["failed", "cancelled"])).then("error_type").alias("rollout_cause"),
     )
-    scores = scan(folder, "scores", scorer=scorer, step=step).select(
+    of_scores = ["trajectory_id", "subgroup", "status", "error_type"]
+    scores = scan(folder, "scores", of_scores, scorer=scorer, step=step).select(
         "trajectory_id",
         "subgroup",
         pl.when(pl.col("status") == "failed")
@@ -39,7 +41,7 @@ def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
         .then(pl.lit("dropped_by_scorer"))
         .alias("score_cause"),
     )
-    groups = scan(folder, "groups", step=step).select(
+    groups = scan(folder, "groups", ["group", "subgroup", "reason"], step=step).select(
         "group",
         "subgroup",
         pl.when(pl.col("reason").is_in(["", "no_reward_spread"]).not_()).then("reason").alias("group_cause"),

@@ -19,6 +19,7 @@ SMALL = {
     "rollout": {"groups_per_step": 6, "group_size": 4, "max_in_flight": 24},
     "train": {"checkpoint_every": 2, "warmup_steps": 0},
     "evaluate": {"every": 4, "n_prompts": 8, "prompts_per_task": 8},
+    "store": {"compaction_grace_s": 1.0},
 }
 """A preset of seconds: a model that has hardly learned anything, so that rewards are spread."""
 

@@ -17,11 +17,16 @@ pytestmark = pytest.mark.service
 STEPS, GROUPS, GROUP_SIZE = 8, 6, 4
 
 
+def scanned(run: Path) -> pl.LazyFrame:
+    """A user's plain scan, in which compaction can show a row twice until the run's end."""
+    return pl.scan_ipc(run / "rollouts/**/*.arrow", hive_partitioning=True)
+
+
 def rollouts(run: Path) -> pl.DataFrame:
-    """What a user's plain scan sees."""
+    """What a user's plain scan sees in the middle of a run."""
     if not list(run.glob("rollouts/*/*.arrow")):
         return pl.DataFrame({"trajectory_id": [], "step": []})
-    return pl.scan_ipc(run / "rollouts/**/*.arrow", hive_partitioning=True).collect()
+    return scanned(run).unique("trajectory_id").collect()
 
 
 def wait_until(
@@ -94,8 +99,11 @@ def wait_until_gone(workplace: Any, timeout_s: float = 30.0) -> None:
 
 def check_finished(workplace: Any, run: Path, stored: pl.DataFrame) -> None:
     """Every trajectory once, the stored ones untouched, versions right, and the summary adds up."""
-    rows = rollouts(run)
+    rows = scanned(run).collect()
     assert len(rows) == rows["trajectory_id"].n_unique() == STEPS * GROUPS * GROUP_SIZE
+    for dataset in ("rollouts", "scores", "groups", "metrics"):
+        folders = {path.parent for path in run.glob(f"{dataset}/**/*.arrow")}
+        assert len(list(run.glob(f"{dataset}/**/*.arrow"))) == len(folders) == STEPS, dataset
     assert (
         rows.join(stored, on="trajectory_id", how="semi")
         .sort("trajectory_id")
@@ -145,7 +153,7 @@ def test_steps_that_overlap_survive_a_kill_and_stay_within_their_staleness(workp
     resumed = workplace.run(*words)
     assert resumed.returncode == 0, resumed.stdout
 
-    rows = rollouts(run)
+    rows = scanned(run).collect()
     assert len(rows) == rows["trajectory_id"].n_unique() == 5 * GROUPS * GROUP_SIZE
     assert rows.join(stored, on="trajectory_id", how="semi").sort("trajectory_id").equals(stored)
     staleness = rows["step"] - rows["policy_version_first"]
