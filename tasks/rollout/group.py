@@ -122,10 +122,10 @@ class StepSampler:
                         group_deadline=deadline,
                         keeps_routing=self.keeps_routing,
                     )
-                    return await self._kept(trajectory, acknowledgements)
+                    return await self.store(trajectory, acknowledgements)
             except TimeoutError:
                 trajectory = self.player.not_begun(item, time.perf_counter() - created, deadline)
-            return await self._kept(trajectory, acknowledgements)
+            return await self.store(trajectory, acknowledgements)
 
         async with asyncio.TaskGroup() as sampling:
             tasks = []
@@ -133,7 +133,7 @@ class StepSampler:
                 tasks.append(sampling.create_task(one(item, place)))
         return self.rows([task.result() for task in tasks]), acknowledgements
 
-    async def _kept(self, trajectory: Trajectory, acknowledgements: list[Awaitable[None]]) -> Trajectory:
+    async def store(self, trajectory: Trajectory, acknowledgements: list[Awaitable[None]]) -> Trajectory:
         """Hand a trajectory to the writer, what lies beside it first; returns it without its bulk.
 
         With bulk it returns when that is stored: its slot is held by what waits for the disk, so memory stays bounded.

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from tasks.errors import FailedShareError, RequestError
 from tasks.observe.metrics import Metric
 from tasks.rollout.addition import Addition
 from tasks.rollout.admission import Admission
+from tasks.rollout.environment import Environment
+from tasks.rollout.guess import Guess
 from tasks.rollout.sampling import Player, Sampled
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
 from tasks.rollout.trajectory import Work
@@ -33,6 +36,7 @@ from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read
+from tasks.store.routing import read_routing
 from tasks.store.rows import Rows, values
 from tasks.store.run import OpenRun
 from tasks.store.schemas import batch_of
@@ -119,7 +123,13 @@ class Diary:
 
 
 @asynccontextmanager
-async def opened(folder: Path, sampler: PlannedSampler, scoring: Any, **settings: Any) -> AsyncIterator[Run]:
+async def opened(
+    folder: Path,
+    sampler: PlannedSampler,
+    scoring: Any,
+    environment: Environment | None = None,
+    **settings: Any,
+) -> AsyncIterator[Run]:
     """A run without services."""
     rollout = {"group_size": GROUP_SIZE, "groups_per_step": 1} | settings.pop("rollout", {})
     config = RunConfig.model_validate({"start_model": {"enabled": True}, "rollout": rollout} | settings)
@@ -132,7 +142,7 @@ async def opened(folder: Path, sampler: PlannedSampler, scoring: Any, **settings
         config_of=StoreConfig(flush_s=0.0),
     )
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
-    environment, recording = Addition(), Recording(1000)
+    environment, recording = environment or Addition(), Recording(1000)
     try:
         async with (
             store.writer,
@@ -264,6 +274,45 @@ async def test_too_many_failures_end_the_run_at_once_and_say_what_failed_most(tm
     assert "2 of 4 trajectories failed, rollout.max_failed_share allows 0.25; 2 times RequestError" in str(
         error
     )
+
+
+class RoutingSampler(PlannedSampler):
+    """Returns with every completion the routed experts of all tokens that were asked for: their places."""
+
+    async def sample(
+        self, work: Work, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> Sampled:
+        sampled = await super().sample(work, token_ids, until)
+        assert routing_from is not None
+        n_tokens = len(token_ids) + len(sampled.token_ids)
+        return replace(sampled, routed_experts=experts_of(n_tokens - 1)[routing_from:])
+
+
+def experts_of(n_tokens: int) -> np.ndarray:
+    return np.arange(n_tokens * 6, dtype=np.uint16).reshape(n_tokens, 3, 2)
+
+
+async def test_the_routed_experts_of_a_group_are_stored_with_its_rollouts(tmp_path: Path) -> None:
+    settings = {"keep_routing": True}
+    async with opened(tmp_path, RoutingSampler(), PlannedScoring(), rollout=settings) as run:
+        await collected(run)
+        rollouts = stored(run, "rollouts")
+        found = read_routing(run.folder, 0, [row["trajectory_id"] for row in rollouts])
+    assert len(found) == GROUP_SIZE
+    for row, experts in zip(rollouts, found, strict=True):
+        np.testing.assert_array_equal(experts, experts_of(len(row["token_ids"]) - 1))
+
+
+async def test_what_an_environment_keeps_is_stored_for_every_trajectory_failed_ones_too(
+    tmp_path: Path,
+) -> None:
+    sampler = PlannedSampler({1: RequestError("status 400: no")})
+    async with opened(tmp_path, sampler, PlannedScoring(), Guess()) as run:
+        await collected(run)
+        states = sorted(read(run.folder, "states", env="guess").to_pylist(), key=lambda row: row["sample"])
+        ids = [row["trajectory_id"] for row in stored(run, "rollouts")]
+    assert [row["trajectory_id"] for row in states] == ids
+    assert [(row["guesses"], row["won"], row["error"]) for row in states] == [([], False, "")] * GROUP_SIZE
 
 
 def leaves(group: ExceptionGroup[Exception]) -> Sequence[Exception]:

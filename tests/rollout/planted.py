@@ -4,10 +4,11 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tasks.rollout.environment import Episode, Example, Message, Split
 
-BLOCKING, CRASHING, RAISING, SLOW, NUMPY = 1, 2, 3, 4, 5
+BLOCKING, CRASHING, RAISING, SLOW, NUMPY, UNSENDABLE = 1, 2, 3, 4, 5, 6
 
 
 class Planted:
@@ -16,6 +17,7 @@ class Planted:
     name = "planted"
     tools = ({"type": "function", "function": {"name": "pong"}},)
     stop = (">",)
+    states = MappingProxyType({"pings": "list<int64>"})
 
     def size(self, split: Split) -> int:
         return 8 if split == "train" else 2
@@ -50,6 +52,9 @@ class PlantedEpisode:
         if self.number == NUMPY:
             return {"episode": self}
         return {"seed": self.seed}
+
+    def state(self) -> Mapping[str, object]:
+        return {"pings": self if self.number == UNSENDABLE else [self.seed, self.number]}
 
 
 class NeverUp(Planted):

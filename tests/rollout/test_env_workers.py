@@ -20,6 +20,7 @@ from tasks.errors import (
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.env_client import RemoteEnvironment, open_environment
 from tasks.rollout.environment import Example, Message
+from tasks.rollout.state import EpisodeState, state_of, states_of
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 2.0
@@ -64,6 +65,19 @@ async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path)
         said, outcome = await play(environment, 0, seed=7)
         assert said.startswith("pong")
         assert outcome == {"seed": 7}
+
+
+async def test_what_an_environment_keeps_comes_out_of_its_worker_or_why_it_does_not(tmp_path: Path) -> None:
+    async with opened(tmp_path, n_workers=1) as environment:
+        assert states_of(environment) == {"pings": "list<int64>"}
+        kept = []
+        for number in (0, 6):
+            episode = environment.episode(Example("", {"number": number}), seed=7)
+            await episode.reply(())
+            assert await episode.close() == {"seed": 7}
+            kept.append(state_of(environment, episode))
+    assert kept[0] == EpisodeState({"pings": [7, 0]})
+    assert "the state is not JSON" in kept[1].error
 
 
 async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tasks.errors import RequestError, ServiceDiedError
 from tasks.rollout.admission import Admission
@@ -15,7 +18,7 @@ from tasks.rollout.environment import Episode, Example, Message, Split
 from tasks.rollout.group import GroupClock, RolloutPart, StepSampler, group_work, parts_of
 from tasks.rollout.sampling import Player, Sampled
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Work
+from tasks.rollout.trajectory import Draft, Work
 from tasks.store.rows import Rows
 from tasks.store.step import Attempt
 
@@ -117,6 +120,43 @@ async def finish(
         await asyncio.gather(*part.acknowledgements)
     rows: list[dict[str, object]] = part.rows.to_pylist()
     return rows
+
+
+class Routed(Scripted):
+    """Returns routed experts as vLLM does: of all tokens from the number on that was asked for, but the last."""
+
+    asked: list[tuple[int | None, int]]
+
+    async def sample(
+        self, work: Work, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> Sampled:
+        sampled = await super().sample(work, token_ids, until)
+        self.asked.append((routing_from, len(token_ids)))
+        places = np.arange(routing_from or 0, len(token_ids) + len(sampled.token_ids) - 1, dtype=np.uint8)
+        return replace(sampled, routed_experts=np.repeat(places, 6).reshape(-1, 3, 2))
+
+
+async def test_every_token_of_an_episode_is_routed_once_whatever_its_turns(tokenizer: ChatTokenizer) -> None:
+    sampler = Routed({})
+    sampler.asked = []
+    player = Player(Echo(), tokenizer, sampler, max_tokens=64, timeout_s=5.0)
+    work = Work("run.5.0.0", 5, 0, 0, await Echo().example("train", 0), 0, 1.0)
+    trajectory = await player.play(work, keeps_routing=True)
+    (_, first), (asked, _) = sampler.asked
+    assert asked == first + 1  # of two sampled tokens the last is routed in the next turn
+    rows = np.concatenate(trajectory.routed_experts)
+    assert rows[:, 0, 0].tolist() == list(range(len(trajectory.token_ids) - 1))
+
+
+@given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
+def test_stitched_turns_are_the_rows_of_the_whole_sequence(turns: list[tuple[int, int]]) -> None:
+    draft = Draft(keeps_routing=True)
+    for n_context, n_sampled in turns:
+        draft.add_context(np.zeros(n_context, np.int32))
+        end = draft.n_tokens + n_sampled - 1
+        draft.add_routing(np.arange(draft.n_routed, end).reshape(-1, 1, 1))
+        draft.add_completion(np.zeros(n_sampled, np.int32), np.zeros(n_sampled), [(0, 0)], "stop")
+    assert np.concatenate(draft.routed_experts).ravel().tolist() == list(range(draft.n_tokens - 1))
 
 
 async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenizer: ChatTokenizer) -> None:

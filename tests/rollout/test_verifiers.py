@@ -11,9 +11,11 @@ import pytest
 from tasks.errors import ConfigError, EpisodeError
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.environment import Message
+from tasks.rollout.state import state_of
 from tasks.rollout.verifiers_environment import Verifiers
 from tasks.rollout.verifiers_episode import VerifiersEpisode
 from tasks.rollout.verifiers_load import check_installed
+from tasks.rollout.verifiers_state import kept_states
 
 HERE = Path(__file__).parent
 NAME = "counting_house"
@@ -215,3 +217,20 @@ async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
         assert (await episode.close())["metrics"] == {"in_the_till": 8.0}
     finally:
         await environment.aclose()
+
+
+async def test_what_is_asked_for_is_kept_of_the_librarys_state() -> None:
+    states = kept_states(("rung_up:int64", "artifacts"))
+    environment = Verifiers(NAME, {}, states)
+    episode, messages = await opened(environment)
+    assert state_of(environment, episode).values == {}
+    await say(episode, messages, "1")
+    await episode.close()
+    kept = state_of(environment, episode)
+    await environment.aclose()
+    assert kept.values == {"rung_up": 0, "artifacts": "{}"}
+
+
+def test_states_of_no_type_are_refused_by_their_setting() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.keep_states.*expected one of"):
+        kept_states(("rung_up:integer",))
