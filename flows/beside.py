@@ -7,6 +7,8 @@ from typing import Self
 from flows.collect import Collected, collect_step
 from flows.evaluate import evaluate_version
 from flows.run import Run
+from flows.space import StepSpace
+from tasks.errors import DiskSpaceError
 
 
 class Beside:
@@ -20,7 +22,8 @@ class Beside:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._tasks = asyncio.TaskGroup()
-        self._collecting: dict[int, asyncio.Task[Collected]] = {}
+        self._space = StepSpace(run)
+        self._collecting: dict[int, asyncio.Task[Collected | DiskSpaceError]] = {}
         self._evaluating: dict[int, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
@@ -37,14 +40,29 @@ class Beside:
         run = self._run
         for step in range(version, min(version + run.config.rollout.max_staleness + 1, run.config.steps)):
             if step not in self._collecting:
-                self._collecting[step] = self._tasks.create_task(collect_step(run, step))
+                self._collecting[step] = self._tasks.create_task(self._collect(step))
         self._evaluating[version] = self._tasks.create_task(evaluate_version(run, version))
 
     async def collected(self, step: int) -> Collected:
-        """A step that was begun, once all its groups are done."""
+        """A step that was begun, once all its groups are done.
+
+        Raises:
+            DiskSpaceError: the disk would not hold it, or not its training; all that was begun before is done.
+        """
         collected = await self._collecting[step]
         del self._collecting[step]
+        if isinstance(collected, DiskSpaceError):
+            raise collected
+        await self._space.check(step, is_collected=True)
         return collected
+
+    async def _collect(self, step: int) -> Collected | DiskSpaceError:
+        """Collect a step; one that is not begun since the disk is full does not end what goes on beside it."""
+        try:
+            await self._space.check(step)
+        except DiskSpaceError as error:
+            return error
+        return await collect_step(self._run, step)
 
     async def evaluated(self, version: int) -> None:
         """Wait for the rest of a version's evaluation."""

@@ -5,18 +5,18 @@ import os
 import secrets
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 
 from flows import server
 from flows.config import RunConfig
-from flows.folder import check_resumable, is_finished, move_aside, run_folder
+from flows.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from flows.preflight import check_trainer, check_vllm, preflight
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
 from tasks.serve import vllm
 from tasks.serve.process import LaunchedProcess, free_port
+from tasks.store.layout import RunFolder
 from tasks.train import launch
 
 QUIET_TERMINAL = {
@@ -46,7 +46,9 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     preflight(config)
     folder = run_folder(name, config)
     starts_anew = again and is_finished(folder)
-    if not starts_anew:
+    if starts_anew:
+        check_movable(folder)
+    else:
         check_resumable(folder, config)
     lead_to_prefect()
     if starts_anew:
@@ -78,7 +80,7 @@ def trainer_here(config: RunConfig) -> None:
     check_trainer(config)
     token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
     port = config.train.port or free_port()
-    logs = Path(config.store.root) / "trainer"
+    logs = RunFolder(f"{config.store.root}/trainer").local
     typer.echo(f"train.url=http://{vllm.LOOPBACK}:{port}\n{config.train.token_env}={token}")
     command = launch.command(config.train, launch.write_config(config.train, config.sync, port, logs))
     _foreground(command, launch.environment(config.train, token), config.serve.stop_grace_s)

@@ -41,7 +41,10 @@ async def evaluate_version(run: Run, version: int) -> None:
     """Sample and score what is missing of a version's evaluation, if it is due; what is stored is kept."""
     if not is_due(run, version):
         return
-    stored = rows_of(read(run.folder, "evaluations", columns=["trajectory_id"], version=version))
+    found = await asyncio.to_thread(
+        read, run.folder, "evaluations", columns=["trajectory_id"], version=version
+    )
+    stored = rows_of(found)
     done = set(values(stored, "trajectory_id"))
     work = [each for each in await held_out_work(run, version) if each.trajectory_id not in done]
     failures = FailureWatch(version, len(work), max_share=1.0, logger=get_run_logger)

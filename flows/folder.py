@@ -66,6 +66,21 @@ def is_finished(folder: RunFolder) -> bool:
     return has_manifest(folder) and read_manifest(folder).status == "finished"
 
 
+def check_movable(folder: RunFolder) -> None:
+    """Refuse to move a run aside that does not lie on a local disk, since its many objects cannot be renamed at once.
+
+    Raises:
+        ConfigError: it lies on S3.
+    """
+    if not folder.is_local:
+        to = f"{folder.location}-1"
+        remedy = (
+            f"{folder.location} lies on S3 and is not moved aside; begin under another --name, or move it yourself: "
+            f"aws s3 mv --recursive {folder.location} {to}"
+        )
+        raise ConfigError("--again", True, remedy)
+
+
 def move_aside(folder: RunFolder) -> None:
     """Rename a run to NAME-N, with the first N that is free."""
     n = 1

@@ -35,8 +35,8 @@ async def mark_leftovers(folder: RunFolder, timeout_s: float) -> None:
         StoreError: the folder's note of flow runs cannot be read or written.
     """
     ours = _this_flow_run()
-    earlier = [each for each in read_flow_runs(folder) if each != ours.id]
-    write_flow_runs(folder, [*earlier, ours.id])
+    earlier = [each for each in await asyncio.to_thread(read_flow_runs, folder) if each != ours.id]
+    await asyncio.to_thread(write_flow_runs, folder, [*earlier, ours.id])
     ended: list[UUID] = []
     try:
         async with asyncio.timeout(timeout_s), get_client() as client:
@@ -50,7 +50,8 @@ async def mark_leftovers(folder: RunFolder, timeout_s: float) -> None:
             f"what earlier attempts left in Prefect is not all marked as crashed: {type(error).__name__}: {error}"
         )
     if ended:
-        write_flow_runs(folder, [*(each for each in earlier if each not in ended), ours.id])
+        left = [each for each in earlier if each not in ended]
+        await asyncio.to_thread(write_flow_runs, folder, [*left, ours.id])
 
 
 def _this_flow_run() -> FlowRun:

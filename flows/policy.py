@@ -12,11 +12,13 @@ from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run
 from flows.servers import AT_START, Servers
 from flows.services import ServerService, TrainerService, open_services, restart
+from flows.space import is_checkpoint_due
 from flows.watch import watch
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_digest
+from tasks.store.layout import checkpoint_key
 from tasks.store.resume import resume_point
 from tasks.sync.drive import SyncReport
 from tasks.train.protocol import StepResult
@@ -49,7 +51,7 @@ class Policy:
             end = await self._load_checkpoint()
         self._run.compactor.begin(self.current.version)
         for step in range(self.current.version, end):
-            if is_due(self._run, step) and not is_evaluated(self._run, step):
+            if is_due(self._run, step) and not await asyncio.to_thread(is_evaluated, self._run, step):
                 async with self._still:
                     await self._servers.bring_up(self.current)
                 await evaluate_version(self._run, step)
@@ -62,7 +64,7 @@ class Policy:
             await store_metrics(self._run, 0, differences)
         self._run.progress.begin(self.current.version)
         for step, result in self._replayed.items():
-            if not has_metrics(self._run, step):
+            if not await asyncio.to_thread(has_metrics, self._run, step):
                 await store_metrics(self._run, step, train_metrics(result))
         return self.current.version
 
@@ -110,7 +112,7 @@ class Policy:
         The steps below it are compacted from then on, beside the next ones.
         """
         config, folder, version = self._run.config, self._run.folder.location, self.current.version
-        if version % config.train.checkpoint_every and version != config.steps:
+        if not is_checkpoint_due(config, version):
             return
         async with self._still:
             try:
@@ -144,15 +146,15 @@ class Policy:
     async def _load_checkpoint(self) -> int:
         """Load the last complete checkpoint; returns how many batches are stored."""
         run, client, folder = self._run, self._trainer.client, self._run.folder.location
-        point = resume_point(run.folder)
+        point = await asyncio.to_thread(resume_point, run.folder)
         version = point.checkpoint_version
-        incarnation = run.store.next_incarnation()
+        incarnation = await asyncio.to_thread(run.store.next_incarnation)
         await client.load(
             run=run.id,
             incarnation=incarnation,
             model=str(run.model),
             folder=folder,
-            checkpoint=None if version is None else str(run.folder.checkpoint(version)),
+            checkpoint=None if version is None else run.folder.path(checkpoint_key(version)),
             version=version or 0,
         )
         self._replayed = {}
@@ -162,8 +164,9 @@ class Policy:
     async def _replay(self, step: int) -> None:
         """Apply the stored batch of a step again."""
         run = self._run
+        digest = await asyncio.to_thread(stored_digest, run.folder, step)
         result = await self._trainer.client.train_step(
-            folder=run.folder.location, run=run.id, step=step, digest=stored_digest(run.folder, step)
+            folder=run.folder.location, run=run.id, step=step, digest=digest
         )
         self._replayed[step] = result
         self.current = replace(self.current, version=result.version)
@@ -190,7 +193,7 @@ async def open_policy(run: Run) -> AsyncIterator[Policy]:
     """Start the services of a run, and watch over its servers while it goes on."""
     say("bringing up the trainer and the vLLM servers")
     async with open_services(run.config, run.model, run.folder.logs) as (trainer, servers):
-        policy = Policy(run, trainer, Servers(run, trainer.client, servers))
+        policy = Policy(run, trainer, await asyncio.to_thread(Servers, run, trainer.client, servers))
         async with asyncio.TaskGroup() as watching:
             watches = [watching.create_task(policy.watch(server)) for server in servers]
             yield policy

@@ -1,5 +1,7 @@
 """The main flow: for each step collect -> train -> sync -> report, and what may go on beside it."""
 
+import asyncio
+
 from prefect import flow
 
 from flows.beside import Beside
@@ -29,7 +31,7 @@ async def post_train(run_name: str, config: RunConfig) -> str:
     """
     check(config)
     check_scorer(config.score, config.evaluate.scorer)
-    check_resumable(run_folder(run_name, config), config)
+    await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
     with one_error():
         model = await ensure_start_model(config)
         async with (

@@ -19,6 +19,7 @@ from tasks.rollout.verifiers_load import check_installed
 from tasks.rollout.verifiers_state import kept_states
 from tasks.score.check import check_scorer
 from tasks.serve.vllm import is_cpu_build
+from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
 
 
 def preflight(config: RunConfig) -> None:
@@ -29,7 +30,7 @@ def preflight(config: RunConfig) -> None:
     """
     _check_stages(config)
     _check_model(config)
-    _check_folder("store.root", config.store.root)
+    _check_store(config.store.root)
     if not config.serve.urls:
         check_vllm(config)
     if not config.train.url:
@@ -71,6 +72,18 @@ def _check_model(config: RunConfig) -> None:
         remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
         raise ConfigError("model", config.model, remedy)
     ChatTokenizer.load(folder)
+
+
+def _check_store(root: str) -> None:
+    if "://" not in root:
+        _check_folder("store.root", root)
+        return
+    if not root.startswith(S3):
+        raise ConfigError("store.root", root, "give a folder on a local disk, or s3://bucket/prefix")
+    from tasks.store.s3 import check_s3  # s3fs and botocore are imported where runs lie on S3 alone
+
+    check_s3(root)
+    _check_folder(SCRATCH_ENV, str(RunFolder(root).local))
 
 
 def _check_folder(field: str, value: str) -> None:

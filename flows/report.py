@@ -93,10 +93,10 @@ def has_metrics(run: Run, step: int) -> bool:
 async def report_run(run: Run) -> None:
     """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
     await create_run_artifact(run.folder)
-    print_summary(run.folder, flow_run.ui_url or "")
+    await asyncio.to_thread(print_summary, run.folder, flow_run.ui_url or "")
     async with asyncio.TaskGroup() as closing:
         closing.create_task(run.compactor.finish())
         recorded = closing.create_task(run.recording.wait_until_recorded())
     if left := recorded.result():
         say(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
-    run.store.finish()
+    await asyncio.to_thread(run.store.finish)

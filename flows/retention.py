@@ -3,7 +3,6 @@
 import asyncio
 
 from flows.run import Run
-from tasks.store.filesystem import files_of
 from tasks.store.resume import complete_checkpoints
 from tasks.store.routing import remove_routing
 
@@ -17,6 +16,6 @@ async def drop_old_routing(run: Run, done: int) -> None:
     if keep := run.config.store.keep_routing_steps:
         checkpoint = max(await asyncio.to_thread(complete_checkpoints, run.folder), default=0)
         gone = await asyncio.to_thread(
-            remove_routing, files_of(run.folder), done=done, checkpoint=checkpoint, keep=keep
+            remove_routing, run.store.files, done=done, checkpoint=checkpoint, keep=keep
         )
         run.store.writer.removed(gone)

@@ -1,5 +1,6 @@
 """An open run: its folder, locked, and everything its steps share."""
 
+import asyncio
 import importlib.metadata
 import subprocess
 from collections.abc import AsyncIterator
@@ -74,7 +75,8 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
     """
-    store = OpenRun.open(
+    store = await asyncio.to_thread(
+        OpenRun.open,
         run_folder(name, config),
         config=config.model_dump(mode="json"),
         fixed=fixed_settings(),
@@ -125,7 +127,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                     progress=progress,
                 )
     finally:
-        store.close()
+        await asyncio.to_thread(store.close)
 
 
 @asynccontextmanager

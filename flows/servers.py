@@ -256,5 +256,6 @@ class Servers:
     async def _sequences(self, version: int) -> list[np.ndarray]:
         """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
         n = self._run.config.sync.parity_sequences
-        found = stored_sequences(self._run.folder, version - 1, n) if version else []
-        return found or [opening.token_ids for opening in await self._openings.first(n)]
+        if version and (found := await asyncio.to_thread(stored_sequences, self._run.folder, version - 1, n)):
+            return found
+        return [opening.token_ids for opening in await self._openings.first(n)]

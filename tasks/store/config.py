@@ -49,3 +49,9 @@ class StoreConfig(StageConfig):
         ge=2.0,
         le=3600.0,
     )
+    min_free_bytes: int = setting(
+        256 << 20,
+        "Bytes of the disk under the run's folder (of a run on S3: under its scratch folder) that stay free: a step that "
+        "is expected to leave less is not begun.",
+        ge=0,
+    )

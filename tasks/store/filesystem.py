@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -145,6 +146,13 @@ class LocalFiles:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise StoreError(f"cannot remove {path}: {reason_of(error)}") from error
+
+
+def empty(folder: Path) -> None:
+    """Make a local folder, or empty it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
 
 
 def reason_of(error: OSError) -> str:

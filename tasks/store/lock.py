@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import time
 import weakref
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Protocol, Self
 
 from tasks.errors import ConfigError, RollmillError, RunLockedError, StoreError
 from tasks.store.config import StoreConfig
-from tasks.store.filesystem import reason_of
+from tasks.store.filesystem import empty, reason_of
 from tasks.store.holder import Holder
 from tasks.store.layout import SCRATCH_ENV, RunFolder
 
@@ -56,7 +55,7 @@ def lock_run(folder: RunFolder, config: StoreConfig) -> RunLock:
         lock = Lease.acquire(folder, config.lease_s, config.lock_timeout_s)
     _held.add(lock)
     try:
-        _empty(folder.tmp)
+        empty(folder.tmp)
     except OSError as error:
         lock.release()
         raise unwritable(error, folder, config.root) from error
@@ -158,9 +157,3 @@ def _holder(lock: Path) -> str:
         return str(Holder.model_validate_json(lock.read_text()))
     except (OSError, ValueError):
         return "a process that has not said who it is"
-
-
-def _empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """The plan of a step: which groups it samples, written before its first request."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -59,7 +60,7 @@ async def settled_plan(
     folder: RunFolder, writer: RunWriter, *, run: str, step: int, groups_per_step: int
 ) -> tuple[GroupRange, ...]:
     """The stored plan of a step, and when there is none the plan made now, once it is stored."""
-    if stored := read_plan(folder, step):
+    if stored := await asyncio.to_thread(read_plan, folder, step):
         return stored
     ranges = (step_plan(step, groups_per_step),)
     await writer.append("plans", plan_rows(run, step, ranges), step=step)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 from fsspec.utils import glob_translate
 
-from tasks.errors import ShardError, StoreError
+from tasks.errors import ConfigError, ShardError, StoreError
 from tasks.store.layout import S3, RunFolder
 from tasks.store.objects import Objects
+from tasks.store.s3_errors import MissingObjectError, ObjectChangedError
 
 TAIL_BYTES = 256 << 10
 """Read of an object when it is opened: all of a small one, of a large one the footer and what is near it."""
@@ -20,9 +21,37 @@ AHEAD_BYTES = 64 << 10
 """Read at least with one request: the metadata of a record batch and its first columns, for example."""
 
 
+PROBE_ATTEMPTS = 2
+"""At each request before anything is started: a wrong endpoint is to be said soon."""
+
+
 def objects_of(folder: RunFolder) -> Objects:
     """The objects of a run on S3."""
     return Objects(folder.location.removeprefix(S3))
+
+
+def check_s3(root: str) -> None:
+    """Refuse a place for runs on S3 that cannot be written to, or whose server has no locks; writes and removes there.
+
+    Raises:
+        ConfigError: names what is wrong and what to do.
+    """
+    objects, probe = Objects(root.removeprefix(S3).rstrip("/"), PROBE_ATTEMPTS), f".probe-{uuid.uuid4().hex}"
+    try:
+        etag = objects.put(probe, b"can this be written?")
+        for replaces in (None, f'"{uuid.uuid4().hex}"'):
+            with contextlib.suppress(ObjectChangedError, MissingObjectError):
+                objects.put(probe, b"no condition was heeded", replaces=replaces)
+                etag = ""
+        objects.remove([probe])
+    except StoreError as error:
+        raise ConfigError("store.root", root, str(error)) from error
+    if not etag:
+        remedy = (
+            "this S3 server does not heed If-None-Match and If-Match when it writes, by which a run is locked; "
+            "use one that does, or a local disk"
+        )
+        raise ConfigError("store.root", root, remedy)
 
 
 class S3Files:

@@ -2,17 +2,20 @@
 
 CHECKPOINT/state/...       DeepSpeed's files, one or more a rank
 CHECKPOINT/COMPLETE.json   written last, and whole: without it the folder does not count
+
+DeepSpeed knows local folders alone, so a run on S3 has its checkpoint uploaded from one, the marker last.
 """
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from tasks.errors import StoreError
-from tasks.store.layout import RunFolder
+from tasks.store.checkpoints import upload_checkpoint
+from tasks.store.filesystem import empty
+from tasks.store.layout import RunFolder, checkpoint_key
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
 from tasks.train.protocol import StepResult
@@ -39,18 +42,23 @@ class Progress:
     result: StepResult | None = None
 
 
-def save_checkpoint(engine: Engine, config: TrainConfig, progress: Progress, folder: str) -> Path:
-    """Write RUN/checkpoints/version=... anew; a collective. Returns its folder."""
+def save_checkpoint(engine: Engine, config: TrainConfig, progress: Progress, folder: str) -> str:
+    """Write RUN/checkpoints/version=... anew; a collective. Returns where it lies.
+
+    Raises:
+        StoreError: on rank 0, it could not be uploaded; it is as if it had not been written.
+    """
     run, is_writer = RunFolder(folder), dist.get_rank() == 0
     checkpoint = run.checkpoint(progress.version)
     if is_writer:
-        _empty(checkpoint)
+        empty(checkpoint)
     dist.barrier()
     engine.save(str(checkpoint), _TAG)
     dist.barrier()
     if is_writer:
         _mark(run.checkpoint_marker(progress.version), config, progress)
-    return checkpoint
+        upload_checkpoint(run, progress.version)
+    return run.path(checkpoint_key(progress.version))
 
 
 def restore_checkpoint(engine: Engine, folder: Path) -> None:
@@ -85,12 +93,6 @@ def read_progress(folder: Path, config: TrainConfig, run: str, version: int) -> 
 
 def _layout(config: TrainConfig) -> dict[str, object]:
     return {"ranks": config.ranks, "zero_stage": config.zero_stage, "dtype": config.dtype}
-
-
-def _empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 def _mark(marker: Path, config: TrainConfig, progress: Progress) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tasks.errors import BatchRefusedError, ConfigError, RequestError
 from tasks.observe.metrics import MetricTable, Reduced
-from tasks.store.layout import RunFolder
+from tasks.store.checkpoints import fetch_checkpoint, is_complete, local_checkpoint
+from tasks.store.layout import RunFolder, checkpoint_key
 from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint, save_checkpoint
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
@@ -89,7 +90,8 @@ class Worker:
                 "model", command.model, "there is no model folder (config.json and weights) at this path"
             )
         if command.checkpoint is not None:
-            read_progress(Path(command.checkpoint), self._config, command.run, command.version)
+            folder = fetch_checkpoint(command.checkpoint)
+            read_progress(folder, self._config, command.run, command.version)
 
     def _load(self, command: Load) -> None:
         if self.engine is not None:
@@ -98,8 +100,9 @@ class Worker:
         engine = Engine.load(self._config, command.model, self._device)
         progress = Progress(run=command.run, version=command.version)
         if command.checkpoint is not None:
-            progress = read_progress(Path(command.checkpoint), self._config, command.run, command.version)
-            restore_checkpoint(engine, Path(command.checkpoint))
+            folder = local_checkpoint(command.checkpoint)
+            progress = read_progress(folder, self._config, command.run, command.version)
+            restore_checkpoint(engine, folder)
         self.engine, self.progress, self.incarnation = engine, progress, command.incarnation
 
     def _prepare_step(self, command: TrainStep) -> StepResult | None:
@@ -160,11 +163,10 @@ class Worker:
                 f"the trainer stands at version {self.progress.version}, not {command.version}"
             )
         run = RunFolder(command.folder)
-        is_there = run.checkpoint_marker(command.version).exists()
-        return str(run.checkpoint(command.version)) if is_there else None
+        return run.path(checkpoint_key(command.version)) if is_complete(run, command.version) else None
 
     def _checkpoint(self, command: Checkpoint) -> str:
-        return str(save_checkpoint(self._loaded, self._config, self.progress, command.folder))
+        return save_checkpoint(self._loaded, self._config, self.progress, command.folder)
 
     def _export_policy(self, command: ExportPolicy) -> None:
         export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)

@@ -1,0 +1,35 @@
+"""A disk that will not hold the next step stops the run before that step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flows.beside import Beside
+from flows.config import load
+from flows.space import checkpoint_bytes, is_checkpoint_due
+from tasks.errors import DiskSpaceError
+from tasks.store.layout import RunFolder
+
+
+async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    config = load("quickstart", (f"store.min_free_bytes={1 << 62}", "evaluate.every=7"))
+    run = SimpleNamespace(config=config, model=tmp_path, folder=RunFolder(tmp_path))
+    async with Beside(run) as beside:  # type: ignore[arg-type]
+        beside.begin(1)
+        await beside.evaluated(1)
+        with pytest.raises(DiskSpaceError, match=r"step 1 was not begun: .*store\.min_free_bytes.*goes on"):
+            await beside.collected(1)
+
+
+def test_the_first_checkpoint_is_expected_by_the_weights_and_their_moments(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    assert checkpoint_bytes(tmp_path, "float32") == 3000
+    assert checkpoint_bytes(tmp_path, "bfloat16") == 7000
+
+
+def test_a_checkpoint_is_due_now_and_then_and_after_the_last_step() -> None:
+    config = load("quickstart", ("steps=5", "train.checkpoint_every=2"))
+    assert [version for version in range(1, 6) if is_checkpoint_due(config, version)] == [2, 4, 5]
