@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -16,6 +18,9 @@ from tasks.store.schemas import schema_like, schema_of
 
 COPIED_BYTES = 1 << 22
 """Rows handed over in larger pieces than this (4 MiB) are written as they are; smaller ones are joined first."""
+
+BESIDE_ROWS_BYTES = 1 << 20
+"""Room in a small shard for all but its rows (1 MiB): its schema, twice, and its hashes."""
 
 _PARTITION_COLUMNS = {"step": "step", "version": "policy_version", "epoch": "epoch"}
 
@@ -33,15 +38,17 @@ def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None
         raise SchemaError(
             f"{dataset}: rows do not fit the schema at {', '.join(unlike + unknown) or 'their order'}"
         )
-    for field, column in zip(schema, rows.columns, strict=True):
+    # One call of Arrow's for the usual row without a null: looking at each column takes longer than writing it.
+    has_nulls = pc.drop_null(rows).num_rows < rows.num_rows
+    for field, column in zip(schema, rows.columns, strict=True) if has_nulls else ():
         if column.null_count and not field.nullable:
             raise SchemaError(f"{dataset}.{field.name}: {column.null_count} of {len(column)} values are null")
     for key, name in _PARTITION_COLUMNS.items():
         if key in partition and rows.num_rows:
-            ends = pc.min_max(rows.column(name)).as_py()
-            if ends != {"min": partition[key], "max": partition[key]}:
+            values = rows.column(name).to_numpy()
+            if (values != partition[key]).any():
                 raise SchemaError(
-                    f"{dataset}.{name} is {ends['min']} to {ends['max']} in rows of {key}={partition[key]}"
+                    f"{dataset}.{name} is {values.min()} to {values.max()} in rows of {key}={partition[key]}"
                 )
 
 
@@ -52,20 +59,39 @@ def write_shard(path: Path, name: ShardName, dataset: str, appended: Iterable[pa
     the shard's digest.
     """
     batches = joined_batches(appended)
-    first = next(batches, None)
+    first, second = next(batches, None), next(batches, None)
     schema = schema_of(dataset) if first is None else schema_like(dataset, first.schema)
-    no_rows = pa.RecordBatch.from_pylist([], schema=schema)
+    there = [each for each in (first, second) if each is not None]
+    if len(there) == 1 and _bytes_of(there[0]) < COPIED_BYTES:
+        return str(replace(name, digest=_write_at_once(path, schema, there[0])))
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in chain([] if first is None else [first], batches):
+        for batch in chain(there, batches):
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
         if not sink.tell():
-            writer.write_batch(no_rows)  # the schema goes with the first batch
+            writer.write_batch(_no_rows(schema))  # the schema goes with the first batch
         with pa.memory_map(str(path)) as written:
             sealed = seal(memoryview(written.read_buffer(sink.tell())))
-        writer.write_batch(no_rows, custom_metadata=sealed)
+        writer.write_batch(_no_rows(schema), custom_metadata=sealed)
     with pa.memory_map(str(path)) as written:
         digest = digest_of(memoryview(written.read_buffer()))
     return str(replace(name, digest=digest))
+
+
+def _write_at_once(path: Path, schema: pa.Schema, rows: pa.RecordBatch) -> str:
+    """The same for a small shard, made in memory and written in one piece; returns its digest."""
+    content = np.empty(_bytes_of(rows) + BESIDE_ROWS_BYTES, np.uint8).data
+    with pa.FixedSizeBufferWriter(pa.py_buffer(content)) as sink:
+        with pa.ipc.new_file(sink, schema) as writer:
+            writer.write_batch(rows.replace_schema_metadata(schema.metadata))
+            writer.write_batch(_no_rows(schema), custom_metadata=seal(content[: sink.tell()]))
+        content = content[: sink.tell()]
+    path.write_bytes(content)
+    return digest_of(content)
+
+
+@lru_cache
+def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], schema=schema)
 
 
 def joined_batches(appended: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -75,7 +101,7 @@ def joined_batches(appended: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
     """
     small: list[pa.RecordBatch] = []
     for batch in appended:
-        if batch.nbytes < COPIED_BYTES:
+        if _bytes_of(batch) < COPIED_BYTES:
             small.append(batch)
             continue
         if small:
@@ -84,3 +110,8 @@ def joined_batches(appended: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
         yield batch
     if small:
         yield pa.concat_batches(small)
+
+
+def _bytes_of(batch: pa.RecordBatch) -> int:
+    """Its size in a shard; Arrow tells it in a tenth of the time that `nbytes` takes."""
+    return int(pa.ipc.get_record_batch_size(batch))
