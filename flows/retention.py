@@ -4,7 +4,7 @@ import asyncio
 
 from flows.run import Run
 from tasks.store.resume import complete_checkpoints
-from tasks.store.routing import remove_routing
+from tasks.store.routing import expired_routing
 
 
 async def drop_old_routing(run: Run, done: int) -> None:
@@ -13,9 +13,12 @@ async def drop_old_routing(run: Run, done: int) -> None:
     Raises:
         StoreError: a shard could not be removed.
     """
-    if keep := run.config.store.keep_routing_steps:
-        checkpoint = max(await asyncio.to_thread(complete_checkpoints, run.folder), default=0)
-        gone = await asyncio.to_thread(
-            remove_routing, run.store.files, done=done, checkpoint=checkpoint, keep=keep
-        )
-        run.store.writer.removed(gone)
+    if not (keep := run.config.store.keep_routing_steps):
+        return
+    checkpoint = max(await asyncio.to_thread(complete_checkpoints, run.folder), default=0)
+    files, writer = run.store.files, run.store.writer
+    gone = await asyncio.to_thread(expired_routing, files, done=done, checkpoint=checkpoint, keep=keep)
+    if gone:
+        writer.removed(gone)
+        await writer.note()  # a shard that is gone without a note is damage
+        await writer.remove(gone)

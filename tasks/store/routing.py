@@ -84,16 +84,10 @@ def expired_steps(stored: Sequence[int], *, done: int, checkpoint: int, keep: in
     return [step for step in stored if step < min(done - keep, checkpoint)]
 
 
-def remove_routing(files: Files, *, done: int, checkpoint: int, keep: int) -> list[str]:
-    """Remove the routed experts of old steps; see `expired_steps`. Returns the keys of what is gone.
-
-    Raises:
-        StoreError: a shard could not be removed.
-    """
+def expired_routing(files: Files, *, done: int, checkpoint: int, keep: int) -> list[str]:
+    """The shards with the routed experts of steps that may go; see `expired_steps`."""
     shards: dict[int, list[str]] = {}
     for key in files.keys("routing/step=*/*.arrow"):
         shards.setdefault(int(key.split("/")[1].removeprefix("step=")), []).append(key)
     expired = expired_steps(sorted(shards), done=done, checkpoint=checkpoint, keep=keep)
-    gone = [key for step in expired for key in shards[step]]
-    files.remove(gone)
-    return gone
+    return [key for step in expired for key in shards[step]]

@@ -18,6 +18,7 @@ from flows.failures import FailureWatch
 from flows.group import GroupCollection, StepCollection
 from flows.progress import RunProgress
 from flows.recording import Recording
+from flows.retention import drop_old_routing
 from flows.run import Run
 from flows.turns import SampledPart, ScoredPart
 from tasks.errors import FailedShareError, RequestError
@@ -360,3 +361,17 @@ async def test_a_step_that_lost_nothing_says_nothing(tmp_path: Path) -> None:
         fates = drops(run.folder, 0, run.scoring.key)
     assert drop_line(fates) == ""
     assert {metric.name: metric.value for metric in drop_metrics(fates)}["drops/kept_tokens"] == 2.0
+
+
+async def test_experts_of_old_steps_go_once_a_checkpoint_is_past_them(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"rollout": {"keep_routing": True}, "store": {"keep_routing_steps": 1}}
+    async with opened(tmp_path, RoutingSampler(), PlannedScoring(), **settings) as run:
+        await collected(run)
+        await drop_old_routing(run, done=2)
+        assert read(run.folder, "routing").num_rows == GROUP_SIZE
+        marker = run.folder.checkpoint_marker(1)
+        marker.parent.mkdir(parents=True)
+        marker.touch()
+        await drop_old_routing(run, done=2)
+        assert read(run.folder, "routing").num_rows == 0
+        assert read(run.folder, "rollouts").num_rows == GROUP_SIZE

@@ -14,7 +14,7 @@ from tasks.store.commit import commit
 from tasks.store.filesystem import LocalFiles, files_of
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read
-from tasks.store.routing import expired_steps, read_routing, remove_routing, routing_row
+from tasks.store.routing import expired_routing, expired_steps, read_routing, routing_row
 from tasks.store.writer import RunWriter
 
 
@@ -102,6 +102,7 @@ def test_what_a_resumed_run_trains_again_and_the_last_steps_never_expire(
 async def test_old_experts_are_removed_and_newer_ones_stay(folder: RunFolder) -> None:
     for step in range(4):
         await stored(folder, {f"{step}": [experts(4)]}, step, epoch=step + 1)
-    gone = remove_routing(files_of(folder), done=4, checkpoint=3, keep=2)
+    gone = expired_routing(files_of(folder), done=4, checkpoint=3, keep=2)
+    files_of(folder).remove(gone)
     assert [key.split("/")[1] for key in gone] == ["step=000000", "step=000001"]
     assert read(folder, "routing")["step"].to_pylist() == [2, 3]
