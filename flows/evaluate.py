@@ -27,7 +27,9 @@ HELD_OUT_GROUP = 1 << 40
 
 
 def is_due(run: Run, version: int) -> bool:
-    """True for versions that are multiples of `evaluate.every`, and for the last one."""
+    """True for versions that are multiples of `evaluate.every`, and for the last one; a fork's own versions alone."""
+    if version < run.store.manifest.first_step:
+        return False
     return version % run.config.evaluate.every == 0 or version == run.config.steps
 
 

@@ -33,6 +33,24 @@ def run(
 
 
 @commands.command(rich_help_panel=PANEL)
+def fork(
+    run: RunLocation,
+    step: Annotated[
+        int,
+        typer.Argument(metavar="STEP", min=0, help="First step of the new run; those before are brought."),
+    ],
+    name: Annotated[str, typer.Option(help="Folder of the new run below store.root.")],
+    overrides: Overrides = None,
+) -> None:
+    """Begin a run at a step of another, with other settings, and run it; given again, it goes on."""
+    from flows.command import run_here
+    from flows.folder import existing_run
+    from flows.fork import prepare_fork
+
+    run_here(prepare_fork(existing_run(run), step, name, tuple(overrides or ())), name, again=False)
+
+
+@commands.command(rich_help_panel=PANEL)
 def compact(
     run: RunLocation,
     grace: Annotated[

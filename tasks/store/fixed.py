@@ -23,18 +23,22 @@ def check_fixed(
     Raises:
         RunMismatchError: names every setting that differs, both its values and the remedy.
     """
-    lines = [
-        f"  {name}: the run has {before!r}, given is {after!r}"
-        for name, default in sorted(fixed.items())
-        if (before := value_of(stored, name, default)) != (after := value_of(given, name, default))
-    ]
-    if lines:
+    if lines := differences(stored, given, fixed):
         raise RunMismatchError(
             f"{run} was begun with other settings that may not change:\n"
             + "\n".join(lines)
             + "\ngive the run's values to go on with it, or another name to begin a new run; `rollmill fork` begins one at a "
             "step of this one"
         )
+
+
+def differences(stored: Mapping[str, Any], given: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[str]:
+    """A line for each fixed setting that differs, with both its values."""
+    return [
+        f"  {name}: the run has {before!r}, given is {after!r}"
+        for name, default in sorted(fixed.items())
+        if (before := value_of(stored, name, default)) != (after := value_of(given, name, default))
+    ]
 
 
 def value_of(config: Mapping[str, Any], name: str, default: object) -> object:

@@ -12,6 +12,21 @@ from tasks.store.schemas import SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """A run that another was forked from.
+
+    Attributes:
+        run: its id, which is that of the rows that were brought over.
+        folder: where it lay.
+        step: rows of the steps before this one are its, or those of its own origins.
+    """
+
+    run: str
+    folder: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What run.json says.
 
@@ -24,6 +39,8 @@ class Manifest:
         versions: of the packages then in use, by name.
         git_commit: of the checkout then in use; empty outside of one.
         created_at: ISO 8601, UTC.
+        status: forking until all that a forked run begins with has been brought over.
+        origins: the runs that it was forked from, the first of them first; empty unless it was.
     """
 
     run: str
@@ -34,7 +51,17 @@ class Manifest:
     versions: dict[str, str]
     git_commit: str
     created_at: str
-    status: Literal["running", "finished"]
+    status: Literal["forking", "running", "finished"]
+    origins: tuple[Origin, ...] = ()
+
+    @property
+    def first_step(self) -> int:
+        """The first step of its own: 0, or the one that it was forked at."""
+        return self.origins[-1].step if self.origins else 0
+
+    def run_of(self, step: int) -> str:
+        """The id that rows of a step have."""
+        return next((origin.run for origin in self.origins if step < origin.step), self.run)
 
 
 _MANIFEST = TypeAdapter(Manifest)

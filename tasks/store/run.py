@@ -142,6 +142,8 @@ def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
 
 def _resumed(folder: RunFolder, fixed: Mapping[str, Any], now: dict[str, Any]) -> Manifest:
     stored = read_manifest(folder)
+    if stored.status == "forking":
+        raise StoreError(f"{folder.location} was not forked to the end; give the same `rollmill fork` again")
     check_fixed(folder.location, stored.config, now["config"], fixed)
     steps = stored.config.get("steps", 0)
     if stored.status == "finished" and now["config"].get("steps", 0) <= steps:

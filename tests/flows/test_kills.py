@@ -23,6 +23,7 @@ import pytest
 from benchmarks.stubs.vllm_server import Asked, StubVllmServer
 from flows.command import QUIET_TERMINAL, SHORT_RETRIES
 from flows.config import RunConfig, validate
+from flows.fork import prepare_fork
 from tasks.rollout.pool_sampler import turn_seed
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.serve.version import PolicyVersion
@@ -114,14 +115,20 @@ class Place:
         async with TrainerClient(self.config.train.url, TOKEN, timeout_s=DEADLINE_S) as client:
             return await act(client)
 
+    def finish(self, name: str) -> None:
+        """Begin, or go on with, a run, to its end."""
+        self.runs.start(name)
+        assert self.runs.ended() == 0, self.runs.log.read_text()[-3000:]
+
     def weights(self, path: Path) -> bytes:
         """What the trainer stands at, as a model's file."""
         asyncio.run(self.trainer(lambda client: client.export_policy(str(path))))
         return (path / "model.safetensors").read_bytes()
 
 
-@pytest.fixture
-def place(tmp_path: Path, prefect_api: str, tied_model: Path) -> Iterator[Place]:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model: Path) -> Iterator[Place]:
+    tmp_path = tmp_path_factory.mktemp("kills")
     ports = free_port(), free_port()
     config = validate(
         {
@@ -163,6 +170,13 @@ def place(tmp_path: Path, prefect_api: str, tied_model: Path) -> Iterator[Place]
         finally:
             runs.close()
             trainer.stop_now()
+
+
+@pytest.fixture(scope="module")
+def whole(place: Place, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights that a run ends with that is never killed."""
+    place.finish("whole")
+    return place.weights(tmp_path_factory.mktemp("weights"))
 
 
 @contextmanager
@@ -279,8 +293,7 @@ def run_with_kills(place: Place, name: str, n_kills: int, chance: random.Random)
         assert place.runs.ended() == -signal.SIGKILL
         snapshots.append({dataset: rows(folder, dataset) for dataset in KEPT})
         acknowledged.append((len(server.asked), asked_for(folder)))
-    place.runs.start(name)
-    assert place.runs.ended() == 0, place.runs.log.read_text()[-3000:]
+    place.finish(name)
     check_each_once(place, name, snapshots)
     held_out = {each.seed for each in asked_for(folder) if each.version}
     for first, before in acknowledged:
@@ -288,21 +301,36 @@ def run_with_kills(place: Place, name: str, n_kills: int, chance: random.Random)
         assert not again, f"generated twice: {again}"
 
 
-@pytest.mark.parametrize("n_kills", [6, pytest.param(20, marks=pytest.mark.long)])
-def test_a_run_killed_again_and_again_is_the_run_that_never_was(
-    place: Place, n_kills: int, tmp_path: Path
-) -> None:
-    place.runs.start("whole")
-    assert place.runs.ended() == 0, place.runs.log.read_text()[-3000:]
-    whole = place.weights(tmp_path / "whole")
-
-    run_with_kills(place, "killed", n_kills, random.Random(n_kills))
-
-    both = [place.folder(name) for name in ("whole", "killed")]
+def check_same(place: Place, name: str) -> None:
+    """A run's rollouts and batches are those of the run that was never killed, but for the run's id."""
+    both = [place.folder(each) for each in ("whole", name)]
     for dataset, columns, key in (
         ("rollouts", SAME, ["step", "group", "sample"]),
         ("batches", ["step", "order", "group", "sample", "advantage", "reward"], ["step", "order"]),
     ):
         first, second = (rows(folder, dataset).select(columns).sort(key) for folder in both)
         assert first.equals(second), dataset
-    assert place.weights(tmp_path / "killed") == whole, "the updates are not those of a run never killed"
+
+
+@pytest.mark.parametrize("n_kills", [6, pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_killed_again_and_again_is_the_run_that_never_was(
+    place: Place, whole: bytes, n_kills: int, tmp_path: Path
+) -> None:
+    name = f"killed-{n_kills}"
+    run_with_kills(place, name, n_kills, random.Random(n_kills))
+    check_same(place, name)
+    assert place.weights(tmp_path) == whole, "the updates are not those of a run never killed"
+
+
+def test_a_fork_under_the_same_settings_ends_where_its_source_did(
+    place: Place, whole: bytes, tmp_path: Path
+) -> None:
+    prepare_fork(place.folder("whole"), 5, "forked", ())
+    n_asked = len(place.server.asked)
+    place.finish("forked")
+    check_same(place, "forked")
+    assert place.weights(tmp_path) == whole
+    stored = rows(place.folder("forked"), "rollouts")
+    assert stored.group_by("run").agg(pl.col("step").min()).sort("step")["step"].to_list() == [0, 5]
+    n_sampled, n_evaluated = (STEPS - 5) * GROUPS * GROUP_SIZE, 2 * 2 * N_HELD_OUT
+    assert len(place.server.asked) - n_asked == n_sampled + n_evaluated

@@ -1,0 +1,117 @@
+"""A run that begins at a step of another."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tasks.errors import ConfigError, StoreError
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of, publish_text, read_text
+from tasks.store.fork import fork
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest, write_manifest
+from tasks.store.reader import read
+from tasks.store.resume import ResumePoint, resume_point
+from tasks.store.run import OpenRun
+
+RowMaker = Callable[..., pa.RecordBatch]
+CONFIG: dict[str, Any] = {"seed": 0, "steps": 9}
+CONFIG_OF = StoreConfig(flush_s=0.0, lock_timeout_s=0.0)
+
+
+def opened(folder: RunFolder, config: dict[str, Any] = CONFIG) -> OpenRun:
+    return OpenRun.open(folder, config=config, fixed={}, versions={}, git_commit="", config_of=CONFIG_OF)
+
+
+async def trained(folder: RunFolder, rows: RowMaker) -> OpenRun:
+    """A run of four trained steps, and checkpoints of the versions 1 and 3."""
+    run = opened(folder)
+    async with run.writer as writer:
+        for step in range(4):
+            for dataset in ("rollouts", "batches", "metrics"):
+                writer.append(dataset, rows(dataset, run=run.manifest.run, step=step), step=step)
+            writer.append("scores", rows("scores", step=step), scorer="addition@1", step=step)
+            writer.append("evaluations", rows("evaluations", step=step, policy_version=step), version=step)
+    for version in (1, 3):
+        at = f"checkpoints/version={version:06d}"
+        publish_text(run.files, f"{at}/state/weights.pt", b"weights")
+        progress = {"run": run.manifest.run, "version": version, "digest": "d"}
+        publish_text(run.files, f"{at}/COMPLETE.json", json.dumps(progress).encode())
+    return run
+
+
+async def test_a_fork_has_the_rows_before_its_step_and_the_last_checkpoint(root: str, rows: RowMaker) -> None:
+    source, target = RunFolder(f"{root}/source"), RunFolder(f"{root}/target")
+    with await trained(source, rows) as run:
+        fork(source, 2, target, CONFIG | {"seed": 1}, CONFIG_OF)  # while the source is written to
+        manifest = read_manifest(target)
+        assert manifest.run_of(1) == manifest.origins[0].run == run.manifest.run
+        assert manifest.run_of(2) == manifest.run != run.manifest.run
+    for dataset in ("rollouts", "batches", "metrics", "scores", "evaluations"):
+        brought = read(target, dataset)
+        assert sorted(brought["step"].to_pylist()) == [0, 1]
+        assert brought.equals(read(source, dataset).slice(0, 2))
+    assert resume_point(target) == ResumePoint(checkpoint_version=1, stored_batches=2)
+    marker = json.loads(read_text(files_of(target), "checkpoints/version=000001/COMPLETE.json"))
+    assert marker == {"run": manifest.run, "version": 1, "digest": "d"}
+    with opened(target, CONFIG | {"seed": 1}) as forked:
+        assert forked.manifest.epoch > run.manifest.epoch
+
+
+def inode(folder: RunFolder, key: str) -> int:
+    return (folder.local / key).stat().st_ino
+
+
+async def test_what_is_on_one_disk_is_not_copied(tmp_path: Path, rows: RowMaker) -> None:
+    source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
+    (await trained(source, rows)).close()
+    fork(source, 4, target, CONFIG, CONFIG_OF)
+    for key in (*files_of(source).keys("rollouts/**/*.arrow"), "checkpoints/version=000003/state/weights.pt"):
+        assert inode(source, key) == inode(target, key)
+
+
+async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_other(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
+    (await trained(source, rows)).close()
+    fork(source, 2, target, CONFIG, CONFIG_OF)
+    whole = read_manifest(target)
+    write_manifest_of_a_killed_one(target)
+    with pytest.raises(StoreError, match="not forked to the end"):
+        opened(target)
+    with pytest.raises(ConfigError, match=r"none forked from .* at step 3"):
+        fork(source, 3, target, CONFIG, CONFIG_OF)
+    fork(source, 2, target, CONFIG, CONFIG_OF)
+    assert read_manifest(target) == whole
+    assert sorted(read(target, "rollouts")["step"].to_pylist()) == [0, 1]
+
+
+def write_manifest_of_a_killed_one(target: RunFolder) -> None:
+    write_manifest(target, replace(read_manifest(target), status="forking"))
+    files_of(target).remove(files_of(target).keys("rollouts/step=000001/*"))
+
+
+async def test_a_fork_of_a_fork_knows_whose_rows_it_has(tmp_path: Path, rows: RowMaker) -> None:
+    first, second, third = (RunFolder(tmp_path / name) for name in ("first", "second", "third"))
+    (await trained(first, rows)).close()
+    fork(first, 3, second, CONFIG, CONFIG_OF)
+    fork(second, 2, third, CONFIG, CONFIG_OF)
+    manifest = read_manifest(third)
+    assert [(each.run, each.step) for each in manifest.origins] == [
+        (read_manifest(first).run, 2),
+        (read_manifest(second).run, 2),
+    ]
+    assert manifest.run_of(0) == read_manifest(first).run
+
+
+async def test_a_step_that_is_not_trained_cannot_be_forked_at(tmp_path: Path, rows: RowMaker) -> None:
+    source = RunFolder(tmp_path / "source")
+    (await trained(source, rows)).close()
+    with pytest.raises(ConfigError, match=r"STEP = 5: .*has 4 trained steps"):
+        fork(source, 5, RunFolder(tmp_path / "target"), CONFIG, CONFIG_OF)
