@@ -9,10 +9,13 @@ from prefect.logging import get_run_logger
 
 from flows.failures import FailureWatch
 from flows.group import GroupCollection, StepCollection
+from flows.progress import say
 from flows.run import Run
 from tasks.score.outcome import GroupOutcome, batch_rows
 from tasks.store.batch import stored_digest
 from tasks.store.plan import group_numbers, settled_plan
+from tasks.store.reader import read
+from tasks.store.rows import rows_of, without
 from tasks.store.step import StepPlan, StoredStep, plan_step
 
 
@@ -42,7 +45,9 @@ async def collect_step(run: Run, step: int) -> Collected:
     ranges = await settled_plan(
         run.folder, run.store.writer, run=run.id, step=step, groups_per_step=rollout.groups_per_step
     )
-    plan = await asyncio.to_thread(_plan, run, step, group_numbers(ranges))
+    plan = await planned(run, step, group_numbers(ranges))
+    if plan.redone:
+        say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
     failures = FailureWatch(
         step, len(plan.groups) * rollout.group_size, rollout.max_failed_share, logger=get_run_logger
     )
@@ -59,9 +64,26 @@ async def collect_step(run: Run, step: int) -> Collected:
     return Collected(step, outcomes, time.perf_counter() - started)
 
 
+async def planned(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
+    """The step's plan; when failed trajectories are to be redone, what was made of their groups is taken back."""
+    plan = await asyncio.to_thread(_plan, run, step, groups)
+    if not plan.redone:
+        return plan
+    await _take_back(run, "groups", plan.redone, step=step)
+    if run.scoring.by_group:
+        await _take_back(run, "scores", plan.redone, scorer=run.scoring.key, step=step)
+    return await asyncio.to_thread(_plan, run, step, groups)
+
+
 def _plan(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
     stored = StoredStep.read(run.folder, step, run.scoring.key)
-    return plan_step(groups, run.config.rollout.group_size, stored)
+    return plan_step(groups, run.config.rollout.group_size, stored, redo_failed=run.redo_failed)
+
+
+async def _take_back(run: Run, dataset: str, groups: Sequence[int], **partition: int | str) -> None:
+    """Leave these groups' rows out of a partition."""
+    stored = rows_of(await asyncio.to_thread(lambda: read(run.folder, dataset, None, **partition)))
+    await run.store.writer.replace(dataset, without(stored, "group", groups), **partition)
 
 
 async def store_batch(run: Run, collected: Collected) -> str:

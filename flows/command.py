@@ -31,13 +31,14 @@ SHORT_RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "2"}
 """A request to a Prefect server that is gone gives up after about 6 s, and not after a minute."""
 
 
-def run_here(config: RunConfig, name: str, *, again: bool) -> None:
+def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
     """Run post-train in this process, against the Prefect server of PREFECT_API_URL or a local one.
 
     Args:
         config: all settings.
         name: folder of the run below `store.root`.
         again: move a finished run of that name to NAME-N, and start anew.
+        redo_failed: sample what failed of the steps without a batch again.
 
     Raises:
         ConfigError: something is missing; nothing has been started.
@@ -57,7 +58,7 @@ def run_here(config: RunConfig, name: str, *, again: bool) -> None:
     from flows.post_train import post_train
 
     with flow_command(lambda: is_finished(folder), config.observe.exit_timeout_s):
-        asyncio.run(post_train(name, config))
+        asyncio.run(post_train(name, config, redo_failed))
 
 
 def lead_to_prefect() -> None:

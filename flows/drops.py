@@ -18,18 +18,34 @@ LENGTH_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
-    """Each trajectory of a step with its fate, columns env, cause and n_tokens; cause is `kept` for survivors.
+    """Each trajectory of a step, by its last attempt, with its fate, columns env, cause and n_tokens; cause is `kept` for survivors.
 
     A cause is a type of error, of the rollout or of its score (by `scorer`, NAME@VERSION), or the reason why its
     group was left out: too few survivors, or not whole. A group without spread in reward loses nothing.
     """
-    of_rollouts = ["trajectory_id", "group", "env", "n_completion_tokens", "status", "error_type"]
-    rollouts = scan(folder, "rollouts", of_rollouts, step=step).select(
+    of_rollouts = [
         "trajectory_id",
         "group",
+        "sample",
+        "attempt",
         "env",
-        pl.col("n_completion_tokens").alias("n_tokens"),
-        pl.when(pl.col("status").is_in(["failed", "cancelled"])).then("error_type").alias("rollout_cause"),
+        "n_completion_tokens",
+        "status",
+        "error_type",
+    ]
+    is_last = pl.col("attempt") == pl.col("attempt").max().over("group", "sample")
+    rollouts = (
+        scan(folder, "rollouts", of_rollouts, step=step)
+        .filter(is_last)
+        .select(
+            "trajectory_id",
+            "group",
+            "env",
+            pl.col("n_completion_tokens").alias("n_tokens"),
+            pl.when(pl.col("status").is_in(["failed", "cancelled"]))
+            .then("error_type")
+            .alias("rollout_cause"),
+        )
     )
     of_scores = ["trajectory_id", "subgroup", "status", "error_type"]
     scores = scan(folder, "scores", of_scores, scorer=scorer, step=step).select(

@@ -19,12 +19,13 @@ from tasks.score.check import check_scorer
 
 
 @flow(name="post-train", flow_run_name="{run_name}", persist_result=False)
-async def post_train(run_name: str, config: RunConfig) -> str:
+async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False) -> str:
     """Post-train a policy: sample, score, train and sync, step by step, from where the run's folder stands.
 
     Args:
         run_name: folder of the run below `store.root`; one that exists and is unfinished is gone on with.
         config: all settings.
+        redo_failed: sample what failed of the steps without a batch again, as a further attempt.
 
     Returns:
         The run's folder.
@@ -35,7 +36,7 @@ async def post_train(run_name: str, config: RunConfig) -> str:
     with one_error():
         model = await ensure_start_model(config)
         async with (
-            open_run(run_name, config, model) as run,
+            open_run(run_name, config, model, redo_failed=redo_failed) as run,
             open_policy(run) as policy,
             Beside(run) as beside,
         ):

@@ -41,6 +41,7 @@ class Run:
         model: folder of the start model.
         held_out_scoring: scores held-out trajectories; the same as `scoring` unless evaluate.scorer names another.
         admission: one slot for each trajectory in flight.
+        redo_failed: True to sample failed trajectories of the open steps again.
     """
 
     config: RunConfig
@@ -56,6 +57,7 @@ class Run:
     recording: Recording
     picture: Picture
     progress: RunProgress
+    redo_failed: bool = False
 
     @property
     def id(self) -> str:
@@ -69,7 +71,9 @@ class Run:
 
 
 @asynccontextmanager
-async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[Run]:
+async def open_run(
+    name: str, config: RunConfig, model: Path, *, redo_failed: bool = False
+) -> AsyncIterator[Run]:
     """Lock the run's folder, made when it is not there, and open everything that needs no service.
 
     Raises:
@@ -125,6 +129,7 @@ async def open_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[R
                     recording=recording,
                     picture=picture_of(config.observe.task_runs, recording),
                     progress=progress,
+                    redo_failed=redo_failed,
                 )
     finally:
         await asyncio.to_thread(store.close)

@@ -22,6 +22,13 @@ def run(
     again: Annotated[
         bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
     ] = False,
+    redo_failed: Annotated[
+        bool,
+        typer.Option(
+            "--redo-failed",
+            help="Sample what failed or was cut of the open steps once more, as a further attempt.",
+        ),
+    ] = False,
 ) -> None:
     """Run the flow post-train here; an unfinished run of that name is gone on with."""
     from flows.config import load
@@ -29,7 +36,7 @@ def run(
     config = load(preset, tuple(overrides or ()))
     from flows.command import run_here
 
-    run_here(config, name or Path(preset).stem, again=again)
+    run_here(config, name or Path(preset).stem, again=again, redo_failed=redo_failed)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -91,6 +91,11 @@ class StepPlan:
         return tuple(attempt for each in self.groups for attempt in each.to_sample)
 
     @property
+    def redone(self) -> tuple[int, ...]:
+        """The groups of which a trajectory is to be sampled that has failed before."""
+        return tuple(each.group for each in self.groups if any(one.attempt for one in each.to_sample))
+
+    @property
     def to_judge(self) -> tuple[int, ...]:
         """The groups without a row."""
         return tuple(each.group for each in self.groups if not each.is_judged)

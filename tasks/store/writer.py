@@ -9,7 +9,7 @@ Compactions run in a thread of their own, one at a time, so that no commit waits
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,13 @@ from typing import Self, TypeAlias
 import pyarrow as pa
 
 from tasks.errors import StoreError
-from tasks.store.commit import Committed, commit
+from tasks.store.commit import Committed, commit, publish_noted
 from tasks.store.compaction import compact
 from tasks.store.filesystem import Files
 from tasks.store.inventory import DATASET, Inventory, Note
 from tasks.store.layout import PartitionValue, partition_folder
 from tasks.store.names import ShardName
-from tasks.store.shard import check_rows
+from tasks.store.shard import check_rows, write_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +142,34 @@ class RunWriter:
             ShardError: a shard of the partition cannot be read, or its rows are not right; nothing changed.
             StoreError: the compacted shard could not be stored, or the writer is not open.
         """
+        return await self._in_place(folder, partial(compact, self._files, folder, large_bytes=large_bytes))
+
+    async def replace(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> None:
+        """Put rows in the place of all that a partition has by now; for what is derived and shall be derived anew.
+
+        Raises:
+            SchemaError: the rows do not have the data set's schema, or belong to another partition.
+            StoreError: they could not be stored, or the writer is not open; nothing changed.
+        """
+        folder = partition_folder(dataset, partition)
+        check_rows(dataset, rows, partition)
+
+        def store(name: ShardName) -> Note:
+            write = partial(write_shard, name=name, dataset=dataset, appended=[rows])
+            return publish_noted(self._files, folder, write, rows.num_rows)
+
+        await self._in_place(folder, store)
+
+    async def _in_place(self, folder: str, store: Callable[[ShardName], Note | None]) -> str:
+        """Store a shard, beside the commits, that takes the place of those that a partition has by now."""
         if self._thread is None or self._beside is None:
-            raise StoreError(f"the run's writer is not open; {folder} was not compacted")
+            raise StoreError(f"the run's writer is not open; {folder} was not changed")
         name = ShardName(self._epoch, self._n_shards, is_compacted=True)
         self._n_shards += 1
         loop = asyncio.get_running_loop()
         # Commits run one after another: those of a smaller number are done when this is.
         await loop.run_in_executor(self._thread, _nothing)
-        return await loop.run_in_executor(self._beside, partial(self._compact, folder, name, large_bytes))
+        return await loop.run_in_executor(self._beside, self._noted, partial(store, name))
 
     async def remove(self, keys: Sequence[str]) -> None:
         """Remove superseded shards.
@@ -226,8 +246,9 @@ class RunWriter:
             folder = partition_folder(DATASET, {"epoch": self._epoch})
             commit(self._files, self._epoch, self._n_shards, {folder: [self._inventory.rows(notes)]})
 
-    def _compact(self, folder: str, name: ShardName, large_bytes: int) -> str:
-        note = compact(self._files, folder, name, large_bytes)
+    def _noted(self, store: Callable[[], Note | None]) -> str:
+        """Store a shard and note it; returns its key, empty when there was nothing to do."""
+        note = store()
         self._note([note] if note else [])
         return note.shard if note else ""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from flows.collect import planned
 from flows.config import RunConfig
 from flows.drops import drop_line, drop_metrics, drops
 from flows.failures import FailureWatch
@@ -41,7 +42,6 @@ from tasks.store.routing import read_routing
 from tasks.store.rows import Rows, values
 from tasks.store.run import OpenRun
 from tasks.store.schemas import batch_of
-from tasks.store.step import StoredStep, plan_step
 
 T = TypeVar("T")
 GROUP_SIZE = 4
@@ -175,7 +175,7 @@ def diary(run: Run) -> list[str]:
 
 async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
     """Collect group 0 of step 0 as a process that has just opened the run does."""
-    plan = plan_step([0], GROUP_SIZE, StoredStep.read(run.folder, 0, run.scoring.key))
+    plan = await planned(run, 0, [0])
     failures = FailureWatch(0, GROUP_SIZE, max_share, lambda: logging.getLogger("test"))
     return await GroupCollection(StepCollection(run, 0, failures), plan.groups[0]).collect()
 
@@ -261,6 +261,26 @@ async def test_only_what_is_missing_is_sampled_and_only_what_is_unscored_is_scor
     assert not second.sampled
     assert scoring.calls == [[2, 3]]
     assert len(outcome.survivors) == GROUP_SIZE
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+async def test_what_failed_is_attempted_once_more_when_a_user_asks_and_its_group_is_judged_anew(
+    tmp_path: Path, by_group: bool
+) -> None:
+    failing = PlannedSampler({1: RequestError("status 400: no")})
+    async with opened(tmp_path, failing, PlannedScoring(by_group=by_group)) as run:
+        await collected(run)
+    sampler, scoring = PlannedSampler(), PlannedScoring(by_group=by_group)
+    async with opened(tmp_path, sampler, scoring) as run:
+        (outcome,) = await collected(replace(run, redo_failed=True))
+        attempts = [(row["sample"], row["attempt"], row["status"]) for row in stored(run, "rollouts")]
+        (group,) = stored(run, "groups")
+        assert len(stored(run, "scores")) == GROUP_SIZE
+        assert drop_line(drops(run.folder, 0, scoring.key)) == ""
+    assert sampler.sampled == [1]
+    assert [sorted(call) for call in scoring.calls] == ([[0, 1, 2, 3]] if by_group else [[1]])
+    assert attempts[1:3] == [(1, 0, "failed"), (1, 1, "complete")]
+    assert len(outcome.survivors) == group["survived"] == GROUP_SIZE
 
 
 async def test_too_many_failures_end_the_run_at_once_and_say_what_failed_most(tmp_path: Path) -> None:

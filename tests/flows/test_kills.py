@@ -274,6 +274,8 @@ def check_each_once(place: Place, name: str, snapshots: list[dict[str, pl.DataFr
     assert len(final["rollouts"]) == len(final["scores"]) == ROWS
     assert len(final["groups"]) == STEPS * GROUPS
     assert len(final["evaluations"]) == final["evaluations"]["trajectory_id"].n_unique() == 3 * 2 * N_HELD_OUT
+    staleness = final["rollouts"]["step"] - final["rollouts"]["policy_version_first"]
+    assert staleness.is_in([0, 1]).all()
     for stored in snapshots:
         for dataset, before in stored.items():
             key = [name for name in ("trajectory_id", "group", "step") if name in before.columns]

@@ -117,10 +117,11 @@ def check_finished(workplace: Any, run: Path, stored: pl.DataFrame) -> None:
     assert (shown["steps"], shown["policy_version"], shown["trajectories"]) == (STEPS, STEPS, len(rows))
     assert shown["by_status"].keys() <= {"complete", "truncated"}
     assert [each["step"] for each in shown["held_out"]] == [0, 4, 8]
-    assert (run / "checkpoints" / f"version={STEPS:06d}" / "COMPLETE.json").is_file()
+    checkpoint = json.loads((run / "checkpoints" / f"version={STEPS:06d}" / "COMPLETE.json").read_text())
     metrics = pl.scan_ipc(run / "metrics/**/*.arrow", hive_partitioning=True).collect()
     trained = metrics.filter(pl.col("name") == "train/updated")
     assert sorted(trained["step"]) == list(range(STEPS))
+    assert checkpoint["n_updates"] == trained["value"].sum(), "an update was applied twice, or not at all"
     differences = metrics.filter(pl.col("name") == "sync/logprob_difference")["value"]
     assert differences.max() < 1e-4
 
@@ -139,23 +140,15 @@ def test_a_server_that_cannot_be_brought_back_ends_the_run_with_its_last_log_lin
     assert inspect(workplace, str(run))["trajectories"] == len(rollouts(run))
 
 
-def test_steps_that_overlap_survive_a_kill_and_stay_within_their_staleness(workplace: Any) -> None:
+def test_steps_that_overlap_stay_within_their_staleness(workplace: Any) -> None:
     run = workplace.folder / "runs" / "small"
     words = ("run", "small", "--set", "rollout.max_staleness=1", "--set", "rollout.trajectories_per_task=2")
     words += ("--set", "steps=5", "--set", "evaluate.every=1", "--set", "rollout.env_workers=1")
-    killed = workplace.start(*words)
-    wait_until(lambda: rollouts(run)["step"].n_unique() > 2, killed)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=60)
-    wait_until_gone(workplace)
-    stored = rollouts(run).sort("trajectory_id")
-
-    resumed = workplace.run(*words)
-    assert resumed.returncode == 0, resumed.stdout
+    finished = workplace.run(*words)
+    assert finished.returncode == 0, finished.stdout
 
     rows = scanned(run).collect()
     assert len(rows) == rows["trajectory_id"].n_unique() == 5 * GROUPS * GROUP_SIZE
-    assert rows.join(stored, on="trajectory_id", how="semi").sort("trajectory_id").equals(stored)
     staleness = rows["step"] - rows["policy_version_first"]
     assert staleness.min() >= 0
     assert staleness.max() == 1
