@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from flows.config import describe, load, settings
-from flows.folder import check_resumable, is_finished, move_aside, run_folder
+from flows.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from tasks.errors import ConfigError, RunFinishedError, RunMismatchError
+from tasks.store.layout import RunFolder
 from tasks.store.manifest import Manifest, write_manifest
 
 
@@ -94,3 +95,8 @@ def test_what_rows_and_checkpoints_are_made_of_may_not_change() -> None:
     assert {"seed", "model", "score.scorer", "rollout.temperature", "train.ranks", "serve.dtype"} <= fixed
     assert any(line.startswith("seed = 0 (fixed): ") for line in describe())
     assert any(line.startswith("train.lr = 0.001: ") for line in describe())
+
+
+def test_a_run_on_s3_is_not_moved_aside_and_is_told_how_to_be() -> None:
+    with pytest.raises(ConfigError, match=r"aws s3 mv --recursive s3://b/runs/a s3://b/runs/a-1"):
+        check_movable(RunFolder("s3://b/runs/a"))

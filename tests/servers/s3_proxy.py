@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that notes every request and answers a share of them with an error."""
+"""A proxy before an S3 server that notes every request, answers a share with an error, and may take headers away."""
 
 import asyncio
 import random
@@ -18,11 +18,13 @@ class FailingProxy:
         url: where it listens.
         requests: each request as "METHOD path", failed ones too.
         share: of the requests that fail, 0 to 1.
+        taken_away: names of headers, in small letters, that the server does not get.
     """
 
     def __init__(self, target: str, share: float) -> None:
         self.url, self.share = "", share
         self.requests: list[str] = []
+        self.taken_away: set[str] = set()
         self._target, self._random = target, random.Random(0)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -38,7 +40,8 @@ class FailingProxy:
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in NOT_PASSED_ON}
+        left_out = NOT_PASSED_ON | self.taken_away
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in left_out}
         async with (
             ClientSession(auto_decompress=False) as session,
             session.request(

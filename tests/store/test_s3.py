@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 from s3_proxy import FailingProxy
 
-from tasks.errors import ShardError, StoreError
+from tasks.errors import ConfigError, ShardError, StoreError
 from tasks.store import objects
 from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import SCRATCH_ENV, RunFolder
 from tasks.store.objects import Objects, filesystem
 from tasks.store.reader import read
-from tasks.store.s3 import AHEAD_BYTES, TAIL_BYTES
+from tasks.store.s3 import AHEAD_BYTES, TAIL_BYTES, check_s3
 from tasks.store.s3_errors import MissingObjectError, ObjectChangedError
 from tasks.store.schemas import batch_of
 from tasks.store.writer import RunWriter
@@ -210,3 +210,17 @@ def test_errors_say_where_and_what_to_do(run: RunFolder, anew: Callable[..., Non
     anew(AWS_PROFILE=None, AWS_ACCESS_KEY_ID="a", AWS_ENDPOINT_URL="http://127.0.0.1:9", AWS_MAX_ATTEMPTS="1")
     with pytest.raises(StoreError, match=r"Could not connect.*AWS_ENDPOINT_URL"):
         files_of(run).keys("run.json")
+
+
+def test_a_place_for_runs_is_tried_before_anything_is_started_and_left_as_it_was(
+    s3_root: str, s3_endpoint: str, anew: Callable[..., None]
+) -> None:
+    check_s3(s3_root)
+    assert Objects(s3_root.removeprefix("s3://")).keys("") == {}
+    with pytest.raises(ConfigError, match=r"store\.root = 's3://no-such-bucket/runs': .*make the bucket"):
+        check_s3("s3://no-such-bucket/runs")
+    with proxied(s3_endpoint, anew, 0.0) as proxy:
+        proxy.taken_away = {"if-none-match", "if-match"}
+        with pytest.raises(ConfigError, match="does not heed If-None-Match and If-Match"):
+            check_s3(s3_root)
+        assert Objects(s3_root.removeprefix("s3://")).keys("") == {}
