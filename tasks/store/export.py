@@ -6,7 +6,6 @@ the one that is asked for, and renamed.
 
 import base64
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from tasks.errors import ConfigError, StoreError
 from tasks.store.filesystem import files_of, reason_of
 from tasks.store.layout import PARTITION_KEYS, PartitionValue, RunFolder
 from tasks.store.reader import read
-from tasks.store.schemas import SCHEMAS, schema_of
+from tasks.store.schemas import schema_of
 
 Form: TypeAlias = Literal["parquet", "jsonl"]
 ROW_GROUP_BYTES = 64 << 20
@@ -54,6 +53,8 @@ def form_of(name: str) -> Form:
 def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] = ()) -> list[Exported]:
     """Write data sets into `output`/DATASET.parquet or .jsonl; all that have rows, unless some are named.
 
+    Of `states`, whose columns depend on the environment, each environment has a file, states-ENV.
+
     Parquet has the columns' types and metadata, and is compressed with zstd. In JSON lines, a row each, times are
     ISO 8601, NaN is null, columns of JSON text are JSON values, and bytes are base64.
 
@@ -63,7 +64,8 @@ def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] 
         StoreError: a shard cannot be read, or a file not be written; nothing is left then.
     """
     for name in datasets:
-        schema_of(name)
+        if name not in PARTITION_KEYS:
+            schema_of(name)
     if output.exists():
         raise ConfigError("--output", str(output), "it is there already; name a new folder, or remove it")
     try:
@@ -72,7 +74,11 @@ def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] 
     except OSError as error:
         raise ConfigError("--output", str(output), f"cannot write there: {reason_of(error)}") from error
     try:
-        written = [_export_one(folder, unfinished, form, name) for name in datasets or SCHEMAS]
+        written = [
+            _export_one(folder, unfinished / f"{file}.{form}", form, name, partitions)
+            for name in datasets or PARTITION_KEYS
+            for file, partitions in _tables(folder, name).items()
+        ]
         kept = [each for each in written if each.rows or datasets]
         for each in written:
             if each not in kept:
@@ -86,25 +92,35 @@ def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] 
     return [Exported(output / each.path.name, each.rows, each.bytes) for each in kept]
 
 
-def _export_one(folder: RunFolder, target: Path, form: Form, dataset: str) -> Exported:
-    path = target / f"{dataset}.{form}"
+def _tables(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, PartitionValue]]]:
+    """The files to make of a data set, by name: the partitions of each, in order; `states` has one an environment.
+
+    Example: {"states-guess": [{"env": "guess", "step": 0}, {"env": "guess", "step": 1}]}
+    """
+    pattern = "/".join([dataset, *(f"{key}=*" for key in PARTITION_KEYS[dataset])])
+    places = sorted({key.rpartition("/")[0] for key in files_of(folder).keys(f"{pattern}/*.arrow")})
+    found: dict[str, list[dict[str, PartitionValue]]] = {} if dataset == "states" else {dataset: []}
+    for place in places:
+        partition = {
+            key: value if key in ("scorer", "env") else int(value)
+            for key, value in (part.split("=", 1) for part in place.split("/")[1:])
+        }
+        name = f"{dataset}-{partition['env']}" if dataset == "states" else dataset
+        found.setdefault(name, []).append(partition)
+    return found
+
+
+def _export_one(
+    folder: RunFolder, path: Path, form: Form, dataset: str, partitions: Sequence[dict[str, PartitionValue]]
+) -> Exported:
     rows = 0
-    with _SINKS[form](path, schema_of(dataset)) as sink:
-        for partition in _partitions(folder, dataset):
+    schema = read(folder, dataset, None, **partitions[0]).schema if partitions else schema_of(dataset)
+    with _SINKS[form](path, schema) as sink:
+        for partition in partitions:
             table = read(folder, dataset, None, **partition)
             sink.write(table)
             rows += table.num_rows
     return Exported(path, rows, path.stat().st_size)
-
-
-def _partitions(folder: RunFolder, dataset: str) -> Iterator[dict[str, PartitionValue]]:
-    """Each partition that has shards, in order."""
-    pattern = "/".join([dataset, *(f"{key}=*" for key in PARTITION_KEYS[dataset])])
-    for place in sorted({key.rpartition("/")[0] for key in files_of(folder).keys(f"{pattern}/*.arrow")}):
-        yield {
-            key: int(value) if re.fullmatch(r"\d+", value) and key not in ("scorer", "env") else value
-            for key, value in (part.split("=", 1) for part in place.split("/")[1:])
-        }
 
 
 class _Sink(AbstractContextManager["_Sink"], Protocol):
@@ -173,7 +189,7 @@ def json_lines(rows: pa.RecordBatch) -> Iterator[bytes]:
 
 def _json_values(field: pa.Field, column: pa.Array) -> Sequence[object]:
     """A column as values that orjson writes as JSON; lists as arrays, without an object for each element."""
-    if pa.types.is_large_list(field.type) and not pa.types.is_nested(field.type.value_type):
+    if pa.types.is_large_list(field.type) and _are_numbers(column):
         flat = column.flatten().to_numpy(zero_copy_only=False)
         ends = column.value_lengths().to_numpy().cumsum()
         return [
@@ -186,6 +202,12 @@ def _json_values(field: pa.Field, column: pa.Array) -> Sequence[object]:
         return [_parsed(text) for text in column.to_pylist()]
     values: list[object] = column.to_pylist()
     return values
+
+
+def _are_numbers(lists: pa.Array) -> bool:
+    """True for lists that numpy can hold: of numbers or truth values, without nulls."""
+    flat = lists.flatten()
+    return pa.types.is_primitive(flat.type) and not lists.null_count and not flat.null_count
 
 
 def _parsed(text: str) -> object:

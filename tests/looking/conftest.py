@@ -21,7 +21,7 @@ from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_
 from tasks.score.config import ScoreConfig
 from tasks.score.outcome import batch_rows, group_rows, judge_group, survivors_of
 from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
+from tasks.store.layout import SCRATCH_ENV, RunFolder
 from tasks.store.manifest import Manifest, write_manifest
 from tasks.store.names import ShardName
 from tasks.store.reader import read
@@ -207,7 +207,7 @@ async def write_run(folder: RunFolder, model: Path) -> None:
     settings = RunConfig.model_validate(
         {"steps": STEPS, "model": str(model), "evaluate": {"n_prompts": N_HELD_OUT}}
     )
-    folder.tmp.mkdir(parents=True)
+    folder.tmp.mkdir(parents=True, exist_ok=True)
     write_manifest(
         folder,
         Manifest(
@@ -237,6 +237,17 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     root = tmp_path_factory.mktemp("looked_at")
     folder = RunFolder(root / "runs" / "small")
     asyncio.run(write_run(folder, save_character_tokenizer(root / "model")))
+    return folder
+
+
+@pytest.fixture
+def small_run_on_s3(
+    small_run: RunFolder, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunFolder:
+    """The same run, written to S3."""
+    monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
+    folder = RunFolder(f"{s3_root}/small")
+    asyncio.run(write_run(folder, small_run.local.parent.parent / "model"))
     return folder
 
 

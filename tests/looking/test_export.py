@@ -11,9 +11,12 @@ import pytest
 
 from tasks.errors import ShardError
 from tasks.store.export import export, json_lines
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read
 from tasks.store.schemas import batch_of, schema_of
+from tasks.store.states import state_row
+from tasks.store.writer import RunWriter
 
 Command = Callable[..., str]
 
@@ -68,6 +71,20 @@ def test_bytes_are_base64_and_nan_in_json_text_is_null() -> None:
     field = schema_of("scores").field("components")
     rows = pa.record_batch([pa.array(['{"a": NaN}', "no JSON"], field.type)], schema=pa.schema([field]))
     assert list(json_lines(rows)) == [b'{"components":{"a":null}}\n', b'{"components":"no JSON"}\n']
+
+
+async def test_what_environments_keep_is_a_file_each_with_their_own_columns(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.tmp.mkdir(parents=True)
+    keys = {"run": "run", "step": 0, "group": 1, "sample": 0, "trajectory_id": "run.1.0.0"}
+    kept = {"guess": ({"n": "int64"}, {"n": 3}), "chess": ({"moves": "list<string>"}, {"moves": ["e4"]})}
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        for env, (columns, values) in kept.items():
+            await writer.append("states", state_row(env, columns, **keys, values=values), env=env, step=0)
+    export(folder, tmp_path / "out", "jsonl", ["states"])
+    lines = {each.name: json.loads(each.read_text()) for each in (tmp_path / "out").iterdir()}
+    assert lines["states-guess.jsonl"]["n"] == 3
+    assert lines["states-chess.jsonl"]["moves"] == ["e4"]
 
 
 def test_an_export_that_fails_leaves_nothing_and_none_is_written_over(
