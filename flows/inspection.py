@@ -66,7 +66,7 @@ def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
     metrics = _step_metrics(folder)
     by_status = _counts(folder)
     steps = _steps(folder, selection).join(metrics, on="step", how="left", maintain_order="left")
-    shown = _ordered(steps, selection)
+    shown = _ordered(steps, STEP_COLUMNS, selection)
     n_trained = len(metrics)
     values: dict[str, object] = {
         "run": folder.location,
@@ -99,7 +99,7 @@ def groups_view(folder: RunFolder, selection: Selection) -> View:
         groups = groups.filter(pl.col("reward_mean").is_between(selection.reward.low, selection.reward.high))
     if selection.group is not None:
         groups = groups.filter(pl.col("group") == selection.group)
-    shown = _ordered(groups.sort("step", "group", "subgroup"), selection)
+    shown = _ordered(groups.sort("step", "group", "subgroup"), GROUP_COLUMNS, selection)
     return View(
         {"step": steps[0] if steps and len(steps) == 1 else None, "n": len(groups), "groups": shown},
         f"{len(groups)} groups{_of_steps(steps)}",
@@ -114,7 +114,7 @@ def versions_view(folder: RunFolder, selection: Selection) -> View:
     frame = frame.with_columns(pl.col("step").cast(pl.Int64))
     if asked := partitions(folder, "evaluations", "version", selection.steps):
         frame = frame.filter(pl.col("step").is_in(asked))
-    shown = _ordered(frame, selection)
+    shown = _ordered(frame, VERSION_COLUMNS, selection)
     return View({"held_out": shown}, f"{folder.location}: held out", VERSION_COLUMNS, shown)
 
 
@@ -185,9 +185,11 @@ def _counts(folder: RunFolder) -> dict[str, int]:
     return {str(status): int(n) for status, n in counted.rows()}
 
 
-def _ordered(frame: pl.DataFrame, selection: Selection) -> Sequence[Mapping[str, object]]:
-    """The rows in the order asked for, as many as asked for; NaN and nothing come last."""
-    return ordered(frame, selection.sort, selection.limit or 0).to_dicts()
+def _ordered(
+    frame: pl.DataFrame, columns: Sequence[Column], selection: Selection
+) -> Sequence[Mapping[str, object]]:
+    """The rows in the order asked for, as many as asked for."""
+    return ordered(frame, columns, selection.sort, selection.limit or 0).to_dicts()
 
 
 def _of_steps(steps: list[int] | None) -> str:

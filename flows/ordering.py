@@ -1,14 +1,24 @@
 """Rows in the order that is asked for."""
 
+from collections.abc import Sequence
+
 import polars as pl
 
+from flows.view import Column
 from tasks.errors import ConfigError
 
 
-def ordered(frame: pl.DataFrame, sort: str, limit: int) -> pl.DataFrame:
-    """A frame by a column, largest first with - before it, and its first `limit` rows; 0: all."""
+def ordered(frame: pl.DataFrame, columns: Sequence[Column], sort: str, limit: int) -> pl.DataFrame:
+    """A frame by a column, largest first with - before it, and its first `limit` rows; 0: all.
+
+    NaN and nothing come last. A column may be called as `columns` head it.
+
+    Raises:
+        ConfigError: there is no such column; names those that there are.
+    """
     if sort:
-        name = sort.removeprefix("-")
+        asked = sort.removeprefix("-")
+        name = next((each.name for each in columns if each.heading == asked), asked)
         if name not in frame.columns:
             raise ConfigError(
                 "--sort", sort, f"there is no such column; there are {', '.join(frame.columns)}"

@@ -93,7 +93,7 @@ def _reward(row: Mapping[str, Any]) -> str:
 def _versions(row: Mapping[str, Any]) -> str:
     """Example: "2 from token 6, 3 from token 20"; "none" where nothing was sampled."""
     spans = list(zip(row["version_span_versions"], row["version_span_starts"], strict=True))
-    if len(spans) == 1:
+    if len({version for version, _ in spans}) == 1:
         return str(spans[0][0])
     return (
         ", ".join(f"{version} from token {start}" for version, start in spans) or "none: nothing was sampled"

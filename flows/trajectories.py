@@ -58,7 +58,7 @@ def trajectories_view(folder: RunFolder, selection: Selection) -> View:
     found, scorer = _evaluated(folder, selection) if selection.evaluations else _sampled(folder, selection)
     found = _filtered(found, selection)
     limit = SHOWN_ROWS if selection.limit is None else selection.limit
-    chosen = ordered(found, selection.sort, limit)
+    chosen = ordered(found, COLUMNS, selection.sort, limit)
     rows = _with_messages(folder, chosen, is_held_out=selection.evaluations)
     notes = [f"{len(rows)} of {len(found)}; --limit 0 shows all"] if len(rows) < len(found) else []
     values = {"group": selection.group, "scorer": scorer, "n": len(found), "trajectories": rows}

@@ -48,6 +48,7 @@ def test_two_scorers_do_not_double_the_trajectories_and_the_runs_own_is_shown(ro
             ["10.0", "10.1", "10.2"],
         ),
         (["--step", "1:", "--reward", "1", "--sort", "-advantage", "--limit", "2"], ["6.0", "5.0"]),
+        (["--step", "2", "--reward", "0.1", "--sort", "-tokens", "--limit", "1"], ["9.3"]),
         (["--group", "5", "--sort", "-reward"], ["5.0", "5.1", "5.2", "5.3"]),
         (["--evaluations", "--step", "0", "--reward", ":0.5"], ["v0.1.sampled"]),
     ],
