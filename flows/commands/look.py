@@ -145,3 +145,13 @@ def export(
 
     form, folder = form_of(to), existing_run(run)
     print_exported(write(folder, output or Path(f"{folder.name}-{to}"), form, datasets or ()))
+
+
+@commands.command(rich_help_panel=PANEL)
+def verify(run: RunLocation, as_json: AsJson = False) -> None:
+    """Check every byte and row that is stored of a run; exit status 1 when something is wrong."""
+    from flows.folder import existing_run
+    from flows.verification import verify as verify_run
+
+    if not verify_run(existing_run(run), as_json=as_json):
+        raise typer.Exit(1)

@@ -88,6 +88,8 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(workplace:
     again = workplace.run("run", "small")
     assert again.returncode == 1
     assert f"has done all its {STEPS} steps" in again.stdout
+    verified = workplace.run("verify", "small")
+    assert verified.returncode == 0, verified.stdout
 
 
 def wait_until_gone(workplace: Any, timeout_s: float = 30.0) -> None:

@@ -1,0 +1,79 @@
+"""What is wrong with a run beyond its single steps: gaps, metrics, evaluations, and what checkpoints applied."""
+
+import json
+
+from tasks.errors import ShardError
+from tasks.store.batch import stored_digest
+from tasks.store.filesystem import files_of, read_text
+from tasks.store.findings import Finding, named
+from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
+from tasks.store.manifest import Manifest
+from tasks.store.partitions import stored_steps
+from tasks.store.reader import read
+from tasks.store.resume import complete_checkpoints
+
+_RESTORE = "restore what is missing from a copy"
+
+
+def run_findings(folder: RunFolder, manifest: Manifest) -> tuple[list[Finding], list[str]]:
+    """All of it, and what could not be checked.
+
+    The last step that has a batch counts as done in a finished run alone: in another it may be in the making.
+    """
+    found: list[Finding] = []
+    batches, metrics = stored_steps(folder, "batches"), stored_steps(folder, "metrics")
+    if gaps := sorted(set(range(max(batches, default=-1) + 1)) - set(batches)):
+        found.append(Finding(folder.dataset("batches"), f"no batch of steps {named(gaps)}", _RESTORE))
+    done = batches if manifest.status == "finished" else batches[:-1]
+    if silent := sorted(set(done) - set(metrics)):
+        found.append(Finding(folder.dataset("metrics"), f"no metrics of steps {named(silent)}", _RESTORE))
+    notes: list[str] = []
+    for version in _due_evaluations(folder, manifest, len(done)):
+        try:
+            found += _evaluation(folder, version, 2 * manifest.config["evaluate"]["n_prompts"])
+        except ShardError as error:
+            notes.append(f"evaluation of version {version} could not be checked: {error}")
+    for version in complete_checkpoints(folder):
+        try:
+            found += _checkpoint(folder, version)
+        except ShardError as error:
+            notes.append(f"checkpoint of version {version} could not be checked: {error}")
+    return found, notes
+
+
+def _due_evaluations(folder: RunFolder, manifest: Manifest, n_done: int) -> list[int]:
+    """Versions whose evaluation is over; the version that the last done step made may be evaluated just now."""
+    config = manifest.config.get("evaluate", {})
+    if not config.get("every") or not config.get("n_prompts"):
+        return []
+    last = n_done if manifest.status == "finished" else n_done - 1
+    stored, steps = stored_steps(folder, "evaluations"), manifest.config.get("steps")
+    return [
+        version
+        for version in range(manifest.first_step, last + 1)
+        if version % config["every"] == 0 or version == steps or version in stored
+    ]
+
+
+def _evaluation(folder: RunFolder, version: int, n_expected: int) -> list[Finding]:
+    ids = read(folder, "evaluations", ["trajectory_id"], version=version)["trajectory_id"]
+    where, n_unique = folder.dataset("evaluations", version=version), len(ids.unique())
+    found = []
+    if n_unique < len(ids):
+        found.append(Finding(where, f"{len(ids) - n_unique} rows are there twice", _RESTORE))
+    if n_unique < n_expected:
+        found.append(Finding(where, f"{n_unique} of {n_expected} held-out trajectories are there", _RESTORE))
+    return found
+
+
+def _checkpoint(folder: RunFolder, version: int) -> list[Finding]:
+    """The batch that a checkpoint applied last is the one that is stored."""
+    key = f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}"
+    try:
+        told = str(json.loads(read_text(files_of(folder), key)).get("digest", ""))
+    except ValueError as error:
+        return [Finding(folder.path(key), f"it is damaged: {error}", _RESTORE)]
+    if not told or not version or told == (stored := stored_digest(folder, version - 1)):
+        return []
+    what = f"it applied batch {told[:16]}..., stored for step {version - 1} is {stored[:16]}..."
+    return [Finding(folder.path(key), what, "restore the batch from a copy, or remove the checkpoint")]

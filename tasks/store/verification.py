@@ -1,0 +1,200 @@
+"""A whole run verified: its files, then its rows, step by step, so that memory is bounded by a step."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import polars as pl
+
+from tasks.errors import ShardError, StoreError
+from tasks.store.filesystem import files_of
+from tasks.store.findings import Finding, named
+from tasks.store.inventory import DATASET, Note, all_shards, read_notes
+from tasks.store.layout import PARTITION_KEYS, RunFolder
+from tasks.store.manifest import Manifest, read_manifest
+from tasks.store.partitions import stored_scorers, stored_steps
+from tasks.store.plan import group_numbers, read_plan
+from tasks.store.reader import read
+from tasks.store.resume import complete_checkpoints
+from tasks.store.routing import expired_steps
+from tasks.store.run_findings import run_findings
+from tasks.store.shard_findings import inventory_findings, name_finding, shard_finding
+from tasks.store.step_findings import Expected, StepRows, step_findings
+from tasks.store.value_findings import COLUMNS, value_findings
+
+_ROLLOUT = ["group", "sample", "attempt", "status", "policy_version_first"]
+_RESTORE = "restore what is missing from a copy"
+Advance = Callable[[int, int], None]
+"""Told (done, of how many) shards and steps."""
+
+
+@dataclass(slots=True)
+class Verified:
+    """What was found.
+
+    Attributes:
+        findings: all that is wrong.
+        notes: what is to be known and is not wrong: steps that are not done yet, for example.
+        shards, steps: how many were checked.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    shards: int = 0
+    steps: int = 0
+
+
+def verify_run(folder: RunFolder, advance: Advance = lambda done, total: None) -> Verified:
+    """Check everything that is stored of a run; it may be going on meanwhile.
+
+    Raises:
+        StoreError: there is no run, or run.json is damaged.
+    """
+    return _Verification(folder, read_manifest(folder), advance).verified()
+
+
+class _Verification:
+    def __init__(self, folder: RunFolder, manifest: Manifest, advance: Advance) -> None:
+        self._folder, self._manifest, self._advance = folder, manifest, advance
+        self._files, self._found = files_of(folder), Verified()
+        self._config = manifest.config
+
+    def verified(self) -> Verified:
+        keys = list(all_shards(self._files))
+        steps = stored_steps(self._folder, "rollouts")
+        steps = sorted({*steps, *stored_steps(self._folder, "batches"), *stored_steps(self._folder, "plans")})
+        total = len(keys) + len(steps)
+        self._check_shards(keys, total)
+        expected = self._expected()
+        for number, step in enumerate(steps, len(keys) + 1):
+            self._check_step(step, expected)
+            self._advance(number, total)
+        self._found.steps = len(steps)
+        found, notes = run_findings(self._folder, self._manifest)
+        self._found.findings += found
+        self._found.notes += notes
+        return self._found
+
+    def _check_shards(self, keys: list[str], total: int) -> None:
+        notes = self._inventory()
+        for number, key in enumerate(keys, 1):
+            wrong = name_finding(self._folder, key)
+            wrong = wrong or shard_finding(self._folder, self._files, key, (notes or {}).get(key))
+            self._found.findings += [wrong] if wrong else []
+            self._advance(number, total)
+        self._found.shards = len(keys)
+        if notes is not None:
+            self._check_inventory(notes)
+
+    def _check_inventory(self, notes: Mapping[str, Note]) -> None:
+        is_finished = self._manifest.status == "finished"
+        if not notes and is_finished and self._manifest.schema_version > 1:
+            what = "there is no inventory, so that shards that are missing are seen by their rows alone"
+            self._found.findings.append(Finding(self._folder.dataset(DATASET), what, _RESTORE))
+        if notes:
+            now = list(all_shards(self._files))  # a run that goes on has removed some
+            self._found.findings += inventory_findings(
+                self._folder, now, notes, is_finished=is_finished, expired=self._expired(notes)
+            )
+
+    def _inventory(self) -> Mapping[str, Note] | None:
+        try:
+            return read_notes(self._folder)
+        except ShardError:
+            self._found.notes.append("the inventory is damaged: shards that are missing cannot be told by it")
+            return None
+
+    def _expired(self, notes: Mapping[str, Note]) -> list[str]:
+        """Routed experts that the run need not keep."""
+        routing = {key: int(key.split("=")[1][:6]) for key in notes if key.startswith("routing/step=")}
+        keep = int(self._config.get("store", {}).get("keep_routing_steps", 0))
+        done = len(stored_steps(self._folder, "metrics"))
+        checkpoint = max(complete_checkpoints(self._folder), default=0)
+        gone = expired_steps(sorted({*routing.values()}), done=done, checkpoint=checkpoint, keep=keep)
+        return [key for key, step in routing.items() if step in gone]
+
+    def _expected(self) -> Expected:
+        rollout, score = self._config.get("rollout", {}), self._config.get("score", {})
+        return Expected(
+            group_size=int(rollout.get("group_size", 1)),
+            max_staleness=int(rollout.get("max_staleness", 0)),
+            scorer=self._scorer(),
+            leaves_short_groups_unscored=bool(score.get("needs_whole_group", False)),
+        )
+
+    def _scorer(self) -> str:
+        """The run's, by the first batch that says it; else the only one there is."""
+        for step in stored_steps(self._folder, "batches"):
+            try:
+                told = read(self._folder, "batches", ["scorer", "source"], step=step).to_pylist()
+            except ShardError:
+                continue
+            if own := [row["scorer"] for row in told if row["scorer"] and not row["source"]]:
+                return str(own[0])
+        scorers = stored_scorers(self._folder)
+        return scorers[0] if len(scorers) == 1 else ""
+
+    def _check_step(self, step: int, expected: Expected) -> None:
+        try:
+            rows = self._step_rows(step)
+            self._found.findings += step_findings(rows, expected)
+            tokens = read(self._folder, "rollouts", list(COLUMNS), step=step)
+            self._found.findings += value_findings(rows.where["rollouts"], tokens)
+            if rows.batch is None:
+                self._found.notes.append(f"step {step} is not done: it has no batch yet")
+            else:
+                self._found.findings += self._foreign(step, rows.batch)
+        except ShardError as error:
+            # The shard itself is among the findings.
+            self._found.notes.append(f"step {step}: its rows could not be checked: {error}")
+
+    def _step_rows(self, step: int) -> StepRows:
+        folder = self._folder
+        where = {name: folder.dataset(name, step=step) for name in PARTITION_KEYS if _is_by_step(name)}
+        where["states"] = folder.dataset("states")
+        scores = {}
+        for scorer in stored_scorers(folder):
+            where[f"scores {scorer}"] = folder.dataset("scores", scorer=scorer, step=step)
+            scores[scorer] = self._frame("scores", ["trajectory_id"], scorer=scorer, step=step)
+        others = {
+            name: self._frame(name, ["trajectory_id"], step=step)["trajectory_id"].to_list()
+            for name in ("routing", "states", "annotations")
+        }
+        has_batch = bool(self._files.keys(f"batches/step={step:06d}/*.arrow"))
+        chosen = ["order", "trajectory_id", "source", "source_step"]
+        return StepRows(
+            step=step,
+            where=where,
+            planned=group_numbers(read_plan(folder, step)),
+            rollouts=self._frame("rollouts", ["trajectory_id", *_ROLLOUT], step=step),
+            scores=scores,
+            groups=self._frame("groups", ["group"], step=step),
+            batch=self._frame("batches", chosen, step=step) if has_batch else None,
+            others=others,
+        )
+
+    def _frame(self, dataset: str, columns: list[str], **partition: int | str) -> pl.DataFrame:
+        rows = pl.from_arrow(read(self._folder, dataset, columns, **partition))
+        assert isinstance(rows, pl.DataFrame)
+        return rows
+
+    def _foreign(self, step: int, batch: pl.DataFrame) -> Iterator[Finding]:
+        """Rows of a batch whose rollout lies in another step or run, and is not there."""
+        for (source, source_step), chosen in batch.group_by("source", "source_step"):
+            if (source, source_step) == ("", step):
+                continue
+            origin = RunFolder(str(source)) if source else self._folder
+            try:
+                stored = read(origin, "rollouts", ["trajectory_id"], step=int(str(source_step)))
+            except StoreError as error:
+                self._found.notes.append(f"step {step}: {origin.location} cannot be read: {error}")
+                continue
+            if lost := sorted(set(chosen["trajectory_id"]) - set(stored["trajectory_id"].to_pylist())):
+                yield Finding(
+                    self._folder.dataset("batches", step=step),
+                    f"{len(lost)} rows have no rollout in {origin.location}, step {source_step}: {named(lost)}",
+                    f"bring {origin.location} back to where it lay",
+                )
+
+
+def _is_by_step(dataset: str) -> bool:
+    return PARTITION_KEYS[dataset] == ("step",)

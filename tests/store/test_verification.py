@@ -1,0 +1,294 @@
+"""Whatever is done to a stored run is found, and said with the file and a remedy."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.errors import ShardError
+from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of, publish_text
+from tasks.store.inventory import all_shards
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read_shard
+from tasks.store.run import OpenRun
+from tasks.store.verification import verify_run
+
+RowMaker = Callable[..., pa.RecordBatch]
+REPOSITORY = Path(__file__).parents[2]
+GROUPS, SIZE, STEPS = 2, 2, 2
+CONFIG: dict[str, Any] = {
+    "steps": STEPS,
+    "rollout": {"group_size": SIZE, "max_staleness": 0},
+    "evaluate": {"every": 2, "n_prompts": 1},
+}
+
+
+def sampled(step: int) -> dict[str, object]:
+    """Columns of a step's rollouts: two tokens of the prompt, then two sampled ones."""
+    keys = [(step * GROUPS + group, sample) for group in range(GROUPS) for sample in range(SIZE)]
+    n = len(keys)
+    return {
+        "step": step,
+        "group": [group for group, _ in keys],
+        "sample": [sample for _, sample in keys],
+        "trajectory_id": [f"r.{group}.{sample}" for group, sample in keys],
+        "attempt": 0,
+        "status": "complete",
+        "policy_version_first": step,
+        "policy_version_last": step,
+        "version_span_starts": [[2]] * n,
+        "version_span_versions": [[step]] * n,
+        "token_ids": [[5, 6, 7, 8]] * n,
+        "loss_mask": [[False, False, True, True]] * n,
+        "logprobs": [[np.nan, np.nan, -0.5, -1.5]] * n,
+        "n_prompt_tokens": 2,
+        "n_completion_tokens": 2,
+    }
+
+
+class Story:
+    """A run that a test tells: `rows` may be changed before they are written."""
+
+    def __init__(self, root: Path, rows: RowMaker) -> None:
+        self.folder, self._root, self._rows = RunFolder(root / "run"), root, rows
+        self.columns = {step: sampled(step) for step in range(STEPS)}
+        self.leave_out: set[tuple[str, int]] = set()
+        self.chosen = {step: list(range(GROUPS * SIZE)) for step in range(STEPS)}
+
+    async def told(self, *, finish: bool = True) -> RunFolder:
+        config_of = StoreConfig(root=str(self._root), flush_s=0.0)
+        given = {"config": CONFIG, "fixed": {}, "versions": {}, "git_commit": "", "config_of": config_of}
+        with OpenRun.open(self.folder, **given) as run:
+            async with run.writer as writer:
+                for step in range(STEPS):
+                    for dataset, rows, partition in self._step(step):
+                        if (dataset, step) not in self.leave_out:
+                            await writer.append(dataset, rows, step=step, **partition)
+                    await writer.note()
+                for version in (0, 2):
+                    made = self._rows(
+                        "evaluations",
+                        2,
+                        trajectory_id=[f"v{version}.a", f"v{version}.b"],
+                        policy_version=version,
+                    )
+                    await writer.append("evaluations", made, version=version)
+                if finish:
+                    run.finish()
+        return self.folder
+
+    def _step(self, step: int) -> Iterator[tuple[str, pa.RecordBatch, dict[str, str]]]:
+        columns = self.columns[step]
+        ids = columns["trajectory_id"]
+        assert isinstance(ids, list)
+        n, keys = len(ids), {name: columns[name] for name in ("step", "group", "sample", "trajectory_id")}
+        plan = {"first_group": step * GROUPS, "n_groups": GROUPS, "reason": "plan"}
+        yield "plans", self._rows("plans", step=step, **plan), {}
+        yield "rollouts", self._rows("rollouts", n, **columns), {}
+        scores = self._rows("scores", n, **keys, scorer="addition", version="1", status="scored")
+        yield "scores", scores, {"scorer": "addition@1"}
+        groups = [step * GROUPS + group for group in range(GROUPS)]
+        yield "groups", self._rows("groups", GROUPS, step=step, group=groups), {}
+        chosen = [ids[place] for place in self.chosen[step]]
+        batch = {"step": step, "order": list(range(len(chosen))), "trajectory_id": chosen, "source": ""}
+        batch |= {"source_step": step, "scorer": "addition@1"}
+        yield "batches", self._rows("batches", len(chosen), **batch), {}
+        yield "metrics", self._rows("metrics", step=step, name="train/updated"), {}
+
+
+@pytest.fixture
+def story(tmp_path: Path, rows: RowMaker) -> Story:
+    return Story(tmp_path, rows)
+
+
+def findings(folder: RunFolder) -> list[str]:
+    return [
+        f"{each.where.removeprefix(folder.location)}: {each.what}" for each in verify_run(folder).findings
+    ]
+
+
+async def test_nothing_is_wrong_with_a_run_that_the_writer_made(story: Story) -> None:
+    found = verify_run(await story.told())
+    assert (found.findings, found.notes, found.steps) == ([], [], STEPS)
+
+
+async def test_damage_to_any_shard_and_its_loss_are_found_and_reading_it_names_it(
+    story: Story, tmp_path: Path
+) -> None:
+    intact = await story.told()
+    keys = sorted(all_shards(files_of(intact)))
+
+    @settings(max_examples=25)
+    @given(st.sampled_from(keys), st.floats(0, 1, exclude_max=True), st.sampled_from(["flip", "cut", "lose"]))
+    def check(key: str, place: float, how: str) -> None:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(intact.local, tmp_path / "copy")
+        folder = RunFolder(tmp_path / "copy")
+        path = folder.local / key
+        content = bytearray(path.read_bytes())
+        at = int(place * len(content))
+        if how == "lose":
+            path.unlink()
+            assert findings(folder)
+            return
+        content[at] ^= 0xFF
+        path.write_bytes(bytes(content) if how == "flip" else bytes(content[:at]))
+        with pytest.raises(ShardError, match=path.name):
+            read_shard(folder, key)
+        assert str(path) in [each.where for each in verify_run(folder).findings]
+
+    check()
+
+
+def no_logprob(columns: dict[str, Any]) -> None:
+    columns["logprobs"] = [[np.nan, np.nan, np.nan, -1.0], *columns["logprobs"][1:]]
+
+
+def a_logprob_too_many(columns: dict[str, Any]) -> None:
+    columns["logprobs"] = [[np.nan, -1.0, -1.0, -1.0], *columns["logprobs"][1:]]
+
+
+def a_short_mask(columns: dict[str, Any]) -> None:
+    columns["loss_mask"] = [[False, True], *columns["loss_mask"][1:]]
+
+
+def a_wrong_count(columns: dict[str, Any]) -> None:
+    columns["n_completion_tokens"] = 3
+
+
+def spans_in_disorder(columns: dict[str, Any]) -> None:
+    columns["version_span_starts"] = [[3, 2]] * 4
+    columns["version_span_versions"] = [[0, 1]] * 4
+
+
+def a_span_outside(columns: dict[str, Any]) -> None:
+    columns["version_span_starts"] = [[4]] * 4
+
+
+def too_stale(columns: dict[str, Any]) -> None:
+    columns["policy_version_first"] = 0
+
+
+def twice(columns: dict[str, Any]) -> None:
+    columns["trajectory_id"] = [*columns["trajectory_id"][:3], columns["trajectory_id"][0]]
+    columns["sample"] = [0, 1, 0, 0]
+
+
+def unplanned(columns: dict[str, Any]) -> None:
+    columns["group"] = [2, 2, 3, 99]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (no_logprob, "rollouts/step=000001: logprobs of sampled tokens are not finite: r.2.0"),
+        (a_logprob_too_many, "logprobs of tokens that were not sampled are not NaN: r.2.0"),
+        (a_short_mask, "token_ids, loss_mask and logprobs differ in length: r.2.0"),
+        (
+            a_wrong_count,
+            "n_completion_tokens is not the number of True in loss_mask: r.2.0, r.2.1, r.3.0, r.3.1",
+        ),
+        (spans_in_disorder, "spans of policy versions are not in order within the tokens: r.2.0"),
+        (a_span_outside, "spans of policy versions are not in order within the tokens: r.2.0"),
+        (
+            too_stale,
+            "batches/step=000001: 4 trained rows are not 0 to 0 policy versions behind their step: r.2.0",
+        ),
+        (twice, "rollouts/step=000001: trajectory_id are there twice: r.2.0"),
+        (twice, "rollouts/step=000001: group, sample, attempt are there twice: 3.0.0"),
+        (twice, "rollouts/step=000001: 1 planned trajectories have no rollout: 3.1"),
+        (unplanned, "rollouts/step=000001: 1 rollouts are in no plan: 99.1"),
+    ],
+)
+async def test_rows_that_are_wrong_are_found(
+    story: Story, change: Callable[..., None], expected: str
+) -> None:
+    change(story.columns[1])
+    assert any(expected in each for each in findings(await story.told()))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        ("rollouts", "scores/scorer=addition@1/step=000000: 4 rows have no rollout: r.0.0, r.0.1"),
+        ("rollouts", "batches/step=000000: 4 rows have no rollout"),
+        ("rollouts", "rollouts/step=000000: 4 planned trajectories have no rollout: 0.0, 0.1, 1.0, 1.1"),
+        ("scores", "scores/scorer=addition@1/step=000000: 4 rollouts have no score: r.0.0"),
+        ("groups", "groups/step=000000: 2 planned groups have no row: 0, 1"),
+        ("batches", "batches: no batch of steps 0"),
+        ("metrics", "metrics: no metrics of steps 0"),
+    ],
+)
+async def test_what_a_step_lacks_is_found(story: Story, dataset: str, expected: str) -> None:
+    story.leave_out.add((dataset, 0))
+    assert any(expected in each for each in findings(await story.told()))
+
+
+async def test_a_file_that_is_no_shard_and_a_shard_that_nobody_wrote_are_found(story: Story) -> None:
+    folder = await story.told()
+    key = files_of(folder).keys("groups/step=000000/*.arrow")[0]
+    (folder.local / key).with_name("mine.arrow").write_bytes(b"ARROW1")
+    shutil.copy(folder.local / key, (folder.local / key).with_name(f"000001-000900-{key[-22:-6]}.arrow"))
+    found = findings(folder)
+    assert any("mine.arrow: it is not named as a shard is" in each for each in found)
+    assert any("000001-000900" in each and "the inventory does not know it" in each for each in found)
+
+
+async def test_an_evaluation_that_is_not_whole_and_a_checkpoint_of_another_batch_are_found(
+    story: Story,
+) -> None:
+    folder = await story.told()
+    (evaluation,) = files_of(folder).keys("evaluations/version=000002/*.arrow")
+    (folder.local / evaluation).unlink()
+    publish_text(files_of(folder), "checkpoints/version=000002/COMPLETE.json", b'{"digest": "ab"}')
+    found = findings(folder)
+    assert any("evaluations/version=000002: 0 of 2 held-out trajectories are there" in each for each in found)
+    assert any("COMPLETE.json: it applied batch ab..., stored for step 1 is" in each for each in found)
+
+
+async def test_a_lost_inventory_is_found(story: Story) -> None:
+    folder = await story.told()
+    for key in files_of(folder).keys("shards/*/*.arrow"):
+        (folder.local / key).unlink()
+    assert any("there is no inventory" in each for each in findings(folder))
+
+
+async def test_the_command_says_it_and_its_exit_status_does_too(story: Story) -> None:
+    folder = await story.told()
+
+    def verify(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flows.cli", "verify", folder.location, *words]
+        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+        )
+
+    whole = verify()
+    assert (whole.returncode, whole.stderr.strip()) == (0, "")
+    assert "2 steps verified, nothing is wrong" in whole.stdout
+    files_of(folder).remove(files_of(folder).keys("scores/*/step=000001/*.arrow"))
+    lost = verify("--json")
+    assert lost.returncode == 1
+    said = json.loads(lost.stdout)
+    assert not said["ok"]
+    assert [sorted(each) for each in said["findings"]] == [["remedy", "what", "where"]] * 2
+    assert said["findings"][0]["what"] == "it is missing: it was written with 4 rows"
+    assert "4 rollouts have no score" in verify().stdout
+
+
+async def test_a_run_that_goes_on_is_verified_as_far_as_it_is(story: Story) -> None:
+    story.leave_out |= {(dataset, 1) for dataset in ("groups", "batches", "metrics", "scores")}
+    found = verify_run(await story.told(finish=False))
+    assert found.findings == []
+    assert found.notes == ["step 1 is not done: it has no batch yet"]
