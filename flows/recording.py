@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from prefect import get_client
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 
 from flows.failure import PREFECT_ERRORS
@@ -25,6 +26,16 @@ async def count_recorded(since: datetime) -> int:
         body = {"flow_runs": {"id": {"any_": [flow_run.id]}}, "task_runs": task_runs}
         response = await client.request("POST", "/task_runs/count", json=body)
     return int(response.json())
+
+
+def forget_results() -> None:
+    """Let go of the states that Prefect keeps of every task's result until the flow run ends.
+
+    By them it draws which task had whose result as a parameter, which is so for none here. They are 5 kB a step.
+    """
+    context = FlowRunContext.get()
+    if context is not None:
+        context.run_results.clear()
 
 
 class Recording:

@@ -12,6 +12,7 @@ from flows.artifacts import create_run_artifact
 from flows.collect import Collected
 from flows.drops import drop_line, drop_metrics, drops
 from flows.progress import say
+from flows.recording import forget_results
 from flows.run import Run
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
@@ -52,6 +53,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
         seconds=clock.elapsed_s,
         dropped=drop_line(dropped),
     )
+    forget_results()
 
 
 def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:

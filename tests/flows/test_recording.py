@@ -3,8 +3,9 @@
 from datetime import datetime
 
 import httpx
+from prefect.context import FlowRunContext
 
-from flows.recording import Recording
+from flows.recording import Recording, forget_results
 from tasks.observe.config import ObserveConfig
 
 
@@ -86,3 +87,10 @@ async def test_the_end_asks_a_server_again_that_failed_to_answer() -> None:
 async def test_the_end_waits_no_longer_than_allowed_for_a_server_that_is_gone() -> None:
     made, _ = recording(Server(httpx.ConnectError("connection refused")), record_timeout_s=0.1)
     assert await made.wait_until_recorded() == 10
+
+
+def test_states_of_results_are_not_kept_for_the_length_of_a_flow_run() -> None:
+    with FlowRunContext.model_construct(run_results={1: ("state", "task run", None)}) as context:
+        forget_results()
+    assert context.run_results == {}
+    forget_results()  # without a flow run there is nothing to let go of
