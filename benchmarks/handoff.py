@@ -3,7 +3,8 @@
 A stub of a vLLM server in another process answers at once, at most 8 requests in flight. Ours is the product's client,
 rows, writer and reader, by vLLM's JSON with base64 and by the arrays of our plugin; beside it the batch as one message:
 structs of Python lists, gathered and encoded in a thread by msgspec (MessagePack) and by orjson, and written to a file.
-Each way runs in a process of its own. Decoding (JSON, base64) is told apart from the rest; the rest includes HTTP.
+Each way runs in a process of its own. Decoding (JSON, base64) is told apart from the rest; the rest includes HTTP and the
+kernel's writing: what receiving alone and writing as many bytes alone cost stands beside it.
 """
 
 import asyncio
@@ -24,9 +25,10 @@ import numpy as np
 
 from benchmarks.stubs.loop_lag import LoopLag, idle_lag_ms
 from benchmarks.stubs.routing_server import N_PROMPT
+from tasks.observe.memory import keep_for_good
 from tasks.rollout.environment import Example
 from tasks.rollout.group import StepSampler
-from tasks.rollout.trajectory import Draft, Trajectory, Work
+from tasks.rollout.trajectory import Draft, Trajectory, Work, rollout_rows
 from tasks.serve import client as client_module
 from tasks.serve.answers import Completion, completion_of
 from tasks.serve.client import VllmClient
@@ -43,7 +45,9 @@ N_ROWS, IN_FLIGHT = 128, 8
 WAYS = ("ours, base64", "ours, arrays", "msgpack", "orjson")
 TARGETS = {"cpu_s": 0.6, "lag_excess_ms": 10.0, "peak_rss_gb": 1.5, "read_column_s": 0.01}
 FIELDS = ("cpu_s", "decode_cpu_s", "wall_s", "lag_excess_ms", "peak_rss_gb", "read_column_s")
-TOUCHED_BYTES = 4_000_000_000
+BESIDE = ("receive_cpu_s", "plain_write_cpu_s", "read_routing_s")
+TOUCHED_BYTES = 3_000_000_000
+ROW_BYTES = 9_450_000
 PROMPT = np.arange(N_PROMPT, dtype=np.int32)
 
 
@@ -206,9 +210,12 @@ def read_message(path: Path, way: str) -> dict[str, float]:
 
 async def hand_off(way: str, url: str, place: Path) -> dict[str, float]:
     decoding = Decoding()
-    client_module.completion_of = decoding
+    rollout_rows("run", 0, "benchmark", [])  # imports what Arrow imports at its first array
     async with VllmClient(url, ServeConfig()) as client:
         await client.wait_until_healthy(60.0)
+        receive_cpu_s = await receive_only(client)
+        client_module.completion_of = decoding
+        keep_for_good()  # as when a run is open
         idle_ms = await idle_lag_ms(2.0)
         touch_memory(place)
         lag, cpu, started = LoopLag(), time.process_time(), time.perf_counter()
@@ -220,13 +227,42 @@ async def hand_off(way: str, url: str, place: Path) -> dict[str, float]:
                     client, place / "batch", msgspec.msgpack.encode if way == "msgpack" else as_orjson
                 )
         wall_s, whole_cpu_s = time.perf_counter() - started, time.process_time() - cpu
+    peak_rss_gb = rss_gb()
     return {
         "cpu_s": whole_cpu_s - decoding.cpu_s,
         "decode_cpu_s": decoding.cpu_s,
         "wall_s": wall_s,
         "lag_excess_ms": lag.largest_ms - idle_ms,
-        "peak_rss_gb": rss_gb(),
+        "peak_rss_gb": peak_rss_gb,
+        "receive_cpu_s": receive_cpu_s,
+        "plain_write_cpu_s": plain_write_cpu_s(place),
     }
+
+
+async def receive_only(client: VllmClient) -> float:
+    """CPU seconds of receiving the same answers and dropping them."""
+    nothing = Completion(PROMPT, PROMPT, "stop", ())
+    client_module.completion_of = lambda _: nothing
+    started = time.process_time()
+    await each_row(client, dropped)
+    return time.process_time() - started
+
+
+async def dropped(number: int, completion: Completion) -> None:
+    """Nothing is done with it."""
+
+
+def plain_write_cpu_s(place: Path) -> float:
+    """CPU seconds of writing as many bytes, from one piece of memory to a file."""
+    touch_memory(place)
+    file, row = place / "plain", bytes(ROW_BYTES)
+    started = time.process_time()
+    with file.open("wb", buffering=0) as sink:
+        for _ in range(N_ROWS):
+            sink.write(row)
+    spent = time.process_time() - started
+    file.unlink()
+    return spent
 
 
 def touch_memory(place: Path) -> None:
@@ -263,12 +299,12 @@ def measured(way: str) -> dict[str, float]:
 
 
 def main() -> None:
-    print(f"{'':16}" + "".join(f"{name:>16}" for name in (*FIELDS, "read_routing_s")))
+    print(f"{'':16}" + "".join(f"{name:>19}" for name in (*FIELDS, *BESIDE)))
     found: dict[str, dict[str, float]] = {}
     for way in sys.argv[1:2] or WAYS:
         found[way] = measured(way)
-        shown = (found[way].get(name, float("nan")) for name in (*FIELDS, "read_routing_s"))
-        print(f"{way:16}" + "".join(f"{value:16.3f}" for value in shown), flush=True)
+        shown = (found[way].get(name, float("nan")) for name in (*FIELDS, *BESIDE))
+        print(f"{way:16}" + "".join(f"{value:19.3f}" for value in shown), flush=True)
     own = found.get("ours, base64", next(iter(found.values())))
     for name, target in TARGETS.items():
         print(f"{name}: {own[name]:.3f}, target {target:g}: {'reached' if own[name] <= target else 'MISSED'}")

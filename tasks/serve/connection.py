@@ -30,8 +30,8 @@ SHOWN_CHARACTERS = 500
 
 LARGE_BYTES = 1 << 20
 """A body of this size (1 MiB) or more is received in place; a smaller one is joined from its pieces."""
-RECEIVED_BYTES = 1 << 20
-"""A connection is read ahead up to this much (1 MiB): with less, a large body is a thousand small turns of the loop."""
+RECEIVED_BYTES = 1 << 18
+"""A connection is read ahead up to this much (256 KiB): with less, a large body is a thousand small turns of the loop, with more, long ones."""
 
 Body: TypeAlias = bytes | memoryview
 """What a server answers; a memoryview of bytes when it is large."""
