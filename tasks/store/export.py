@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias
+from urllib.parse import unquote
 
 import orjson
 import pyarrow as pa
@@ -102,10 +103,10 @@ def _tables(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, Partiti
     found: dict[str, list[dict[str, PartitionValue]]] = {} if dataset == "states" else {dataset: []}
     for place in places:
         partition = {
-            key: value if key in ("scorer", "env") else int(value)
+            key: unquote(value) if key in ("scorer", "env") else int(value)
             for key, value in (part.split("=", 1) for part in place.split("/")[1:])
         }
-        name = f"{dataset}-{partition['env']}" if dataset == "states" else dataset
+        name = f"{dataset}-{place.split('/')[1].removeprefix('env=')}" if dataset == "states" else dataset
         found.setdefault(name, []).append(partition)
     return found
 

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 
 from tasks.errors import RunMismatchError, SchemaError
+from tasks.store.export import export
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read
@@ -61,6 +62,15 @@ async def test_a_plain_scan_of_one_environment_reads_its_name_whatever_it_is(tmp
     frame = pl.scan_ipc(f"{folder.location}/{shards}/**/*.arrow", hive_partitioning=True).collect()
     assert frame["n"].to_list() == [1, None]
     assert frame["env"].unique().to_list() == [env]
+
+
+async def test_states_of_an_environment_of_a_library_are_exported(folder: RunFolder, tmp_path: Path) -> None:
+    await stored(folder, "verifiers:game", row({"n": "int64"}, {"n": 1}, "verifiers:game"))
+    (made,) = export(folder, tmp_path / "out", "parquet", ["states"])
+    assert pl.read_parquet(tmp_path / "out" / "states-verifiers%3Agame.parquet", glob=False)[
+        "n"
+    ].to_list() == [1]
+    assert made.rows == 1
 
 
 async def test_an_environment_that_keeps_something_else_does_not_go_on_with_a_run(folder: RunFolder) -> None:
