@@ -70,3 +70,15 @@ def test_a_version_is_read_as_it_was_written() -> None:
 def test_what_is_no_version_of_ours_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="expected run:incarnation:version"):
         PolicyVersion.parse(text)
+
+
+def test_our_plugin_is_named_beside_those_that_a_user_names(config_of) -> None:
+    config = config_of("vllm")
+    assert vllm.environment(config, base={})["VLLM_PLUGINS"] == "rollmill"
+    assert vllm.environment(config, base={"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,rollmill"
+
+
+def test_a_server_returns_routed_experts_when_they_are_kept(config_of) -> None:
+    config = config_of("vllm")
+    words = [vllm.command(config, "model", 80, returns_routing=each) for each in (True, False)]
+    assert [vllm.ROUTING_ARGUMENT in each for each in words] == [True, False]
