@@ -133,10 +133,11 @@ def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) ->
 
 def _states_schema(folder: RunFolder, shards: Sequence[str]) -> pa.Schema:
     """The schema of stored states, which their environment decides."""
-    return _schema_of_shard(folder, shards[0]) if shards else states_schema("", {})
+    return schema_of_shard(folder, shards[0]) if shards else states_schema("", {})
 
 
-def _schema_of_shard(folder: RunFolder, key: str) -> pa.Schema:
+def schema_of_shard(folder: RunFolder, key: str) -> pa.Schema:
+    """The schema of a shard of `states`, which its environment decides; ShardError when it cannot be read."""
     where = folder.path(key)
     try:
         schema = open_shard(files_of(folder).open(key), key, where).schema()
@@ -156,7 +157,7 @@ def _selected(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) ->
 def read_shard(folder: RunFolder, key: str, columns: Sequence[str] | None = None) -> pa.Table:
     """Rows of one shard, given its key; see `read`."""
     dataset = key.partition("/")[0]
-    whole = _schema_of_shard(folder, key) if dataset == "states" else schema_of(dataset)
+    whole = schema_of_shard(folder, key) if dataset == "states" else schema_of(dataset)
     return _read_shard(files_of(folder), folder, key, whole, _selected(dataset, whole, columns))
 
 

@@ -33,6 +33,11 @@ def run_findings(folder: RunFolder, manifest: Manifest) -> tuple[list[Finding], 
             found += _evaluation(folder, version, 2 * manifest.config["evaluate"]["n_prompts"])
         except ShardError as error:
             notes.append(f"evaluation of version {version} could not be checked: {error}")
+    for version in stored_steps(folder, "evaluation_scores"):
+        try:
+            found += _held_out_scores(folder, version)
+        except ShardError as error:
+            notes.append(f"held-out scores of version {version} could not be checked: {error}")
     for version in complete_checkpoints(folder):
         try:
             found += _checkpoint(folder, version)
@@ -64,6 +69,16 @@ def _evaluation(folder: RunFolder, version: int, n_expected: int) -> list[Findin
     if n_unique < n_expected:
         found.append(Finding(where, f"{n_unique} of {n_expected} held-out trajectories are there", _RESTORE))
     return found
+
+
+def _held_out_scores(folder: RunFolder, version: int) -> list[Finding]:
+    """Scores of held-out trajectories are of those that are there."""
+    known = set(read(folder, "evaluations", ["trajectory_id"], version=version)["trajectory_id"].to_pylist())
+    scores = read(folder, "evaluation_scores", ["trajectory_id"], step=version)
+    if orphans := sorted(set(scores["trajectory_id"].to_pylist()) - known):
+        what = f"{len(orphans)} rows of version {version} have no held-out trajectory: {named(orphans)}"
+        return [Finding(folder.dataset("evaluation_scores"), what, _RESTORE)]
+    return []
 
 
 def _checkpoint(folder: RunFolder, version: int) -> list[Finding]:

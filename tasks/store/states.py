@@ -8,6 +8,7 @@ import pyarrow as pa
 from tasks.errors import RunMismatchError, SchemaError
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder, partition_pattern
+from tasks.store.reader import schema_of_shard
 from tasks.store.rows import Rows
 from tasks.store.schemas import STATE_FIELDS, states_schema
 
@@ -89,8 +90,7 @@ def check_stored_columns(folder: RunFolder, env: str, columns: Mapping[str, str]
     stored = files.keys(f"{partition_pattern('states', {'env': env})}/*.arrow")
     if not stored or not columns:
         return
-    with files.open(stored[0]) as source:
-        before = pa.ipc.open_file(source).schema
+    before = schema_of_shard(folder, stored[0])
     now = schema_for(env, columns)
     if not before.equals(now):
         unlike = {each.name for each in {*before} ^ {*now}}

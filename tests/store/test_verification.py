@@ -257,6 +257,19 @@ async def test_an_evaluation_that_is_not_whole_and_a_checkpoint_of_another_batch
     assert any("COMPLETE.json: it applied batch ab..., stored for step 1 is" in each for each in found)
 
 
+async def test_a_score_of_a_held_out_trajectory_that_is_not_there_is_found(
+    story: Story, rows: RowMaker
+) -> None:
+    folder = await story.told()
+    with OpenRun.extend(folder, config_of=StoreConfig(root=str(folder.local.parent))) as run:
+        async with run.writer as writer:
+            made = rows("evaluation_scores", 2, step=2, trajectory_id=["v2.a", "gone"])
+            await writer.append("evaluation_scores", made, scorer="addition@1", step=2)
+    assert findings(folder) == [
+        "/evaluation_scores: 1 rows of version 2 have no held-out trajectory: gone",
+    ]
+
+
 async def test_a_lost_inventory_is_found(story: Story) -> None:
     folder = await story.told()
     for key in files_of(folder).keys("shards/*/*.arrow"):
