@@ -11,7 +11,6 @@ from flows.selection import Selection, known_value, partitions, scan_partitions
 from flows.view import Column, View, without_alike
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
 from tasks.store.reader import read, read_trajectories
 
 STATUSES = ("complete", "truncated", "failed", "cancelled")
@@ -69,15 +68,17 @@ def trajectories_view(folder: RunFolder, selection: Selection) -> View:
     )
 
 
-def short_id(trajectory_id: str, run: str) -> str:
-    """A trajectory's id without the run's, and without its attempt where it is the first.
+def short_id(trajectory_id: str) -> str:
+    """A trajectory's id without its run's, and without its attempt where it is the first.
 
-    Example: "6b873bfb6c92961a.12.3.0" of run "6b873bfb6c92961a" is "12.3".
+    Example: "6b873bfb6c92961a.12.3.0" is "12.3", its second attempt "12.3.1".
     """
-    if not trajectory_id.startswith(f"{run}."):
-        return trajectory_id
-    short = trajectory_id.removeprefix(f"{run}.")
-    return short.removesuffix(".0") if short.count(".") == 2 and short[:1].isdigit() else short
+    run, _, place = trajectory_id.partition(".")
+    return (
+        place.removesuffix(".0")
+        if place.count(".") == 2 and run and not place.startswith("v")
+        else place or run
+    )
 
 
 def step_of_group(folder: RunFolder, group: int) -> int:
@@ -152,7 +153,6 @@ def _filtered(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
 
 def _with_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:
     """The chosen rows with their conversations, of which no others are read."""
-    run = read_manifest(folder).run
     messages: dict[str, str] = {}
     for (step,), rows in chosen.group_by("step"):
         messages |= _messages(
@@ -162,7 +162,7 @@ def _with_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool
     for row in chosen.to_dicts():
         conversation = json.loads(messages[row["trajectory_id"]])
         answer = str(conversation[-1]["content"]) if conversation else ""
-        short = short_id(row["trajectory_id"], run)
+        short = short_id(row["trajectory_id"])
         found.append({"trajectory": short, **row, "answer": answer, "messages": conversation})
     return found
 

@@ -1,13 +1,18 @@
 """`rollmill show`: one trajectory, its conversation and its tokens."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.text import Text
 
 from flows.colours import LOGPROB, advantage_scale
 from flows.view import visible
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest, write_manifest
 
 Command = Callable[..., str]
 
@@ -50,6 +55,20 @@ def test_ids_are_taken_short_and_whole_and_json_has_every_column(rollmill: Comma
     assert [token["version"] for token in shown["tokens"][5:9]] == [None, 0, 0, 1]
 
 
+def test_rows_that_a_fork_has_of_another_run_are_found(
+    small_run: RunFolder, rollmill: Command, tmp_path: Path
+) -> None:
+    fork = tmp_path / "fork"
+    shutil.copytree(small_run.local, fork)
+    write_manifest(RunFolder(fork), replace(read_manifest(small_run), run="f04cf04cf04cf04c"))
+    assert (
+        json.loads(rollmill("show", str(fork), "6.0", "--json"))["trajectory_id"] == "5eed5eed5eed5eed.6.0.0"
+    )
+    assert json.loads(rollmill("show", str(fork), "v3.1.greedy", "--json"))["greedy"] is True
+    rows = json.loads(rollmill("inspect", str(fork), "--group", "6", "--json"))["trajectories"]
+    assert [row["trajectory"] for row in rows] == ["6.0", "6.1", "6.2", "6.3"]
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
@@ -57,6 +76,7 @@ def test_ids_are_taken_short_and_whole_and_json_has_every_column(rollmill: Comma
         ("77.0", "it has groups 0 to 11"),
         ("v1.0.greedy", "evaluated are the versions 0, 3"),
         ("v3.8.greedy", "v3.0.greedy"),
+        ("0ther0ther0ther0.6.0.0", "near it are"),
         ("whatever", "the run has no such trajectory"),
     ],
 )
