@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -116,13 +114,12 @@ async def _started(served: ServedModel) -> None:
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address; requests of this session, and of what it starts with its environment, go there."""
     endpoint = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", endpoint.rpartition(":")[2]]
-    server = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    log = tmp_path_factory.mktemp("s3") / "server.log"
+    server = LaunchedProcess.start("S3 server", command, log=log, env={**os.environ}, stop_grace_s=1.0)
     environment = {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "tests",
@@ -136,17 +133,16 @@ def s3_endpoint() -> Iterator[str]:
             wait_until_it_answers(endpoint, server)
             yield endpoint
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.stop_now()
 
 
-def wait_until_it_answers(endpoint: str, server: "subprocess.Popen[bytes]") -> None:
+def wait_until_it_answers(endpoint: str, server: LaunchedProcess) -> None:
     deadline = time.monotonic() + LONGEST_S3_START_S
     while True:
         try:
             httpx.get(endpoint)
         except httpx.TransportError:
-            assert server.poll() is None, "the S3 server ended"
+            assert server.is_running, server.log_tail()
             assert time.monotonic() < deadline, "the S3 server does not answer"
             time.sleep(0.05)
         else:
