@@ -2,13 +2,21 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from flows.command import lead_to_prefect
-from flows.config import RescoreConfig, overridden, parsed
+import typer
+
+from flows.command import lead_to_prefect, train_here
+from flows.comparison import versions_of
+from flows.config import RescoreConfig, RunConfig, overridden, parsed, preset_values, validate
+from flows.folder import existing_run
+from flows.offline import check_offline
+from flows.preflight import check_trainer, preflight
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
+from tasks.store.resume import complete_checkpoints
 
 
 def rescore_config(
@@ -54,6 +62,76 @@ def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
 
     with flow_command(lambda: is_rescored(folder, config), config.observe.exit_timeout_s):
         asyncio.run(rescore(folder.location, config))
+
+
+def retrain_config(
+    origin: str, overrides: Sequence[str], sources: Sequence[str] = (), scores: str = ""
+) -> RunConfig:
+    """Settings of a run that trains from stored rollouts.
+
+    Args:
+        origin: a run, whose settings are taken and whose rollouts are trained on unless `sources` says otherwise;
+            or a preset.
+        overrides: key=value.
+        sources: runs to train from.
+        scores: NAME@VERSION.
+
+    Raises:
+        ConfigError: a setting is wrong, or a source is no run.
+    """
+    try:
+        folder = existing_run(origin)
+        values: dict[str, Any] = read_manifest(folder).config
+        values["retrain"] = {}
+        sources = sources or [folder.location]
+    except ConfigError:
+        values = preset_values(origin)
+    chosen: dict[str, Any] = {"sources": [existing_run(each).absolute for each in sources]} if sources else {}
+    if scores:
+        chosen["scores"] = scores
+    values["retrain"] = values.get("retrain", {}) | chosen
+    return validate(overridden(values, overrides))
+
+
+def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
+    """Run the flow retrain in this process.
+
+    Args:
+        config: all settings.
+        name: folder of the new run below `store.root`.
+        again: move a finished run of that name to NAME-N, and start anew.
+
+    Raises:
+        ConfigError: something is missing; nothing has been started.
+        RunFinishedError, RunMismatchError: the folder's run cannot be gone on with like this.
+    """
+    check_offline(config)
+    preflight(config, samples=config.evaluate.enabled)
+
+    def begun() -> Coroutine[Any, Any, str]:
+        from flows.retrain import retrain
+
+        return retrain(name, config)
+
+    train_here(config, name, begun, again=again)
+
+
+def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
+    """Run the flow replay in this process.
+
+    Raises:
+        ConfigError: there is nothing to replay, or something is missing; nothing has been started.
+        ReplayError: it did not give the same.
+    """
+    config = validate(read_manifest(folder).config)
+    versions = versions_of(complete_checkpoints(folder), first, last)
+    check_trainer(config)
+    lead_to_prefect()
+    from flows.ending import flow_command
+    from flows.replay import replay
+
+    with flow_command(lambda: False, config.observe.exit_timeout_s):
+        typer.echo(asyncio.run(replay(folder.location, versions.first, versions.last)))
 
 
 def _steps(text: str) -> dict[str, int]:

@@ -33,13 +33,13 @@ class _Info(msgspec.Struct):
     vllm_config: _Settings
 
 
-async def check_attached(config: RunConfig) -> None:
-    """Ask every service at train.url and serve.urls whether it is there and can serve a run.
+async def check_attached(config: RunConfig, *, samples: bool = True) -> None:
+    """Ask every service at train.url, and when the run samples at serve.urls, whether it is there and can serve a run.
 
     Raises:
         ConfigError: one is not there within serve.attach_timeout_s, or lacks something; names the setting.
     """
-    urls = [("serve.urls", url) for url in config.serve.urls]
+    urls = [("serve.urls", url) for url in config.serve.urls if samples]
     urls += [("train.url", config.train.url)] if config.train.url else []
     await asyncio.gather(*(_check(config, field, url) for field, url in urls))
 

@@ -4,7 +4,8 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import typer
 
@@ -45,6 +46,26 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
         RunFinishedError, RunMismatchError: the folder's run cannot be gone on with like this.
     """
     preflight(config)
+
+    def begun() -> Coroutine[Any, Any, str]:
+        from flows.post_train import post_train
+
+        return post_train(name, config, redo_failed)
+
+    train_here(config, name, begun, again=again)
+
+
+def train_here(
+    config: RunConfig, name: str, begun: Callable[[], Coroutine[Any, Any, str]], *, again: bool
+) -> None:
+    """Run a flow that trains a run of that name, as the last thing of this process.
+
+    Args:
+        config: all settings.
+        name: folder of the run below `store.root`.
+        begun: imports the flow, which is left to when Prefect's settings are known, and calls it.
+        again: move a finished run of that name to NAME-N, and start anew.
+    """
     folder = run_folder(name, config)
     starts_anew = again and is_finished(folder)
     if starts_anew:
@@ -55,10 +76,9 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
     if starts_anew:
         move_aside(folder)
     from flows.ending import flow_command
-    from flows.post_train import post_train
 
     with flow_command(lambda: is_finished(folder), config.observe.exit_timeout_s):
-        asyncio.run(post_train(name, config, redo_failed))
+        asyncio.run(begun())
 
 
 def lead_to_prefect() -> None:

@@ -28,12 +28,34 @@ Config = TypeVar("Config", bound=StageConfig)
 class EvaluateConfig(StageConfig):
     """Held-out evaluation, greedy and sampled."""
 
+    enabled: bool = setting(
+        True, "Evaluate at all; without, a run that trains from stored rollouts needs no vLLM server."
+    )
     every: int = setting(
         10, "Steps between two evaluations; the first and the last version always have one.", ge=1
     )
     n_prompts: int = setting(512, "Held-out prompts, the same each time.", ge=1, fixed=True)
     scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
     prompts_per_task: int = setting(64, "Held-out prompts of one evaluation task run.", ge=1)
+
+
+class RetrainConfig(StageConfig):
+    """Training from stored rollouts and a scores data set; only the flow retrain goes by it."""
+
+    sources: tuple[str, ...] = setting(
+        (), "Runs whose rollouts are trained on: folders, or s3://bucket/prefix.", fixed=True
+    )
+    scores: str = setting("", "NAME@VERSION of the scores that rewards come from.", fixed=True)
+    groups_per_step: int = setting(
+        32,
+        "Groups of one step, drawn from all that can be trained on; none comes twice in one pass over them.",
+        ge=1,
+        fixed=True,
+    )
+    first_step: int = setting(0, "First step of the sources to draw from.", ge=0, fixed=True)
+    last_step: int = setting(
+        -1, "Last step of the sources to draw from; -1: all that they have trained on.", ge=-1, fixed=True
+    )
 
 
 class RescoreConfig(StageConfig):
@@ -66,6 +88,7 @@ class RunConfig(StageConfig):
     store: StoreConfig = setting(StoreConfig(), "The data sets.")
     evaluate: EvaluateConfig = setting(EvaluateConfig(), "Held-out evaluation.")
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
+    retrain: RetrainConfig = setting(RetrainConfig(), "Training from stored rollouts.")
 
     @property
     def trajectories_per_step(self) -> int:

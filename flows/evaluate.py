@@ -10,7 +10,7 @@ from prefect.logging import get_run_logger
 
 from flows.failures import FailureWatch
 from flows.progress import say
-from flows.run import Run
+from flows.run import Run, TrainingRun
 from tasks.rollout.admission import EVALUATION, Place
 from tasks.rollout.environment import Example
 from tasks.rollout.foreign import problem_of
@@ -26,14 +26,17 @@ HELD_OUT_GROUP = 1 << 40
 """Group numbers of held-out prompts begin here, above those of any step."""
 
 
-def is_due(run: Run, version: int) -> bool:
-    """True for versions that are multiples of `evaluate.every`, and for the last one; a fork's own versions alone."""
-    if version < run.store.manifest.first_step:
+def is_due(run: TrainingRun, version: int) -> bool:
+    """True for versions that are multiples of `evaluate.every`, and for the last one; a fork's own versions alone.
+
+    Without `evaluate.enabled` none is.
+    """
+    if not run.config.evaluate.enabled or version < run.store.manifest.first_step:
         return False
     return version % run.config.evaluate.every == 0 or version == run.config.steps
 
 
-def is_evaluated(run: Run, version: int) -> bool:
+def is_evaluated(run: TrainingRun, version: int) -> bool:
     """True when every held-out trajectory of a version is stored."""
     stored = read(run.folder, "evaluations", columns=["trajectory_id"], version=version)
     return bool(stored.num_rows >= 2 * run.config.evaluate.n_prompts)

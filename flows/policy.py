@@ -5,11 +5,12 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from flows.evaluate import evaluate_version, is_due, is_evaluated
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
-from flows.run import Run
+from flows.run import OfflineRun, Run, TrainingRun
 from flows.servers import AT_START, Servers
 from flows.services import ServerService, TrainerService, open_services, restart
 from flows.space import is_checkpoint_due
@@ -28,11 +29,16 @@ from tasks.train.task import train_step
 class Policy:
     """One run's policy, in trainer, servers and folder.
 
+    Args:
+        run: the run.
+        trainer: its trainer.
+        servers: those that sample; None for a run that samples nothing.
+
     Attributes:
         current: what the trainer stands at; its number is how many stored batches it has applied.
     """
 
-    def __init__(self, run: Run, trainer: TrainerService, servers: Servers) -> None:
+    def __init__(self, run: TrainingRun, trainer: TrainerService, servers: Servers | None) -> None:
         self._run, self._trainer, self._servers = run, trainer, servers
         self._still = asyncio.Lock()  # held while the trainer's weights move or travel
         self._restarts = 0
@@ -51,14 +57,12 @@ class Policy:
             end = await self._load_checkpoint()
         self._run.compactor.begin(self.current.version)
         for step in range(self.current.version, end):
-            if is_due(self._run, step) and not await asyncio.to_thread(is_evaluated, self._run, step):
-                async with self._still:
-                    await self._servers.bring_up(self.current)
-                await evaluate_version(self._run, step)
+            if self._servers and is_due(self._run, step):
+                await self._evaluate_rest(self._servers.run, step)
             async with self._still:
                 await self._replay(step)
         async with self._still:
-            reports = await self._servers.bring_up(self.current)
+            reports = await self._bring_up()
         if self.current.version == 0 and reports:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
             await store_metrics(self._run, 0, differences)
@@ -86,14 +90,14 @@ class Policy:
         self._count_skipped(result)
         return result
 
-    async def sync(self, result: StepResult) -> list[Metric]:
-        """Give every server the current version: its weights, or its name alone when no update was made.
+    async def sync(self, *, only_name: bool) -> list[Metric]:
+        """Give every server the current version: its weights, or its name alone when it has those already.
 
         A server that fails is brought back beside the steps; the others go on.
         """
         async with self._still:
             try:
-                reports = await self._servers.bring_up(self.current, only_name=not result.updated)
+                reports = await self._bring_up(only_name=only_name)
             except ServiceDiedError as error:
                 if error.service != self._trainer.name:
                     raise
@@ -122,20 +126,31 @@ class Policy:
                 await self._trainer.client.checkpoint(folder, version)
         self._run.compactor.begin(version)
 
-    async def watch(self, server: ServerService) -> None:
+    async def watch(self, servers: Servers, server: ServerService) -> None:
         """Watch over a server for ever; see flows.watch."""
-        await watch(self._servers, server, self._run.config.serve, self._rejoin)
+        await watch(servers, server, self._run.config.serve, partial(self._rejoin, servers))
 
-    async def _rejoin(self, server: ServerService) -> None:
+    async def _rejoin(self, servers: Servers, server: ServerService) -> None:
         """Bring a server that answers again to the current version."""
         async with self._still:
             try:
-                await self._servers.rejoin(server, self.current)
+                await servers.rejoin(server, self.current)
             except ServiceDiedError as error:
                 if error.service != self._trainer.name:
                     raise
                 await self._bring_back_trainer(error)
-                await self._servers.rejoin(server, self.current)
+                await servers.rejoin(server, self.current)
+
+    async def _bring_up(self, *, only_name: bool = False) -> list[SyncReport]:
+        """Give every server, if there are any, the current version; the trainer's weights are held still."""
+        return await self._servers.bring_up(self.current, only_name=only_name) if self._servers else []
+
+    async def _evaluate_rest(self, run: Run, version: int) -> None:
+        """Finish the evaluation of a version on the way, unless it is finished."""
+        if not await asyncio.to_thread(is_evaluated, run, version):
+            async with self._still:
+                await self._bring_up()
+            await evaluate_version(run, version)
 
     async def _load(self) -> None:
         """Bring the trainer to the folder's version."""
@@ -176,7 +191,7 @@ class Policy:
         await restart(self._trainer, error.reason, self._restarts, self._run.config.serve.max_restarts)
         self._restarts += 1
         await self._load()
-        return await self._servers.bring_up(self.current)
+        return await self._bring_up()
 
     def _count_skipped(self, result: StepResult) -> None:
         allowed = self._run.config.train.max_skipped_steps
@@ -189,13 +204,18 @@ class Policy:
 
 
 @asynccontextmanager
-async def open_policy(run: Run) -> AsyncIterator[Policy]:
-    """Start the services of a run, and watch over its servers while it goes on."""
-    say("bringing up the trainer and the vLLM servers")
-    async with open_services(run.config, run.model, run.folder.logs) as (trainer, servers):
-        policy = Policy(run, trainer, await asyncio.to_thread(Servers, run, trainer.client, servers))
+async def open_policy(run: Run | OfflineRun) -> AsyncIterator[Policy]:
+    """Start the services of a run, and watch over its servers while it goes on; without sampling the trainer alone."""
+    is_sampling = isinstance(run, Run)
+    say(f"bringing up the trainer{' and the vLLM servers' if is_sampling else ''}")
+    opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)
+    async with opened as (trainer, services):
+        servers = (
+            await asyncio.to_thread(Servers, run, trainer.client, services) if isinstance(run, Run) else None
+        )
+        policy = Policy(run, trainer, servers)
         async with asyncio.TaskGroup() as watching:
-            watches = [watching.create_task(policy.watch(server)) for server in servers]
+            watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
             yield policy
             for watch in watches:
                 watch.cancel()

@@ -51,7 +51,7 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
                 with clock.span("evaluate"):
                     await beside.evaluated(step)
                 with clock.span("sync"):
-                    synced = await policy.sync(result)
+                    synced = await policy.sync(only_name=not result.updated)
                 beside.begin(step + 1)
                 await report_step(run, collected, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()

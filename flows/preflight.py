@@ -22,23 +22,24 @@ from tasks.serve.vllm import is_cpu_build
 from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
 
 
-def preflight(config: RunConfig) -> None:
-    """Check what a configuration needs of this machine.
+def preflight(config: RunConfig, *, samples: bool = True) -> None:
+    """Check what a configuration needs of this machine; `samples` is False for a run that has no vLLM servers.
 
     Raises:
         ConfigError: the first thing that is missing.
     """
-    _check_stages(config)
+    if samples:
+        _check_stages(config)
     _check_model(config)
     _check_store(config.store.root)
-    if not config.serve.urls:
+    if samples and not config.serve.urls:
         check_vllm(config)
     if not config.train.url:
         check_trainer(config)
     elif not os.environ.get(config.train.token_env):
         remedy = "set this environment variable to the access token of the trainer at train.url"
         raise ConfigError("train.token_env", config.train.token_env, remedy)
-    asyncio.run(check_attached(config))
+    asyncio.run(check_attached(config, samples=samples))
 
 
 def _check_stages(config: RunConfig) -> None:

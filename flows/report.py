@@ -13,7 +13,7 @@ from flows.collect import Collected
 from flows.drops import drop_line, drop_metrics, drops
 from flows.progress import say
 from flows.recording import forget_results
-from flows.run import Run
+from flows.run import Run, TrainingRun
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
@@ -70,7 +70,7 @@ def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:
     }
 
 
-async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:
+async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) -> None:
     """Append metrics of a step to the data set."""
     rows = batch_of(
         "metrics",
@@ -86,13 +86,13 @@ async def store_metrics(run: Run, step: int, metrics: Sequence[Metric]) -> None:
     await run.store.writer.append("metrics", rows, step=step)
 
 
-def has_metrics(run: Run, step: int) -> bool:
+def has_metrics(run: TrainingRun, step: int) -> bool:
     """True when the training of a step is in the metrics data set."""
     stored = scan(run.folder, "metrics", ["name"], step=step).filter(pl.col("name") == "train/updated")
     return stored.limit(1).collect().height > 0
 
 
-async def report_run(run: Run) -> None:
+async def report_run(run: TrainingRun) -> None:
     """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
     await create_run_artifact(run.folder)
     await asyncio.to_thread(print_summary, run.folder, flow_run.ui_url or "")

@@ -40,7 +40,7 @@ async def rescore(run: str, config: RescoreConfig) -> str:
     with one_error():
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
-    Console().print(scores_table(folder))
+    Console().print(await asyncio.to_thread(scores_table, folder))
     return rescoring.scorer
 
 
@@ -112,9 +112,12 @@ async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncItera
     Raises:
         RunLockedError: a process writes to it.
     """
-    with OpenRun.extend(folder, config_of=config.store) as store:
+    store = await asyncio.to_thread(OpenRun.extend, folder, config_of=config.store)
+    try:
         async with Scoring(config.score, store.manifest.run) as scoring, store.writer:
             yield Rescoring(store, config, scoring)
+    finally:
+        await asyncio.to_thread(store.close)
 
 
 def scores_table(folder: RunFolder) -> Table:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from flows.config import RunConfig, fixed_settings
 from flows.folder import run_folder
@@ -33,9 +34,58 @@ from tasks.store.states import check_stored_columns
 VERSIONED_PACKAGES = ("rollmill", "prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
 
 
+class TrainingRun(Protocol):
+    """What every run that trains has, whether it samples or not."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def model(self) -> Path:
+        """Folder of the start model."""
+
+    @property
+    def store(self) -> OpenRun: ...
+    @property
+    def compactor(self) -> Compactor: ...
+    @property
+    def recording(self) -> Recording: ...
+    @property
+    def progress(self) -> RunProgress: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def folder(self) -> RunFolder: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRun:
+    """A run that samples nothing.
+
+    Attributes:
+        model: folder of the start model.
+    """
+
+    config: RunConfig
+    model: Path
+    store: OpenRun
+    compactor: Compactor
+    recording: Recording
+    progress: RunProgress
+
+    @property
+    def id(self) -> str:
+        """Random id of the run, from run.json; never the folder's name."""
+        return self.store.manifest.run
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the data sets are."""
+        return self.store.folder
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the steps of a run share.
+    """A run that samples: everything its steps share.
 
     Attributes:
         model: folder of the start model.
@@ -71,10 +121,8 @@ class Run:
 
 
 @asynccontextmanager
-async def open_run(
-    name: str, config: RunConfig, model: Path, *, redo_failed: bool = False
-) -> AsyncIterator[Run]:
-    """Lock the run's folder, made when it is not there, and open everything that needs no service.
+async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[OfflineRun]:
+    """Lock the run's folder, made when it is not there, and open its data sets for writing.
 
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
@@ -88,51 +136,66 @@ async def open_run(
         git_commit=_git_commit(),
         config_of=config.store,
     )
-    pool, tokenizer = ServerPool(), ChatTokenizer.load(model)
-    opened = open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
     recording = Recording(config.observe)
     try:
         await mark_leftovers(store.folder, config.observe.leftovers_timeout_s)
         keep_for_good()
         with RunProgress(name, config.steps) as progress:
             async with (
-                _open_scorings(config, store.manifest.run) as scorings,
-                opened as environment,
                 store.writer,
                 Compactor(store.files, store.writer, config.store, say) as compactor,
             ):
-                check_stored_columns(store.folder, environment.name, states_of(environment))
-                check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
-                yield Run(
-                    config=config,
-                    model=model,
-                    store=store,
-                    compactor=compactor,
-                    environment=environment,
-                    scoring=scorings[0],
-                    held_out_scoring=scorings[-1],
-                    player=Player(
-                        environment=environment,
-                        tokenizer=tokenizer,
-                        sampler=PoolSampler(
-                            pool,
-                            config.rollout,
-                            store.manifest.run,
-                            config.serve.request_timeout_s,
-                            stop_token_ids=tokenizer.stop_ids(environment.stop),
-                        ),
-                        max_tokens=config.serve.max_model_len,
-                        timeout_s=config.rollout.trajectory_timeout_s,
-                    ),
-                    admission=Admission(config.rollout.max_in_flight),
-                    pool=pool,
-                    recording=recording,
-                    picture=picture_of(config.observe.task_runs, recording),
-                    progress=progress,
-                    redo_failed=redo_failed,
-                )
+                yield OfflineRun(config, model, store, compactor, recording, progress)
     finally:
         await asyncio.to_thread(store.close)
+
+
+@asynccontextmanager
+async def open_run(
+    name: str, config: RunConfig, model: Path, *, redo_failed: bool = False
+) -> AsyncIterator[Run]:
+    """Open a run's folder, and everything else that sampling needs and that is no service.
+
+    Raises:
+        RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
+    """
+    async with open_offline_run(name, config, model) as opened, AsyncExitStack() as stack:
+        store = opened.store
+        scorings = await stack.enter_async_context(_open_scorings(config, opened.id))
+        environment = await stack.enter_async_context(
+            open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
+        )
+        check_stored_columns(store.folder, environment.name, states_of(environment))
+        check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
+        pool, tokenizer = ServerPool(), ChatTokenizer.load(model)
+        yield Run(
+            config=config,
+            model=model,
+            store=store,
+            compactor=opened.compactor,
+            environment=environment,
+            scoring=scorings[0],
+            held_out_scoring=scorings[-1],
+            player=Player(
+                environment=environment,
+                tokenizer=tokenizer,
+                sampler=PoolSampler(
+                    pool,
+                    config.rollout,
+                    opened.id,
+                    config.serve.request_timeout_s,
+                    stop_token_ids=tokenizer.stop_ids(environment.stop),
+                ),
+                max_tokens=config.serve.max_model_len,
+                timeout_s=config.rollout.trajectory_timeout_s,
+            ),
+            admission=Admission(config.rollout.max_in_flight),
+            pool=pool,
+            recording=opened.recording,
+            picture=picture_of(config.observe.task_runs, opened.recording),
+            progress=opened.progress,
+            redo_failed=redo_failed,
+        )
 
 
 @asynccontextmanager

@@ -47,6 +47,7 @@ class Servers:
     `bring_up` and `rejoin` are called with the trainer's weights held still.
 
     Attributes:
+        run: the run that they sample for.
         every: all servers of the run.
         failed: those that are being brought back, by their watchers; how they failed.
         mute: those of them that answer and cannot sample.
@@ -55,7 +56,7 @@ class Servers:
     """
 
     def __init__(self, run: Run, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
-        self._run, self._trainer = run, trainer
+        self.run, self._trainer = run, trainer
         self.every = tuple(servers)
         self.failed: dict[ServerService, str] = {}
         self.mute: set[ServerService] = set()
@@ -94,10 +95,10 @@ class Servers:
         """
         self.failed.pop(server, None)
         self.mute.discard(server)
-        self._run.pool.answered(server.client)
+        self.run.pool.answered(server.client)
         try:
             if await self._has(server, str(version)):
-                self._run.pool.admit(server.client)
+                self.run.pool.admit(server.client)
             else:
                 self._joined.pop(server, None)
                 await self._sync(server, version)
@@ -119,7 +120,7 @@ class Servers:
         if self._verified.get(server) != verified:
             return
         if can_sample:
-            self._run.pool.admit(server.client)
+            self.run.pool.admit(server.client)
         elif has_weights:
             self.mute.add(server)
             await self.fail(server, "it answers /health and fails generations")
@@ -130,7 +131,7 @@ class Servers:
         """Ask a server no more, cut its requests off, which go to others, and leave it to its watcher."""
         self.failed[server] = reason
         self._verified.pop(server, None)
-        self._run.pool.set_aside(server.client)
+        self.run.pool.set_aside(server.client)
         self.alarm(server).set()
         await server.client.close()
 
@@ -141,7 +142,7 @@ class Servers:
             ServiceDiedError: it was the last one.
         """
         self.lost.add(server)
-        self._run.pool.set_aside(server.client)
+        self.run.pool.set_aside(server.client)
         n_left = len(self.every) - len(self.lost)
         if not n_left:
             raise ServiceDiedError(server.name, reason, log_tail)
@@ -149,7 +150,7 @@ class Servers:
 
     def alarm(self, server: ServerService) -> asyncio.Event:
         """Set when there is reason to look whether a server has failed."""
-        return self._run.pool.alarm(server.client)
+        return self.run.pool.alarm(server.client)
 
     async def _has(self, server: ServerService, name: str) -> bool:
         """True when a server answers, and is known to have the weights of that name."""
@@ -161,11 +162,11 @@ class Servers:
 
     async def _can_sample(self, server: ServerService) -> bool:
         """True when a server samples; one that has not failed many requests in a row is not asked."""
-        if not self._run.pool.is_suspect(server.client):
+        if not self.run.pool.is_suspect(server.client):
             return True
         if not await server.client.can_sample():
             return False
-        self._run.pool.answered(server.client)
+        self.run.pool.answered(server.client)
         return True
 
     async def _bring_up(
@@ -184,7 +185,7 @@ class Servers:
 
     async def _sync(self, server: ServerService, version: PolicyVersion) -> SyncReport:
         """Send, compare, and let in; weights that fail the comparison are sent once more."""
-        config, client = self._run.config.sync, server.client
+        config, client = self.run.config.sync, server.client
         self._verified.pop(server, None)
         if not await client.is_healthy():
             raise SyncError(f"server {client.url} does not answer /health")
@@ -208,11 +209,11 @@ class Servers:
         if server in self.failed:
             raise SyncError(f"server {server.client.url} failed during a sync: {self.failed[server]}")
         self._verified[server] = str(version)
-        self._run.pool.admit(server.client)
+        self.run.pool.admit(server.client)
 
     async def _send(self, client: VllmClient, version: PolicyVersion) -> dict[str, Any]:
-        self._run.recording.started()
-        return await send_weights(self._trainer, client, str(version), self._run.config.sync)
+        self.run.recording.started()
+        return await send_weights(self._trainer, client, str(version), self.run.config.sync)
 
     async def _check_tokenizer(self, client: VllmClient) -> None:
         """Refuse a server that reads a prompt as other tokens than we do.
@@ -228,7 +229,7 @@ class Servers:
             raise ConfigError("serve.urls", client.url, remedy)
 
     async def _tokens(self, client: VllmClient, messages: Sequence[Message]) -> list[int]:
-        if self._run.player.tokenizer.has_template:
+        if self.run.player.tokenizer.has_template:
             return await client.tokenize_chat(
                 [{"role": each.role, "content": each.content} for each in messages]
             )
@@ -236,7 +237,7 @@ class Servers:
 
     async def _compare(self, server: ServerService, version: PolicyVersion) -> float:
         """Largest difference in log-probability, in nats; at version 0 it calibrates the threshold."""
-        config = self._run.config
+        config = self.run.config
         threshold = threshold_of(config.train.dtype, config.sync.parity_threshold, self._parity_at_0)
         if version.version == 0 and config.train.dtype != "float32":
             threshold = math.inf
@@ -255,7 +256,7 @@ class Servers:
 
     async def _sequences(self, version: int) -> list[np.ndarray]:
         """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
-        n = self._run.config.sync.parity_sequences
-        if version and (found := await asyncio.to_thread(stored_sequences, self._run.folder, version - 1, n)):
+        n = self.run.config.sync.parity_sequences
+        if version and (found := await asyncio.to_thread(stored_sequences, self.run.folder, version - 1, n)):
             return found
         return [opening.token_ids for opening in await self._openings.first(n)]

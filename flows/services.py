@@ -165,11 +165,11 @@ async def restart(
 
 @asynccontextmanager
 async def open_services(
-    config: RunConfig, model: Path, logs: Path
+    config: RunConfig, model: Path, logs: Path, *, with_servers: bool
 ) -> AsyncIterator[tuple[TrainerService, tuple[ServerService, ...]]]:
-    """Start the trainer and the servers side by side; on the way out, however it is taken, what was launched ends."""
+    """Start the trainer, and the servers if asked for, side by side; on the way out, however it is taken, what was launched ends."""
     trainer = TrainerService(config, logs)
-    n_servers = len(config.serve.urls) or config.serve.servers
+    n_servers = (len(config.serve.urls) or config.serve.servers) if with_servers else 0
     servers = tuple(ServerService(config, model, logs, number) for number in range(n_servers))
     every: tuple[TrainerService | ServerService, ...] = (trainer, *servers)
     try:

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from flows.config import RunConfig
-from flows.run import Run
+from flows.run import TrainingRun
 from tasks.store.space import Space
 
 BYTES_OF_A_WEIGHT = {"float32": 4, "bfloat16": 2}
@@ -17,7 +17,7 @@ MASTER_BYTES = 4
 class StepSpace:
     """Looks, off the event loop, whether the disk will hold a step of a run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._config = run.config
         first = checkpoint_bytes(run.model, run.config.train.dtype)
         self._space = Space(run.folder, run.config.store.min_free_bytes, first)

@@ -33,6 +33,7 @@ RollmillError
 │   └── JudgeUnparsableError    a judge's answer is not in the form it was asked for
 └── TrainError
     ├── BatchRefusedError       the trainer stands at another step or holds another digest
+    ├── ReplayError             stored batches did not give the stored checkpoint again
     └── SkippedStepsError       too many steps in a row made no update
 
 All of them are picklable: their arguments are what they print. `printable` and `text_of` make text of errors that
@@ -205,6 +206,10 @@ class TrainError(RollmillError):
 
 class BatchRefusedError(TrainError):
     """The trainer stands at another step, or has applied another batch there."""
+
+
+class ReplayError(TrainError):
+    """Stored batches, applied to a stored checkpoint, did not give the next stored one byte for byte."""
 
 
 class SkippedStepsError(TrainError):

@@ -29,3 +29,43 @@ def rescore(
     folder = existing_run(run)
     config = rescore_config(folder, tuple(overrides or ()), scorer, steps, evaluations=evaluations)
     rescore_here(folder, config)
+
+
+@commands.command(rich_help_panel=PANEL)
+def retrain(
+    origin: Annotated[
+        str, typer.Argument(metavar="PRESET|RUN", help="Whose settings to take: a preset's, or a run's.")
+    ],
+    name: Annotated[str, typer.Option(help="Folder of the new run below store.root.")],
+    scores: Annotated[str, typer.Option(metavar="NAME@VERSION", help="Scores to train on.")] = "",
+    sources: Annotated[
+        list[str] | None, typer.Option("--from", metavar="RUN", help="Run to train from; repeatable.")
+    ] = None,
+    overrides: Overrides = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
+    ] = False,
+) -> None:
+    """Train a new run from stored rollouts and their scores; an unfinished run of that name is gone on with."""
+    from flows.again import retrain_config, retrain_here
+
+    config = retrain_config(origin, tuple(overrides or ()), sources or (), scores)
+    retrain_here(config, name, again=again)
+
+
+@commands.command(rich_help_panel=PANEL)
+def replay(
+    run: RunLocation,
+    first: Annotated[
+        int | None,
+        typer.Option("--from", metavar="VERSION", help="Begin here; the last checkpoint but one by default."),
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option("--to", metavar="VERSION", help="End here; the last checkpoint by default.")
+    ] = None,
+) -> None:
+    """Apply a run's stored batches again, and compare with its checkpoint byte for byte; writes nothing to the run."""
+    from flows.again import replay_here
+    from flows.folder import existing_run
+
+    replay_here(existing_run(run), first, last)

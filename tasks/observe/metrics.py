@@ -32,16 +32,19 @@ class Reduced:
     """A value that can be joined with another of its kind, in any order.
 
     Attributes:
-        stat: how two are joined: `value` adds totals, `mean` totals and counts, `max` takes the larger total.
+        stat: how two are joined: `value` adds totals, `mean` totals and counts, `effective` squares too, `max` takes the larger total.
         total: the sum so far, or the largest value.
         count: how many values a mean is over.
+        squares: with `effective`, whose result is the share of `count` that values of this sum and this sum of
+            squares are worth, total^2 / (count squares): 1 when all are alike, 1 / count when one is all.
 
     Example: Reduced("mean", 6.0, 2) joined with Reduced("mean", 0.0, 1) is Reduced("mean", 6.0, 3), whose result is 2.0.
     """
 
-    stat: Stat
+    stat: Stat | Literal["effective"]
     total: float
     count: float = 1.0
+    squares: float = 0.0
 
     def join(self, other: "Reduced") -> "Reduced":
         """The same over the values of both; ValueError when they are of different kinds."""
@@ -49,11 +52,15 @@ class Reduced:
             raise ValueError(f"a {self.stat} cannot be joined with a {other.stat}")
         if self.stat == "max":
             return Reduced(self.stat, max(self.total, other.total))
-        return Reduced(self.stat, self.total + other.total, self.count + other.count)
+        return Reduced(
+            self.stat, self.total + other.total, self.count + other.count, self.squares + other.squares
+        )
 
     @property
     def result(self) -> float:
         """The value that is reported."""
+        if self.stat == "effective":
+            return self.total**2 / (self.count * self.squares) if self.squares else math.nan
         if self.stat != "mean":
             return self.total
         return self.total / self.count if self.count else math.nan
@@ -79,5 +86,6 @@ class MetricTable:
     def metrics(self) -> list[Metric]:
         """What is reported, in order of name and environment."""
         return [
-            Metric(name, env, each.stat, each.result) for (name, env), each in sorted(self._values.items())
+            Metric(name, env, "value" if each.stat == "effective" else each.stat, each.result)
+            for (name, env), each in sorted(self._values.items())
         ]

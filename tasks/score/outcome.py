@@ -1,8 +1,9 @@
 """What becomes of a group: its advantages, or the reason why it is not trained on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -48,6 +49,19 @@ class GroupOutcome:
     survivors: tuple[Survivor, ...]
     reason: str
     advantages: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a group's rollouts lie.
+
+    Attributes:
+        source: location of the run that sampled them; empty: the run that trains.
+        step: the step under which they are stored there.
+    """
+
+    source: str
+    step: int
 
 
 def survivors_of(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
@@ -157,13 +171,25 @@ def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s
     )
 
 
-def batch_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], scorer: str) -> Rows:
+def batch_rows(
+    run: str,
+    step: int,
+    outcomes: Sequence[GroupOutcome],
+    scorer: str,
+    origins: Mapping[int, Origin] = MappingProxyType({}),
+) -> Rows:
     """The rows to train on, as a selection over the data set, in order of group and sample.
 
-    `scorer` is NAME@VERSION of the scores that the rewards come from.
+    Args:
+        run: the run that trains.
+        step: its step.
+        outcomes: the groups.
+        scorer: NAME@VERSION of the scores that the rewards come from.
+        origins: where the rollouts lie, by group; those of a group without one are this run's, of this step.
     """
+    here = Origin("", step)
     chosen = [
-        (outcome, survivor, float(advantage))
+        (outcome, survivor, float(advantage), origins.get(outcome.group, here))
         for outcome in sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
         if not outcome.reason
         for survivor, advantage in zip(outcome.survivors, outcome.advantages, strict=True)
@@ -174,14 +200,14 @@ def batch_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], scorer: st
             "run": [run] * len(chosen),
             "step": [step] * len(chosen),
             "order": list(range(len(chosen))),
-            "trajectory_id": [survivor.trajectory_id for _, survivor, _ in chosen],
-            "group": [outcome.group for outcome, _, _ in chosen],
-            "sample": [survivor.sample for _, survivor, _ in chosen],
-            "env": [survivor.env for _, survivor, _ in chosen],
-            "advantage": [advantage for _, _, advantage in chosen],
-            "reward": [survivor.reward for _, survivor, _ in chosen],
-            "source": [""] * len(chosen),
-            "source_step": [step] * len(chosen),
+            "trajectory_id": [survivor.trajectory_id for _, survivor, _, _ in chosen],
+            "group": [outcome.group for outcome, _, _, _ in chosen],
+            "sample": [survivor.sample for _, survivor, _, _ in chosen],
+            "env": [survivor.env for _, survivor, _, _ in chosen],
+            "advantage": [advantage for _, _, advantage, _ in chosen],
+            "reward": [survivor.reward for _, survivor, _, _ in chosen],
+            "source": [origin.source for _, _, _, origin in chosen],
+            "source_step": [origin.step for _, _, _, origin in chosen],
             "scorer": [scorer] * len(chosen),
         },
     )

@@ -13,8 +13,13 @@ def stored_digest(folder: RunFolder, step: int) -> str:
 
 
 def stored_sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarray]:
-    """[T] int32 token ids of at most `n` trajectories, spread over the step's batch."""
-    ids = read(folder, "batches", ["trajectory_id"], step=step)["trajectory_id"].to_pylist()
-    chosen = [ids[place] for place in np.linspace(0, len(ids) - 1, min(n, len(ids))).astype(int)]
-    rows = read_trajectories(folder, step, chosen, ["token_ids"])["token_ids"]
-    return [np.asarray(row.values.to_numpy(), np.int32) for row in rows]
+    """[T] int32 token ids of at most `n` trajectories, spread over the step's batch, whichever run sampled them."""
+    batch = read(folder, "batches", ["trajectory_id", "source", "source_step"], step=step)
+    places = np.linspace(0, batch.num_rows - 1, min(n, batch.num_rows)).astype(int)
+    return [_sequence(folder, **row) for row in batch.take(places).to_pylist()]
+
+
+def _sequence(folder: RunFolder, trajectory_id: str, source: str, source_step: int) -> np.ndarray:
+    origin = RunFolder(source) if source else folder
+    (row,) = read_trajectories(origin, source_step, [trajectory_id], ["token_ids"])["token_ids"]
+    return np.asarray(row.values.to_numpy(), np.int32)

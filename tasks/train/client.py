@@ -16,6 +16,7 @@ from tasks.train.protocol import (
     Checkpoint,
     Command,
     Connect,
+    Digests,
     Disconnect,
     ExportPolicy,
     Load,
@@ -142,6 +143,10 @@ class TrainerClient:
     async def export_policy(self, path: str) -> None:
         """Write the weights as a Hugging Face model folder."""
         await self._do(ExportPolicy(path=path))
+
+    async def digests(self) -> dict[str, str]:
+        """SHA-256 of every tensor of weights and moments, 64 hex digits, by name."""
+        return dict(await self._do(Digests()))
 
     async def shutdown(self) -> None:
         """Ask the service to end."""

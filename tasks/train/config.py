@@ -29,6 +29,12 @@ class TrainConfig(StageConfig):
     beta2: float = setting(0.999, "AdamW's decay of the second moment.", ge=0.0, lt=1.0)
     eps: float = setting(1e-8, "AdamW's epsilon.", gt=0.0)
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0: never.", ge=0.0)
+    loss: Literal["clipped", "truncated"] = setting(
+        "clipped",
+        "Policy gradient with a clipped probability ratio, or with truncated importance weights, for rows that "
+        "policies far from the trained one have sampled.",
+    )
+    importance_cap: float = setting(2.0, "With loss truncated: the largest weight of a token.", gt=0.0)
     clip_low: float = setting(0.2, "The probability ratio is clipped below at 1 - clip_low.", ge=0.0, lt=1.0)
     clip_high: float = setting(0.28, "The probability ratio is clipped above at 1 + clip_high.", ge=0.0)
     updates_per_step: int = setting(1, "Optimizer updates that one batch is split into.", ge=1, fixed=True)

@@ -1,6 +1,7 @@
 """The policy under DeepSpeed: forward, backward, update; one instance on each rank."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -123,6 +124,17 @@ class Engine:
         path, _ = self._engine.load_checkpoint(folder, tag=tag)
         if path is None:
             raise StoreError(f"checkpoint {folder} has no {tag} that DeepSpeed can read")
+
+    def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank's optimizer keeps, in an order that is the same each time: "exp_avg/3" and the like."""
+        optimizer = self._engine.optimizer
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for number, parameter in enumerate(parameters):
+            yield f"parameter/{number}", parameter
+            for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if torch.is_tensor(value):
+                    yield f"{kind}/{number}", value
 
     def close(self) -> None:
         """Let go of its memory."""

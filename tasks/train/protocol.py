@@ -125,6 +125,12 @@ class ExportPolicy(Command):
     path: str
 
 
+class Digests(Command):
+    """Digests of every tensor of weights and moments."""
+
+    name = "digests"
+
+
 class Shutdown(Command):
     """End the service."""
 
@@ -144,6 +150,7 @@ COMMANDS: dict[str, type[Command]] = {
         Send,
         Checkpoint,
         ExportPolicy,
+        Digests,
         Shutdown,
     )
 }

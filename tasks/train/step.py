@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
-from tasks.train.losses.clipped import ClippedLoss, clipped_loss
+from tasks.train.loss import loss_of
+from tasks.train.losses.token_loss import TokenLoss
 from tasks.train.normalization import backward_scale, learning_rate, trained_tokens
 from tasks.train.packing import pack
 from tasks.train.rows import PaddedRows, padded
@@ -40,6 +41,7 @@ class StepTraining:
 
     def __init__(self, config: TrainConfig, engine: Engine, samples: Samples, n_updates: int) -> None:
         self._config, self._engine, self._samples = config, engine, samples
+        self._loss = loss_of(config)
         self._envs = sorted(set(samples.envs))
         self.n_updates = n_updates
         self.reason = ""
@@ -83,13 +85,7 @@ class StepTraining:
                     micro_batch.targets,
                     micro_batch.temperatures,
                 )
-                loss = clipped_loss(
-                    logprobs,
-                    micro_batch.sampler_logprobs,
-                    micro_batch.advantages,
-                    clip_low=self._config.clip_low,
-                    clip_high=self._config.clip_high,
-                )
+                loss = self._loss(logprobs, micro_batch.sampler_logprobs, micro_batch.advantages)
             with self._timed("backward"):
                 self._engine.backward(loss.loss.sum() * scale, is_last=place == len(plan) - 1)
             self._measure(micro_batch, loss, entropies, is_first=is_first and place == 0)
@@ -107,19 +103,19 @@ class StepTraining:
         return update.updated
 
     @torch.no_grad()
-    def _measure(
-        self, rows: PaddedRows, loss: ClippedLoss, entropies: torch.Tensor, *, is_first: bool
-    ) -> None:
+    def _measure(self, rows: PaddedRows, loss: TokenLoss, entropies: torch.Tensor, *, is_first: bool) -> None:
         """Sums by environment.
 
         The divergence of the sampler's policy from ours is the mean of (r - 1) - log r: k3 of Schulman 2020,
-        "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
+        "Approximating KL Divergence", joschu.net/blog/kl-approx.html. The share of tokens that the weights w are
+        worth is (sum w)^2 / (N sum w^2): Kong 1992, "A Note on Importance Sampling using Standardized Weights".
         """
-        ratio = loss.ratio.double()
+        ratio, weight = loss.ratio.double(), loss.weight.double()
         values = {
             "train/loss": loss.loss.double(),
             "train/clip_fraction": loss.clipped.double(),
             "train/entropy_nats": entropies.double(),
+            "train/ratio": ratio,
             "train/kl_nats": ratio - 1.0 - ratio.log(),
         }
         if is_first:
@@ -129,6 +125,11 @@ class StepTraining:
             for env, total, count in zip(self._envs, self._by_env(value, rows), counts, strict=True):
                 if count:
                     self.table.add(name, Reduced("mean", total, count), env)
+        weights = zip(
+            self._envs, self._by_env(weight, rows), self._by_env(weight**2, rows), counts, strict=True
+        )
+        for env, total, squares, count in weights:
+            self.table.add("train/effective_share", Reduced("effective", total, count, squares), env)
         for env, count in zip(self._envs, counts, strict=True):
             self.table.add("train/trained_tokens", Reduced("value", count), env)
         self.table.add("train/padded_tokens", Reduced("value", float(rows.token_ids.numel())))

@@ -14,10 +14,12 @@ from tasks.store.checkpoints import fetch_checkpoint, is_complete, local_checkpo
 from tasks.store.layout import RunFolder, checkpoint_key
 from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint, save_checkpoint
 from tasks.train.config import TrainConfig
+from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
 from tasks.train.protocol import (
     Checkpoint,
     Command,
+    Digests,
     ExportPolicy,
     Load,
     Logprobs,
@@ -57,6 +59,7 @@ class Worker:
             Send.name: self._send,
             Checkpoint.name: self._checkpoint,
             ExportPolicy.name: self._export_policy,
+            Digests.name: self._digests,
         }
 
     def prepare(self, command: Command) -> Any:
@@ -170,6 +173,9 @@ class Worker:
 
     def _export_policy(self, command: ExportPolicy) -> None:
         export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)
+
+    def _digests(self, _: Digests) -> dict[str, str]:
+        return tensor_digests(self._loaded)
 
     @property
     def _loaded(self) -> Engine:

@@ -8,23 +8,9 @@ For a token with probability ratio r = pi(token) / mu(token), mu the sampler's p
 Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 10.) There is no denominator here: see normalization.
 """
 
-from typing import NamedTuple
-
 import torch
 
-
-class ClippedLoss(NamedTuple):
-    """[N] values of one micro-batch's trained tokens.
-
-    Attributes:
-        loss: the loss of each token; the one with a gradient.
-        ratio: policy's over sampler's probability.
-        clipped: True where the clip stopped the gradient.
-    """
-
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor
+from tasks.train.losses.token_loss import TokenLoss
 
 
 def clipped_loss(
@@ -34,7 +20,7 @@ def clipped_loss(
     *,
     clip_low: float,
     clip_high: float,
-) -> ClippedLoss:
+) -> TokenLoss:
     """The loss of each token, not averaged.
 
     Args:
@@ -47,4 +33,6 @@ def clipped_loss(
     ratio = torch.exp(logprobs - sampler_logprobs)
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return ClippedLoss(-torch.minimum(plain, bounded), ratio.detach(), (bounded < plain).detach())
+    clipped = (bounded < plain).detach()
+    weight = ratio.detach().masked_fill(clipped, 0.0)
+    return TokenLoss(-torch.minimum(plain, bounded), ratio.detach(), weight, clipped)

@@ -1,0 +1,87 @@
+"""Stored batches applied again from a stored checkpoint, and whether they give the next stored one, byte for byte."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from prefect import flow
+from rich.console import Console
+
+from flows.comparison import StepComparison, first_difference, table_of, versions_of
+from flows.config import RunConfig, validate
+from flows.failure import one_error
+from flows.services import open_services
+from flows.start_model import ensure_start_model
+from tasks.errors import ReplayError
+from tasks.store.batch import stored_digest
+from tasks.store.layout import RunFolder, checkpoint_key
+from tasks.store.manifest import read_manifest
+from tasks.store.resume import complete_checkpoints
+from tasks.train.client import TrainerClient
+from tasks.train.protocol import StepResult
+from tasks.train.task import train_step
+
+
+@flow(name="replay", flow_run_name="{run} {first} to {last}", persist_result=False)
+async def replay(run: str, first: int, last: int) -> str:
+    """Apply the stored batches first .. last - 1 again, and compare; nothing is written into the run.
+
+    A trainer is launched with the run's settings; with the same ranks and threads on CPU it gives the same bytes.
+
+    Args:
+        run: the run's folder, or s3://bucket/prefix.
+        first: version to begin from: one with a checkpoint, or 0 for the start model.
+        last: version to end at, one with a checkpoint.
+
+    Returns:
+        How it went, in words.
+
+    Raises:
+        ReplayError: weights, moments or a step's metrics are not those that are stored; names the first.
+    """
+    folder = RunFolder(run)
+    manifest = await asyncio.to_thread(read_manifest, folder)
+    config = _launched_here(validate(manifest.config))
+    versions = versions_of(await asyncio.to_thread(complete_checkpoints, folder), first, last)
+    with one_error(), tempfile.TemporaryDirectory() as logs:
+        model = await ensure_start_model(config)
+        async with open_services(config, model, Path(logs), with_servers=False) as (trainer, _):
+            replaying = Replaying(folder, manifest.run, trainer.client, model)
+            await replaying.load(versions.first)
+            results = [await replaying.step(step) for step in range(versions.first, versions.last)]
+            replayed = await trainer.client.digests()
+            await replaying.load(versions.last)
+            stored = await trainer.client.digests()
+    steps = [await asyncio.to_thread(StepComparison.of, folder, result) for result in results]
+    Console().print(table_of(folder, steps))
+    if difference := first_difference(steps, stored, replayed):
+        raise ReplayError(f"{folder.location}, versions {first} to {last}: {difference}")
+    return f"{len(stored)} tensors of version {last} are the same, byte for byte"
+
+
+class Replaying:
+    """A trainer that applies a run's stored batches."""
+
+    def __init__(self, folder: RunFolder, run: str, client: TrainerClient, model: Path) -> None:
+        self._folder, self._run, self._client, self._model = folder, run, client, model
+
+    async def load(self, version: int) -> None:
+        """Stand at a version: that of a checkpoint, or 0."""
+        await self._client.load(
+            run=self._run,
+            incarnation=0,
+            model=str(self._model),
+            folder=self._folder.location,
+            checkpoint=self._folder.path(checkpoint_key(version)) if version else None,
+            version=version,
+        )
+
+    async def step(self, step: int) -> StepResult:
+        """Apply the stored batch of a step."""
+        digest = await asyncio.to_thread(stored_digest, self._folder, step)
+        return await train_step(self._client, self._folder.location, self._run, step, digest)
+
+
+def _launched_here(config: RunConfig) -> RunConfig:
+    """The same settings for a trainer of our own, also of a run that attached to one."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"url": "", "port": 0})})

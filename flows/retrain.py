@@ -1,0 +1,103 @@
+"""Trains from stored rollouts and a chosen scores data set: for each step draw -> train -> report, offline."""
+
+import asyncio
+from collections.abc import Sequence
+
+from prefect import flow
+
+from flows.config import RunConfig, check
+from flows.draws import Draw, GroupPool, store_draw
+from flows.evaluate import evaluate_version, is_due
+from flows.failure import one_error
+from flows.folder import check_resumable, run_folder
+from flows.offline import check_offline
+from flows.policy import Policy, open_policy
+from flows.progress import say
+from flows.recording import forget_results
+from flows.report import report_run, store_metrics, train_metrics
+from flows.run import OfflineRun, Run, open_offline_run, open_run
+from flows.space import StepSpace
+from flows.start_model import ensure_start_model
+from tasks.observe.metrics import Metric
+from tasks.observe.spans import StepClock
+from tasks.store.draw import steps_of_a_pass
+
+
+@flow(name="retrain", flow_run_name="{run_name}", persist_result=False)
+async def retrain(run_name: str, config: RunConfig) -> str:
+    """Train a new run on what others sampled; vLLM servers are there for evaluations alone, and without these not at all.
+
+    Args:
+        run_name: folder of the new run below `store.root`; one that exists and is unfinished is gone on with.
+        config: all settings; `retrain` says from what.
+
+    Returns:
+        The new run's folder.
+    """
+    check(config)
+    check_offline(config)
+    await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
+    with one_error():
+        model = await ensure_start_model(config)
+        pool = await asyncio.to_thread(GroupPool.read, config)
+        tell(pool, config)
+        opened = (open_run if config.evaluate.enabled else open_offline_run)(run_name, config, model)
+        async with opened as run, open_policy(run) as policy:
+            first = await policy.restore()
+            await evaluate(run, first)
+            space = StepSpace(run)
+            for step in range(first, config.steps):
+                await space.check(step)
+                clock = StepClock()
+                with clock.span("draw"):
+                    draw = await store_draw(run, pool, step)
+                with clock.span("train"):
+                    result = await policy.train(step, draw.digest)
+                with clock.span("evaluate"):
+                    synced = await show(run, policy, step + 1)
+                await report_draw(run, draw, [*train_metrics(result), *synced], clock)
+                await policy.checkpoint_if_due()
+            await report_run(run)
+    return run.folder.location
+
+
+async def show(run: Run | OfflineRun, policy: Policy, version: int) -> list[Metric]:
+    """Give the servers a version that is to be evaluated, and evaluate it; other versions they never have."""
+    if not is_due(run, version):
+        return []
+    synced = await policy.sync(only_name=False)
+    await evaluate(run, version)
+    return synced
+
+
+async def evaluate(run: Run | OfflineRun, version: int) -> None:
+    """Evaluate the version that the servers have, if there are servers and it is due."""
+    if isinstance(run, Run):
+        await evaluate_version(run, version)
+
+
+def tell(pool: GroupPool, config: RunConfig) -> None:
+    """Say what there is to draw from, and how often it is gone over."""
+    left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(pool.left_out.items()))
+    passes = config.steps / steps_of_a_pass(len(pool.groups), config.retrain.groups_per_step)
+    say(
+        f"{len(pool.groups)} groups to draw from{left_out and f' (left out: {left_out})'}; {config.steps} steps are "
+        f"{passes:.2g} passes"
+    )
+
+
+async def report_draw(run: Run | OfflineRun, draw: Draw, metrics: Sequence[Metric], clock: StepClock) -> None:
+    """Store the step's metrics and show it."""
+    measured = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+    measured |= {"time/step_s": clock.elapsed_s, "retrain/reward": draw.reward}
+    own = [Metric(name, "all", "value", value) for name, value in measured.items()]
+    await store_metrics(run, draw.step, [*metrics, *own])
+    await run.store.writer.note()
+    run.progress.step_done(
+        draw.step,
+        reward=draw.reward,
+        tokens_per_s=draw.tokens / clock.elapsed_s,
+        seconds=clock.elapsed_s,
+        dropped="",
+    )
+    forget_results()

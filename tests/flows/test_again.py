@@ -1,0 +1,220 @@
+"""Stored rollouts scored anew, trained from, and replayed: Prefect and the trainer are real, no vLLM server is there.
+
+The rollouts are made up: random answers under the log-probabilities of nobody's policy.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from tasks.rollout.tokens import CHARACTERS
+from tasks.score.addition import AdditionScorer
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.run import OpenRun
+from tasks.store.schemas import batch_of, ragged, schema_of
+
+pytestmark = pytest.mark.service
+
+STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
+N = STEPS * GROUPS * GROUP_SIZE
+FAILED = "r.1.2.0"
+SHORT = "short@1"
+TEXTS = ("example_id", "error_type", "error", "server", "finish_reason")
+
+
+def stored(run: Path, dataset: str) -> pl.DataFrame:
+    """All rows of a data set as a user's plain scan sees them; none when there is none."""
+    files = sorted(run.glob(f"{dataset}/**/*.arrow"))
+    return pl.scan_ipc(files).collect() if files else pl.DataFrame()
+
+
+def made_up_rollouts(step: int) -> pa.RecordBatch:
+    """A step's rollouts: answers of 1 to 8 tokens to the prompt 1+1=."""
+    rng, kind = np.random.default_rng(step), schema_of("rollouts")
+    numbers = [(group, sample) for group in range(GROUPS) for sample in range(GROUP_SIZE)]
+    answers = [rng.integers(2, 2 + 10, rng.integers(1, 9)) for _ in numbers]
+    prompt = np.array([2 + CHARACTERS.index(each) for each in "1+1="])
+    columns: dict[str, object] = {
+        field.name: [[] if pa.types.is_large_list(field.type) else 0] * len(numbers) for field in kind
+    }
+    columns |= dict.fromkeys(TEXTS, [""] * len(numbers))
+    ids = [f"r.{step}.{group}.{sample}" for group, sample in numbers]
+    masks = [np.arange(len(prompt) + len(answer)) >= len(prompt) for answer in answers]
+    columns |= {
+        "run": ["r"] * len(numbers),
+        "step": [step] * len(numbers),
+        "group": [step * GROUPS + group for group, _ in numbers],
+        "sample": [sample for _, sample in numbers],
+        "trajectory_id": ids,
+        "env": ["addition"] * len(numbers),
+        "example": ['{"problem": "1+1=", "answer": "2"}'] * len(numbers),
+        "temperature": [1.0] * len(numbers),
+        "status": ["failed" if each == FAILED else "complete" for each in ids],
+        "messages": ["[]"] * len(numbers),
+        "outcome": ["{}"] * len(numbers),
+        "token_ids": ragged(
+            [np.concatenate([prompt, answer]) for answer in answers], kind.field("token_ids").type
+        ),
+        "loss_mask": ragged(masks, kind.field("loss_mask").type),
+        "logprobs": ragged(
+            [np.where(mask, rng.normal(-4.0, 0.3, len(mask)), np.nan) for mask in masks],
+            kind.field("logprobs").type,
+        ),
+        "n_prompt_tokens": [len(prompt)] * len(numbers),
+        "n_completion_tokens": [len(answer) for answer in answers],
+    }
+    return batch_of("rollouts", columns)
+
+
+def made_up_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
+    """By short@1, which prefers short answers."""
+    shown = rollouts.filter(pc.equal(rollouts["status"], "complete"))
+    kept = {name: shown[name] for name in ("run", "step", "group", "sample", "trajectory_id")}
+    given = {
+        "scorer": "short",
+        "version": "1",
+        "status": "scored",
+        "error_type": "",
+        "error": "",
+        "components": "{}",
+    }
+    given |= {"subgroup": 0, "duration_s": 0.0}
+    columns = kept | {name: [value] * shown.num_rows for name, value in given.items()}
+    return batch_of("scores", columns | {"reward": [-float(str(n)) for n in shown["n_completion_tokens"]]})
+
+
+def empty(dataset: str) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], schema=schema_of(dataset))
+
+
+async def write_source(folder: Path) -> None:
+    """A run that has sampled and trained three steps, with scores by short@1."""
+    opened = OpenRun.open(
+        RunFolder(folder),
+        config={
+            "steps": STEPS,
+            "rollout": {"group_size": GROUP_SIZE},
+            "score": {"scorer": AdditionScorer.name},
+        },
+        fixed={},
+        versions={},
+        git_commit="",
+        config_of=StoreConfig(),
+    )
+    with opened as run:
+        async with run.writer:
+            for step in range(STEPS):
+                rollouts = made_up_rollouts(step)
+                await run.writer.append("rollouts", rollouts, step=step)
+                await run.writer.append("scores", made_up_scores(rollouts), scorer=SHORT, step=step)
+                await run.writer.append("batches", empty("batches"), step=step)
+        run.finish()
+
+
+@pytest.fixture
+def source(workplace: Any) -> Path:
+    folder = Path(workplace.folder) / "runs" / "source"
+    asyncio.run(write_source(folder))
+    workplace.environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
+    return folder
+
+
+def kill_when(workplace: Any, words: tuple[str, ...], condition: Callable[[], bool]) -> None:
+    """Start a command, and end it by SIGKILL when something has happened; no vLLM server is seen meanwhile."""
+    running = workplace.start(*words)
+    deadline = time.monotonic() + 240.0
+    while not condition():
+        assert running.poll() is None, running.communicate()[0]
+        assert time.monotonic() < deadline, "it did not happen in time"
+        assert not [line for line in workplace.processes().values() if "vllm" in line]
+        time.sleep(0.02)
+    os.kill(running.pid, signal.SIGKILL)
+    running.communicate(timeout=60)
+    while workplace.processes():
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.1)
+
+
+def test_a_killed_rescoring_goes_on_and_scores_every_survivor_once(workplace: Any, source: Path) -> None:
+    words = ("rescore", "source", "--scorer", "slow_scorer:SlowScorer", "--set", "groups_per_task=1")
+    kill_when(workplace, words, lambda: len(stored(source, "scores/scorer=slow@1")) > 0)
+    before = stored(source, "scores/scorer=slow@1")
+    assert len(before) < N - 1
+
+    resumed = workplace.run(*words)
+    again = workplace.run(*words)
+
+    scores, rollouts = stored(source, "scores/scorer=slow@1"), stored(source, "rollouts")
+    survivors = rollouts.filter(pl.col("status") == "complete")
+    assert sorted(scores["trajectory_id"]) == sorted(survivors["trajectory_id"])
+    assert (
+        scores.join(before, on="trajectory_id", how="semi")
+        .sort("trajectory_id")
+        .equals(before.sort("trajectory_id"))
+    )
+    joined = scores.join(survivors, on="trajectory_id")
+    assert (joined["reward"] == -joined["n_completion_tokens"]).all()
+    assert f"│ slow@1 │     {scores['reward'].mean():.4f} │     {N - 1} │" in resumed.stdout, resumed.stdout
+    assert "is complete" in again.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_retraining_applies_every_batch_once_and_replays_to_the_same_bytes(
+    workplace: Any, source: Path, tied_model: Path, ranks: int
+) -> None:
+    new = Path(workplace.folder) / "runs" / "new"
+    settings = (
+        *("model=" + str(tied_model), "start_model.enabled=false", "steps=6", "retrain.groups_per_step=5"),
+        *(
+            "evaluate.enabled=false",
+            f"train.ranks={ranks}",
+            "train.checkpoint_every=2",
+            "train.loss=truncated",
+        ),
+    )
+    words = ("retrain", "small", "--from", "source", "--scores", SHORT, "--name", "new")
+    words += tuple(word for each in settings for word in ("--set", each))
+
+    kill_when(workplace, words, lambda: len(list(new.glob("batches/*/*.arrow"))) > 2)
+    before = stored(new, "batches")
+    resumed = workplace.run(*words)
+    replayed = workplace.run("replay", "new", "--from", "2")
+
+    assert resumed.returncode == 0, resumed.stdout
+    check_batches(stored(new, "batches"), before, source)
+    metrics = stored(new, "metrics").filter(pl.col("name") == "train/updated")
+    assert sorted(metrics["step"]) == list(range(6))
+    assert not stored(new, "rollouts").height
+    assert replayed.returncode == 0, replayed.stdout
+    assert "tensors of version 6 are the same, byte for byte" in replayed.stdout
+
+
+def check_batches(batches: pl.DataFrame, before: pl.DataFrame, source: Path) -> None:
+    """Six batches, the stored ones untouched; rewards are the scores, and no group comes twice in a pass."""
+    assert sorted(set(batches["step"])) == list(range(6))
+    assert (
+        batches.filter(pl.col("step").is_in(before["step"].unique()))
+        .sort("step", "order")
+        .equals(before.sort("step", "order"))
+    )
+    assert set(batches["source"]) == {str(source)}
+    scores = stored(source, f"scores/scorer={SHORT}").select("trajectory_id", "reward")
+    joined = batches.join(scores, on="trajectory_id", suffix="_stored")
+    assert len(joined) == len(batches)
+    assert (joined["reward"] == joined["reward_stored"]).all()
+    drawn = batches.group_by("step", "group", "source_step").agg(pl.col("trajectory_id").min())
+    first_pass = drawn.filter(pl.col("step") < 3)
+    assert first_pass["trajectory_id"].n_unique() == len(first_pass) == 15

@@ -1,0 +1,40 @@
+import pytest
+
+from flows.comparison import StepComparison, Versions, first_difference, versions_of
+from tasks.errors import ConfigError
+
+
+def test_a_replay_goes_from_the_last_checkpoint_but_one_to_the_last() -> None:
+    assert versions_of([10, 20, 30], None, None) == Versions(20, 30)
+    assert versions_of([10, 20, 30], 0, None) == Versions(0, 30)
+    assert versions_of([10, 20, 30], None, 10) == Versions(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "first", "last", "field"),
+    [
+        ([10], None, 20, "--to"),
+        ([10, 20], 15, None, "--from"),
+        ([10, 20], 20, 10, "--from"),
+        ([], None, None, "--to"),
+    ],
+)
+def test_versions_without_a_checkpoint_are_refused(
+    checkpoints: list[int], first: int | None, last: int | None, field: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        versions_of(checkpoints, first, last)
+
+    assert raised.value.field == field
+
+
+def test_the_first_difference_is_named() -> None:
+    same = StepComparison(3, {"train/loss": 0.5}, {"train/loss": 0.5, "train/gradient_norm": 1.0})
+    other = StepComparison(4, {"train/loss": 0.5}, {"train/loss": 0.25})
+    tensors = {"weights/a": "00", "weights/b": "11"}
+
+    assert first_difference([same], tensors, dict(tensors)) == ""
+    assert first_difference([same, other], tensors, {}) == "step 4: train/loss was 0.5, is 0.25"
+    assert first_difference([same], tensors, {"weights/a": "00", "weights/b": "22"}).startswith(
+        "weights/b is"
+    )

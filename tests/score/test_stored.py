@@ -1,0 +1,88 @@
+"""Stored groups judged by the scores of another scorer."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tasks.errors import ConfigError
+from tasks.score.config import ScoreConfig
+from tasks.score.outcome import Origin, batch_rows
+from tasks.score.stored import judged_groups
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.run import OpenRun
+from tasks.store.schemas import schema_of
+
+SCORER = "short@1"
+
+
+def made(dataset: str, rows: list[dict[str, object]]) -> pa.RecordBatch:
+    """Rows of a data set; 0, "" or [] in every column that is not given."""
+    plain = {
+        field.name: [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
+        for field in schema_of(dataset)
+    }
+    return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=schema_of(dataset))
+
+
+async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_scored: int) -> RunFolder:
+    """A run with one step of these groups; None for a rollout that failed; the first `n_scored` survivors are scored."""
+    ids = [
+        {"group": group, "sample": sample, "trajectory_id": f"{group}.{sample}"}
+        for group, of_group in rewards.items()
+        for sample in range(len(of_group))
+    ]
+    values = [reward for of_group in rewards.values() for reward in of_group]
+    rollouts = [
+        each
+        | {"status": "failed" if reward is None else "complete", "env": "addition", "n_completion_tokens": 3}
+        for each, reward in zip(ids, values, strict=True)
+    ]
+    scored = [(each, reward) for each, reward in zip(ids, values, strict=True) if reward is not None]
+    scores = [each | {"status": "scored", "reward": reward} for each, reward in scored[:n_scored]]
+    opened = OpenRun.open(
+        RunFolder(folder), config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig()
+    )
+    with opened as run:
+        async with run.writer:
+            await run.writer.append("rollouts", made("rollouts", rollouts), step=0)
+            await run.writer.append("scores", made("scores", scores), scorer=SCORER, step=0)
+    return RunFolder(folder)
+
+
+async def test_survivors_get_the_advantages_of_the_scores_that_were_chosen(tmp_path: Path) -> None:
+    folder = await stored_run(tmp_path, {4: [1.0, 0.0, None], 5: [0.5, 0.5, 0.5]}, 9)
+
+    judged = judged_groups(folder, 0, SCORER, ScoreConfig(), expected=3)
+
+    (trained,), (left_out,) = judged[4], judged[5]
+    assert trained.advantages.tolist() == [0.5, -0.5]
+    assert [survivor.trajectory_id for survivor in trained.survivors] == ["4.0", "4.1"]
+    assert left_out.reason == "no_reward_spread"
+    assert judged_groups(folder, 0, SCORER, ScoreConfig(), expected=3, only={5}).keys() == {5}
+
+
+async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_score_is_left_out(
+    tmp_path: Path,
+) -> None:
+    rewards: dict[int, list[float | None]] = {4: [1.0, 0.0], 5: [1.0, 0.0]}
+    partly = await stored_run(tmp_path / "partly", rewards, 3)
+    half = await stored_run(tmp_path / "half", rewards, 2)
+
+    with pytest.raises(ConfigError, match=r"1 trajectories of step 0 .* have no score"):
+        judged_groups(partly, 0, SCORER, ScoreConfig(), expected=2)
+    assert judged_groups(half, 0, SCORER, ScoreConfig(), expected=2).keys() == {4}
+
+
+async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> None:
+    folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0]}, 9)
+    judged = judged_groups(folder, 0, SCORER, ScoreConfig(), expected=2)
+    outcomes = [outcome for each in judged.values() for outcome in each]
+
+    rows = batch_rows("r", 7, outcomes, SCORER, {5: Origin(folder.absolute, 0)}).to_pylist()
+
+    assert [(row["source"], row["source_step"]) for row in rows] == [("", 7), ("", 7)] + [
+        (folder.absolute, 0)
+    ] * 2
+    assert {row["scorer"] for row in rows} == {SCORER}

@@ -1,0 +1,50 @@
+import math
+
+import pytest
+import torch
+
+from tasks.train.losses.clipped import clipped_loss
+from tasks.train.losses.truncated import truncated_loss
+
+
+def gradient_of(ratio: float, advantage: float, cap: float = 2.0) -> float:
+    logprob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    found = truncated_loss(logprob, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]), cap=cap)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprob)
+    assert bool(found.clipped) == (ratio > cap)
+    assert found.ratio.item() == pytest.approx(ratio)
+    return gradient.item()
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 0.5])
+def test_gradient_is_weighted_by_the_ratio_up_to_the_cap_and_never_stops(advantage: float) -> None:
+    for ratio in (1e-3, 0.5, 1.0, 1.99):
+        assert gradient_of(ratio, advantage) == pytest.approx(-ratio * advantage)
+    for ratio in (2.01, 50.0):
+        assert gradient_of(ratio, advantage) == pytest.approx(-2.0 * advantage)
+
+
+def test_weighted_rows_of_another_policy_give_the_gradient_under_ours() -> None:
+    """A policy over three answers: the mean over mu's samples is the sum over pi's probabilities."""
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    sampler = torch.log_softmax(torch.tensor([1.0, 0.5, -0.2], dtype=torch.float64), 0)
+    rewards = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    expected = (torch.softmax(logits, 0) * rewards).sum()
+    (wanted,) = torch.autograd.grad(-expected, logits)
+
+    found = truncated_loss(torch.log_softmax(logits, 0), sampler, rewards, cap=math.inf)
+    (gradient,) = torch.autograd.grad((sampler.exp() * found.loss).sum(), logits)
+
+    assert torch.allclose(gradient, wanted)
+
+
+def test_on_policy_its_gradient_is_that_of_the_clipped_loss() -> None:
+    logprobs = torch.tensor([-1.0, -3.0, -0.1], requires_grad=True)
+    sampler, advantages = logprobs.detach().clone(), torch.tensor([0.5, -0.25, 2.0])
+    losses = (
+        truncated_loss(logprobs, sampler, advantages, cap=2.0),
+        clipped_loss(logprobs, sampler, advantages, clip_low=0.2, clip_high=0.28),
+    )
+    gradients = [torch.autograd.grad(each.loss.sum(), logprobs)[0] for each in losses]
+
+    assert torch.allclose(*gradients)
