@@ -19,7 +19,6 @@ from tasks.store.draw import StoredGroup, drawn
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.partitions import stored_scorers
-from tasks.store.plan import settled_plan
 from tasks.store.reader import read
 from tasks.store.resume import stored_batch_steps
 
@@ -110,14 +109,16 @@ def _steps(source: RunFolder, config: RunConfig) -> list[int]:
 
 
 async def store_draw(run: TrainingRun, pool: GroupPool, step: int) -> Draw:
-    """Draw the groups of a step, number them as groups of this run, and store plan, groups and batch, in that order."""
+    """Draw the groups of a step, number them as groups of this run, and store groups and batch, in that order.
+
+    There is no plan, since nothing is sampled.
+    """
     started, config = time.perf_counter(), run.config
     found = await asyncio.to_thread(pool.draw, config, step)
-    writer, n = run.store.writer, config.retrain.groups_per_step
-    (planned, *_) = await settled_plan(run.folder, writer, run=run.id, step=step, groups_per_step=n)
+    writer, first = run.store.writer, step * config.retrain.groups_per_step
     outcomes: list[GroupOutcome] = []
     origins: dict[int, Origin] = {}
-    for number, (stored, of_group) in enumerate(found, planned.first):
+    for number, (stored, of_group) in enumerate(found, first):
         outcomes += [replace(outcome, group=number) for outcome in of_group]
         origins[number] = Origin(stored.source, stored.step)
     if not (await asyncio.to_thread(read, run.folder, "groups", ["group"], step=step)).num_rows:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from tasks.errors import ShardError
 from tasks.store.filesystem import Files, files_of
 from tasks.store.layout import PARTITION_KEYS, RunFolder, partition_pattern
-from tasks.store.names import current
+from tasks.store.names import ShardName, current
 from tasks.store.reader import read_shard
 from tasks.store.schemas import batch_of
 
@@ -100,9 +100,9 @@ class Inventory:
             self._notes.extend(notes)
 
     def take(self) -> list[Note]:
-        """What is to be noted; nothing when that is the inventory's own shards alone."""
+        """What is to be noted; nothing when that is alone what noting itself has written."""
         with self._lock:
-            if all(note.shard.startswith(f"{DATASET}/") for note in self._notes):
+            if all(_is_of_noting(note) for note in self._notes):
                 return []
             notes, self._notes = self._notes, []
         return notes
@@ -113,3 +113,9 @@ class Inventory:
         for name in ("shard", "event", "rows", "bytes"):
             columns[name] = [getattr(note, name) for note in notes]
         return batch_of(DATASET, columns)
+
+
+def _is_of_noting(note: Note) -> bool:
+    """True for a small shard of the inventory, which the next notes will name; False for one made of several."""
+    name = ShardName.of(note.shard)
+    return note.shard.startswith(f"{DATASET}/") and name is not None and not name.is_compacted

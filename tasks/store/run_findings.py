@@ -49,7 +49,7 @@ def run_findings(folder: RunFolder, manifest: Manifest) -> tuple[list[Finding], 
 def _due_evaluations(folder: RunFolder, manifest: Manifest, n_done: int) -> list[int]:
     """Versions whose evaluation is over; the version that the last done step made may be evaluated just now."""
     config = manifest.config.get("evaluate", {})
-    if not config.get("every") or not config.get("n_prompts"):
+    if not config.get("enabled", True) or not config.get("every") or not config.get("n_prompts"):
         return []
     last = n_done if manifest.status == "finished" else n_done - 1
     stored, steps = stored_steps(folder, "evaluations"), manifest.config.get("steps")

@@ -81,3 +81,16 @@ async def test_a_cancelled_writer_notes_its_last_shards_too(tmp_path: Path, rows
         run.writer.append("rollouts", rows("rollouts", step=0), step=0)
         run.writer._close()
     assert [key.partition("/")[0] for key in unknown(run.folder)] == ["shards"]
+
+
+async def test_compacted_shards_of_the_inventory_itself_are_noted(tmp_path: Path, rows: RowMaker) -> None:
+    for epoch in (1, 2):
+        with opened(tmp_path) as run:
+            async with run.writer as writer:
+                for step in (2 * epoch, 2 * epoch + 1):
+                    await writer.append("groups", rows("groups", step=step), step=step)
+                    await writer.note()
+                for each in range(1, epoch * (epoch - 1) + 1):  # the second writer compacts both
+                    assert await writer.compact(f"shards/epoch={each:06d}", 1 << 30)
+    newest = files_of(run.folder).keys("shards/epoch=000002/*.arrow")[-1]
+    assert unknown(run.folder) == [newest]
