@@ -10,13 +10,14 @@ import typer
 from flows.command import lead_to_prefect, train_here
 from flows.comparison import versions_of
 from flows.config import RescoreConfig, RunConfig, overridden, parsed, preset_values, validate
-from flows.folder import existing_run
+from flows.folder import existing_run, run_folder
 from flows.offline import check_offline
 from flows.preflight import check_trainer, preflight
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.resume import complete_checkpoints
+from tasks.store.sources import check_sources
 
 
 def rescore_config(
@@ -106,6 +107,8 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
         RunFinishedError, RunMismatchError: the folder's run cannot be gone on with like this.
     """
     check_offline(config)
+    if run_folder(name, config).absolute in config.retrain.sources:
+        raise ConfigError("--name", name, "a run is not trained from itself; give another name")
     preflight(config, samples=config.evaluate.enabled)
 
     def begun() -> Coroutine[Any, Any, str]:
@@ -124,6 +127,7 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
         ReplayError: it did not give the same.
     """
     config = validate(read_manifest(folder).config)
+    check_sources(folder)
     versions = versions_of(complete_checkpoints(folder), first, last)
     check_trainer(config)
     lead_to_prefect()

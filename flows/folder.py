@@ -10,6 +10,7 @@ from tasks.store.fixed import check_fixed
 from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.resume import stored_batch_steps
+from tasks.store.sources import trained_from
 
 
 def run_folder(name: str, config: RunConfig) -> RunFolder:
@@ -67,16 +68,22 @@ def is_finished(folder: RunFolder) -> bool:
 
 
 def check_movable(folder: RunFolder) -> None:
-    """Refuse to move a run aside that does not lie on a local disk, since its many objects cannot be renamed at once.
+    """Refuse to move a run aside that lies on S3, whose many objects cannot be renamed at once, or that is a source.
 
     Raises:
-        ConfigError: it lies on S3.
+        ConfigError: it lies on S3, or a run beside it was trained from it.
     """
     if not folder.is_local:
         to = f"{folder.location}-1"
         remedy = (
             f"{folder.location} lies on S3 and is not moved aside; begin under another --name, or move it yourself: "
             f"aws s3 mv --recursive {folder.location} {to}"
+        )
+        raise ConfigError("--again", True, remedy)
+    if retrained := trained_from(folder):
+        remedy = (
+            f"{folder.location} is not moved aside: {', '.join(retrained)} was trained from it, and finds its rollouts "
+            "where they lie; begin under another --name"
         )
         raise ConfigError("--again", True, remedy)
 

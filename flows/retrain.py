@@ -9,7 +9,7 @@ from flows.config import RunConfig, check
 from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
 from flows.failure import one_error
-from flows.folder import check_resumable, run_folder
+from flows.folder import check_resumable, existing_run, run_folder
 from flows.offline import check_offline
 from flows.policy import Policy, open_policy
 from flows.progress import say
@@ -21,6 +21,8 @@ from flows.start_model import ensure_start_model
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
 from tasks.store.draw import steps_of_a_pass
+from tasks.store.manifest import Source
+from tasks.store.sources import check_sources, sources_of
 
 
 @flow(name="retrain", flow_run_name="{run_name}", persist_result=False)
@@ -37,12 +39,14 @@ async def retrain(run_name: str, config: RunConfig) -> str:
     check(config)
     check_offline(config)
     await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
+    sources = await asyncio.to_thread(checked_sources, run_name, config)
     with one_error():
         model = await ensure_start_model(config)
         pool = await asyncio.to_thread(GroupPool.read, config)
         tell(pool, config)
         opened = (open_run if config.evaluate.enabled else open_offline_run)(run_name, config, model)
         async with opened as run, open_policy(run) as policy:
+            run.store.keep_sources(sources)
             first = await policy.restore()
             await evaluate(run, first)
             space = StepSpace(run)
@@ -59,6 +63,12 @@ async def retrain(run_name: str, config: RunConfig) -> str:
                 await policy.checkpoint_if_due()
             await report_run(run)
     return run.folder.location
+
+
+def checked_sources(run_name: str, config: RunConfig) -> tuple[Source, ...]:
+    """The runs to train from; ConfigError when another lies in the place of one that this run was trained from."""
+    check_sources(run_folder(run_name, config))
+    return sources_of(map(existing_run, config.retrain.sources))
 
 
 async def show(run: Run | OfflineRun, policy: Policy, version: int) -> list[Metric]:

@@ -88,6 +88,7 @@ def _target(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         status="forking",
         origins=(*before, last),
+        sources=origin.sources,
     )
 
 

@@ -27,6 +27,19 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A run whose rollouts another trains on.
+
+    Attributes:
+        run: its id.
+        folder: its location, from any working folder; rows of `batches` name it by that.
+    """
+
+    run: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What run.json says.
 
@@ -41,6 +54,7 @@ class Manifest:
         created_at: ISO 8601, UTC.
         status: forking until all that a forked run begins with has been brought over.
         origins: the runs that it was forked from, the first of them first; empty unless it was.
+        sources: the runs that it trains from, or that the run it was forked from did; empty for one that samples.
     """
 
     run: str
@@ -53,6 +67,7 @@ class Manifest:
     created_at: str
     status: Literal["forking", "running", "finished"]
     origins: tuple[Origin, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     @property
     def first_step(self) -> int:

@@ -14,7 +14,7 @@ from tasks.store.fixed import check_fixed
 from tasks.store.inventory import Inventory
 from tasks.store.layout import PARTITION_KEYS, RunFolder
 from tasks.store.lock import RunLock, lock_run
-from tasks.store.manifest import Manifest, has_manifest, read_manifest, write_manifest
+from tasks.store.manifest import Manifest, Source, has_manifest, read_manifest, write_manifest
 from tasks.store.migration import migrate
 from tasks.store.schemas import SCHEMA_VERSION
 from tasks.store.writer import RunWriter
@@ -100,6 +100,11 @@ class OpenRun:
         """Count one more trainer that loads state; returns its number, from 1, which is stored by then."""
         self._replace(replace(self.manifest, incarnation=self.manifest.incarnation + 1))
         return self.manifest.incarnation
+
+    def keep_sources(self, sources: tuple[Source, ...]) -> None:
+        """Note the runs that this one trains from, unless they are noted."""
+        if not self.manifest.sources:
+            self._replace(replace(self.manifest, sources=sources))
 
     def finish(self) -> None:
         """Note that every step is done."""

@@ -9,7 +9,7 @@ from tasks.errors import ShardError, StoreError
 from tasks.store.filesystem import files_of
 from tasks.store.findings import Finding, named
 from tasks.store.inventory import DATASET, Note, all_shards, read_notes
-from tasks.store.layout import PARTITION_KEYS, RunFolder
+from tasks.store.layout import MANIFEST, PARTITION_KEYS, RunFolder
 from tasks.store.manifest import Manifest, read_manifest
 from tasks.store.partitions import stored_scorers, stored_steps
 from tasks.store.plan import group_numbers, read_plan
@@ -18,6 +18,7 @@ from tasks.store.resume import complete_checkpoints
 from tasks.store.routing import expired_steps
 from tasks.store.run_findings import run_findings
 from tasks.store.shard_findings import inventory_findings, name_finding, shard_finding
+from tasks.store.sources import misplaced
 from tasks.store.step_findings import Expected, StepRows, step_findings
 from tasks.store.value_findings import COLUMNS, value_findings
 
@@ -71,6 +72,7 @@ class _Verification:
         self._found.steps = len(steps)
         found, notes = run_findings(self._folder, self._manifest)
         self._found.findings += found
+        self._found.findings += self._misplaced()
         self._found.notes += notes
         return self._found
 
@@ -176,6 +178,16 @@ class _Verification:
         rows = pl.from_arrow(read(self._folder, dataset, columns, **partition))
         assert isinstance(rows, pl.DataFrame)
         return rows
+
+    def _misplaced(self) -> Iterator[Finding]:
+        """Sources that are not where they lay."""
+        for source in self._manifest.sources:
+            try:
+                wrong = misplaced(source)
+            except StoreError as error:
+                wrong = str(error)
+            if wrong:
+                yield Finding(self._folder.path(MANIFEST), wrong, "bring the source back to where it lay")
 
     def _foreign(self, step: int, batch: pl.DataFrame) -> Iterator[Finding]:
         """Rows of a batch whose rollout lies in another step or run, and is not there."""

@@ -1,0 +1,73 @@
+"""A source is told from other runs by its id."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.folder import check_movable
+from tasks.errors import ConfigError
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest, write_manifest
+from tasks.store.run import OpenRun
+from tasks.store.sources import check_sources, sources_of
+from tasks.store.verification import verify_run
+
+
+def begin(folder: Path) -> RunFolder:
+    """Begin an empty run."""
+    run = RunFolder(folder)
+    OpenRun.open(run, config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig()).close()
+    return run
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> RunFolder:
+    return begin(tmp_path / "source")
+
+
+@pytest.fixture
+def retrained(tmp_path: Path, source: RunFolder) -> RunFolder:
+    """A run that is trained from the source."""
+    folder = begin(tmp_path / "retrained")
+    with OpenRun.extend(folder, config_of=StoreConfig()) as run:
+        run.keep_sources(sources_of([source]))
+    return folder
+
+
+def test_a_source_that_was_moved_is_refused_and_found_by_verify(
+    source: RunFolder, retrained: RunFolder
+) -> None:
+    check_sources(retrained)
+    id_of_source = read_manifest(source).run
+    source.local.rename(source.local.with_name("source-1"))
+
+    with pytest.raises(ConfigError, match=f"expected run {id_of_source} .* there is no run"):
+        check_sources(retrained)
+    assert any(id_of_source in each.what for each in verify_run(retrained).findings)
+
+
+def test_another_run_in_the_place_of_a_source_is_refused_with_both_ids(
+    source: RunFolder, retrained: RunFolder
+) -> None:
+    manifest = read_manifest(source)
+    write_manifest(source, replace(manifest, run="other"))
+
+    with pytest.raises(ConfigError, match=f"expected run {manifest.run} .* run other is there"):
+        check_sources(retrained)
+
+
+def test_the_sources_of_a_run_stay_those_that_were_noted_first(retrained: RunFolder) -> None:
+    before = read_manifest(retrained).sources
+    with OpenRun.extend(retrained, config_of=StoreConfig()) as run:
+        run.keep_sources(())
+    assert read_manifest(retrained).sources == before
+
+
+def test_a_run_that_another_was_trained_from_is_not_moved_aside(
+    source: RunFolder, retrained: RunFolder
+) -> None:
+    check_movable(retrained)
+    with pytest.raises(ConfigError, match="retrained was trained from it"):
+        check_movable(source)
