@@ -1,8 +1,10 @@
 """What environments keep of their episodes: a data set for each, with the columns that it names."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from numbers import Integral, Real
 
+import numpy as np
 import pyarrow as pa
 
 from tasks.errors import RunMismatchError, SchemaError
@@ -23,6 +25,13 @@ TYPES: Mapping[str, pa.DataType] = {
     "list<string>": pa.large_list(pa.large_string()),
 }
 """Types of columns, as Arrow calls them."""
+_VALUES: Mapping[str, tuple[type, ...]] = {
+    "bool": (bool, np.bool_),
+    "int64": (Integral,),
+    "float64": (Real,),
+    "string": (str,),
+}
+"""What fits a column, or a list's element, of a type; of numbers, a bool is none."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -69,7 +78,7 @@ def state_row(
     arrays: list[pa.Array] = []
     for name, kind in columns.items():
         try:
-            arrays.append(pa.array([values.get(name)], TYPES[kind]))
+            arrays.append(_array(kind, values.get(name)))
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             arrays.append(pa.nulls(1, TYPES[kind]))
             errors.append(f"{name}: expected {kind}, got {values[name]!r:.200}")
@@ -77,6 +86,23 @@ def state_row(
     fixed = [run, step, group, sample, trajectory_id, "; ".join(errors)]
     keys = [pa.array([value], each.type) for value, each in zip(fixed, STATE_FIELDS, strict=True)]
     return pa.record_batch([*keys, *arrays], schema=schema)
+
+
+def _array(kind: str, value: object) -> pa.Array:
+    """A value as an array of one; TypeError for what Arrow would cut, spell out or decode to make it fit."""
+    if not _fits(kind, value):
+        raise TypeError(kind)
+    return pa.array([value], TYPES[kind])
+
+
+def _fits(kind: str, value: object) -> bool:
+    if value is None:
+        return True
+    if kind.startswith("list<"):
+        if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
+            return False
+        return all(_fits(kind[5:-1], each) for each in value)
+    return isinstance(value, _VALUES[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
 def check_stored_columns(folder: RunFolder, env: str, columns: Mapping[str, str]) -> None:

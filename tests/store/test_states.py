@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -51,6 +52,53 @@ async def test_a_value_of_another_type_is_null_and_said_and_the_others_stay(fold
     (got,) = read(folder, "states", env="game").to_pylist()
     assert (got["n"], got["words"], got["left_out"]) == (None, ["a"], None)
     assert got["error"] == "n: expected int64, got 'three'; more: no such column"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("int64", 3.7),
+        ("int64", np.float32(0.5)),
+        ("int64", True),
+        ("int64", 1 << 63),
+        ("float64", True),
+        ("bool", 1),
+        ("string", b"x"),
+        ("list<int64>", [1, 1.5]),
+        ("list<int64>", b"x"),
+        ("list<int64>", np.array([1.5])),
+        ("list<int64>", np.array(1)),
+        ("list<float64>", [True]),
+        ("list<string>", "abc"),
+        ("list<string>", [b"x"]),
+        ("list<string>", {"abc": 1}),
+    ],
+)
+def test_a_value_that_arrow_would_turn_into_another_is_null_and_said(kind: str, value: object) -> None:
+    made = row({"c": kind}, {"c": value})
+    assert made.column("c").to_pylist() == [None]
+    assert made.column("error").to_pylist() == [f"c: expected {kind}, got {value!r}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "kept"),
+    [
+        ("int64", np.uint8(3), 3),
+        ("float64", 3, 3.0),
+        ("float64", np.float32(0.5), 0.5),
+        ("bool", np.bool_(True), True),
+        ("list<int64>", np.array([1, 2]), [1, 2]),
+        ("list<int64>", (1, None), [1, None]),
+        ("list<float64>", [1, 2.5], [1.0, 2.5]),
+        ("list<string>", ["abc", ""], ["abc", ""]),
+    ],
+)
+def test_numbers_of_numpy_whole_numbers_as_floats_and_any_sequence_fit(
+    kind: str, value: object, kept: object
+) -> None:
+    made = row({"c": kind}, {"c": value})
+    assert made.column("c").to_pylist() == [kept]
+    assert made.column("error").to_pylist() == [""]
 
 
 async def test_a_plain_scan_of_one_environment_reads_its_name_whatever_it_is(tmp_path: Path) -> None:
