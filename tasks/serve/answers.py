@@ -139,8 +139,10 @@ def _npy(text: memoryview) -> np.ndarray | None:
     head = io.BytesIO(file[:NPY_HEAD_BYTES])
     version = np.lib.format.read_magic(head)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(head)
-    return np.frombuffer(file, dtype, offset=head.tell()).reshape(shape)
+    shape, is_fortran_order, dtype = read(head)
+    return np.frombuffer(file, dtype, offset=head.tell()).reshape(
+        shape, order="F" if is_fortran_order else "C"
+    )
 
 
 def prompt_logprobs_of(token_ids: np.ndarray) -> Callable[[Body], np.ndarray]:

@@ -27,9 +27,11 @@ def routing_row(run: str, step: int, trajectory_id: str, parts: Sequence[np.ndar
         run: id of the run.
         step: of the rollout.
         trajectory_id: of the rollout.
-        parts: [N, layers, experts a token] each, one after another; a single one is not copied.
+        parts: [N, layers, experts a token] each, one after another; a single one is not copied, unless it is in
+            another order than C, or its elements in another than little-endian.
     """
-    experts = np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    experts = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    experts = np.ascontiguousarray(experts, experts.dtype.newbyteorder("<"))
     offsets = np.array([0, experts.nbytes], np.int64)
     value = pa.LargeBinaryArray.from_buffers(
         pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(experts.reshape(-1).view(np.uint8))]
@@ -64,8 +66,8 @@ def read_routing(folder: RunFolder, step: int, ids: Sequence[str]) -> list[np.nd
 
 
 def _experts(stored: pa.Table, place: int) -> np.ndarray:
-    value, dtype = stored["experts"][place].as_buffer(), stored["dtype"][place].as_py()
-    return np.frombuffer(value, dtype).reshape(stored["shape"][place].as_py())
+    value, dtype = stored["experts"][place].as_buffer(), np.dtype(stored["dtype"][place].as_py())
+    return np.frombuffer(value, dtype.newbyteorder("<")).reshape(stored["shape"][place].as_py())
 
 
 def expired_steps(stored: Sequence[int], *, done: int, checkpoint: int, keep: int) -> list[int]:

@@ -142,7 +142,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _TRAJECTORY,
         _column("shape", _INT32_LIST, "of experts: tokens, layers, experts a token", shape="[3]"),
         _column("dtype", pa.string(), "numpy name of the element type"),
-        _column("experts", pa.large_binary(), "routed experts, raw bytes in C order"),
+        _column("experts", pa.large_binary(), "routed experts, raw bytes, little-endian, in C order"),
     ),
     "scores": _schema("scores", _RUN, _STEP, _GROUP, _SAMPLE, _TRAJECTORY, *_SCORED),
     "evaluation_scores": _schema("evaluation_scores", _RUN, _STEP, _GROUP, _SAMPLE, _TRAJECTORY, *_SCORED),

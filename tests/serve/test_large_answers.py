@@ -20,13 +20,16 @@ LOGPROBS = -np.linspace(0, 1, N_TOKENS, dtype=np.float32)
 EXPERTS = np.random.default_rng(0).integers(0, 128, (N_TOKENS + 9, 48, 8), np.uint8)
 
 
-def as_json(**choice: object) -> bytes:
+def npy(array: np.ndarray) -> str:
     file = io.BytesIO()
-    np.save(file, EXPERTS)
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def as_json(**choice: object) -> bytes:
     content = [{"logprob": each} for each in LOGPROBS.tolist()]
     given = {"token_ids": IDS.tolist(), "logprobs": {"content": content}, "finish_reason": "stop"}
-    experts = base64.b64encode(file.getvalue()).decode()
-    return msgspec.json.encode({"choices": [given | {"routed_experts": experts} | choice]})
+    return msgspec.json.encode({"choices": [given | {"routed_experts": npy(EXPERTS)} | choice]})
 
 
 def as_arrays() -> bytes:
@@ -80,6 +83,14 @@ def test_arrays_are_views_on_the_answer() -> None:
     completion = completion_of(body.data)
     for each in (completion.token_ids, completion.logprobs, completion.routed_experts):
         assert np.shares_memory(each, body)
+
+
+@pytest.mark.parametrize("kind", ["|u1", "<u2", ">u2"])
+def test_routed_experts_in_any_order_of_axes_and_bytes_are_the_same_numbers(kind: str) -> None:
+    for given in (EXPERTS.astype(kind), np.asfortranarray(EXPERTS.astype(kind))):
+        np.testing.assert_array_equal(
+            completion_of(as_json(routed_experts=npy(given))).routed_experts, EXPERTS
+        )
 
 
 def test_no_routed_experts_are_none() -> None:

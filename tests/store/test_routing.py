@@ -46,6 +46,18 @@ def test_a_row_of_one_turn_is_a_view_on_what_was_received() -> None:
     assert np.shares_memory(np.frombuffer(row.column("experts").buffers()[2], np.uint8), given)
 
 
+@pytest.mark.parametrize("kind", ["<u2", ">u2"])
+async def test_experts_come_back_equal_in_whatever_order_of_axes_and_bytes_they_were(
+    folder: RunFolder, kind: str
+) -> None:
+    whole = experts(6).astype(kind)
+    given = {"a": [np.asfortranarray(whole)], "b": [np.asfortranarray(whole[:2]), whole[2:]], "c": [whole]}
+    await stored(folder, given)
+    for got in read_routing(folder, 0, [*given]):
+        assert got.dtype == np.uint16
+        np.testing.assert_array_equal(got, whole)
+
+
 async def test_the_turns_of_an_episode_are_one_row(folder: RunFolder) -> None:
     whole = experts(10)
     await stored(folder, {"a": [whole[:4], whole[4:4], whole[4:]]})
