@@ -19,7 +19,7 @@ def verify(folder: RunFolder, *, as_json: bool) -> bool:
     """Verify a run and print what was found; returns True when nothing is wrong.
 
     Raises:
-        StoreError: there is no run, or its run.json is damaged.
+        StoreError: it could not be checked.
     """
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("verify", total=None)

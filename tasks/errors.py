@@ -3,6 +3,7 @@
 RollmillError
 ├── ConfigError                 a setting is wrong: names field, value and remedy
 ├── StoreError
+│   ├── ManifestError           a run's run.json is damaged
 │   ├── SchemaError             rows do not have the data set's schema
 │   ├── ShardError              a shard cannot be read, or lacks rows it should have
 │   │   └── ShardGoneError      ... since it is not there: removed, or superseded by a compacted one and then removed
@@ -60,6 +61,10 @@ class ConfigError(RollmillError):
 
 class StoreError(RollmillError):
     """Base of the errors of the data sets."""
+
+
+class ManifestError(StoreError):
+    """A run's run.json is damaged."""
 
 
 class SchemaError(StoreError):

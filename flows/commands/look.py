@@ -149,9 +149,15 @@ def export(
 
 @commands.command(rich_help_panel=PANEL)
 def verify(run: RunLocation, as_json: AsJson = False) -> None:
-    """Check every byte and row that is stored of a run; exit status 1 when something is wrong."""
+    """Check every byte and row that is stored of a run; exit status 1: something is wrong, 2: it could not be checked."""
     from flows.folder import existing_run
     from flows.verification import verify as verify_run
+    from tasks.errors import StoreError
 
-    if not verify_run(existing_run(run), as_json=as_json):
+    try:
+        is_right = verify_run(existing_run(run), as_json=as_json)
+    except StoreError as error:
+        typer.echo(f"rollmill: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not is_right:
         raise typer.Exit(1)

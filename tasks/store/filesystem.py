@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -122,7 +123,9 @@ class LocalFiles:
         found = {}
         for key in self.keys(pattern):
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                found[key] = (self._root / key).stat().st_size
+                status = (self._root / key).stat()
+                if not stat.S_ISDIR(status.st_mode):
+                    found[key] = status.st_size
         return found
 
     def open(self, key: str) -> pa.NativeFile:

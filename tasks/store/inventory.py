@@ -46,6 +46,14 @@ def all_shards(files: Files) -> dict[str, int]:
     return found
 
 
+def all_files(files: Files) -> dict[str, int]:
+    """Size of everything that lies in the data sets of a run, in a partition or not, by its key."""
+    found = all_shards(files)
+    for dataset in PARTITION_KEYS:
+        found |= files.sizes(f"{dataset}/**/*")
+    return found
+
+
 def read_notes(folder: RunFolder, *, skip_damaged: bool = False) -> dict[str, Note]:
     """The last note of each shard, by its key.
 

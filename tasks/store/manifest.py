@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from tasks.errors import StoreError
+from tasks.errors import ManifestError, StoreError
 from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.schemas import SCHEMA_VERSION
@@ -91,7 +91,8 @@ def read_manifest(folder: RunFolder) -> Manifest:
     """Read a run's manifest.
 
     Raises:
-        StoreError: there is none, it is damaged, or a newer Rollmill wrote it.
+        ManifestError: it is damaged.
+        StoreError: there is none, it cannot be read, or a newer Rollmill wrote it.
     """
     if not has_manifest(folder):
         raise StoreError(f"{folder.location} holds no run: there is no {MANIFEST} in it")
@@ -101,7 +102,7 @@ def read_manifest(folder: RunFolder) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise StoreError(
+        raise ManifestError(
             f"{folder.path(MANIFEST)} is damaged: {place or 'the whole'}: {first['msg']}"
         ) from error
     if manifest.schema_version > SCHEMA_VERSION:

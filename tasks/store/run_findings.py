@@ -11,11 +11,14 @@ from tasks.store.manifest import Manifest
 from tasks.store.partitions import stored_steps
 from tasks.store.reader import read
 from tasks.store.resume import complete_checkpoints
+from tasks.store.run_settings import RunSettings
 
 _RESTORE = "restore what is missing from a copy"
 
 
-def run_findings(folder: RunFolder, manifest: Manifest) -> tuple[list[Finding], list[str]]:
+def run_findings(
+    folder: RunFolder, manifest: Manifest, settings: RunSettings
+) -> tuple[list[Finding], list[str]]:
     """All of it, and what could not be checked.
 
     The last step that has a batch counts as done in a finished run alone: in another it may be in the making.
@@ -28,9 +31,9 @@ def run_findings(folder: RunFolder, manifest: Manifest) -> tuple[list[Finding], 
     if silent := sorted(set(done) - set(metrics)):
         found.append(Finding(folder.dataset("metrics"), f"no metrics of steps {named(silent)}", _RESTORE))
     notes: list[str] = []
-    for version in _due_evaluations(folder, manifest, len(done)):
+    for version in _due_evaluations(folder, manifest, settings, len(done)):
         try:
-            found += _evaluation(folder, version, 2 * manifest.config["evaluate"]["n_prompts"])
+            found += _evaluation(folder, version, 2 * settings.evaluate.n_prompts)
         except ShardError as error:
             notes.append(f"evaluation of version {version} could not be checked: {error}")
     for version in stored_steps(folder, "evaluation_scores"):
@@ -46,17 +49,17 @@ def run_findings(folder: RunFolder, manifest: Manifest) -> tuple[list[Finding], 
     return found, notes
 
 
-def _due_evaluations(folder: RunFolder, manifest: Manifest, n_done: int) -> list[int]:
+def _due_evaluations(folder: RunFolder, manifest: Manifest, settings: RunSettings, n_done: int) -> list[int]:
     """Versions whose evaluation is over; the version that the last done step made may be evaluated just now."""
-    config = manifest.config.get("evaluate", {})
-    if not config.get("enabled", True) or not config.get("every") or not config.get("n_prompts"):
+    evaluate = settings.evaluate
+    if not (evaluate.enabled and evaluate.every and evaluate.n_prompts):
         return []
     last = n_done if manifest.status == "finished" else n_done - 1
-    stored, steps = stored_steps(folder, "evaluations"), manifest.config.get("steps")
+    stored = stored_steps(folder, "evaluations")
     return [
         version
         for version in range(manifest.first_step, last + 1)
-        if version % config["every"] == 0 or version == steps or version in stored
+        if version % evaluate.every == 0 or version == settings.steps or version in stored
     ]
 
 
@@ -85,9 +88,12 @@ def _checkpoint(folder: RunFolder, version: int) -> list[Finding]:
     """The batch that a checkpoint applied last is the one that is stored."""
     key = f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}"
     try:
-        told = str(json.loads(read_text(files_of(folder), key)).get("digest", ""))
+        marker = json.loads(read_text(files_of(folder), key))
     except ValueError as error:
         return [Finding(folder.path(key), f"it is damaged: {error}", _RESTORE)]
+    if not isinstance(marker, dict):
+        return [Finding(folder.path(key), "it is damaged: it holds no JSON object", _RESTORE)]
+    told = str(marker.get("digest", ""))
     if not told or not version or told == (stored := stored_digest(folder, version - 1)):
         return []
     what = f"it applied batch {told[:16]}..., stored for step {version - 1} is {stored[:16]}..."

@@ -26,7 +26,8 @@ def name_finding(folder: RunFolder, key: str) -> Finding | None:
     if ShardName.of(key) is None:
         return Finding(folder.path(key), "it is not named as a shard is", _FOREIGN)
     is_placed = len(partition) == len(keys) and all(
-        re.fullmatch(rf"{name}=[^/]+", part) for name, part in zip(keys, partition, strict=True)
+        re.fullmatch(rf"{name}={'[^/]+' if name in ('scorer', 'env') else '[0-9]{6,}'}", part)
+        for name, part in zip(keys, partition, strict=True)
     )
     if not is_placed:
         expected = "/".join([dataset, *(f"{name}=..." for name in keys)])

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from tasks.errors import ShardError, StoreError
+from tasks.errors import ManifestError, ShardError, StoreError
 from tasks.store.filesystem import files_of
 from tasks.store.findings import Finding, named
-from tasks.store.inventory import DATASET, Note, all_shards, read_notes
+from tasks.store.inventory import DATASET, Note, all_files, all_shards, read_notes
 from tasks.store.layout import MANIFEST, PARTITION_KEYS, RunFolder
 from tasks.store.manifest import Manifest, read_manifest
 from tasks.store.partitions import stored_scorers, stored_steps
@@ -17,6 +17,7 @@ from tasks.store.reader import read
 from tasks.store.resume import complete_checkpoints
 from tasks.store.routing import expired_steps
 from tasks.store.run_findings import run_findings
+from tasks.store.run_settings import RunSettings, settings_of
 from tasks.store.shard_findings import inventory_findings, name_finding, shard_finding
 from tasks.store.sources import misplaced
 from tasks.store.step_findings import Expected, StepRows, step_findings
@@ -48,19 +49,27 @@ def verify_run(folder: RunFolder, advance: Advance = lambda done, total: None) -
     """Check everything that is stored of a run; it may be going on meanwhile.
 
     Raises:
-        StoreError: there is no run, or run.json is damaged.
+        StoreError: it could not be checked: there is no run, or what holds it does not answer.
     """
-    return _Verification(folder, read_manifest(folder), advance).verified()
+    try:
+        manifest = read_manifest(folder)
+        settings = settings_of(folder, manifest)
+    except ManifestError as error:
+        where = folder.path(MANIFEST)
+        wrong = Finding(where, str(error).removeprefix(f"{where} is "), _RESTORE)
+        return Verified([wrong], ["nothing else was checked: run.json says what is to be there"])
+    return _Verification(folder, manifest, settings, advance).verified()
 
 
 class _Verification:
-    def __init__(self, folder: RunFolder, manifest: Manifest, advance: Advance) -> None:
-        self._folder, self._manifest, self._advance = folder, manifest, advance
+    def __init__(
+        self, folder: RunFolder, manifest: Manifest, settings: RunSettings, advance: Advance
+    ) -> None:
+        self._folder, self._manifest, self._settings, self._advance = folder, manifest, settings, advance
         self._files, self._found = files_of(folder), Verified()
-        self._config = manifest.config
 
     def verified(self) -> Verified:
-        keys = list(all_shards(self._files))
+        keys = list(all_files(self._files))
         steps = stored_steps(self._folder, "rollouts")
         steps = sorted({*steps, *stored_steps(self._folder, "batches"), *stored_steps(self._folder, "plans")})
         total = len(keys) + len(steps)
@@ -70,7 +79,7 @@ class _Verification:
             self._check_step(step, expected)
             self._advance(number, total)
         self._found.steps = len(steps)
-        found, notes = run_findings(self._folder, self._manifest)
+        found, notes = run_findings(self._folder, self._manifest, self._settings)
         self._found.findings += found
         self._found.findings += self._misplaced()
         self._found.notes += notes
@@ -108,19 +117,18 @@ class _Verification:
     def _expired(self, notes: Mapping[str, Note]) -> list[str]:
         """Routed experts that the run need not keep."""
         routing = {key: int(key.split("=")[1][:6]) for key in notes if key.startswith("routing/step=")}
-        keep = int(self._config.get("store", {}).get("keep_routing_steps", 0))
+        keep = self._settings.store.keep_routing_steps
         done = len(stored_steps(self._folder, "metrics"))
         checkpoint = max(complete_checkpoints(self._folder), default=0)
         gone = expired_steps(sorted({*routing.values()}), done=done, checkpoint=checkpoint, keep=keep)
         return [key for key, step in routing.items() if step in gone]
 
     def _expected(self) -> Expected:
-        rollout, score = self._config.get("rollout", {}), self._config.get("score", {})
         return Expected(
-            group_size=int(rollout.get("group_size", 1)),
-            max_staleness=int(rollout.get("max_staleness", 0)),
+            group_size=self._settings.rollout.group_size,
+            max_staleness=self._settings.rollout.max_staleness,
             scorer=self._scorer(),
-            leaves_short_groups_unscored=bool(score.get("needs_whole_group", False)),
+            leaves_short_groups_unscored=self._settings.score.needs_whole_group,
         )
 
     def _scorer(self) -> str:

@@ -305,3 +305,67 @@ async def test_a_run_that_goes_on_is_verified_as_far_as_it_is(story: Story) -> N
     found = verify_run(await story.told(finish=False))
     assert found.findings == []
     assert found.notes == ["step 1 is not done: it has no batch yet"]
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("rollouts/SHARD", "it does not lie in a partition, rollouts/step=..."),
+        ("rollouts/step=000000/copy/SHARD", "it does not lie in a partition, rollouts/step=..."),
+        ("rollouts/step=0/SHARD", "it does not lie in a partition, rollouts/step=..."),
+        ("rollouts/x.arrow", "it is not named as a shard is"),
+        ("rollouts/a/b/c/x.arrow", "it is not named as a shard is"),
+        ("rollouts/step=000000/junk.txt", "it is not named as a shard is"),
+        ("scores/notes", "it is not named as a shard is"),
+    ],
+)
+async def test_a_file_is_found_wherever_it_lies_in_a_data_set(story: Story, key: str, what: str) -> None:
+    folder = await story.told()
+    (shard,) = files_of(folder).keys("rollouts/step=000000/*.arrow")
+    key = key.replace("SHARD", shard.rpartition("/")[2])
+    (folder.local / key).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder.local / shard, folder.local / key)
+    assert f"/{key}: {what}" in findings(folder)
+
+
+@pytest.mark.parametrize("marker", [b"[]", b"null", b"{", b"\xff"])
+async def test_a_marker_that_is_no_object_is_found(story: Story, marker: bytes) -> None:
+    folder = await story.told()
+    publish_text(files_of(folder), "checkpoints/version=000002/COMPLETE.json", marker)
+    assert any("version=000002/COMPLETE.json: it is damaged" in each for each in findings(folder))
+
+
+@pytest.mark.parametrize("section", ["rollout", "score", "store", "evaluate", "steps"])
+@pytest.mark.parametrize("value", ["text", [1]])
+async def test_a_setting_of_run_json_that_cannot_be_is_found(
+    story: Story, section: str, value: object
+) -> None:
+    folder = await story.told()
+    manifest = json.loads((folder.local / "run.json").read_text())
+    manifest["config"][section] = value
+    (folder.local / "run.json").write_text(json.dumps(manifest))
+    (found,) = findings(folder)
+    assert found.startswith(f"/run.json: damaged: config.{section}: Input should be")
+
+
+async def test_a_damaged_run_json_is_found_and_a_run_that_is_not_there_could_not_be_checked(
+    story: Story,
+) -> None:
+    folder = await story.told()
+
+    def status(location: str) -> int:
+        command = [sys.executable, "-m", "flows.cli", "verify", location]
+        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert "Traceback" not in ended.stderr
+        return ended.returncode
+
+    (folder.local / "run.json").write_text("{")
+    assert status(folder.location) == 1
+    assert status(f"{folder.location}/nothing") == 2
+
+
+def test_a_bucket_that_is_not_there_could_not_be_checked(s3_root: str) -> None:
+    command = [sys.executable, "-m", "flows.cli", "verify", "s3://no-such-bucket-of-ours/run"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("rollmill: cannot list s3://no-such-bucket-of-ours/run")
