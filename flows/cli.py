@@ -5,6 +5,7 @@ in its body, so that parsing stays fast.
 """
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 import typer
@@ -25,9 +26,12 @@ for _panel in (run, look, again, services):
 def main() -> None:
     """Run the command; an expected error is one message and exit status 1, or 2 for a wrong setting.
 
+    What the terminal's encoding does not have is printed as an escape.
     Modules of one's own, which settings name by import path, are found in the working folder too.
     """
     sys.path.append(str(Path.cwd()))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except RollmillError as error:

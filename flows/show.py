@@ -5,28 +5,54 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from flows.found import Found
-from flows.view import visible
+from flows.view import counted, visible
 
+INDENT = 2
+"""Cells between a fact's name and the fact, and before what was said."""
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 def print_trajectory(console: Console, found: Found) -> None:
-    """Print what became of a trajectory, and its conversation."""
-    facts = Table.grid(padding=(0, 2))
+    """Print what became of a trajectory, and its conversation.
+
+    A terminal's lines are broken at its width; in a file or a pipe every line and tab is as it was said.
+    """
+    if console.is_terminal:
+        _print_page(console, found)
+    else:
+        _print_plainly(console, found)
+
+
+def _print_page(console: Console, found: Found) -> None:
+    facts = Table.grid(padding=(0, INDENT))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     for name, value in _facts(found):
         facts.add_row(name, Text(visible(value)))
     console.print(facts)
     for message in found.row["messages"]:
-        console.print(_turn(message))
+        colour = ROLES.get(message["role"], "white")
+        console.print(Rule(Text(_heading(message), f"bold {colour}"), align="left", style=colour))
+        for said, style in _said(message):
+            console.print(Padding(Text(said, style), (0, 0, 0, INDENT)))
+
+
+def _print_plainly(console: Console, found: Found) -> None:
+    facts = [(name, visible(value)) for name, value in _facts(found)]
+    width = max(len(name) for name, _ in facts) + INDENT
+    lines = [f"{name:{width}}{value}" for name, value in facts]
+    for message in found.row["messages"]:
+        lines.append(f"{_heading(message)} {'─' * (console.width - cell_len(_heading(message)) - 1)}")
+        lines += [f"{' ' * INDENT}{line}" for said, _ in _said(message) for line in said.split("\n")]
+    console.file.write("".join(f"{line}\n" for line in lines))
 
 
 def _facts(found: Found) -> Iterator[tuple[str, str]]:
@@ -37,7 +63,7 @@ def _facts(found: Found) -> Iterator[tuple[str, str]]:
     place = "" if found.is_held_out else f", group {row['group']}, sample {row['sample']}"
     yield "of", f"{where}{place}, {row['env']} {row['example_id']}"
     finish = f", finish reason {row['finish_reason']}" if row["finish_reason"] else ""
-    yield "status", f"{row['status']}{finish}, {_plural(row['turns'], 'turn')}"
+    yield "status", f"{row['status']}{finish}, {counted(row['turns'], 'turn')}"
     if row["error_type"]:
         yield "error", f"{row['error_type']}: {row['error']}"
     yield from _rewards(found)
@@ -100,22 +126,16 @@ def _versions(row: Mapping[str, Any]) -> str:
     )
 
 
-def _turn(message: Mapping[str, Any]) -> RenderableType:
-    colour = ROLES.get(message["role"], "white")
+def _heading(message: Mapping[str, Any]) -> str:
     name = f" {message['name']}" if message.get("name") else ""
     answers = f" (answers {message['tool_call_id']})" if message.get("tool_call_id") else ""
-    heading = Rule(
-        Text(visible(f"{message['role']}{name}{answers}"), f"bold {colour}"), align="left", style=colour
-    )
-    parts: list[RenderableType] = [heading]
+    return visible(f"{message['role']}{name}{answers}")
+
+
+def _said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a message says and the tools it calls, each with its style."""
     if message["content"]:
-        parts.append(Padding(Text(visible(str(message["content"]))), (0, 0, 0, 2)))
+        yield visible(str(message["content"])), ""
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
-        said = f"→ {function.get('name', '?')}({function.get('arguments', '')})"
-        parts.append(Padding(Text(visible(said), "yellow"), (0, 0, 0, 2)))
-    return Group(*parts)
-
-
-def _plural(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
+        yield visible(f"→ {function.get('name', '?')}({function.get('arguments', '')})"), "yellow"

@@ -4,9 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 
 import orjson
+import typer
 from rich.console import Console
 
-from flows.view import Column, View
+from flows.view import Column, View, counted
 from tasks.store.export import Exported
 
 UNBOUNDED = 100_000
@@ -14,28 +15,27 @@ UNBOUNDED = 100_000
 
 
 def print_json(values: Mapping[str, object]) -> None:
-    """Print one JSON object; NaN, which JSON does not have, is null, and times are ISO 8601."""
-    text = orjson.dumps(values, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
-    print(text.decode())  # noqa: T201 - what the command prints
+    """Print one JSON object in UTF-8; NaN, which JSON does not have, is null, and times are ISO 8601."""
+    typer.echo(orjson.dumps(values, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
 
 
 def print_view(view: View) -> None:
     """Print a table: as many columns as the terminal is wide enough for, all of them into a file or a pipe."""
     console = terminal()
     if console.is_terminal or "COLUMNS" in os.environ:
-        console.print(view.table(console.width))
+        console.print(view.page(console.width))
         return
-    table = view.table(None)
+    page = view.page(None)
     unbounded = console.options.update(max_width=UNBOUNDED)
-    console.width = console.measure(table, options=unbounded).maximum
-    console.print(table)
+    console.width = console.measure(page, options=unbounded).maximum
+    console.print(page)
 
 
 def print_exported(files: Sequence[Exported]) -> None:
     """Print the files of an export, with rows and sizes."""
     columns = [Column("file"), Column("rows"), Column("megabytes")]
     rows = [{"file": str(each.path), "rows": each.rows, "megabytes": each.bytes / 1e6} for each in files]
-    print_view(View({}, f"{len(files)} files", columns, rows))
+    print_view(View({}, counted(len(files), "file"), columns, rows))
 
 
 def terminal() -> Console:

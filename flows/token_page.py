@@ -14,7 +14,7 @@ from flows.colours import LOGPROB, Scale, advantage_scale
 from flows.config import RunConfig
 from flows.found import Found
 from flows.recipe import start_model_folder
-from flows.terminal import has_colours
+from flows.terminal import has_colours, print_view
 from flows.view import Column, View, visible
 from tasks.errors import ConfigError
 from tasks.rollout.tokens import ChatTokenizer
@@ -85,7 +85,7 @@ def print_tokens(console: Console, folder: RunFolder, found: Found, tokens: list
         raise ConfigError("--by", by, "no batch has this trajectory, so it has no advantage; give logprob")
     console.print(Rule(Text(f"tokens by {by}", "bold"), align="left"))
     if not has_colours(console):
-        console.print(_view(found, tokens, by).table(console.width))
+        print_view(_view(found, tokens, by))
         return
     scale = _scale(folder, found, by)
     text = Text()

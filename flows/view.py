@@ -3,20 +3,22 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from unicodedata import category
 
 from rich import box
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 LEAST_TEXT = 14
-"""Characters that a text column is worth showing with."""
+"""Cells that a text column is worth showing with."""
 GAP = 2
 """Spaces between two columns."""
 
-_CONTROL = {chr(code): chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {
-    "\x7f": "␡",
-    **{chr(code): "�" for code in range(0x80, 0xA0)},
-}
+_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode's categories of what has no shape of its own: controls, formats, surrogates, separators of lines."""
+_JOINERS = "\u200c\u200d"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +67,16 @@ class View:
     rows: Sequence[Mapping[str, object]]
     notes: Sequence[str] = field(default=())
 
-    def table(self, width: int | None = None) -> Table:
-        """The rows for a terminal of `width` characters: as many columns as fit, no heading broken; None: all."""
+    def page(self, width: int | None = None) -> Group:
+        """Title, rows and notes for a terminal of `width` cells: as many columns as fit, no heading broken; None: all."""
         shown = self._fitting(width)
-        left_out = [column.name for column in self.columns if column.name not in shown]
+        left_out = [column.heading for column in self.columns if column.name not in shown]
         notes = [*self.notes, *([f"not shown here: {', '.join(left_out)}"] if left_out else [])]
-        table = Table(
-            title=Text(self.title, style="bold"),
-            title_justify="left",
-            caption=Text("\n".join(notes)) if notes else None,
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-            show_edge=False,
-        )
+        title = [Text(self.title, style="bold")] if self.title else []
+        return Group(*title, self._table(shown), *(Text(note, style="italic dim") for note in notes))
+
+    def _table(self, shown: Mapping[str, int]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         columns = [column for column in self.columns if column.name in shown]
         for column in columns:
             is_number = all(isinstance(row[column.name], int | float | None) for row in self.rows)
@@ -95,9 +92,9 @@ class View:
         return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
 
     def _fitting(self, width: int | None) -> dict[str, int]:
-        """Width of each column that is shown, by name."""
+        """Width in cells of each column that is shown, by name."""
         natural = {
-            column.name: max(len(column.heading), *(len(column.cell(row)) for row in self.rows), 1)
+            column.name: max(cell_len(column.heading), *(cell_len(column.cell(row)) for row in self.rows), 1)
             for column in self.columns
         }
         if width is None:
@@ -135,11 +132,38 @@ def without_alike(
 
 
 def visible(text: str) -> str:
-    """Text whose control characters can be seen and do nothing to the terminal; line ends and tabs stay.
+    """Text whose every character can be seen, so that none commands the terminal or turns what is read around.
 
-    Example: an escape character is ␛.
+    Line ends and tabs stay, and joiners inside an emoji or a word that needs them.
+
+    Example: an escape character is ␛, a right-to-left override <U+202E>.
     """
-    return "".join(_CONTROL.get(character, character) for character in text)
+    if text.isprintable():
+        return text
+    return "".join(
+        _mark(each) if category(each) in _UNSEEN and each not in "\n\t" and not _joins(text, at) else each
+        for at, each in enumerate(text)
+    )
+
+
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """So many things, in words. Example: of "group" it makes "1 group" and "2 groups"."""
+    return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+def _mark(character: str) -> str:
+    code = ord(character)
+    return "␡" if character == "\x7f" else chr(0x2400 + code) if code < 0x20 else f"<U+{code:04X}>"
+
+
+def _joins(text: str, at: int) -> bool:
+    """True for a joiner between two characters beyond ASCII that have a shape."""
+    around = text[at - 1 : at] + text[at + 1 : at + 2]
+    return (
+        text[at] in _JOINERS
+        and len(around) == 2
+        and all(not each.isascii() and category(each)[0] in "LMS" for each in around)
+    )
 
 
 def _line(widths: Mapping[str, int]) -> int:
@@ -147,4 +171,4 @@ def _line(widths: Mapping[str, int]) -> int:
 
 
 def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: max(1, width - 1)]}…"
+    return text if cell_len(text) <= width else f"{set_cell_size(text, max(1, width - 1)).rstrip()}…"

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import typer
 
 from flows import cli
 
@@ -109,6 +110,12 @@ def test_a_missing_compiler_is_refused_with_how_to_get_one(
     said = refusal(capsys, monkeypatch, "run", "quickstart")
     assert "C++ compiler" in said
     assert "apt-get install g++" in said
+
+
+def test_the_readme_has_every_command() -> None:
+    table = (Path(__file__).parents[2] / "README.md").read_text()
+    names = set(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    assert {name for name in names if f"`rollmill {name}" not in table} == set()
 
 
 def test_inspecting_a_folder_without_a_run_says_so(

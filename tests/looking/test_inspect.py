@@ -1,10 +1,15 @@
 """`rollmill inspect`: what it shows of a run, filtered, sorted, and at any width."""
 
+import io
 import itertools
 import json
 from collections.abc import Callable
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from flows.view import Column, View
 
 Command = Callable[..., str]
 
@@ -108,3 +113,29 @@ def test_a_pipe_gets_every_column_in_full(rollmill: Command) -> None:
 
 def test_a_table_of_many_rows_says_how_to_see_the_rest(rollmill: Command) -> None:
     assert "5 of 48; --limit 0 shows all" in rollmill("inspect", "small", "--trajectories", "--limit", "5")
+
+
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_wide_characters_take_two_cells_and_no_line_is_longer_than_the_terminal(width: int) -> None:
+    rows = [
+        {"env": "算数", "answer": "答えは四十二です。" * 8, "seconds": 1.0},
+        {"env": "🧮" * 9, "answer": "42", "seconds": 2.0},
+    ]
+    columns = (Column("env"), Column("answer", is_text=True), Column("seconds", header="time", rank=1))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(View({}, "答え", columns, rows).page(width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == (5 if width > 30 else 6), "a row is broken"
+    assert max(cell_len(line) for line in lines) <= width
+    assert lines[-1].startswith("not shown here: env, time") == (width == 30)
+
+
+def test_the_title_is_one_line_and_columns_left_out_are_named_as_they_are_headed(
+    rollmill: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    title = "runs/small: 3 steps trained, 48 trajectories (1 cancelled, 46 complete, 1 failed)"
+    monkeypatch.setenv("COLUMNS", "120")
+    assert rollmill("inspect", "small").splitlines()[0] == title
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = " ".join(rollmill("inspect", "small", "--trajectories").split())
+    assert "not shown here: step, env, advantage, tokens, version, seconds, error" in shown

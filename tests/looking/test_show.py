@@ -1,15 +1,23 @@
 """`rollmill show`: one trajectory, its conversation and its tokens."""
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 
+from flows import cli
 from flows.colours import LOGPROB, advantage_scale
+from flows.found import Found
+from flows.show import print_trajectory
 from flows.view import visible
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest, write_manifest
@@ -120,5 +128,50 @@ def test_colours_are_darker_for_less_likely_tokens_and_symmetric_for_advantages(
     assert scale.style(float("nan")).dim
 
 
-def test_what_a_model_wrote_cannot_command_the_terminal() -> None:
-    assert visible("a\x1b[31mb\x9b\x7f\n\t") == "a␛[31mb�␡\n\t"
+@pytest.mark.parametrize(
+    ("written", "seen"),
+    [
+        ("a\x1b[31mb\x7f\n\t", "a␛[31mb␡\n\t"),
+        ("\x9b31m", "<U+009B>31m"),
+        ("user\u202etxt.exe", "user<U+202E>txt.exe"),
+        ("pass\u200bword\u2028", "pass<U+200B>word<U+2028>"),
+        ("a\u200db, \u200d", "a<U+200D>b, <U+200D>"),
+        ("👩\u200d💻 ক\u200dষ", "👩\u200d💻 ক\u200dষ"),
+    ],
+)
+def test_what_a_model_wrote_cannot_command_or_deceive_the_terminal(written: str, seen: str) -> None:
+    assert visible(written) == seen
+
+
+SAID = "if x:\n\treturn " + "long " * 30 + "\n  é"
+
+
+@pytest.fixture
+def talkative() -> Found:
+    """A trajectory that says what a terminal would break."""
+    figures = dict.fromkeys(("reward", "duration_s", "generate_s", "environment_s", "queue_s"), 0.0)
+    numbers = dict.fromkeys(("step", "turns", "n_prompt_tokens", "n_completion_tokens"), 1)
+    texts = dict.fromkeys(("env", "status", "finish_reason", "error_type", "server", "example_id"), "")
+    row: dict[str, Any] = {**figures, **numbers, **texts, "components": {}, "example": {}, "outcome": {}}
+    row |= {"trajectory_id": "x", "greedy": True, "started_at": datetime(2026, 11, 1, tzinfo=UTC)}
+    row |= {"version_span_versions": [], "version_span_starts": []}
+    return Found("x", row | {"messages": [{"role": "assistant", "content": SAID}]}, [], None, {})
+
+
+def test_a_pipe_gets_what_was_said_line_by_line_as_it_was_said(talkative: Found) -> None:
+    pipe = io.StringIO()
+    print_trajectory(Console(file=pipe), talkative)
+    said = [line.removeprefix("  ") for line in pipe.getvalue().split("\n")]
+    assert "\n".join(said).endswith(f"\n{SAID}\n")
+
+
+def test_a_terminal_without_unicode_is_shown_escapes(
+    small_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    monkeypatch.setattr("sys.argv", ["rollmill", "show", small_run.location, "5.0"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    sys.stdout.flush()
+    assert b"assistant \\u2500" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
