@@ -52,26 +52,37 @@ def flow(folder: Path, steps: int, task_runs: str, urls: tuple[str, str]) -> Non
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory of a process; 0 when it is gone."""
+    """Resident memory of a process; ProcessLookupError when it is gone, or has ended and was not waited for."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0.0
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"process {pid} is gone") from error
+    if not pages:
+        raise ProcessLookupError(f"process {pid} has ended")
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def watched(process: subprocess.Popen[bytes], run: Path, steps: int) -> list[float]:
-    """[steps] MiB at the end of each step, as its metrics appear."""
+    """[steps] MiB at the end of each step, as its metrics appear.
+
+    Raises:
+        RuntimeError: the flow failed, or ended before every step had its size.
+    """
     sizes: list[float] = []
     while process.poll() is None and len(sizes) < steps:
         if (run / "metrics" / f"step={len(sizes):06d}").exists():
-            sizes.append(rss_mib(process.pid))
+            try:
+                sizes.append(rss_mib(process.pid))
+            except ProcessLookupError:
+                break
             if len(sizes) % 10 == 0:
                 print(f"{len(sizes):6} steps {sizes[-1]:8.1f} MiB", flush=True)
         else:
             time.sleep(LOOK_S)
     if process.wait():
         raise RuntimeError(f"the flow ended with status {process.returncode}")
+    if len(sizes) < steps:
+        raise RuntimeError(f"the flow ended when {len(sizes)} of {steps} steps had been measured")
     return sizes
 
 

@@ -2,7 +2,8 @@
 
 The run's writer gets the rows as rollouts finish, one at a time, stores and acknowledges eight in a commit; the others
 encode the same rows and write eight to a file, which keeps no types and cannot be scanned by column. CPU is that of all
-threads, lag that of the event loop above that of the same loop without work; medians.
+threads, lag that of the event loop above that of the same loop without work; medians. Making rows of trajectories, which
+nobody's figure has in it, is `rows_cpu_ms`.
 """
 
 import asyncio
@@ -90,11 +91,14 @@ async def measured(keep: Keep) -> tuple[float, float]:
 
 def main() -> None:
     trajectories = [trajectory(sample) for sample in range(N_ROWS)]
-    started = time.process_time()
-    rows = [rollout_rows("run", 0, "addition", [each]) for each in trajectories]
-    rows_cpu_ms = 1000 * (time.process_time() - started)
+    rows_ms = []
+    for _ in range(REPEATS):
+        started = time.process_time()
+        rows = [rollout_rows("run", 0, "addition", [each]) for each in trajectories]
+        rows_ms.append(1000 * (time.process_time() - started))
+    rows_cpu_ms = statistics.median(rows_ms)
     plain = [each.to_pylist()[0] for each in rows]
-    print(f"{sum(each.nbytes for each in rows) / 1e6:.1f} MB; made into rows in {rows_cpu_ms:.1f} CPU ms")
+    print(f"{sum(each.nbytes for each in rows) / 1e6:.1f} MB")
     ways = {
         "ours": ours(rows),
         "json": encoded(plain, lambda part: json.dumps(part, default=str).encode()),
@@ -103,6 +107,7 @@ def main() -> None:
     }
     found: dict[str, dict[str, float]] = {}
     print(f"{'':10}{'CPU ms':>10}{'lag excess ms':>16}")
+    print(f"{'rows made':10}{rows_cpu_ms:10.1f}      (the first time: {rows_ms[0]:.1f})")
     for name, keep in ways.items():
         pairs = [asyncio.run(measured(keep)) for _ in range(REPEATS)]
         cpu_ms, lag_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -111,7 +116,13 @@ def main() -> None:
     for name, target in TARGETS.items():
         value = found["ours"][name]
         print(f"{name}: {value:.1f}, target {target:g}: {'reached' if value <= target else 'MISSED'}")
-    print(json.dumps({"benchmark": "persist", "rows_cpu_ms": rows_cpu_ms} | found["ours"] | {"ways": found}))
+    print(
+        json.dumps(
+            {"benchmark": "persist", "rows_cpu_ms": rows_cpu_ms, "first_rows_cpu_ms": rows_ms[0]}
+            | found["ours"]
+            | {"ways": found}
+        )
+    )
 
 
 if __name__ == "__main__":
