@@ -25,7 +25,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
     picture = base64.b64encode(plot_run(folder).read_bytes()).decode()
     evaluations = [
         f"| {each['step']} | {each['reward']:.3f} | {each['greedy_accuracy']:.3f} |"
-        for each in held_out(folder)
+        for each in held_out(folder).to_dicts()
     ]
     view = run_view(folder)
     markdown = "\n".join(

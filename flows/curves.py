@@ -45,16 +45,13 @@ def read_curves(folder: RunFolder) -> Curves:
         pl.col("reward_mean", "tokens_mean").fill_nan(None)
     )
     metrics = _metrics(folder)
-    evaluations = pl.DataFrame(
-        held_out(folder), schema={"step": pl.Int64, "reward": pl.Float64, "greedy_accuracy": pl.Float64}
-    )
     return Curves(
         groups=_by_step(groups.group_by("step").agg(*_spread("reward"), *_spread("tokens"))),
         by_env=groups.group_by("env", "step")
         .agg(pl.col("reward_mean").mean().alias("reward"))
         .sort("env", "step")
         .collect(),
-        held_out=evaluations,
+        held_out=held_out(folder),
         entropy=_by_step(
             metrics.filter(pl.col("name") == _ENTROPY).select("step", pl.col("value").alias("entropy"))
         ),
@@ -101,13 +98,11 @@ def _drops(metrics: pl.LazyFrame) -> pl.DataFrame:
 
 def _spans(metrics: pl.LazyFrame) -> pl.DataFrame:
     rows = metrics.filter(pl.col("name").str.starts_with(_TIME))
-    value = pl.col("value")
-    seconds = {name: value.filter(pl.col("name") == f"{_TIME}{name}_s").sum() for name in (*SPANS, "step")}
-    by_step = rows.group_by("step").agg(**seconds_named(seconds))
-    rest = (pl.col("step_s") - pl.sum_horizontal(SPANS)).clip(lower_bound=0.0).alias(REST)
+
+    def seconds(span: str) -> pl.Expr:
+        return pl.col("value").filter(pl.col("name") == f"{_TIME}{span}_s").sum()
+
+    whole = seconds("step").alias("whole")
+    by_step = rows.group_by("step").agg(whole, *(seconds(span).alias(span) for span in SPANS))
+    rest = (pl.col("whole") - pl.sum_horizontal(SPANS)).clip(lower_bound=0.0).alias(REST)
     return _by_step(by_step.select("step", *SPANS, rest))
-
-
-def seconds_named(seconds: dict[str, pl.Expr]) -> dict[str, pl.Expr]:
-    """The spans by name; the whole step's as step_s, since `step` is its number."""
-    return {"step_s" if name == "step" else name: each for name, each in seconds.items()}

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from flows.ordering import ordered
+from flows.ordering import cut_notes, ordered
 from flows.selection import Selection, known_value, partitions, scan_partitions
 from flows.trajectories import trajectories_view
-from flows.view import Column, View, without_alike
+from flows.view import Column, View, counted, without_alike
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.reader import scan
@@ -20,12 +20,14 @@ STEP_COLUMNS = (
     Column("step"),
     Column("groups", rank=3),
     Column("groups_trained", rank=5, header="trained"),
-    Column("trajectories", rank=4),
+    Column("survived", rank=4),
     Column("lost", rank=2),
     Column("reward"),
     Column("tokens", rank=1, digits=1),
     Column("seconds", rank=6, digits=1),
 )
+OF_ALL_ENVIRONMENTS = ("lost", "seconds")
+"""Columns of a step that are measured of all its environments together."""
 GROUP_COLUMNS = (
     Column("group"),
     Column("step", rank=6),
@@ -61,25 +63,32 @@ def view(folder: RunFolder, selection: Selection) -> View:
 
 
 def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
-    """The run by step, and its totals."""
+    """The run by step, and its totals; of an environment without the columns that are measured of all."""
     selection = selection or Selection()
     metrics = _step_metrics(folder)
-    by_status = _counts(folder)
+    by_status = _counts(folder, selection.env)
     steps = _steps(folder, selection).join(metrics, on="step", how="left", maintain_order="left")
-    shown = _ordered(steps, STEP_COLUMNS, selection)
+    columns: Sequence[Column] = STEP_COLUMNS
+    if selection.env:
+        steps = steps.drop(OF_ALL_ENVIRONMENTS)
+        columns = [column for column in columns if column.name not in OF_ALL_ENVIRONMENTS]
+    shown = _ordered(steps, columns, selection)
     n_trained = len(metrics)
     values: dict[str, object] = {
         "run": folder.location,
         "steps": n_trained,
         "trajectories": sum(by_status.values()),
         "by_status": by_status,
-        "held_out": held_out(folder),
+        "held_out": held_out(folder, selection.env).to_dicts(),
         "policy_version": n_trained,
         "by_step": shown,
     }
     counts = ", ".join(f"{n} {status}" for status, n in by_status.items())
-    title = f"{folder.location}: {n_trained} steps trained, {sum(by_status.values())} trajectories"
-    return View(values, f"{title}{counts and f' ({counts})'}", STEP_COLUMNS, shown)
+    n_sampled = counted(sum(by_status.values()), "trajectory", "trajectories")
+    of_env = selection.env and f" of {selection.env}"
+    title = f"{folder.location}: {counted(n_trained, 'step')} trained, {n_sampled}{of_env}"
+    notes = cut_notes(len(shown), len(steps))
+    return View(values, f"{title}{counts and f' ({counts})'}", columns, shown, notes)
 
 
 def groups_view(folder: RunFolder, selection: Selection) -> View:
@@ -102,44 +111,45 @@ def groups_view(folder: RunFolder, selection: Selection) -> View:
     shown = _ordered(groups.sort("step", "group", "subgroup"), GROUP_COLUMNS, selection)
     return View(
         {"step": steps[0] if steps and len(steps) == 1 else None, "n": len(groups), "groups": shown},
-        f"{len(groups)} groups{_of_steps(steps)}",
+        f"{counted(len(groups), 'group')}{_of_steps(steps)}",
         without_alike(GROUP_COLUMNS, shown, ("step", "env")),
         shown,
+        cut_notes(len(shown), len(groups)),
     )
 
 
 def versions_view(folder: RunFolder, selection: Selection) -> View:
     """Held-out rewards by policy version."""
-    frame = pl.DataFrame(held_out(folder), schema={column.name: pl.Float64 for column in VERSION_COLUMNS})
-    frame = frame.with_columns(pl.col("step").cast(pl.Int64))
+    if selection.env:
+        known_value("--env", selection.env, scan(folder, "evaluations", ["env"]).collect()["env"])
+    frame = held_out(folder, selection.env)
     if asked := partitions(folder, "evaluations", "version", selection.steps):
         frame = frame.filter(pl.col("step").is_in(asked))
     shown = _ordered(frame, VERSION_COLUMNS, selection)
-    return View({"held_out": shown}, f"{folder.location}: held out", VERSION_COLUMNS, shown)
+    title = f"{folder.location}: held out{selection.env and f', {selection.env}'}"
+    return View({"held_out": shown}, title, VERSION_COLUMNS, shown, cut_notes(len(shown), len(frame)))
 
 
-def held_out(folder: RunFolder) -> list[dict[str, object]]:
-    """Each complete evaluation, oldest first: {step: policy version, reward: sampled, greedy_accuracy}.
+def held_out(folder: RunFolder, env: str = "") -> pl.DataFrame:
+    """Each complete evaluation, oldest first, of an environment or of all: step (policy version), reward (sampled), greedy_accuracy.
 
     A trajectory that could not be scored counts as reward 0; accuracy is the share of full rewards (1).
     """
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
     is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
     n_prompts = read_manifest(folder).config.get("evaluate", {}).get("n_prompts", 0)
-    evaluations = (
-        scan(folder, "evaluations", ["policy_version", "greedy", "reward"])
-        .group_by(pl.col("policy_version").alias("step"))
+    return (
+        scan(folder, "evaluations", ["policy_version", "env", "greedy", "reward"])
+        .with_columns(pl.len().over("policy_version").alias("n"))
+        .filter((pl.col("n") == 2 * n_prompts) & (pl.lit(not env) | (pl.col("env") == env)))
+        .group_by(pl.col("policy_version").cast(pl.Int64).alias("step"))
         .agg(
             pl.col("reward").filter(sampled).fill_nan(0.0).mean().alias("reward"),
             is_right.filter(greedy).mean().alias("greedy_accuracy"),
-            pl.len().alias("n"),
         )
-        .filter(pl.col("n") == 2 * n_prompts)
-        .drop("n")
         .sort("step")
         .collect()
     )
-    return evaluations.to_dicts()
 
 
 def _steps(folder: RunFolder, selection: Selection) -> pl.DataFrame:
@@ -153,7 +163,7 @@ def _steps(folder: RunFolder, selection: Selection) -> pl.DataFrame:
         groups.group_by("step")
         .agg(
             pl.col("group").n_unique().alias("groups"),
-            pl.col("survived").sum().alias("trajectories"),
+            pl.col("survived").sum(),
             pl.col("reward_mean").drop_nans().mean().alias("reward"),
             pl.col("tokens_mean").drop_nans().mean().alias("tokens"),
             pl.col("group").filter(pl.col("reason") == "").n_unique().alias("groups_trained"),
@@ -180,9 +190,11 @@ def _step_metrics(folder: RunFolder) -> pl.DataFrame:
     )
 
 
-def _counts(folder: RunFolder) -> dict[str, int]:
-    counted = scan(folder, "rollouts", ["status"]).group_by("status").len().sort("status").collect()
-    return {str(status): int(n) for status, n in counted.rows()}
+def _counts(folder: RunFolder, env: str) -> dict[str, int]:
+    """Trajectories by status, of an environment or of all."""
+    rows = scan(folder, "rollouts", ["status", "env"]).filter(pl.lit(not env) | (pl.col("env") == env))
+    by_status = rows.group_by("status").len().sort("status").collect()
+    return {str(status): int(n) for status, n in by_status.rows()}
 
 
 def _ordered(

@@ -21,6 +21,7 @@ HUES = (BLUE, ORANGE, GREEN, "#8e6bbf", "#c2504a", "#a07a52", "#5aa9c9", "#b8a03
 """Colours of what has no colour of its own: environments, causes; they begin again after the last."""
 SPAN_COLOURS = dict(zip((*SPANS, REST), (BLUE, ORANGE, GREEN, "#8e6bbf", "#c5ccd3"), strict=True))
 LEGEND_COLUMNS = 3
+FORMATS = ("png", "svg", "pdf", "jpg")
 MOST_BARS = 120
 """Of more steps several share a bar, and lines are running means."""
 MOST_MARKERS = 60
@@ -28,16 +29,19 @@ MOST_MARKERS = 60
 
 
 def plot_run(folder: RunFolder, output: Path | None = None) -> Path:
-    """Draw a run; returns the PNG's path, by default plot.png in the run's folder on this machine.
+    """Draw a run; returns the picture's path, by default plot.png in the run's folder on this machine.
 
     Raises:
-        ConfigError: the picture cannot be written there.
+        ConfigError: the picture cannot be written there, or not in the format of that suffix.
     """
     path = output or folder.local / PICTURE
+    form = path.suffix.removeprefix(".").lower()
+    if form not in FORMATS:
+        raise ConfigError("--output", str(path), f"give a name that ends in .{', .'.join(FORMATS)}")
     figure = draw(folder.name, read_curves(folder))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130, format="png")
+        figure.savefig(path, dpi=130, format=form)
     except OSError as error:
         raise ConfigError(
             "--output", str(path), f"the picture cannot be written: {error.strerror}"

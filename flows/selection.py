@@ -33,7 +33,7 @@ class Interval:
             last = (float(high) if high else float("inf")) if colon else first
         except ValueError:
             first, last = 1.0, 0.0
-        if not text or first > last:
+        if not text or not first <= last:
             raise ConfigError(
                 option, text, "give one number, or LOW:HIGH, both included, such as 3:7 or 0.5:"
             )
@@ -128,6 +128,14 @@ def scan_partitions(
     if values is None:
         return scan(folder, dataset, columns, **outer)
     return pl.concat([scan(folder, dataset, columns, **outer, **{key: value}) for value in values])
+
+
+def names_in(option: str, text: str) -> tuple[str, ...]:
+    """The names of a list with commas; none where it is empty; ConfigError when it has commas alone."""
+    names = tuple(each.strip() for each in text.split(",") if each.strip())
+    if text and not names:
+        raise ConfigError(option, text, "give names with commas between them")
+    return names
 
 
 def known_value(option: str, asked: str, known: Iterable[str]) -> None:

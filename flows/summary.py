@@ -11,7 +11,7 @@ from tasks.store.layout import RunFolder
 def print_summary(folder: RunFolder, run_url: str) -> None:
     """Before and after, the picture, the line that opens the data set, the link to the run."""
     console = Console()
-    evaluations = held_out(folder)
+    evaluations = held_out(folder).to_dicts()
     if evaluations:
         console.print(_before_and_after(evaluations[0], evaluations[-1]))
     lines = {

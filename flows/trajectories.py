@@ -5,10 +5,10 @@ from typing import Any
 
 import polars as pl
 
-from flows.ordering import ordered
+from flows.ordering import cut_notes, ordered
 from flows.scored import scorer_of
 from flows.selection import Selection, known_value, partitions, scan_partitions
-from flows.view import Column, View, without_alike
+from flows.view import Column, View, counted, without_alike
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read, read_trajectories
@@ -59,10 +59,11 @@ def trajectories_view(folder: RunFolder, selection: Selection) -> View:
     limit = SHOWN_ROWS if selection.limit is None else selection.limit
     chosen = ordered(found, COLUMNS, selection.sort, limit)
     rows = _with_messages(folder, chosen, is_held_out=selection.evaluations)
-    notes = [f"{len(rows)} of {len(found)}; --limit 0 shows all"] if len(rows) < len(found) else []
     values = {"group": selection.group, "scorer": scorer, "n": len(found), "trajectories": rows}
-    kind = "held-out trajectories" if selection.evaluations else "trajectories"
-    title = f"{len(found)} {kind}{scorer and f', rewards by {scorer}'}"
+    kind = "held-out " if selection.evaluations else ""
+    n = counted(len(found), f"{kind}trajectory", f"{kind}trajectories")
+    title = f"{n}{scorer and f', rewards by {scorer}'}"
+    notes = cut_notes(len(rows), len(found))
     return View(
         values, title, without_alike(COLUMNS, rows, ("step", "env"), ("error", "advantage")), rows, notes
     )

@@ -40,7 +40,11 @@ def inspect(
         bool, typer.Option("--evaluations", help="Held-out trajectories; --step is their policy version.")
     ] = False,
     sort: Annotated[
-        str, typer.Option(metavar="[-]COLUMN", help="By this column of --json; - is largest first.")
+        str,
+        typer.Option(
+            metavar="[-]COLUMN",
+            help="By this column; - is largest first. An unknown one says which there are.",
+        ),
     ] = "",
     limit: Annotated[
         int | None, typer.Option(min=0, help="Most rows; 0: all. Tables of trajectories: 100.")
@@ -50,14 +54,14 @@ def inspect(
     """Show steps, groups or trajectories, filtered and sorted."""
     from flows.folder import existing_run
     from flows.inspection import view
-    from flows.selection import Interval, Selection, level_of
+    from flows.selection import Interval, Selection, level_of, names_in
     from flows.terminal import print_json, print_view
 
     selection = Selection(
         level=level_of(steps=steps, groups=groups, trajectories=trajectories),
         steps=Interval.parse("--step", step) if step else None,
         group=group,
-        status=tuple(each.strip() for each in status.split(",") if each.strip()),
+        status=names_in("--status", status),
         env=env,
         reward=Interval.parse("--reward", reward) if reward else None,
         scorer=scorer,
@@ -113,7 +117,10 @@ def plot(
     run: RunLocation,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The PNG; RUN/plot.png, of a run on S3 in its folder here."),
+        typer.Option(
+            metavar="FILE",
+            help="A .png, .svg, .pdf or .jpg; RUN/plot.png, of a run on S3 in its folder here.",
+        ),
     ] = None,
 ) -> None:
     """Draw a run by step: reward, length, entropy, staleness, drops, seconds."""

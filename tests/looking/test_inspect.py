@@ -79,10 +79,14 @@ def test_groups_are_filtered_by_why_they_are_not_trained_on(rollmill: Command) -
         (["--groups", "--status", "lost"], "the run has no_reward_spread, trained"),
         (["--env", "chess"], "the run has addition, calculator"),
         (["--scorer", "judge@1"], "the run has scores of addition@1, brevity@1"),
-        (["--sort", "rewards"], "there is no such column; there are step, groups"),
+        (["--sort", "rewards"], "rows can be sorted by step, groups"),
         (["--evaluations", "--step", "1"], "the run has no such version; it has versions 0, 3"),
         (["--steps", "--status", "failed"], "is of trajectories and groups"),
         (["--groups", "--trajectories"], "give one of them"),
+        (["--evaluations", "--env", "chess"], "the run has addition"),
+        (["--reward", "nan:1"], "give one number, or LOW:HIGH"),
+        (["--status", ","], "give names with commas between them"),
+        (["--trajectories", "--sort", "answer"], "rows can be sorted by trajectory_id, step"),
     ],
 )
 def test_what_a_run_does_not_have_is_refused_with_what_it_has(
@@ -139,3 +143,32 @@ def test_the_title_is_one_line_and_columns_left_out_are_named_as_they_are_headed
     monkeypatch.setenv("COLUMNS", "50")
     shown = " ".join(rollmill("inspect", "small", "--trajectories").split())
     assert "not shown here: step, env, advantage, tokens, version, seconds, error" in shown
+
+
+def test_steps_of_an_environment_have_no_figures_of_the_others(rollmill: Command) -> None:
+    shown = json.loads(rollmill("inspect", "small", "--env", "calculator", "--json"))
+    assert shown["trajectories"] == 24
+    assert shown["by_status"] == {"cancelled": 1, "complete": 22, "failed": 1}
+    assert [row["survived"] for row in shown["by_step"]] == [8, 7, 7]
+    assert all(row.keys().isdisjoint({"lost", "seconds"}) for row in shown["by_step"])
+    assert "24 trajectories of calculator (" in rollmill("inspect", "small", "--env", "calculator")
+
+
+def test_held_out_rewards_are_those_of_the_environment_asked_for(rollmill: Command) -> None:
+    whole = json.loads(rollmill("inspect", "small", "--evaluations", "--json"))
+    assert json.loads(rollmill("inspect", "small", "--evaluations", "--env", "addition", "--json")) == whole
+    of_another = json.loads(rollmill("inspect", "small", "--env", "calculator", "--json"))
+    assert of_another["held_out"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [([], "1 of 3;"), (["--groups"], "1 of 12;"), (["--evaluations"], "1 of 2;")],
+)
+def test_a_table_of_any_kind_says_that_it_is_cut(rollmill: Command, words: list[str], note: str) -> None:
+    assert f"{note} --limit 0 shows all" in rollmill("inspect", "small", *words, "--limit", "1")
+
+
+def test_one_is_singular(rollmill: Command) -> None:
+    assert rollmill("inspect", "small", "--groups", "--group", "5").startswith("1 group\n")
+    assert rollmill("inspect", "small", "--status", "failed").startswith("1 trajectory, rewards")

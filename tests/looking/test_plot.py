@@ -45,6 +45,14 @@ def test_a_run_is_drawn_into_its_folder_or_where_one_says(rollmill: Command, tmp
     )
 
 
+def test_a_pictures_suffix_is_its_format(rollmill: Command, tmp_path: Path) -> None:
+    picture = tmp_path / "curves.jpg"
+    rollmill("plot", "small", "--output", str(picture))
+    assert picture.read_bytes().startswith(b"\xff\xd8\xff")
+    told = rollmill("plot", "small", "--output", str(tmp_path / "curves.gif"))
+    assert "give a name that ends in .png, .svg, .pdf, .jpg" in told
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
 def test_a_run_of_few_steps_is_drawn_without_a_warning(
