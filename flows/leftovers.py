@@ -15,6 +15,7 @@ from prefect.states import Crashed
 
 from flows.failure import PREFECT_ERRORS, one_error
 from flows.progress import say
+from tasks.store.filesystem import Files
 from tasks.store.flow_runs import read_flow_runs, write_flow_runs
 from tasks.store.layout import RunFolder
 
@@ -25,18 +26,19 @@ AT_ONCE = 8
 """Requests to the server side by side."""
 
 
-async def mark_leftovers(folder: RunFolder, timeout_s: float) -> None:
+async def mark_leftovers(folder: RunFolder, files: Files, timeout_s: float) -> None:
     """Mark what earlier attempts at a run left unfinished in Prefect as Crashed, and note this flow run.
 
     Called by whoever holds the run's lock, so that no earlier attempt can be alive. What Prefect refuses, or does
-    not do in `timeout_s` seconds, is said, kept in mind for the next start, and never fails the run.
+    not do in `timeout_s` seconds, is said, kept in mind for the next start, and never fails the run. `files` are those
+    of the lock's holder.
 
     Raises:
         StoreError: the folder's note of flow runs cannot be read or written.
     """
     ours = _this_flow_run()
     earlier = [each for each in await asyncio.to_thread(read_flow_runs, folder) if each != ours.id]
-    await asyncio.to_thread(write_flow_runs, folder, [*earlier, ours.id])
+    await asyncio.to_thread(write_flow_runs, files, [*earlier, ours.id])
     ended: list[UUID] = []
     try:
         async with asyncio.timeout(timeout_s), get_client() as client:
@@ -51,7 +53,7 @@ async def mark_leftovers(folder: RunFolder, timeout_s: float) -> None:
         )
     if ended:
         left = [each for each in earlier if each not in ended]
-        await asyncio.to_thread(write_flow_runs, folder, [*left, ours.id])
+        await asyncio.to_thread(write_flow_runs, files, [*left, ours.id])
 
 
 def _this_flow_run() -> FlowRun:

@@ -138,7 +138,7 @@ async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIt
     )
     recording = Recording(config.observe)
     try:
-        await mark_leftovers(store.folder, config.observe.leftovers_timeout_s)
+        await mark_leftovers(store.folder, store.files, config.observe.leftovers_timeout_s)
         keep_for_good()
         with RunProgress(name, config.steps) as progress:
             async with (

@@ -1,4 +1,4 @@
-"""The seam between the data sets and what stores them: five operations on keys, paths below the run's folder."""
+"""The seam between the data sets and what stores them: six operations on keys, paths below the run's folder."""
 
 import contextlib
 import mmap
@@ -32,6 +32,16 @@ class Files(Protocol):
         there already is replaced. Returns the key.
 
         Raises:
+            StoreError: it could not be stored; names path and reason.
+        """
+
+    def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
+        """Make a small file of a text, or replace it, if what is there until then is what the run's holder expects.
+
+        `is_expected` is given what is there, None for nothing. On a disk, where an flock cannot be lost, it is not asked.
+
+        Raises:
+            LeaseLostError: it is not, so another process has taken the run over; nothing is written.
             StoreError: it could not be stored; names path and reason.
         """
 
@@ -115,6 +125,9 @@ class LocalFiles:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
         return f"{folder}/{name}" if folder else name
+
+    def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
+        publish_text(self, key, text)
 
     def keys(self, pattern: str) -> list[str]:
         return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))

@@ -5,7 +5,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, ValidationError
 
-from tasks.store.filesystem import files_of, publish_text, read_text
+from tasks.store.filesystem import Files, files_of, publish_text, read_text
 from tasks.store.layout import FLOW_RUNS, RunFolder
 
 MAX_KEPT = 20
@@ -27,11 +27,12 @@ def read_flow_runs(folder: RunFolder) -> list[UUID]:
         return []
 
 
-def write_flow_runs(folder: RunFolder, ids: Sequence[UUID]) -> None:
+def write_flow_runs(files: Files, ids: Sequence[UUID]) -> None:
     """Replace them, by whoever holds the run's lock.
 
     Raises:
+        LeaseLostError: another process has taken the run over.
         StoreError: they could not be written.
     """
     text = _FlowRuns(flow_runs=list(ids)[-MAX_KEPT:]).model_dump_json(indent=2).encode() + b"\n"
-    publish_text(files_of(folder), FLOW_RUNS, text)
+    publish_text(files, FLOW_RUNS, text)

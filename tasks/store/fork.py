@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -44,6 +45,7 @@ def fork(
     Raises:
         ConfigError: the source has not trained so many steps, or the target is another run.
         RunLockedError: another process writes to the target.
+        LeaseLostError: another process has taken the target over meanwhile.
         StoreError: something could not be read or written.
     """
     origin = read_manifest(source)
@@ -53,23 +55,30 @@ def fork(
         raise ConfigError("STEP", step, remedy)
     lock = lock_run(target, config_of)
     try:
-        manifest = _target(origin, source, step, target, config)
+        files = files_of(target, lock.check)
+        stored = read_manifest(target) if has_manifest(target) else None
+        manifest = _target(origin, source, step, target, stored, config)
         if manifest.status == "forking":
-            write_manifest(target, manifest)
-            _bring_rows(source, target, step)
-            _bring_checkpoint(source, target, step, manifest.run)
-            write_manifest(target, replace(manifest, status="running"))
+            write_manifest(files, manifest, stored)
+            bring = partial(_bring, source, target, files)
+            _bring_rows(source, step, bring)
+            _bring_checkpoint(source, step, manifest.run, files, bring)
+            write_manifest(files, replace(manifest, status="running"), manifest)
     finally:
         lock.release()
 
 
 def _target(
-    origin: Manifest, source: RunFolder, step: int, target: RunFolder, config: dict[str, Any]
+    origin: Manifest,
+    source: RunFolder,
+    step: int,
+    target: RunFolder,
+    found: Manifest | None,
+    config: dict[str, Any],
 ) -> Manifest:
     """The new run's manifest: the one that it has, or a new one, whose writers' epochs follow the source's."""
     last = Origin(origin.run, source.absolute, step)
-    if has_manifest(target):
-        found = read_manifest(target)
+    if found:
         if [(each.run, each.step) for each in found.origins[-1:]] != [(last.run, last.step)]:
             remedy = (
                 f"{target.location} is a run already, and none forked from {source.location} at step {step}"
@@ -92,13 +101,13 @@ def _target(
     )
 
 
-def _bring_rows(source: RunFolder, target: RunFolder, step: int) -> None:
+def _bring_rows(source: RunFolder, step: int, bring: Callable[[str], None]) -> None:
     """The shards of all steps, and evaluated versions, before `step`."""
     files = files_of(source)
     for dataset, partition_keys in PARTITION_KEYS.items():
         if partition_keys[-1] in ("step", "version"):
             pattern = f"{partition_pattern(dataset, {})}/*.arrow"
-            read_listed(partial(_shards_before, files, pattern, step), partial(_bring, source, target))
+            read_listed(partial(_shards_before, files, pattern, step), bring)
 
 
 def _shards_before(files: Files, pattern: str, step: int) -> list[str]:
@@ -113,7 +122,9 @@ def _number(key: str) -> int:
     return int(match[1])
 
 
-def _bring_checkpoint(source: RunFolder, target: RunFolder, step: int, run: str) -> None:
+def _bring_checkpoint(
+    source: RunFolder, step: int, run: str, target: Files, bring: Callable[[str], None]
+) -> None:
     """The last complete checkpoint of a version up to `step`, as the new run's; its marker last."""
     version = max((each for each in complete_checkpoints(source) if each <= step), default=None)
     if version is None:
@@ -123,12 +134,12 @@ def _bring_checkpoint(source: RunFolder, target: RunFolder, step: int, run: str)
     for key in files.keys(f"{folder}/**/*"):
         is_folder = source.is_local and (source.local / key).is_dir()
         if key != marker and not is_folder:
-            _bring(source, target, key)
+            bring(key)
     progress = json.loads(read_text(files, marker)) | {"run": run}
-    publish_text(files_of(target), marker, json.dumps(progress, indent=2).encode())
+    publish_text(target, marker, json.dumps(progress, indent=2).encode())
 
 
-def _bring(source: RunFolder, target: RunFolder, key: str) -> None:
+def _bring(source: RunFolder, target: RunFolder, files: Files, key: str) -> None:
     """One file: a further name of the same one where both lie on one disk, else a copy."""
     if source.is_local and target.is_local:
         path = target.local / key
@@ -144,4 +155,4 @@ def _bring(source: RunFolder, target: RunFolder, key: str) -> None:
             shutil.copyfileobj(file, copy, CHUNK_BYTES)
         return name
 
-    files_of(target).publish(folder, write)
+    files.publish(folder, write)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from tasks.errors import ManifestError, StoreError
-from tasks.store.filesystem import files_of, publish_text, read_text
+from tasks.store.filesystem import Files, files_of, read_text
 from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.schemas import SCHEMA_VERSION
 
@@ -113,11 +113,29 @@ def read_manifest(folder: RunFolder) -> Manifest:
     return manifest
 
 
-def write_manifest(folder: RunFolder, manifest: Manifest) -> None:
-    """Replace a run's manifest, whole or not at all.
+def write_manifest(files: Files, manifest: Manifest, stored: Manifest | None) -> None:
+    """Replace a run's manifest, whole or not at all, by whoever holds the run's lock.
+
+    Args:
+        files: of the lock's holder.
+        manifest: what run.json is to say.
+        stored: what it says, as its holder last read or wrote it; None: there is none.
 
     Raises:
+        LeaseLostError: on S3, it says something else by now: another process has taken the run over.
         StoreError: it could not be written.
     """
-    text = _MANIFEST.dump_json(manifest, indent=2) + b"\n"
-    publish_text(files_of(folder), MANIFEST, text)
+
+    def is_stored(text: bytes | None) -> bool:
+        if text is None or stored is None:
+            return text is None and stored is None
+        try:
+            return _text(_MANIFEST.validate_json(text)) == _text(stored)
+        except ValidationError:
+            return False
+
+    files.exchange(MANIFEST, _text(manifest), is_stored)
+
+
+def _text(manifest: Manifest) -> bytes:
+    return _MANIFEST.dump_json(manifest, indent=2) + b"\n"

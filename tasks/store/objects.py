@@ -164,8 +164,8 @@ class Objects:
                 return found
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error.
+    def remove(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        """Remove objects; those that are not there are no error. `check` is called before each attempt, and may raise.
 
         Raises:
             StoreError: one could not be removed.
@@ -175,6 +175,7 @@ class Objects:
             what = {"Objects": [{"Key": name} for _, name in some], "Quiet": True}
 
             def send(bucket: str = some[0][0], what: dict[str, object] = what) -> Any:
+                check()
                 return filesystem().call_s3("delete_objects", Bucket=bucket, Delete=what)
 
             answer = self._sent(f"cannot remove {self.path(keys[first])}", StoreError, send)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from tasks.errors import RunFinishedError, StoreError
 from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
+from tasks.store.filesystem import Files, files_of
 from tasks.store.fixed import check_fixed
 from tasks.store.inventory import Inventory
 from tasks.store.layout import PARTITION_KEYS, RunFolder
@@ -31,9 +31,10 @@ class OpenRun:
         writer: opened by its user.
     """
 
-    def __init__(self, folder: RunFolder, lock: RunLock, manifest: Manifest, flush_s: float) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.files = files_of(folder, lock.check)
+    def __init__(
+        self, folder: RunFolder, lock: RunLock, files: Files, manifest: Manifest, flush_s: float
+    ) -> None:
+        self.folder, self.files, self.manifest = folder, files, manifest
         inventory = Inventory(folder, manifest.run, manifest.epoch)
         self.writer = RunWriter(self.files, manifest.epoch, flush_s, inventory)
         self._lock = lock
@@ -64,17 +65,23 @@ class OpenRun:
             RunLockedError: another process writes to it.
             RunMismatchError: fixed settings differ.
             RunFinishedError: all its steps are done.
+            LeaseLostError: another process has taken the run over meanwhile.
             StoreError: run.json cannot be read or written, or shards of an older schema version be brought up to today's.
         """
         lock = lock_run(folder, config_of)
+        files = files_of(folder, lock.check)
         try:
             now = {"config": config, "versions": versions, "git_commit": git_commit}
-            manifest = _resumed(folder, fixed, now) if has_manifest(folder) else _begun(folder, now)
-            write_manifest(folder, manifest)
+            stored = read_manifest(folder) if has_manifest(folder) else None
+            if stored:
+                manifest = _brought_up(folder, files, _resumed(folder, stored, fixed, now))
+            else:
+                manifest = _begun(folder, now)
+            write_manifest(files, manifest, stored)
         except Exception:
             lock.release()
             raise
-        return cls(folder, lock, manifest, config_of.flush_s)
+        return cls(folder, lock, files, manifest, config_of.flush_s)
 
     @classmethod
     def extend(cls, folder: RunFolder, *, config_of: StoreConfig) -> Self:
@@ -83,18 +90,20 @@ class OpenRun:
         Raises:
             ConfigError: the folder cannot be written.
             RunLockedError: another process writes to it.
+            LeaseLostError: another process has taken the run over meanwhile.
             StoreError: it holds no run, or run.json cannot be read or written.
         """
         read_manifest(folder)
         lock = lock_run(folder, config_of)
+        files = files_of(folder, lock.check)
         try:
             stored = read_manifest(folder)
-            manifest = _brought_up(folder, replace(stored, epoch=stored.epoch + 1))
-            write_manifest(folder, manifest)
+            manifest = _brought_up(folder, files, replace(stored, epoch=stored.epoch + 1))
+            write_manifest(files, manifest, stored)
         except Exception:
             lock.release()
             raise
-        return cls(folder, lock, manifest, config_of.flush_s)
+        return cls(folder, lock, files, manifest, config_of.flush_s)
 
     def next_incarnation(self) -> int:
         """Count one more trainer that loads state; returns its number, from 1, which is stored by then."""
@@ -123,8 +132,7 @@ class OpenRun:
         self.close()
 
     def _replace(self, manifest: Manifest) -> None:
-        self._lock.check()
-        write_manifest(self.folder, manifest)
+        write_manifest(self.files, manifest, self.manifest)
         self.manifest = manifest
 
 
@@ -145,8 +153,7 @@ def _begun(folder: RunFolder, now: dict[str, Any]) -> Manifest:
     )
 
 
-def _resumed(folder: RunFolder, fixed: Mapping[str, Any], now: dict[str, Any]) -> Manifest:
-    stored = read_manifest(folder)
+def _resumed(folder: RunFolder, stored: Manifest, fixed: Mapping[str, Any], now: dict[str, Any]) -> Manifest:
     if stored.status == "forking":
         raise StoreError(f"{folder.location} was not forked to the end; give the same `rollmill fork` again")
     check_fixed(folder.location, stored.config, now["config"], fixed)
@@ -155,11 +162,11 @@ def _resumed(folder: RunFolder, fixed: Mapping[str, Any], now: dict[str, Any]) -
         raise RunFinishedError(
             f"{folder.location} has done all its {steps} steps; raise steps to go on with it"
         )
-    return _brought_up(folder, replace(stored, epoch=stored.epoch + 1, status="running", **now))
+    return replace(stored, epoch=stored.epoch + 1, status="running", **now)
 
 
-def _brought_up(folder: RunFolder, manifest: Manifest) -> Manifest:
+def _brought_up(folder: RunFolder, files: Files, manifest: Manifest) -> Manifest:
     """A run's manifest, once all its shards are of today's schema version."""
     if manifest.schema_version < SCHEMA_VERSION:
-        migrate(folder, files_of(folder))
+        migrate(folder, files)
     return replace(manifest, schema_version=SCHEMA_VERSION)

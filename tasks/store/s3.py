@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 from fsspec.utils import glob_translate
 
-from tasks.errors import ConfigError, ShardError, StoreError
+from tasks.errors import ConfigError, LeaseLostError, ShardError, StoreError
 from tasks.store.layout import S3, RunFolder
-from tasks.store.objects import Objects
+from tasks.store.objects import Object, Objects
 from tasks.store.s3_errors import MissingObjectError, ObjectChangedError
 
 TAIL_BYTES = 256 << 10
@@ -82,6 +82,28 @@ class S3Files:
                 unfinished.unlink(missing_ok=True)
         return key
 
+    def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
+        there = self._there(key)
+        self._check()
+        if is_expected(there.content if there else None):
+            try:
+                self._objects.put(key, text, replaces=there.etag if there else None)
+            except (ObjectChangedError, MissingObjectError):
+                there = self._there(key)  # ours, when an answer was lost and the request sent again
+                if there and there.content == text:
+                    return
+            else:
+                return
+        raise LeaseLostError(
+            f"{self._objects.path(key)} is not written: another process has taken the run over"
+        )
+
+    def _there(self, key: str) -> Object | None:
+        try:
+            return self._objects.get(key)
+        except MissingObjectError:
+            return None
+
     def keys(self, pattern: str) -> list[str]:
         return list(self.sizes(pattern))
 
@@ -97,8 +119,7 @@ class S3Files:
         return pa.PythonFile(RangeReader(self._objects, key, tail.etag, tail.size, tail.content), mode="r")
 
     def remove(self, keys: Iterable[str]) -> None:
-        self._check()
-        self._objects.remove(list(keys))
+        self._objects.remove(list(keys), self._check)
 
 
 class RangeReader(io.RawIOBase):

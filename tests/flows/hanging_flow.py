@@ -17,6 +17,7 @@ from flows.leftovers import mark_leftovers
 from flows.picture import picture_of
 from flows.recording import Recording
 from tasks.observe.config import ObserveConfig
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 
 N_TASK_RUNS = 4
@@ -35,7 +36,8 @@ class Part:
 async def hanging(folder: str, hang: bool) -> None:
     recording = Recording(ObserveConfig())
     picture = picture_of("all", recording)
-    await mark_leftovers(RunFolder(Path(folder)), timeout_s=30)
+    run = RunFolder(Path(folder))
+    await mark_leftovers(run, files_of(run), timeout_s=30)
     async with asyncio.TaskGroup() as fan_out:
         for group in range(N_TASK_RUNS):
             fan_out.create_task(picture.rollout(Part(3600.0 if hang else 0.0), 0, group))

@@ -7,6 +7,7 @@ import pytest
 from flows.config import describe, load, settings
 from flows.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from tasks.errors import ConfigError, RunFinishedError, RunMismatchError
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import Manifest, write_manifest
 
@@ -18,7 +19,7 @@ def begun(root: Path, status: str) -> Path:
     folder.local.mkdir()
     folder.tmp.mkdir()
     write_manifest(
-        folder,
+        files_of(folder),
         Manifest(
             run="ab",
             incarnation=1,
@@ -30,6 +31,7 @@ def begun(root: Path, status: str) -> Path:
             created_at="2026-01-01T00:00:00+00:00",
             status=status,
         ),
+        None,
     )
     return folder.local
 

@@ -209,7 +209,7 @@ async def write_run(folder: RunFolder, model: Path) -> None:
     )
     folder.tmp.mkdir(parents=True, exist_ok=True)
     write_manifest(
-        folder,
+        files_of(folder),
         Manifest(
             run=RUN,
             incarnation=1,
@@ -221,6 +221,7 @@ async def write_run(folder: RunFolder, model: Path) -> None:
             created_at=BEGAN.isoformat(),
             status="finished",
         ),
+        None,
     )
     tokenizer = ChatTokenizer.load(model)
     async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:

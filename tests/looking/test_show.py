@@ -19,6 +19,7 @@ from flows.colours import LOGPROB, advantage_scale
 from flows.found import Found
 from flows.show import print_trajectory
 from flows.view import visible
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest, write_manifest
 
@@ -68,7 +69,8 @@ def test_rows_that_a_fork_has_of_another_run_are_found(
 ) -> None:
     fork = tmp_path / "fork"
     shutil.copytree(small_run.local, fork)
-    write_manifest(RunFolder(fork), replace(read_manifest(small_run), run="f04cf04cf04cf04c"))
+    stored = read_manifest(small_run)
+    write_manifest(files_of(RunFolder(fork)), replace(stored, run="f04cf04cf04cf04c"), stored)
     assert (
         json.loads(rollmill("show", str(fork), "6.0", "--json"))["trajectory_id"] == "5eed5eed5eed5eed.6.0.0"
     )

@@ -93,7 +93,8 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_
 
 
 def write_manifest_of_a_killed_one(target: RunFolder) -> None:
-    write_manifest(target, replace(read_manifest(target), status="forking"))
+    whole = read_manifest(target)
+    write_manifest(files_of(target), replace(whole, status="forking"), whole)
     files_of(target).remove(files_of(target).keys("rollouts/step=000001/*"))
 
 

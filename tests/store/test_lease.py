@@ -19,6 +19,8 @@ from tasks.store.filesystem import files_of, publish_text, read_text
 from tasks.store.layout import SCRATCH_ENV, RunFolder
 from tasks.store.lease import CLOCK_S, LOCK, Terms
 from tasks.store.lock import RunLock, lock_run
+from tasks.store.manifest import read_manifest, write_manifest
+from tasks.store.run import OpenRun
 
 REPOSITORY = Path(__file__).parents[2]
 LEASE_S = 4.0
@@ -122,6 +124,37 @@ def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder
         assert files_of(run).keys("*") == [LOCK, "ours"]
         ours.check()
         ours.release()
+
+
+def opened(run: RunFolder, steps: int = 1) -> OpenRun:
+    settings = {"config": {"steps": steps}, "fixed": {}, "versions": {}, "git_commit": ""}
+    return OpenRun.open(run, **settings, config_of=StoreConfig(lease_s=3600.0, lock_timeout_s=0.0))
+
+
+def taken_over(run: RunFolder) -> OpenRun:
+    """The run, opened by another who holds it by now, though the first one's lease has not run out by its own clock."""
+    files_of(run).remove([LOCK])
+    return opened(run, steps=2)
+
+
+def test_who_has_lost_a_run_does_not_replace_what_its_new_holder_says_of_it(run: RunFolder) -> None:
+    first = opened(run)
+    second = taken_over(run)
+    second.next_incarnation()
+    for change in (first.next_incarnation, first.finish):
+        with pytest.raises(LeaseLostError, match=r"run\.json is not written: another process has taken"):
+            change()
+    assert read_manifest(run) == second.manifest
+    second.finish()
+    assert read_manifest(run).status == "finished"
+    second.close()
+
+
+def test_a_new_run_is_begun_by_one_of_two(run: RunFolder) -> None:
+    with opened(run) as first:
+        with pytest.raises(LeaseLostError):
+            write_manifest(first.files, first.manifest, None)
+        assert read_manifest(run) == first.manifest
 
 
 def test_a_writer_whose_lock_was_removed_stops(run: RunFolder) -> None:

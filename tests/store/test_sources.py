@@ -8,6 +8,7 @@ import pytest
 from flows.folder import check_movable
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest, write_manifest
 from tasks.store.run import OpenRun
@@ -52,7 +53,7 @@ def test_another_run_in_the_place_of_a_source_is_refused_with_both_ids(
     source: RunFolder, retrained: RunFolder
 ) -> None:
     manifest = read_manifest(source)
-    write_manifest(source, replace(manifest, run="other"))
+    write_manifest(files_of(source), replace(manifest, run="other"), manifest)
 
     with pytest.raises(ConfigError, match=f"expected run {manifest.run} .* run other is there"):
         check_sources(retrained)
