@@ -6,8 +6,10 @@ A trainer writes and reads local folders. On S3 a checkpoint is complete with it
 import shutil
 from pathlib import Path
 
+from tasks.errors import LeaseLostError
 from tasks.store.filesystem import empty, files_of
 from tasks.store.layout import CHECKPOINT_MARKER, S3, RunFolder, checkpoint_key
+from tasks.store.manifest import read_manifest
 
 
 def is_complete(folder: RunFolder, version: int) -> bool:
@@ -49,10 +51,13 @@ def fetch_checkpoint(location: str) -> Path:
     return local
 
 
-def upload_checkpoint(folder: RunFolder, version: int) -> None:
+def upload_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
     """Store a checkpoint that lies whole on this machine, and let no older one stay here; nothing on a disk's run.
 
+    `incarnation` is that of the trainer which uploads; before each request run.json is asked whether it is the newest.
+
     Raises:
+        LeaseLostError: a newer trainer has loaded the run.
         StoreError: it could not be stored.
     """
     if folder.is_local:
@@ -61,11 +66,20 @@ def upload_checkpoint(folder: RunFolder, version: int) -> None:
 
     local, stored = folder.checkpoint(version), objects_of(RunFolder(folder.path(checkpoint_key(version))))
     keys = {path.relative_to(local).as_posix(): path for path in local.rglob("*") if path.is_file()}
-    stored.remove([CHECKPOINT_MARKER, *(key for key in stored.keys("") if key not in keys)])
+
+    def check() -> None:
+        newest = read_manifest(folder).incarnation
+        if newest > incarnation:
+            raise LeaseLostError(
+                f"{stored.path('')} is not written by the trainer of incarnation {incarnation}: "
+                f"one of incarnation {newest} has loaded the run"
+            )
+
+    stored.remove([CHECKPOINT_MARKER, *(key for key in stored.keys("") if key not in keys)], check)
     for key, path in keys.items():
         if key != CHECKPOINT_MARKER:
-            stored.upload(path, key)
-    stored.upload(keys[CHECKPOINT_MARKER], CHECKPOINT_MARKER)
+            stored.upload(path, key, check)
+    stored.upload(keys[CHECKPOINT_MARKER], CHECKPOINT_MARKER, check)
     remove_other_copies(local)
 
 

@@ -42,10 +42,15 @@ class Progress:
     result: StepResult | None = None
 
 
-def save_checkpoint(engine: Engine, config: TrainConfig, progress: Progress, folder: str) -> str:
+def save_checkpoint(
+    engine: Engine, config: TrainConfig, progress: Progress, folder: str, incarnation: int
+) -> str:
     """Write RUN/checkpoints/version=... anew; a collective. Returns where it lies.
 
+    `incarnation` is the run's counter at the last load.
+
     Raises:
+        LeaseLostError: on rank 0, the run is on S3, and a newer trainer has loaded it.
         StoreError: on rank 0, it could not be uploaded; it is as if it had not been written.
     """
     run, is_writer = RunFolder(folder), dist.get_rank() == 0
@@ -57,7 +62,7 @@ def save_checkpoint(engine: Engine, config: TrainConfig, progress: Progress, fol
     dist.barrier()
     if is_writer:
         _mark(run.checkpoint_marker(progress.version), config, progress)
-        upload_checkpoint(run, progress.version)
+        upload_checkpoint(run, progress.version, incarnation)
     return run.path(checkpoint_key(progress.version))
 
 

@@ -169,7 +169,7 @@ class Worker:
         return run.path(checkpoint_key(command.version)) if is_complete(run, command.version) else None
 
     def _checkpoint(self, command: Checkpoint) -> str:
-        return save_checkpoint(self._loaded, self._config, self.progress, command.folder)
+        return save_checkpoint(self._loaded, self._config, self.progress, command.folder, self.incarnation)
 
     def _export_policy(self, command: ExportPolicy) -> None:
         export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)
