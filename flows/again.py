@@ -11,7 +11,7 @@ from flows.command import lead_to_prefect, train_here
 from flows.comparison import versions_of
 from flows.config import RescoreConfig, RunConfig, overridden, parsed, preset_values, validate
 from flows.folder import existing_run, run_folder
-from flows.offline import check_offline
+from flows.offline import check_offline, check_tokenizers, steps_of_sources
 from flows.preflight import check_trainer, preflight
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
@@ -106,7 +106,11 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
         ConfigError: something is missing; nothing has been started.
         RunFinishedError, RunMismatchError: the folder's run cannot be gone on with like this.
     """
+    if not again:
+        check_sources(run_folder(name, config))
+    steps_of_sources(config)
     check_offline(config)
+    check_tokenizers(config)
     if run_folder(name, config).absolute in config.retrain.sources:
         raise ConfigError("--name", name, "a run is not trained from itself; give another name")
     preflight(config, samples=config.evaluate.enabled)

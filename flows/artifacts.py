@@ -10,6 +10,7 @@ from flows.inspection import held_out, run_view
 from flows.plot import plot_run
 from flows.progress import say
 from tasks.store.layout import RunFolder
+from tasks.store.partitions import stored_steps
 
 
 def _key(name: str) -> str:
@@ -28,6 +29,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
         for each in held_out(folder).to_dicts()
     ]
     view = run_view(folder)
+    dataset = "rollouts" if stored_steps(folder, "rollouts") else "batches"
     markdown = "\n".join(
         [
             f"# {folder.name}",
@@ -38,7 +40,7 @@ async def create_run_artifact(folder: RunFolder) -> None:
             f"![curves](data:image/png;base64,{picture})",
             "",
             "```python",
-            f'pl.scan_ipc("{folder.absolute}/rollouts/**/*.arrow", hive_partitioning=True)',
+            f'pl.scan_ipc("{folder.absolute}/{dataset}/**/*.arrow", hive_partitioning=True)',
             "```",
             "<details><summary>steps</summary>",
             "",

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import fmean
 from typing import Self
 
 from flows.config import RunConfig
-from flows.folder import existing_run
+from flows.offline import steps_of_sources
 from flows.run import TrainingRun
 from tasks.errors import ConfigError
 from tasks.score.outcome import GroupOutcome, Origin, batch_rows, group_rows
@@ -18,9 +19,7 @@ from tasks.store.batch import stored_digest
 from tasks.store.draw import StoredGroup, drawn
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
-from tasks.store.partitions import stored_scorers
 from tasks.store.reader import read
-from tasks.store.resume import stored_batch_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Draw:
 
     Attributes:
         digest: of its batch, which is stored.
-        reward: mean of its groups' mean rewards, by the scores it goes by.
+        reward: mean of the mean rewards of the groups, or parts of them, that are trained on, by the scores it goes by.
         tokens: sampled tokens of its trajectories.
     """
 
@@ -44,37 +43,31 @@ class GroupPool:
     """All groups that can be drawn.
 
     Attributes:
-        sizes: trajectories asked for in a group (G), by source.
         left_out: groups by the reason why they cannot be trained on.
     """
 
     groups: tuple[StoredGroup, ...]
-    sizes: dict[str, int]
     left_out: Counter[str]
 
     @classmethod
     def read(cls, config: RunConfig) -> Self:
-        """Judge every group of the sources, a step at a time.
+        """Judge every group of the sources, a step at a time; one that several of them have counts once.
 
         Raises:
             ConfigError: a source is no run, or has no such scores, or no group can be trained on.
         """
         groups: list[StoredGroup] = []
-        sizes: dict[str, int] = {}
         left_out: Counter[str] = Counter()
-        for source in map(existing_run, config.retrain.sources):
-            sizes[source.absolute] = _group_size(source)
-            for step in _steps(source, config):
-                for group, outcomes in _judged(source, step, config, sizes[source.absolute]).items():
-                    if any(not outcome.reason for outcome in outcomes):
-                        groups.append(StoredGroup(source.absolute, step, group))
-                    else:
-                        left_out[outcomes[0].reason] += 1
+        for group, outcomes in _all_judged(config):
+            if any(not outcome.reason for outcome in outcomes):
+                groups.append(group)
+            else:
+                left_out[outcomes[0].reason] += 1
         if not groups:
             why = ", ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none is stored"
             remedy = f"no group of the sources can be trained on ({why})"
             raise ConfigError("retrain.sources", config.retrain.sources, remedy)
-        return cls(tuple(groups), sizes, left_out)
+        return cls(tuple(groups), left_out)
 
     def draw(self, config: RunConfig, step: int) -> list[tuple[StoredGroup, tuple[GroupOutcome, ...]]]:
         """The groups of a step, with what became of them, in the order in which they lie."""
@@ -84,34 +77,34 @@ class GroupPool:
         found = []
         for (source, source_step), of_step in groupby(sorted(chosen), lambda each: (each.source, each.step)):
             wanted = {each.group: each for each in of_step}
-            judged = _judged(RunFolder(source), source_step, config, self.sizes[source], set(wanted))
+            judged = _judged(RunFolder(source), source_step, config, set(wanted))
             found += [(wanted[group], outcomes) for group, outcomes in judged.items()]
         return found
 
 
 def _judged(
-    source: RunFolder, step: int, config: RunConfig, size: int, only: set[int] | None = None
+    source: RunFolder, step: int, config: RunConfig, only: set[int] | None = None
 ) -> dict[int, tuple[GroupOutcome, ...]]:
-    return judged_groups(source, step, config.retrain.scores, config.score, expected=size, only=only)
+    return judged_groups(source, step, config.retrain.scores, config.score, only=only)
 
 
-def _group_size(source: RunFolder) -> int:
-    return int(read_manifest(source).config["rollout"]["group_size"])
-
-
-def _steps(source: RunFolder, config: RunConfig) -> list[int]:
-    """The steps of a source to draw from: those that it has trained on."""
-    scores, first, last = config.retrain.scores, config.retrain.first_step, config.retrain.last_step
-    if scores not in (there_are := stored_scorers(source)):
-        remedy = f"{source.location} has no such scores, but {', '.join(there_are) or 'none'}; `rollmill rescore` makes them"
-        raise ConfigError("retrain.scores", scores, remedy)
-    return [step for step in stored_batch_steps(source) if first <= step and (last < 0 or step <= last)]
+def _all_judged(config: RunConfig) -> Iterator[tuple[StoredGroup, tuple[GroupOutcome, ...]]]:
+    """Every group of the sources; of one that a run and its fork, or a run given twice, have in common the first."""
+    seen: set[tuple[str, int, int]] = set()
+    for source, steps in steps_of_sources(config):
+        manifest = read_manifest(source)
+        for step in steps:
+            for group, outcomes in _judged(source, step, config).items():
+                if (one := (manifest.run_of(step), step, group)) not in seen:
+                    seen.add(one)
+                    yield StoredGroup(source.absolute, step, group), outcomes
 
 
 async def store_draw(run: TrainingRun, pool: GroupPool, step: int) -> Draw:
     """Draw the groups of a step, number them as groups of this run, and store groups and batch, in that order.
 
-    There is no plan, since nothing is sampled.
+    There is no plan, since nothing is sampled. Groups that are stored without a batch, which another draw may have
+    chosen before the sources went on, give way to those of this draw.
     """
     started, config = time.perf_counter(), run.config
     found = await asyncio.to_thread(pool.draw, config, step)
@@ -121,9 +114,9 @@ async def store_draw(run: TrainingRun, pool: GroupPool, step: int) -> Draw:
     for number, (stored, of_group) in enumerate(found, first):
         outcomes += [replace(outcome, group=number) for outcome in of_group]
         origins[number] = Origin(stored.source, stored.step)
-    if not (await asyncio.to_thread(read, run.folder, "groups", ["group"], step=step)).num_rows:
-        rows = group_rows(run.id, step, outcomes, time.perf_counter() - started)
-        await writer.append("groups", rows, step=step)
+    rows = group_rows(run.id, step, outcomes, time.perf_counter() - started)
+    is_begun = (await asyncio.to_thread(read, run.folder, "groups", ["group"], step=step)).num_rows > 0
+    await (writer.replace if is_begun else writer.append)("groups", rows, step=step)
     await writer.append(
         "batches", batch_rows(run.id, step, outcomes, config.retrain.scores, origins), step=step
     )
@@ -132,8 +125,8 @@ async def store_draw(run: TrainingRun, pool: GroupPool, step: int) -> Draw:
 
 
 def _mean_reward(outcomes: Sequence[GroupOutcome]) -> float:
-    rewards = [survivor.reward for outcome in outcomes for survivor in outcome.survivors]
-    return sum(rewards) / len(rewards)
+    trained = [outcome.survivors for outcome in outcomes if not outcome.reason]
+    return fmean(fmean(survivor.reward for survivor in survivors) for survivors in trained)
 
 
 def _tokens(outcomes: Sequence[GroupOutcome]) -> int:

@@ -1,10 +1,19 @@
 """What must hold of a run that trains from stored rollouts, before anything is started."""
 
-from flows.config import RunConfig
+import json
+from pathlib import Path
+
+from flows.config import RunConfig, parsed
+from flows.folder import existing_run
+from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
 from tasks.score.advantages import advantage_of
 from tasks.score.check import check_scorer
 from tasks.score.registry import parts_of
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest
+from tasks.store.partitions import stored_scorers
+from tasks.store.resume import stored_batch_steps
 
 
 def check_offline(config: RunConfig) -> None:
@@ -28,3 +37,56 @@ def check_offline(config: RunConfig) -> None:
             "another in evaluate.scorer, or set evaluate.enabled=false"
         )
         raise ConfigError("retrain.scores", config.retrain.scores, remedy)
+
+
+def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
+    """The sources, and of each the steps to draw from: those that it has trained on, within the bounds.
+
+    Raises:
+        ConfigError: a source is no run or has no such scores, or no step is within the bounds.
+    """
+    scores, first, last = config.retrain.scores, config.retrain.first_step, config.retrain.last_step
+    found, trained = [], []
+    for source in map(existing_run, config.retrain.sources):
+        if scores not in (there_are := stored_scorers(source)):
+            remedy = f"{source.location} has no such scores, but {', '.join(there_are) or 'none'}; `rollmill rescore` makes them"
+            raise ConfigError("retrain.scores", scores, remedy)
+        steps = stored_batch_steps(source)
+        trained.append(
+            f"{source.location} has trained on {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}"
+        )
+        found.append((source, [step for step in steps if first <= step and (last < 0 or step <= last)]))
+    if found and not any(steps for _, steps in found):
+        bounds = f"no step is from retrain.first_step = {first} to retrain.last_step = {last}"
+        raise ConfigError("retrain.first_step", first, f"{bounds}: {', '.join(trained)}")
+    return found
+
+
+def check_tokenizers(config: RunConfig) -> None:
+    """Refuse sources whose tokens mean something else to the start model; models that are not there are not compared.
+
+    Raises:
+        ConfigError: names the source, and both models.
+    """
+    ours = start_model_folder(config)
+    for source in map(existing_run, config.retrain.sources):
+        try:
+            theirs = start_model_folder(parsed(RunConfig, read_manifest(source).config))
+        except ConfigError:
+            continue  # settings of another Rollmill's run: its model is not known
+        vocabularies = [_vocabulary(folder / "tokenizer.json") for folder in (ours, theirs)]
+        if all(vocabularies) and vocabularies[0] != vocabularies[1]:
+            remedy = (
+                f"its rollouts are tokens of {theirs}, whose vocabulary is not that of the start model {ours}"
+            )
+            raise ConfigError("retrain.sources", source.location, remedy)
+
+
+def _vocabulary(path: Path) -> list[object]:
+    """What says which token an id is; empty when the file is not there."""
+    try:
+        stored = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    added = [(each["id"], each["content"]) for each in stored.get("added_tokens", [])]
+    return [stored["model"]["vocab"], added]

@@ -10,7 +10,7 @@ from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
 from flows.failure import one_error
 from flows.folder import check_resumable, existing_run, run_folder
-from flows.offline import check_offline
+from flows.offline import check_offline, check_tokenizers
 from flows.policy import Policy, open_policy
 from flows.progress import say
 from flows.recording import forget_results
@@ -41,8 +41,9 @@ async def retrain(run_name: str, config: RunConfig) -> str:
     await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
     sources = await asyncio.to_thread(checked_sources, run_name, config)
     with one_error():
-        model = await ensure_start_model(config)
         pool = await asyncio.to_thread(GroupPool.read, config)
+        model = await ensure_start_model(config)
+        check_tokenizers(config)
         tell(pool, config)
         opened = (open_run if config.evaluate.enabled else open_offline_run)(run_name, config, model)
         async with opened as run, open_policy(run) as policy:

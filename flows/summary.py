@@ -6,6 +6,7 @@ from rich.table import Table
 from flows.inspection import held_out
 from flows.plot import plot_run
 from tasks.store.layout import RunFolder
+from tasks.store.partitions import stored_steps
 
 
 def print_summary(folder: RunFolder, run_url: str) -> None:
@@ -14,9 +15,10 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
     evaluations = held_out(folder).to_dicts()
     if evaluations:
         console.print(_before_and_after(evaluations[0], evaluations[-1]))
+    dataset = "rollouts" if stored_steps(folder, "rollouts") else "batches"
     lines = {
         "curves": str(plot_run(folder)),
-        "data set": f'pl.scan_ipc("{folder.location}/rollouts/**/*.arrow", hive_partitioning=True)',
+        "data set": f'pl.scan_ipc("{folder.location}/{dataset}/**/*.arrow", hive_partitioning=True)',
         "the run in the UI": run_url,
     }
     for name, value in lines.items():

@@ -9,8 +9,8 @@ from tasks.errors import ConfigError
 from tasks.score.registry import parts_of
 from tasks.score.rescoring import READ, groups_to_score
 from tasks.score.scoring import Scoring
+from tasks.score.stored import group_sizes
 from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
 from tasks.store.partitions import stored_steps
 from tasks.store.reader import read
 from tasks.store.rows import Rows, rows_of, values
@@ -78,13 +78,16 @@ def _groups(
     partition = {"version" if step.dataset == "evaluations" else "step": step.step}
     rows = rows_of(read(folder, step.dataset, columns, **partition))
     scored = rows_of(read(folder, step.scores, ["trajectory_id"], scorer=scoring.key, step=step.step))
-    whole, group_size = None, 0
-    if scoring.by_group:
-        done = rows_of(read(folder, "groups", ["group"], step=step.step))
-        whole = set(values(done, "group"))
-        group_size = _group_size(folder) if config.score.needs_whole_group else 0
-    return groups_to_score(rows, set(values(scored, "trajectory_id")), whole=whole, group_size=group_size)
+    return groups_to_score(
+        rows, set(values(scored, "trajectory_id")), whole=_whole(folder, config, scoring, step)
+    )
 
 
-def _group_size(folder: RunFolder) -> int:
-    return int(read_manifest(folder).config["rollout"]["group_size"])
+def _whole(
+    folder: RunFolder, config: RescoreConfig, scoring: Scoring, step: Unscored
+) -> dict[int, int] | None:
+    """For a scorer of groups the groups that are done, and the fewest survivors with which they are shown to it."""
+    if not scoring.by_group:
+        return None
+    needs_whole = config.score.needs_whole_group
+    return {group: size if needs_whole else 0 for group, size in group_sizes(folder, step.step).items()}

@@ -1,7 +1,7 @@
 """What of a step's stored rollouts a scorer has not scored yet: a pure function of the rows that are stored."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from tasks.score.scoring import Scoring, scorable
 from tasks.store.rows import Rows, joined, values, where, where_in, without
@@ -17,17 +17,15 @@ def groups_to_score(
     rollouts: Rows,
     scored: Collection[object],
     *,
-    whole: Collection[object] | None,
-    group_size: int = 0,
+    whole: Mapping[int, int] | None,
 ) -> list[Rows]:
     """The trajectories of a step that have no score yet, group by group in order of group and sample.
 
     Args:
         rollouts: rows of one step; columns group, sample, trajectory_id and status at least.
         scored: trajectory ids that the scorer has a row for.
-        whole: for a scorer of groups, the groups that are done, which it is shown with all their survivors, once;
-            None for a scorer of single trajectories.
-        group_size: fewest survivors with which a group is shown to a scorer of groups.
+        whole: for a scorer of groups, the groups that are done, which it is shown with all their survivors, once, and
+            the fewest survivors with which it is; None for a scorer of single trajectories.
 
     Example: of a group with samples 0, 1 and 2, of which 1 failed and 0 is scored, sample 2 is left; for a scorer
     of groups nothing is.
@@ -40,7 +38,7 @@ def groups_to_score(
     return [
         rows
         for rows in _by_group(without(survivors, "group", begun))
-        if rows.column("group")[0].as_py() in whole and rows.num_rows >= group_size
+        if (group := rows.column("group")[0].as_py()) in whole and rows.num_rows >= whole[group]
     ]
 
 

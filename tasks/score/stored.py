@@ -20,17 +20,15 @@ def judged_groups(
     scorer: str,
     config: ScoreConfig,
     *,
-    expected: int,
     only: Collection[int] | None = None,
 ) -> dict[int, tuple[GroupOutcome, ...]]:
-    """What becomes of the groups of a step under a scorer's rewards; those without any score are left out.
+    """What becomes of the groups of a step under a scorer's rewards; those without any score, or not done, are left out.
 
     Args:
         folder: of the run that sampled them.
         step: their step.
         scorer: NAME@VERSION.
         config: how advantages are taken.
-        expected: trajectories asked for in a group (G).
         only: numbers of the groups wanted; None: all.
 
     Raises:
@@ -47,16 +45,24 @@ def judged_groups(
             "groups have; `rollmill rescore` scores the rest"
         )
         raise ConfigError("retrain.scores", scorer, remedy)
+    sizes = group_sizes(folder, step)
     return {
         group: judge_group(
             config,
             group=group,
             env=str(values(of_group, "env")[0]),
-            expected=expected,
+            expected=sizes[group],
             survivors=survivors_of(of_group, of_scorer),
             dropped=where(of_scorer, "status", "dropped").num_rows,
         )
         for group in sorted(int(str(each)) for each in numbers)
-        if (of_group := where(rollouts, "group", group)).num_rows
+        if group in sizes
+        and (of_group := where(rollouts, "group", group)).num_rows
         and (of_scorer := where(scores, "group", group)).num_rows
     }
+
+
+def group_sizes(folder: RunFolder, step: int) -> dict[int, int]:
+    """Trajectories that were asked for (G) of each group of a step that is done; another step may have another G."""
+    rows = read(folder, "groups", ["group", "expected"], step=step)
+    return dict(zip(rows["group"].to_pylist(), rows["expected"].to_pylist(), strict=True))

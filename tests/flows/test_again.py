@@ -94,6 +94,20 @@ def made_up_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
     return batch_of("scores", columns | {"reward": [-float(str(n)) for n in shown["n_completion_tokens"]]})
 
 
+def made_up_groups(step: int) -> pa.RecordBatch:
+    """A row for each group, which says how many trajectories were asked for."""
+    columns: dict[str, object] = {
+        field.name: [""] * GROUPS if pa.types.is_string(field.type) else [0] * GROUPS
+        for field in schema_of("groups")
+    }
+    columns |= {
+        "step": [step] * GROUPS,
+        "group": list(range(step * GROUPS, (step + 1) * GROUPS)),
+        "expected": [GROUP_SIZE] * GROUPS,
+    }
+    return batch_of("groups", columns)
+
+
 def empty(dataset: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([], schema=schema_of(dataset))
 
@@ -118,6 +132,7 @@ async def write_source(folder: Path) -> None:
                 rollouts = made_up_rollouts(step)
                 await run.writer.append("rollouts", rollouts, step=step)
                 await run.writer.append("scores", made_up_scores(rollouts), scorer=SHORT, step=step)
+                await run.writer.append("groups", made_up_groups(step), step=step)
                 await run.writer.append("batches", empty("batches"), step=step)
         run.finish()
 

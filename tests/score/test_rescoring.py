@@ -47,7 +47,7 @@ def test_survivors_without_a_score_are_left_in_order_of_group_and_sample() -> No
 def test_a_scorer_of_groups_is_shown_groups_that_are_done_and_that_it_has_not_seen() -> None:
     rows = rollouts({(group, sample): "complete" for group in range(4) for sample in range(2)})
 
-    left = groups_to_score(rows, {"2.1"}, whole={0, 2, 3}, group_size=2)
+    left = groups_to_score(rows, {"2.1"}, whole={0: 2, 2: 2, 3: 2})
 
     assert ids(left) == [["0.0", "0.1"], ["3.0", "3.1"]]
 
@@ -55,14 +55,14 @@ def test_a_scorer_of_groups_is_shown_groups_that_are_done_and_that_it_has_not_se
 def test_a_group_that_must_be_whole_and_is_not_is_not_shown() -> None:
     rows = rollouts({(0, 0): "complete", (0, 1): "failed", (1, 0): "complete", (1, 1): "complete"})
 
-    assert ids(groups_to_score(rows, (), whole={0, 1}, group_size=2)) == [["1.0", "1.1"]]
+    assert ids(groups_to_score(rows, (), whole={0: 2, 1: 2})) == [["1.0", "1.1"]]
 
 
 @given(stored=STORED, n_before_kill=st.integers(0, 6), by_group=st.booleans())
 def test_killed_after_any_group_and_begun_again_every_survivor_is_scored_once(
     stored: dict[tuple[int, int], str], n_before_kill: int, by_group: bool
 ) -> None:
-    rows, whole = rollouts(stored), {group for group, _ in stored} if by_group else None
+    rows, whole = rollouts(stored), {group: 0 for group, _ in stored} if by_group else None
     scored: list[object] = []
     for groups in ids(groups_to_score(rows, (), whole=whole))[:n_before_kill]:
         scored += groups

@@ -41,12 +41,14 @@ async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_sco
     ]
     scored = [(each, reward) for each, reward in zip(ids, values, strict=True) if reward is not None]
     scores = [each | {"status": "scored", "reward": reward} for each, reward in scored[:n_scored]]
+    groups = [{"group": group, "expected": len(of_group)} for group, of_group in rewards.items()]
     opened = OpenRun.open(
         RunFolder(folder), config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig()
     )
     with opened as run:
         async with run.writer:
             await run.writer.append("rollouts", made("rollouts", rollouts), step=0)
+            await run.writer.append("groups", made("groups", groups), step=0)
             await run.writer.append("scores", made("scores", scores), scorer=SCORER, step=0)
     return RunFolder(folder)
 
@@ -54,13 +56,13 @@ async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_sco
 async def test_survivors_get_the_advantages_of_the_scores_that_were_chosen(tmp_path: Path) -> None:
     folder = await stored_run(tmp_path, {4: [1.0, 0.0, None], 5: [0.5, 0.5, 0.5]}, 9)
 
-    judged = judged_groups(folder, 0, SCORER, ScoreConfig(), expected=3)
+    judged = judged_groups(folder, 0, SCORER, ScoreConfig())
 
     (trained,), (left_out,) = judged[4], judged[5]
     assert trained.advantages.tolist() == [0.5, -0.5]
     assert [survivor.trajectory_id for survivor in trained.survivors] == ["4.0", "4.1"]
     assert left_out.reason == "no_reward_spread"
-    assert judged_groups(folder, 0, SCORER, ScoreConfig(), expected=3, only={5}).keys() == {5}
+    assert judged_groups(folder, 0, SCORER, ScoreConfig(), only={5}).keys() == {5}
 
 
 async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_score_is_left_out(
@@ -71,13 +73,13 @@ async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_sco
     half = await stored_run(tmp_path / "half", rewards, 2)
 
     with pytest.raises(ConfigError, match=r"1 trajectories of step 0 .* have no score"):
-        judged_groups(partly, 0, SCORER, ScoreConfig(), expected=2)
-    assert judged_groups(half, 0, SCORER, ScoreConfig(), expected=2).keys() == {4}
+        judged_groups(partly, 0, SCORER, ScoreConfig())
+    assert judged_groups(half, 0, SCORER, ScoreConfig()).keys() == {4}
 
 
 async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> None:
     folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0]}, 9)
-    judged = judged_groups(folder, 0, SCORER, ScoreConfig(), expected=2)
+    judged = judged_groups(folder, 0, SCORER, ScoreConfig())
     outcomes = [outcome for each in judged.values() for outcome in each]
 
     rows = batch_rows("r", 7, outcomes, SCORER, {5: Origin(folder.absolute, 0)}).to_pylist()
@@ -86,3 +88,11 @@ async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> N
         (folder.absolute, 0)
     ] * 2
     assert {row["scorer"] for row in rows} == {SCORER}
+
+
+async def test_a_group_is_whole_by_the_size_that_is_stored_with_it(tmp_path: Path) -> None:
+    folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0, None]}, 9)
+
+    judged = judged_groups(folder, 0, SCORER, ScoreConfig(needs_whole_group=True))
+
+    assert [judged[group][0].reason for group in (4, 5)] == ["", "not_whole"]

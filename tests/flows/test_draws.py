@@ -1,0 +1,127 @@
+"""What a step of a retrained run trains on."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+from flows.config import RunConfig, validate
+from flows.draws import GroupPool, store_draw
+from flows.offline import check_tokenizers, steps_of_sources
+from flows.run import OfflineRun
+from tasks.errors import ConfigError
+from tasks.store.config import StoreConfig
+from tasks.store.fork import fork
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.run import OpenRun
+from tasks.store.schemas import schema_of
+
+SCORES = "short@1"
+
+
+def made(dataset: str, rows: Sequence[dict[str, object]]) -> pa.RecordBatch:
+    """Rows of a data set; 0, "" or [] in every column that is not given."""
+    plain = {
+        field.name: [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
+        for field in schema_of(dataset)
+    }
+    return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=schema_of(dataset))
+
+
+def opened(folder: Path, config: dict[str, Any] | None = None) -> OpenRun:
+    return OpenRun.open(
+        RunFolder(folder),
+        config=config or {},
+        fixed={},
+        versions={},
+        git_commit="",
+        config_of=StoreConfig(),
+    )
+
+
+async def add_step(run: OpenRun, step: int) -> None:
+    """Two groups of two, rewards 0 and 1 each."""
+    ids = [
+        {
+            "step": step,
+            "group": step * 2 + group,
+            "sample": sample,
+            "trajectory_id": f"{step}.{group}.{sample}",
+        }
+        for group in range(2)
+        for sample in range(2)
+    ]
+    told = {"status": "complete", "env": "addition", "n_completion_tokens": 3}
+    scores = [each | {"status": "scored", "reward": each["sample"]} for each in ids]
+    groups = [{"step": step, "group": step * 2 + group, "expected": 2} for group in range(2)]
+    await run.writer.append("rollouts", made("rollouts", [each | told for each in ids]), step=step)
+    await run.writer.append("scores", made("scores", scores), scorer=SCORES, step=step)
+    await run.writer.append("groups", made("groups", groups), step=step)
+    await run.writer.append("batches", made("batches", []), step=step)
+
+
+@pytest.fixture
+async def source(tmp_path: Path) -> RunFolder:
+    """A run that has trained on two steps."""
+    folder = tmp_path / "source"
+    with opened(folder, {"model": str(tmp_path / "theirs")}) as run:
+        async with run.writer:
+            for step in range(2):
+                await add_step(run, step)
+    return RunFolder(folder)
+
+
+def config_of(*sources: RunFolder, **retrain: object) -> RunConfig:
+    chosen = {"sources": [each.absolute for each in sources], "scores": SCORES, "groups_per_step": 1}
+    return validate({"start_model": {"enabled": True}, "retrain": chosen | retrain})
+
+
+async def test_a_group_that_several_sources_have_in_common_counts_once(
+    source: RunFolder, tmp_path: Path
+) -> None:
+    forked = RunFolder(tmp_path / "fork")
+    fork(source, 1, forked, {}, StoreConfig())
+
+    assert len(GroupPool.read(config_of(source)).groups) == 4
+    assert len(GroupPool.read(config_of(source, source)).groups) == 4
+    assert len(GroupPool.read(config_of(source, forked)).groups) == 4
+
+
+async def test_groups_and_batch_of_an_open_step_are_of_one_draw(source: RunFolder, tmp_path: Path) -> None:
+    config, absent = config_of(source, groups_per_step=2), cast(Any, None)
+    other = made("groups", [{"group": group, "expected": 7} for group in (0, 1, 5)])
+    with opened(tmp_path / "new") as store:
+        async with store.writer:
+            await store.writer.append("groups", other, step=0)
+            run = OfflineRun(config, tmp_path, store, absent, absent, absent)
+            draw = await store_draw(run, GroupPool.read(config), 0)
+
+    groups, batch = (read(run.folder, name, step=0) for name in ("groups", "batches"))
+    assert sorted(groups["group"].to_pylist()) == sorted(set(batch["group"].to_pylist())) == [0, 1]
+    assert set(groups["expected"].to_pylist()) == {2}
+    assert draw.reward == 0.5
+
+
+async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_is(source: RunFolder) -> None:
+    for wrong in ("nope@1", ""):
+        with pytest.raises(ConfigError, match=r"has no such scores, but short@1"):
+            steps_of_sources(config_of(source, scores=wrong))
+    for bounds in ({"first_step": 9}, {"first_step": 1, "last_step": 0}):
+        with pytest.raises(ConfigError, match=r"no step is from .* trained on steps 0 to 1"):
+            steps_of_sources(config_of(source, **bounds))
+
+
+async def test_a_source_with_another_vocabulary_is_refused(source: RunFolder, tmp_path: Path) -> None:
+    for name, vocabulary in (("ours", {"a": 0}), ("theirs", {"b": 0})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    config = config_of(source)
+    check_tokenizers(config)
+
+    with pytest.raises(ConfigError, match="vocabulary is not that of the start model"):
+        check_tokenizers(config.model_copy(update={"model": str(tmp_path / "ours")}))
+    check_tokenizers(config.model_copy(update={"model": str(tmp_path / "theirs")}))
