@@ -51,7 +51,8 @@ class Policy:
 
         The last complete checkpoint is loaded, the stored batches after it are applied again in order,
         nothing is generated for them, and every server gets the result. A version on the way whose evaluation
-        went on beside training when the run was ended is evaluated to the end.
+        went on beside training when the run was ended is evaluated to the end. A checkpoint that is due of the
+        folder's version is written, unless it is there: the run may have been ended just before.
         """
         async with self._still:
             end = await self._load_checkpoint()
@@ -70,6 +71,9 @@ class Policy:
         for step, result in self._replayed.items():
             if not await asyncio.to_thread(has_metrics, self._run, step):
                 await store_metrics(self._run, step, train_metrics(result))
+        await self._run.store.writer.note()
+        if self.current.version:
+            await self.checkpoint_if_due()
         return self.current.version
 
     async def train(self, step: int, digest: str) -> StepResult:

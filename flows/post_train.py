@@ -41,6 +41,7 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
             Beside(run) as beside,
         ):
             first = await policy.restore()
+            await drop_old_routing(run, first)
             beside.begin(first)
             for step in range(first, config.steps):
                 clock = StepClock()

@@ -5,9 +5,11 @@ The rollouts are made up: random answers under the log-probabilities of nobody's
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ import pytest
 from tasks.rollout.tokens import CHARACTERS
 from tasks.score.addition import AdditionScorer
 from tasks.store.config import StoreConfig
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest, write_manifest
 from tasks.store.run import OpenRun
 from tasks.store.schemas import batch_of, ragged, schema_of
 
@@ -218,6 +222,26 @@ def test_a_killed_retraining_applies_every_batch_once_and_replays_to_the_same_by
     assert verified.returncode == 0, verified.stdout
     assert replayed.returncode == 0, replayed.stdout
     assert "tensors of version 6 are the same, byte for byte" in replayed.stdout
+
+
+def test_a_run_that_was_ended_before_its_last_checkpoint_has_it_when_it_is_gone_on_with(
+    workplace: Any, source: Path, tied_model: Path
+) -> None:
+    new = Path(workplace.folder) / "runs" / "new"
+    settings = ("model=" + str(tied_model), "start_model.enabled=false", "steps=2", "evaluate.enabled=false")
+    words = ("retrain", "small", "--from", "source", "--scores", SHORT, "--name", "new")
+    words += tuple(word for each in settings for word in ("--set", each))
+    first = workplace.run(*words)
+    assert first.returncode == 0, first.stdout
+    shutil.rmtree(new / "checkpoints" / "version=000002")
+    manifest = read_manifest(RunFolder(new))
+    write_manifest(files_of(RunFolder(new)), replace(manifest, status="running"), manifest)
+
+    resumed = workplace.run(*words)
+
+    assert resumed.returncode == 0, resumed.stdout
+    assert (new / "checkpoints" / "version=000002" / "COMPLETE.json").is_file()
+    assert read_manifest(RunFolder(new)).status == "finished"
 
 
 def check_batches(batches: pl.DataFrame, before: pl.DataFrame, source: Path) -> None:
