@@ -1,5 +1,6 @@
 """What a replay is compared by: which versions, which metrics of a step, which bytes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,11 +29,14 @@ def versions_of(checkpoints: list[int], first: int | None, last: int | None) -> 
     Example: of checkpoints 10, 20 and 30 it is 20 to 30; with first 0, 0 to 30; with last 10, 0 to 10.
 
     Raises:
-        ConfigError: there is no checkpoint of a version asked for, or nothing between the two.
+        ConfigError: there is no checkpoint at all, or none of a version asked for, or nothing between the two.
     """
+    if not checkpoints and last is None:
+        remedy = "a replay is compared with a checkpoint, and the run has none; train it up to one first"
+        raise ConfigError("checkpoints", checkpoints, remedy)
     there_are = f"; there are checkpoints of {', '.join(map(str, checkpoints)) or 'no version'}"
     if last is None:
-        last = max(checkpoints, default=0)
+        last = max(checkpoints)
     if last not in checkpoints:
         raise ConfigError("--to", last, f"there is no checkpoint of that version to compare with{there_are}")
     if first is None:
@@ -65,15 +69,22 @@ class StepComparison:
 
     @property
     def difference(self) -> str:
-        """The first metric that is not the same; empty when all are. A step that is not measured yet has none."""
+        """The first metric that is not the same; empty when all are. A step that is not measured yet has none.
+
+        NaN is the same as NaN, which is the norm of a gradient that is not finite.
+        """
         return next(
             (
                 f"step {self.step}: {name} was {self.stored[name]}, is {self.replayed.get(name)}"
                 for name in self.stored
-                if self.replayed.get(name) != self.stored[name]
+                if not _is_same(self.stored[name], self.replayed.get(name))
             ),
             "",
         )
+
+
+def _is_same(stored: float, replayed: float | None) -> bool:
+    return replayed is not None and (stored == replayed or (math.isnan(stored) and math.isnan(replayed)))
 
 
 def first_difference(

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from flows.comparison import StepComparison, Versions, first_difference, versions_of
@@ -16,7 +18,9 @@ def test_a_replay_goes_from_the_last_checkpoint_but_one_to_the_last() -> None:
         ([10], None, 20, "--to"),
         ([10, 20], 15, None, "--from"),
         ([10, 20], 20, 10, "--from"),
-        ([], None, None, "--to"),
+        ([], None, 10, "--to"),
+        ([], None, None, "checkpoints"),
+        ([], 0, None, "checkpoints"),
     ],
 )
 def test_versions_without_a_checkpoint_are_refused(
@@ -38,3 +42,11 @@ def test_the_first_difference_is_named() -> None:
     assert first_difference([same], tensors, {"weights/a": "00", "weights/b": "22"}).startswith(
         "weights/b is"
     )
+
+
+def test_nan_is_the_same_as_nan_and_as_nothing_else() -> None:
+    nan = {"train/loss": math.nan}
+
+    assert StepComparison(3, nan, {"train/loss": math.nan}).difference == ""
+    assert StepComparison(3, nan, {"train/loss": 0.5}).difference == "step 3: train/loss was nan, is 0.5"
+    assert StepComparison(3, nan, {}).difference == "step 3: train/loss was nan, is None"
