@@ -77,7 +77,7 @@ def _target(
     config: dict[str, Any],
 ) -> Manifest:
     """The new run's manifest: the one that it has, or a new one, whose writers' epochs follow the source's."""
-    last = Origin(origin.run, source.absolute, step)
+    last = Origin(origin.run, source.absolute, step, origin.config)
     if found:
         if [(each.run, each.step) for each in found.origins[-1:]] != [(last.run, last.step)]:
             remedy = (

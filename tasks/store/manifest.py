@@ -1,6 +1,6 @@
 """run.json: what a run is, and how often it was opened."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,11 +19,13 @@ class Origin:
         run: its id, which is that of the rows that were brought over.
         folder: where it lay.
         step: rows of the steps before this one are its, or those of its own origins.
+        config: resolved configuration that it had; empty when a fork did not note it.
     """
 
     run: str
     folder: str
     step: int
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

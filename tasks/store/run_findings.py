@@ -50,17 +50,17 @@ def run_findings(
 
 
 def _due_evaluations(folder: RunFolder, manifest: Manifest, settings: RunSettings, n_done: int) -> list[int]:
-    """Versions whose evaluation is over; the version that the last done step made may be evaluated just now."""
-    evaluate = settings.evaluate
+    """Versions that must be evaluated wholly: of those that are done the ones that are begun, and a finished run's last.
+
+    One that is not begun need not have been due: `evaluate.every` and `evaluate.enabled` may change on resume. That it
+    was lost is seen by the inventory. The version that the last done step made may be evaluated just now.
+    """
+    evaluate, is_finished = settings.evaluate, manifest.status == "finished"
     if not (evaluate.enabled and evaluate.every and evaluate.n_prompts):
         return []
-    last = n_done if manifest.status == "finished" else n_done - 1
-    stored = stored_steps(folder, "evaluations")
-    return [
-        version
-        for version in range(manifest.first_step, last + 1)
-        if version % evaluate.every == 0 or version == settings.steps or version in stored
-    ]
+    last = n_done if is_finished else n_done - 1
+    begun = {each for each in stored_steps(folder, "evaluations") if manifest.first_step <= each <= last}
+    return sorted(begun | ({last} if is_finished and last == settings.steps else set()))
 
 
 def _evaluation(folder: RunFolder, version: int, n_expected: int) -> list[Finding]:

@@ -1,5 +1,8 @@
 """What a run's settings, as run.json has them, make of its rows."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.errors import ManifestError
@@ -52,15 +55,26 @@ class RunSettings(_Section):
     evaluate: EvaluateSettings = EvaluateSettings()
 
 
-def settings_of(folder: RunFolder, manifest: Manifest) -> RunSettings:
-    """Read them.
+def settings_by_run(folder: RunFolder, manifest: Manifest) -> dict[str, RunSettings]:
+    """Read the settings of a run and of those that it was forked from, by their ids; unknown ones are as the run's.
 
     Raises:
         ManifestError: one of them is not what it can be; names it.
     """
+    places = {
+        origin.run: (f"origins.{number}.config", origin.config)
+        for number, origin in enumerate(manifest.origins)
+        if origin.config
+    }
+    read = {run: _parsed(folder, *each) for run, each in places.items()}
+    own = _parsed(folder, "config", manifest.config)
+    return {origin.run: own for origin in manifest.origins} | read | {manifest.run: own}
+
+
+def _parsed(folder: RunFolder, where: str, config: Mapping[str, Any]) -> RunSettings:
     try:
-        return RunSettings.model_validate(manifest.config)
+        return RunSettings.model_validate(config)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(["config", *(str(part) for part in first["loc"])])
+        place = ".".join([where, *(str(part) for part in first["loc"])])
         raise ManifestError(f"{folder.path(MANIFEST)} is damaged: {place}: {first['msg']}") from error

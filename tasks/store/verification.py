@@ -17,7 +17,7 @@ from tasks.store.reader import read
 from tasks.store.resume import complete_checkpoints
 from tasks.store.routing import expired_steps
 from tasks.store.run_findings import run_findings
-from tasks.store.run_settings import RunSettings, settings_of
+from tasks.store.run_settings import RunSettings, settings_by_run
 from tasks.store.shard_findings import inventory_findings, name_finding, shard_finding
 from tasks.store.sources import misplaced
 from tasks.store.step_findings import Expected, StepRows, step_findings
@@ -53,7 +53,7 @@ def verify_run(folder: RunFolder, advance: Advance = lambda done, total: None) -
     """
     try:
         manifest = read_manifest(folder)
-        settings = settings_of(folder, manifest)
+        settings = settings_by_run(folder, manifest)
     except ManifestError as error:
         where = folder.path(MANIFEST)
         wrong = Finding(where, str(error).removeprefix(f"{where} is "), _RESTORE)
@@ -63,10 +63,13 @@ def verify_run(folder: RunFolder, advance: Advance = lambda done, total: None) -
 
 class _Verification:
     def __init__(
-        self, folder: RunFolder, manifest: Manifest, settings: RunSettings, advance: Advance
+        self, folder: RunFolder, manifest: Manifest, settings: Mapping[str, RunSettings], advance: Advance
     ) -> None:
-        self._folder, self._manifest, self._settings, self._advance = folder, manifest, settings, advance
+        self._folder, self._manifest, self._advance = folder, manifest, advance
         self._files, self._found = files_of(folder), Verified()
+        self._settings_of_runs = settings
+        self._settings = settings[manifest.run]
+        self._scorers: dict[str, str] = {}  # NAME@VERSION of each run that rows are of, by its id
 
     def verified(self) -> Verified:
         keys = list(all_files(self._files))
@@ -74,9 +77,8 @@ class _Verification:
         steps = sorted({*steps, *stored_steps(self._folder, "batches"), *stored_steps(self._folder, "plans")})
         total = len(keys) + len(steps)
         self._check_shards(keys, total)
-        expected = self._expected()
         for number, step in enumerate(steps, len(keys) + 1):
-            self._check_step(step, expected)
+            self._check_step(step)
             self._advance(number, total)
         self._found.steps = len(steps)
         found, notes = run_findings(self._folder, self._manifest, self._settings)
@@ -123,17 +125,24 @@ class _Verification:
         gone = expired_steps(sorted({*routing.values()}), done=done, checkpoint=checkpoint, keep=keep)
         return [key for key, step in routing.items() if step in gone]
 
-    def _expected(self) -> Expected:
+    def _expected(self, step: int) -> Expected:
+        """By the settings and the scorer of the run that the step's rows are of."""
+        run = self._manifest.run_of(step)
+        if run not in self._scorers:
+            self._scorers[run] = self._scorer(run)
+        settings = self._settings_of_runs[run]
         return Expected(
-            group_size=self._settings.rollout.group_size,
-            max_staleness=self._settings.rollout.max_staleness,
-            scorer=self._scorer(),
-            leaves_short_groups_unscored=self._settings.score.needs_whole_group,
+            group_size=settings.rollout.group_size,
+            max_staleness=settings.rollout.max_staleness,
+            scorer=self._scorers[run],
+            leaves_short_groups_unscored=settings.score.needs_whole_group,
         )
 
-    def _scorer(self) -> str:
-        """The run's, by the first batch that says it; else the only one there is."""
+    def _scorer(self, run: str) -> str:
+        """A run's, by the first of its batches that says it; else the only one there is."""
         for step in stored_steps(self._folder, "batches"):
+            if self._manifest.run_of(step) != run:
+                continue
             try:
                 told = read(self._folder, "batches", ["scorer", "source"], step=step).to_pylist()
             except ShardError:
@@ -143,10 +152,10 @@ class _Verification:
         scorers = stored_scorers(self._folder)
         return scorers[0] if len(scorers) == 1 else ""
 
-    def _check_step(self, step: int, expected: Expected) -> None:
+    def _check_step(self, step: int) -> None:
         try:
             rows = self._step_rows(step)
-            self._found.findings += step_findings(rows, expected)
+            self._found.findings += step_findings(rows, self._expected(step))
             tokens = read(self._folder, "rollouts", list(COLUMNS), step=step)
             self._found.findings += value_findings(rows.where["rollouts"], tokens)
             if rows.batch is None:

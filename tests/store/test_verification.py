@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 from tasks.errors import ShardError
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of, publish_text
+from tasks.store.fork import fork
 from tasks.store.inventory import all_shards
 from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest, write_manifest
 from tasks.store.reader import read_shard
 from tasks.store.run import OpenRun
 from tasks.store.verification import verify_run
@@ -268,6 +271,46 @@ async def test_a_score_of_a_held_out_trajectory_that_is_not_there_is_found(
     assert findings(folder) == [
         "/evaluation_scores: 1 rows of version 2 have no held-out trajectory: gone",
     ]
+
+
+async def test_a_version_that_was_not_due_when_it_was_made_is_not_missed(story: Story) -> None:
+    folder = await story.told()
+    manifest = read_manifest(folder)
+    config = manifest.config | {"evaluate": {"every": 1, "n_prompts": 1}}
+    write_manifest(files_of(folder), replace(manifest, config=config), manifest)
+
+    assert findings(folder) == []
+
+
+async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_scorer(
+    story: Story, tmp_path: Path, rows: RowMaker
+) -> None:
+    story.columns[1] |= {"policy_version_first": 0}
+    source, target, again = await story.told(), RunFolder(tmp_path / "fork"), RunFolder(tmp_path / "again")
+    manifest = read_manifest(source)
+    loose = manifest.config | {"rollout": {"group_size": SIZE, "max_staleness": 1}}
+    write_manifest(files_of(source), replace(manifest, config=loose), manifest)
+    config_of = StoreConfig(root=str(tmp_path), flush_s=0.0)
+    config = loose | {"steps": STEPS + 1, "rollout": {"group_size": 1, "max_staleness": 0}}
+    fork(source, STEPS, target, config, config_of)
+    own = sampled(STEPS) | {"trajectory_id": [f"f.{each}" for each in range(4)]}
+    own |= {"group": [4, 5, 6, 7], "sample": 0}
+    with OpenRun.extend(target, config_of=config_of) as run:
+        async with run.writer as writer:
+            plan = {"first_group": 4, "n_groups": 4, "reason": "plan"}
+            writer.append("plans", rows("plans", step=STEPS, **plan), step=STEPS)
+            writer.append("rollouts", rows("rollouts", 4, **own), step=STEPS)
+            scores = rows("scores", 4, step=STEPS, trajectory_id=own["trajectory_id"], status="scored")
+            writer.append("scores", scores, scorer="other@1", step=STEPS)
+            writer.append("groups", rows("groups", 4, step=STEPS, group=own["group"]), step=STEPS)
+            batch = {"order": [0, 1, 2, 3], "trajectory_id": own["trajectory_id"], "source": ""}
+            batch |= {"step": STEPS, "source_step": STEPS, "scorer": "other@1"}
+            writer.append("batches", rows("batches", 4, **batch), step=STEPS)
+            writer.append("metrics", rows("metrics", step=STEPS), step=STEPS)
+    fork(target, STEPS, again, config | {"rollout": {"group_size": 3, "max_staleness": 0}}, config_of)
+
+    assert findings(target) == []
+    assert findings(again) == []
 
 
 async def test_a_lost_inventory_is_found(story: Story) -> None:
