@@ -190,7 +190,8 @@ class Objects:
     def _sent(self, failed: str, kind: type[StoreError], send: Callable[[], T]) -> T:
         attempts = self.attempts
         try:
-            attempts = attempts or _attempts()
+            said = _attempts()
+            attempts = attempts or said
             for attempt in retries(
                 is_transient, attempts=attempts, backoff_s=BACKOFF_S, longest_s=LONGEST_WAIT_S
             ):
@@ -203,8 +204,12 @@ class Objects:
 
 @functools.cache
 def _attempts() -> int:
-    """AWS_MAX_ATTEMPTS, or max_attempts of the profile."""
-    return int(Session().get_config_variable("max_attempts") or DEFAULT_ATTEMPTS)
+    """AWS_MAX_ATTEMPTS, or max_attempts of the profile; ValueError unless it is a whole number from 1."""
+    said = Session().get_config_variable("max_attempts")
+    attempts = DEFAULT_ATTEMPTS if said is None else int(said)
+    if attempts < 1:
+        raise ValueError(f"{attempts} attempts at a request are none")
+    return attempts
 
 
 def filesystem() -> Any:

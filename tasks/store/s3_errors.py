@@ -7,8 +7,8 @@ from botocore import exceptions as aws
 
 from tasks.errors import ShardGoneError, StoreError
 
-FAILURES = (OSError, aws.BotoCoreError, aws.ClientError, aiohttp.ClientError)
-"""What a request by way of s3fs raises."""
+FAILURES = (OSError, ValueError, aws.BotoCoreError, aws.ClientError, aiohttp.ClientError)
+"""What a request by way of s3fs raises; ValueError for settings that cannot be understood."""
 
 CREDENTIALS_REMEDY = "give credentials that may: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 
@@ -73,6 +73,8 @@ def _remedy(error: Exception, code: str) -> str:
         return f"; {CREDENTIALS_REMEDY}"
     if isinstance(error, aws.ProfileNotFound):
         return "; AWS_PROFILE names a profile of ~/.aws/config"
+    if isinstance(error, ValueError):
+        return "; AWS_ENDPOINT_URL begins with http:// or https://, AWS_MAX_ATTEMPTS is a whole number from 1"
     return ""
 
 

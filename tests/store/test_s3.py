@@ -212,6 +212,21 @@ def test_errors_say_where_and_what_to_do(run: RunFolder, anew: Callable[..., Non
         files_of(run).keys("run.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_MAX_ATTEMPTS", "abc"), ("AWS_MAX_ATTEMPTS", "0"), ("AWS_ENDPOINT_URL", "localhost:9")],
+)
+def test_settings_that_cannot_be_understood_are_errors_in_words(
+    anew: Callable[..., None], name: str, value: str
+) -> None:
+    anew(**{"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: value})
+    remedy = r"AWS_ENDPOINT_URL begins with http:// or https://, AWS_MAX_ATTEMPTS is a whole number from 1"
+    with pytest.raises(StoreError, match=remedy):
+        files_of(RunFolder("s3://bucket/run")).keys("run.json")
+    with pytest.raises(ConfigError, match=remedy):
+        check_s3("s3://bucket/run")
+
+
 def test_a_place_for_runs_is_tried_before_anything_is_started_and_left_as_it_was(
     s3_root: str, s3_endpoint: str, anew: Callable[..., None]
 ) -> None:
