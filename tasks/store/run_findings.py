@@ -1,9 +1,8 @@
 """What is wrong with a run beyond its single steps: gaps, metrics, evaluations, and what checkpoints applied."""
 
-import json
-
-from tasks.errors import ShardError
+from tasks.errors import ShardError, StoreError
 from tasks.store.batch import stored_digest
+from tasks.store.checkpoint_files import read_marker, wrong_files
 from tasks.store.filesystem import files_of, read_text
 from tasks.store.findings import Finding, named
 from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
@@ -41,6 +40,7 @@ def run_findings(
             found += _held_out_scores(folder, version)
         except ShardError as error:
             notes.append(f"held-out scores of version {version} could not be checked: {error}")
+    found += _last_checkpoint(folder, manifest, settings)
     for version in complete_checkpoints(folder):
         try:
             found += _checkpoint(folder, version)
@@ -84,17 +84,35 @@ def _held_out_scores(folder: RunFolder, version: int) -> list[Finding]:
     return []
 
 
-def _checkpoint(folder: RunFolder, version: int) -> list[Finding]:
-    """The batch that a checkpoint applied last is the one that is stored."""
-    key = f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}"
-    try:
-        marker = json.loads(read_text(files_of(folder), key))
-    except ValueError as error:
-        return [Finding(folder.path(key), f"it is damaged: {error}", _RESTORE)]
-    if not isinstance(marker, dict):
-        return [Finding(folder.path(key), "it is damaged: it holds no JSON object", _RESTORE)]
-    told = str(marker.get("digest", ""))
-    if not told or not version or told == (stored := stored_digest(folder, version - 1)):
+def _last_checkpoint(folder: RunFolder, manifest: Manifest, settings: RunSettings) -> list[Finding]:
+    """A finished run has the checkpoint of the version that its last step made."""
+    last = settings.steps
+    if manifest.status != "finished" or not last or last in complete_checkpoints(folder):
         return []
-    what = f"it applied batch {told[:16]}..., stored for step {version - 1} is {stored[:16]}..."
-    return [Finding(folder.path(key), what, "restore the batch from a copy, or remove the checkpoint")]
+    what = f"the run is finished, and its last checkpoint, of version {last}, is missing or not complete"
+    remedy = "restore it from a copy; without one, raise steps and go on with the run: stored batches are applied again"
+    return [Finding(folder.path(checkpoint_key(last)), what, remedy)]
+
+
+def _checkpoint(folder: RunFolder, version: int) -> list[Finding]:
+    """A checkpoint's files are those that were written, and the batch that it applied last is the one that is stored."""
+    files, place = files_of(folder), checkpoint_key(version)
+    key = f"{place}/{CHECKPOINT_MARKER}"
+    try:
+        marker = read_marker(read_text(files, key), folder.path(key))
+    except ShardError:
+        raise
+    except StoreError as error:
+        return [
+            Finding(folder.path(key), f"it {str(error).removeprefix(folder.path(key)).strip()}", _RESTORE)
+        ]
+    found = [
+        Finding(folder.path(wrong), what, "restore it from a copy, or remove the checkpoint")
+        for wrong, what in wrong_files(files, place, marker.files or {})
+    ]
+    told = marker.digest
+    if told and version and told != (stored := stored_digest(folder, version - 1)):
+        what = f"it applied batch {told[:16]}..., stored for step {version - 1} is {stored[:16]}..."
+        remedy = "restore the batch from a copy, or remove the checkpoint"
+        found.append(Finding(folder.path(key), what, remedy))
+    return found

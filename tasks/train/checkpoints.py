@@ -1,7 +1,7 @@
 """A version's state on disk: weights and moments as DeepSpeed writes them, and our own beside them.
 
 CHECKPOINT/state/...       DeepSpeed's files, one or more a rank
-CHECKPOINT/COMPLETE.json   written last, and whole: without it the folder does not count
+CHECKPOINT/COMPLETE.json   written last, and whole: without it the folder does not count; size and XXH3-64 of each file
 
 DeepSpeed knows local folders alone, so a run on S3 has its checkpoint uploaded from one, the marker last.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tasks.errors import StoreError
+from tasks.store.checkpoint_files import check_sizes, list_files, read_marker
 from tasks.store.checkpoints import upload_checkpoint
 from tasks.store.filesystem import empty
 from tasks.store.layout import RunFolder, checkpoint_key
@@ -75,17 +76,20 @@ def read_progress(folder: Path, config: TrainConfig, run: str, version: int) -> 
     """Our part of a checkpoint, checked before anything is loaded.
 
     Raises:
-        StoreError: it is incomplete, of another run or version, or was written by other ranks than ours.
+        StoreError: it is incomplete, of another run or version, or was written by other ranks than ours; or one of its
+            files, which is named, is missing or has another size.
     """
     marker = folder / "COMPLETE.json"
     try:
         stored = json.loads(marker.read_text())
     except (OSError, ValueError) as error:
         raise StoreError(f"checkpoint {folder} is not complete: {error}") from error
+    files = read_marker(marker.read_bytes(), str(marker)).files
     wanted = {"run": run, "version": version, **_layout(config)}
     for name, value in wanted.items():
         if stored[name] != value:
             raise StoreError(f"checkpoint {folder}: {name} is {stored[name]!r}, expected {value!r}")
+    check_sizes(folder, files or {})
     result = stored["result"]
     return Progress(
         run=stored["run"],
@@ -102,5 +106,6 @@ def _layout(config: TrainConfig) -> dict[str, object]:
 
 def _mark(marker: Path, config: TrainConfig, progress: Progress) -> None:
     unfinished = marker.with_name(".COMPLETE.json")
-    unfinished.write_text(json.dumps(asdict(progress) | _layout(config), indent=2))
+    files = {name: file.model_dump() for name, file in list_files(marker.parent).items()}
+    unfinished.write_text(json.dumps(asdict(progress) | _layout(config) | {"files": files}, indent=2))
     unfinished.replace(marker)

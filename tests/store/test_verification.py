@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import ShardError
+from tasks.errors import ShardError, StoreError
+from tasks.store.checkpoint_files import check_sizes, list_files, read_marker
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of, publish_text
 from tasks.store.fork import fork
@@ -88,8 +89,17 @@ class Story:
                     )
                     await writer.append("evaluations", made, version=version)
                 if finish:
+                    self._checkpoint()
                     run.finish()
         return self.folder
+
+    def _checkpoint(self) -> None:
+        """That of the last version, as a trainer writes it."""
+        checkpoint = self.folder.checkpoint(STEPS)
+        (checkpoint / "state").mkdir(parents=True)
+        (checkpoint / "state" / "rank_0.pt").write_bytes(b"weights and moments")
+        listed = {name: file.model_dump() for name, file in list_files(checkpoint).items()}
+        (checkpoint / "COMPLETE.json").write_text(json.dumps({"files": listed}))
 
     def _step(self, step: int) -> Iterator[tuple[str, pa.RecordBatch, dict[str, str]]]:
         columns = self.columns[step]
@@ -412,3 +422,45 @@ def test_a_bucket_that_is_not_there_could_not_be_checked(s3_root: str) -> None:
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("rollmill: cannot list s3://no-such-bucket-of-ours/run")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "it is missing: it was written with 19 bytes"),
+        (b"weights", "it has 7 bytes, and was written with 19"),
+        (b"weights and_moments", "its bytes are not those that were written"),
+    ],
+)
+async def test_a_file_of_a_checkpoint_that_is_not_what_was_written_is_found(
+    story: Story, content: bytes | None, what: str
+) -> None:
+    folder = await story.told()
+    path = folder.checkpoint(STEPS) / "state" / "rank_0.pt"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert findings(folder) == [f"/checkpoints/version=000002/state/rank_0.pt: {what}"]
+
+
+@pytest.mark.parametrize("content", [None, b"weights"])
+async def test_a_checkpoint_without_a_whole_file_is_refused_before_it_is_loaded(
+    story: Story, content: bytes | None
+) -> None:
+    folder = await story.told()
+    checkpoint = folder.checkpoint(STEPS)
+    marker = read_marker((checkpoint / "COMPLETE.json").read_bytes(), "it")
+    assert marker.files
+    check_sizes(checkpoint, marker.files)
+    (checkpoint / "state" / "rank_0.pt").unlink()
+    if content is not None:
+        (checkpoint / "state" / "rank_0.pt").write_bytes(content)
+    with pytest.raises(StoreError, match=r"state/rank_0\.pt"):
+        check_sizes(checkpoint, marker.files)
+
+
+async def test_a_finished_run_without_its_last_checkpoint_is_found(story: Story) -> None:
+    folder = await story.told()
+    shutil.rmtree(folder.local / "checkpoints")
+    (found,) = findings(folder)
+    assert "its last checkpoint, of version 2, is missing" in found
