@@ -63,6 +63,7 @@ def inventory_findings(
     notes: Mapping[str, Note],
     *,
     is_finished: bool,
+    first_step: int = 0,
     expired: Collection[str] = (),
 ) -> list[Finding]:
     """Shards that are noted and missing, and those that are there and ought to be noted by now.
@@ -72,13 +73,18 @@ def inventory_findings(
         keys: of all shards that are there.
         notes: the last one of each shard.
         is_finished: True when every writer has ended: then all but the newest shard of the inventory are noted.
+        first_step: the first one of the run's own, since a fork brings the earlier ones without their inventory.
         expired: shards that the run's settings let go, with a note or without.
     """
     present = set(keys)
     gone = [key for key, note in notes.items() if note.event == "written" and key not in present]
     replaced = set(superseded([*present, *gone]))
     missing = [key for key in gone if key not in replaced and key not in expired]
-    unknown = [key for key in due_notes(present, notes, is_finished=is_finished) if key not in replaced]
+    unknown = [
+        key
+        for key in due_notes(present, notes, is_finished=is_finished, first_step=first_step)
+        if key not in replaced
+    ]
     return [
         Finding(folder.path(key), f"it is missing: it was written with {notes[key].rows} rows", _RESTORE)
         for key in sorted(missing)
@@ -86,18 +92,30 @@ def inventory_findings(
         Finding(
             folder.path(key),
             "the inventory does not know it",
-            "move it out of the run if it was put there by hand. Otherwise a shard of shards/ is missing, or a writer was "
-            "killed: the next command that writes to the run notes it",
+            _unknown_remedy(key),
         )
         for key in sorted(unknown)
     ]
 
 
-def due_notes(keys: Collection[str], notes: Mapping[str, Note], *, is_finished: bool) -> list[str]:
+def _unknown_remedy(key: str) -> str:
+    name = ShardName.of(key)
+    epoch = name.epoch if name else 0
+    lost = f"{DATASET}/epoch={epoch:06d}/{epoch:06d}-NUMBER-DIGEST.arrow, of a NUMBER above {name.number if name else 0}"
+    return (
+        f"keep it: the shard of the inventory that noted it is missing, {lost}; restore that from a copy, or let the next "
+        "command that writes to the run note this one anew. Only if it was put there by hand, move it out of the run"
+    )
+
+
+def due_notes(
+    keys: Collection[str], notes: Mapping[str, Note], *, is_finished: bool, first_step: int = 0
+) -> list[str]:
     """The shards that are not noted and should be.
 
-    In a run that goes on those are due that are older than what its newest writer noted: a writer notes at each step's
-    end, whatever it finds first.
+    In a run that goes on those are due that are older than what its newest writer noted, and those that are not newer
+    than a batch after which their writer stored another one: a writer notes at each step's end, and first of all
+    whatever it finds.
     """
     names = {key: name for key in keys if (name := ShardName.of(key))}
     newest = max(
@@ -107,11 +125,23 @@ def due_notes(keys: Collection[str], notes: Mapping[str, Note], *, is_finished: 
     if is_finished:
         return unnoted
     last = max((name for key in notes if (name := ShardName.of(key))), default=None)
+    ends = _noted_ends(names, first_step)
     return [
         key
         for key in unnoted
-        if last is not None
-        and not names[key].is_compacted
-        and (names[key].epoch, names[key].number) < (last.epoch, last.number)
+        if not names[key].is_compacted
         and key not in notes
+        and (
+            (last is not None and (names[key].epoch, names[key].number) < (last.epoch, last.number))
+            or names[key].number <= ends.get(names[key].epoch, -1)
+        )
     ]
+
+
+def _noted_ends(names: Mapping[str, ShardName], first_step: int) -> dict[int, int]:
+    """By epoch: the number of the last batch but one that its writer stored; all up to it was noted before the last."""
+    batches: dict[int, list[int]] = {}
+    for key, name in names.items():
+        if (step := re.match(r"batches/step=(\d+)/", key)) and int(step[1]) >= first_step:
+            batches.setdefault(name.epoch, []).append(name.number)
+    return {epoch: sorted(numbers)[-2] for epoch, numbers in batches.items() if len(numbers) > 1}

@@ -18,7 +18,7 @@ from tasks.store.resume import complete_checkpoints
 from tasks.store.routing import expired_steps
 from tasks.store.run_findings import run_findings
 from tasks.store.run_settings import RunSettings, settings_by_run
-from tasks.store.shard_findings import inventory_findings, name_finding, shard_finding
+from tasks.store.shard_findings import due_notes, inventory_findings, name_finding, shard_finding
 from tasks.store.sources import misplaced
 from tasks.store.step_findings import Expected, StepRows, step_findings
 from tasks.store.value_findings import COLUMNS, value_findings
@@ -99,14 +99,20 @@ class _Verification:
             self._check_inventory(notes)
 
     def _check_inventory(self, notes: Mapping[str, Note]) -> None:
-        is_finished = self._manifest.status == "finished"
-        if not notes and is_finished and self._manifest.schema_version > 1:
+        is_finished, now = self._manifest.status == "finished", list(all_shards(self._files))
+        first_step = self._manifest.first_step
+        due = due_notes(now, notes, is_finished=is_finished, first_step=first_step)
+        if not notes and self._manifest.schema_version > 1 and due:
             what = "there is no inventory, so that shards that are missing are seen by their rows alone"
             self._found.findings.append(Finding(self._folder.dataset(DATASET), what, _RESTORE))
         if notes:
-            now = list(all_shards(self._files))  # a run that goes on has removed some
             self._found.findings += inventory_findings(
-                self._folder, now, notes, is_finished=is_finished, expired=self._expired(notes)
+                self._folder,
+                now,
+                notes,
+                is_finished=is_finished,
+                first_step=first_step,
+                expired=self._expired(notes),
             )
 
     def _inventory(self) -> Mapping[str, Note] | None:

@@ -61,6 +61,7 @@ class RunWriter:
         if self._inventory is not None:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._inventory.find)
+                await self.note()
             except BaseException:
                 self._close()
                 raise

@@ -464,3 +464,25 @@ async def test_a_finished_run_without_its_last_checkpoint_is_found(story: Story)
     shutil.rmtree(folder.local / "checkpoints")
     (found,) = findings(folder)
     assert "its last checkpoint, of version 2, is missing" in found
+
+
+@pytest.mark.parametrize("n_left", [0, 1])
+async def test_the_inventory_of_an_unfinished_run_is_missed_from_a_batch_that_followed_it(
+    story: Story, n_left: int
+) -> None:
+    folder = await story.told(finish=False)
+    for key in files_of(folder).keys("shards/*/*.arrow")[n_left:]:
+        (folder.local / key).unlink()
+    what = "there is no inventory, so that shards that are missing are seen by their rows alone"
+    assert findings(folder) == ([] if n_left else [f"/shards: {what}"])
+
+
+async def test_good_shards_that_a_lost_shard_of_the_inventory_noted_are_to_be_kept(story: Story) -> None:
+    folder = await story.told()
+    newest = files_of(folder).keys("shards/*/*.arrow")[-1]
+    (folder.local / newest).unlink()
+    found = verify_run(folder).findings
+    assert found
+    assert all(each.what == "the inventory does not know it" for each in found)
+    assert all(each.remedy.startswith("keep it: the shard of the inventory") for each in found)
+    assert all("shards/epoch=000001/000001-NUMBER-DIGEST.arrow" in each.remedy for each in found)
