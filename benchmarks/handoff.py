@@ -2,325 +2,202 @@
 
 A stub of a vLLM server in another process answers at once, at most 8 requests in flight. Ours is the product's client,
 rows, writer and reader, by vLLM's JSON with base64 and by the arrays of our plugin; beside it the batch as one message:
-structs of Python lists, gathered and encoded in a thread by msgspec (MessagePack) and by orjson, and written to a file.
-Each way runs in a process of its own. Decoding (JSON, base64) is told apart from the rest; the rest includes HTTP and the
-kernel's writing: what receiving alone and writing as many bytes alone cost stands beside it.
+structs of Python lists, gathered and encoded in a thread by msgspec (MessagePack) and by orjson, and written to a file;
+and the answers received and dropped. Every pass of every way runs in a process of its own, after the same warm-up, and
+what it left is read back in another. Decoding (JSON, base64, in the client's threads) is told apart from the rest; the
+rest includes HTTP and the kernel's writing. Each figure is the median of the passes; the worst stands below it.
 """
 
+import argparse
 import asyncio
-import base64
 import json
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import numpy as np
-
+from benchmarks.deliveries import one_message, ours
+from benchmarks.deliveries.machine import (
+    kernel_cpu_s,
+    peak_rss_gb,
+    plain_write_cpu_s,
+    threads_cpu_s,
+    touch_memory,
+)
+from benchmarks.deliveries.requests import N_ROWS, TIMEOUT_S, each_body, warm_up
 from benchmarks.stubs.loop_lag import LoopLag, idle_lag_ms
-from benchmarks.stubs.routing_server import N_PROMPT
 from tasks.observe.memory import keep_for_good
-from tasks.rollout.environment import Example
-from tasks.rollout.group import StepSampler
-from tasks.rollout.trajectory import Draft, Trajectory, Work, rollout_rows
-from tasks.serve import client as client_module
-from tasks.serve.answers import Completion, completion_of
+from tasks.rollout.trajectory import rollout_rows
 from tasks.serve.client import VllmClient
 from tasks.serve.config import ServeConfig
 from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.routing import read_routing
-from tasks.store.rows import Rows
-from tasks.store.writer import RunWriter
 
-N_ROWS, IN_FLIGHT = 128, 8
-WAYS = ("ours, base64", "ours, arrays", "msgpack", "orjson")
+PASSES, IDLE_S = 5, 2.0
+FORMS = {
+    "ours, base64": "json",
+    "ours, arrays": "arrays",
+    "msgpack": "json",
+    "orjson": "json",
+    "received, base64": "json",
+    "received, arrays": "arrays",
+}
+"""The ways, and the form in which the server answers each."""
 TARGETS = {"cpu_s": 0.6, "lag_excess_ms": 10.0, "peak_rss_gb": 1.5, "read_column_s": 0.01}
-FIELDS = ("cpu_s", "decode_cpu_s", "wall_s", "lag_excess_ms", "peak_rss_gb", "read_column_s")
-BESIDE = ("receive_cpu_s", "plain_write_cpu_s", "read_routing_s")
-TOUCHED_BYTES = 3_000_000_000
-ROW_BYTES = 9_450_000
-PROMPT = np.arange(N_PROMPT, dtype=np.int32)
+FIELDS = (
+    "cpu_s",
+    "kernel_cpu_s",
+    "decode_cpu_s",
+    "wall_s",
+    "lag_excess_ms",
+    "lag_queued_ms",
+    "lag_running_ms",
+    "peak_rss_gb",
+    "read_column_s",
+    "read_samples_s",
+    "read_routing_s",
+    "plain_write_cpu_s",
+)
+Figures = dict[str, float]
 
 
-class Decoding:
-    """Stands in the client's place for decoding; counts its CPU seconds."""
-
-    def __init__(self) -> None:
-        self.cpu_s = 0.0
-
-    def __call__(self, body: Any) -> Completion:
-        started = time.thread_time()
-        completion = completion_of(body)
-        self.cpu_s += time.thread_time() - started
-        return completion
-
-
-def rss_gb() -> float:
-    """Most resident memory so far; pages of files that are mapped count."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-async def each_row(client: VllmClient, done: Callable[[int, Completion], Awaitable[None]]) -> None:
-    """All rows, at most IN_FLIGHT at once, each handed on the moment it is there."""
-    slots = asyncio.Semaphore(IN_FLIGHT)
-
-    async def one(number: int) -> None:
-        async with slots:
-            completion = await client.generate(
-                PROMPT, max_tokens=23_000, temperature=1.0, seed=number, timeout_s=120.0
-            )
-            await done(number, completion)
-
-    async with asyncio.TaskGroup() as rows:
-        for number in range(N_ROWS):
-            rows.create_task(one(number))
-
-
-def trajectory_of(number: int, completion: Completion) -> Trajectory:
-    draft = Draft()
-    draft.add_context(PROMPT)
-    spans = [(start, 0) for start, _ in completion.version_spans]
-    draft.add_completion(completion.token_ids, completion.logprobs, spans, completion.finish_reason)
-    assert completion.routed_experts is not None
-    draft.add_routing(completion.routed_experts)
-    return draft.ended(
-        Work(f"run.0.{number}.0", 0, number, 0, Example("0", {"answer": "85"}), number, 1.0),
-        "complete",
-        started_at=datetime.now(UTC),
-        duration_s=1.0,
-        queue_s=0.0,
-        outcome={},
-        error_type="",
-        error="",
-    )
-
-
-class Nothing:
-    """An environment in name alone."""
-
-    name = "benchmark"
-    tools = stop = ()
-
-
-async def ours(client: VllmClient, folder: RunFolder) -> None:
-    folder.tmp.mkdir(parents=True)
-    async with RunWriter(files_of(folder), 1, 0.02) as writer:
-
-        def keep(rows: Rows) -> Awaitable[None]:
-            return writer.append("rollouts", rows, step=0)
-
-        def keep_beside(dataset: str, rows: Rows) -> Awaitable[None]:
-            return writer.append(dataset, rows, step=0)
-
-        player: Any = type("Player", (), {"environment": Nothing()})()
-        admission: Any = None
-        sampler = StepSampler(player, admission, "run", 0, keep, keep_beside, keeps_routing=True)
-        acknowledgements: list[Awaitable[None]] = []
-
-        async def done(number: int, completion: Completion) -> None:
-            await sampler.store(trajectory_of(number, completion), acknowledgements)
-
-        await each_row(client, done)
-        await asyncio.gather(*acknowledgements)
-
-
-class Sample(msgspec.Struct):
-    token_ids: list[int]
-    loss_mask: list[bool]
-    logprobs: list[float]
-    experts: bytes
-    shape: tuple[int, ...]
-
-
-def sample_of(completion: Completion) -> Sample:
-    n = len(completion.token_ids)
-    experts = completion.routed_experts
-    assert experts is not None
-    return Sample(
-        [*PROMPT.tolist(), *completion.token_ids.tolist()],
-        [False] * len(PROMPT) + [True] * n,
-        [0.0] * len(PROMPT) + completion.logprobs.tolist(),
-        experts.tobytes(),
-        experts.shape,
-    )
-
-
-def as_orjson(samples: Sequence[Sample]) -> bytes:
-    import orjson
-
-    plain = [
-        {
-            "token_ids": each.token_ids,
-            "loss_mask": each.loss_mask,
-            "logprobs": each.logprobs,
-            "experts": base64.b64encode(each.experts).decode(),
-            "shape": each.shape,
-        }
-        for each in samples
-    ]
-    return orjson.dumps(plain)
-
-
-async def one_message(client: VllmClient, path: Path, encode: Callable[[Sequence[Sample]], bytes]) -> None:
-    samples: list[Sample] = []
-
-    async def done(number: int, completion: Completion) -> None:
-        samples.append(sample_of(completion))
-
-    await each_row(client, done)
-    await asyncio.to_thread(lambda: path.write_bytes(encode(samples)))
-
-
-def read_ours(folder: RunFolder) -> dict[str, float]:
-    """A column read by a process that has it from disk alone, and the routed experts of all rows."""
-    read(folder, "rollouts", ["step"], step=0)
-    started = time.perf_counter()
-    column = read(folder, "rollouts", ["logprobs"], step=0)["logprobs"]
-    read_column_s = time.perf_counter() - started
-    assert len(column) == N_ROWS
-    started = time.perf_counter()
-    experts = read_routing(folder, 0, [f"run.0.{number}.0" for number in range(N_ROWS)])
-    read_routing_s = time.perf_counter() - started
-    assert sum(each.nbytes for each in experts) > 1e9
-    return {"read_column_s": read_column_s, "read_routing_s": read_routing_s}
-
-
-def read_message(path: Path, way: str) -> dict[str, float]:
-    """The same column of the one message: it has no columns, so all of it is decoded."""
-    import orjson
-
-    started = time.perf_counter()
-    body = path.read_bytes()
-    if way == "msgpack":
-        logprobs = [each.logprobs for each in msgspec.msgpack.decode(body, type=list[Sample])]
-    else:
-        logprobs = [each["logprobs"] for each in orjson.loads(body)]
-    np.concatenate([np.array(each, np.float32) for each in logprobs])
-    return {"read_column_s": time.perf_counter() - started}
-
-
-async def hand_off(way: str, url: str, place: Path) -> dict[str, float]:
-    decoding = Decoding()
-    rollout_rows("run", 0, "benchmark", [])  # imports what Arrow imports at its first array
+async def handed_off(way: str, url: str, place: Path) -> Figures:
+    """One pass of one way, but for reading back."""
     async with VllmClient(url, ServeConfig()) as client:
-        await client.wait_until_healthy(60.0)
-        receive_cpu_s = await receive_only(client)
-        client_module.completion_of = decoding
+        await client.wait_until_healthy(TIMEOUT_S)
+        work = _work(way, client, place)
+        await warm_up(client)
         keep_for_good()  # as when a run is open
-        idle_ms = await idle_lag_ms(2.0)
+        idle_ms = await idle_lag_ms(IDLE_S)
         touch_memory(place)
-        lag, cpu, started = LoopLag(), time.process_time(), time.perf_counter()
+        lag, started = LoopLag(), time.perf_counter()
+        cpu_s, kernel_s, decode_s = time.process_time(), kernel_cpu_s(), threads_cpu_s("decode-answer")
         with lag.sampled():
-            if way.startswith("ours"):
-                await ours(client, RunFolder(place / "run"))
-            else:
-                await one_message(
-                    client, place / "batch", msgspec.msgpack.encode if way == "msgpack" else as_orjson
-                )
-        wall_s, whole_cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    peak_rss_gb = rss_gb()
-    return {
-        "cpu_s": whole_cpu_s - decoding.cpu_s,
-        "decode_cpu_s": decoding.cpu_s,
+            await work()
+        wall_s, decode_s = time.perf_counter() - started, threads_cpu_s("decode-answer") - decode_s
+        cpu_s, kernel_s = time.process_time() - cpu_s, kernel_cpu_s() - kernel_s
+    figures = {
+        "cpu_s": cpu_s - decode_s,
+        "kernel_cpu_s": kernel_s,
+        "decode_cpu_s": decode_s,
         "wall_s": wall_s,
         "lag_excess_ms": lag.largest_ms - idle_ms,
-        "peak_rss_gb": peak_rss_gb,
-        "receive_cpu_s": receive_cpu_s,
-        "plain_write_cpu_s": plain_write_cpu_s(place),
+        "lag_queued_ms": lag.queued_ms,
+        "lag_running_ms": lag.running_ms,
+        "peak_rss_gb": peak_rss_gb(),
     }
-
-
-async def receive_only(client: VllmClient) -> float:
-    """CPU seconds of receiving the same answers and dropping them."""
-    nothing = Completion(PROMPT, PROMPT, "stop", ())
-    client_module.completion_of = lambda _: nothing
-    started = time.process_time()
-    await each_row(client, dropped)
-    return time.process_time() - started
-
-
-async def dropped(number: int, completion: Completion) -> None:
-    """Nothing is done with it."""
-
-
-def plain_write_cpu_s(place: Path) -> float:
-    """CPU seconds of writing as many bytes, from one piece of memory to a file."""
-    touch_memory(place)
-    file, row = place / "plain", bytes(ROW_BYTES)
-    started = time.process_time()
-    with file.open("wb", buffering=0) as sink:
-        for _ in range(N_ROWS):
-            sink.write(row)
-    spent = time.process_time() - started
-    file.unlink()
-    return spent
-
-
-def touch_memory(place: Path) -> None:
-    """Have the machine's free memory backed: a virtual machine pays seconds for the first touch of what it gave back."""
-    file, piece = place / "touched", bytes(1 << 24)
-    with file.open("wb", buffering=0) as sink:
-        for _ in range(TOUCHED_BYTES // len(piece)):
-            sink.write(piece)
-    file.unlink()
-
-
-def in_own_process(*words: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.handoff", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    if way.startswith("ours"):
+        await ours.store_batch(RunFolder(place / "run"), "addition")
+    elif way.startswith("received"):
+        touch_memory(place)
+        figures["plain_write_cpu_s"] = plain_write_cpu_s(place, N_ROWS)
     return figures
 
 
-def measured(way: str) -> dict[str, float]:
-    form = "arrays" if way == "ours, arrays" else "json"
+def _work(way: str, client: VllmClient, place: Path) -> Callable[[], Awaitable[None]]:
+    """What is measured of a way; its preparations are made."""
+    if way.startswith("received"):
+        return lambda: each_body(client.url)
+    if way == "msgpack":
+        return lambda: one_message.deliver(client, place / "batch", one_message.as_msgpack)
+    if way == "orjson":
+        return lambda: one_message.deliver(client, place / "batch", one_message.as_json)
+    player, folder = ours.player_of(place), RunFolder(place / "run")
+    folder.tmp.mkdir(parents=True)
+    rollout_rows(ours.RUN, ours.STEP, "addition", [])  # imports what Arrow imports at its first array
+    return lambda: ours.deliver(client, player, folder)
+
+
+def read_back(way: str, place: Path) -> Figures:
+    """The seconds of reading what a pass left."""
+    if way.startswith("received"):
+        return {}
+    if way == "msgpack":
+        return one_message.read_back(place / "batch", one_message.from_msgpack)
+    if way == "orjson":
+        return one_message.read_back(place / "batch", one_message.from_json)
+    return ours.read_back(RunFolder(place / "run"))
+
+
+def one_pass(way: str) -> Figures:
+    """One pass of one way: a server, a process that hands off, a process that reads."""
     port = free_port()
     with tempfile.TemporaryDirectory() as place:
         server = LaunchedProcess.start(
             "stub",
-            [sys.executable, "-m", "benchmarks.stubs.routing_server", str(port), form],
+            [sys.executable, "-m", "benchmarks.stubs.routing_server", str(port), FORMS[way]],
             log=Path(place) / "log",
             stop_grace_s=2.0,
         )
         try:
-            figures = in_own_process(way, f"http://127.0.0.1:{port}", place)
+            figures = _in_own_process("--way", way, "--place", place, "--url", f"http://127.0.0.1:{port}")
         finally:
             server.stop_now()
-        return figures | in_own_process(way, "read", place)
+        return figures | _in_own_process("--way", way, "--place", place)
+
+
+def _in_own_process(*words: str) -> Figures:
+    command = [sys.executable, "-m", "benchmarks.handoff", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def _print_row(name: str, figures: Figures) -> None:
+    texts = (f"{figures[field]:18.3f}" if field in figures else f"{'':18}" for field in FIELDS)
+    print(f"{name:18}" + "".join(texts), flush=True)
+
+
+def median_and_worst(passes: Sequence[Figures]) -> tuple[Figures, Figures]:
+    """Each figure's median over the passes, and its largest value: of all of them less is better.
+
+    Example: lags of 3, 9 and 4 ms are 4 ms, and 9 ms at worst.
+    """
+    columns = {name: [each[name] for each in passes] for name in passes[0]}
+    return (
+        {name: statistics.median(column) for name, column in columns.items()},
+        {name: max(column) for name, column in columns.items()},
+    )
+
+
+def compare(n_passes: int) -> None:
+    """Every way in turn, so many times; prints the table and the JSON object."""
+    passes: dict[str, list[Figures]] = {way: [] for way in FORMS}
+    for number in range(n_passes):
+        for way, figures in passes.items():
+            figures.append(one_pass(way))
+        print(f"pass {number + 1} of {n_passes}", flush=True)
+    summaries = {way: median_and_worst(found) for way, found in passes.items()}
+    median, worst = ({way: both[place] for way, both in summaries.items()} for place in (0, 1))
+    print(f"{'':18}" + "".join(f"{name:>18}" for name in FIELDS))
+    for way in passes:
+        _print_row(way, median[way])
+        _print_row("  worst", worst[way])
+    own = median["ours, base64"]
+    for name, target in TARGETS.items():
+        reached = "reached" if own[name] <= target else "MISSED"
+        print(f"{name}: {own[name]:.3f}, target {target:g}: {reached}")
+    figures = {"passes": n_passes, "ways": median, "worst": worst}
+    print(json.dumps({"benchmark": "handoff"} | own | figures))
 
 
 def main() -> None:
-    print(f"{'':16}" + "".join(f"{name:>19}" for name in (*FIELDS, *BESIDE)))
-    found: dict[str, dict[str, float]] = {}
-    for way in sys.argv[1:2] or WAYS:
-        found[way] = measured(way)
-        shown = (found[way].get(name, float("nan")) for name in (*FIELDS, *BESIDE))
-        print(f"{way:16}" + "".join(f"{value:19.3f}" for value in shown), flush=True)
-    own = found.get("ours, base64", next(iter(found.values())))
-    for name, target in TARGETS.items():
-        print(f"{name}: {own[name]:.3f}, target {target:g}: {'reached' if own[name] <= target else 'MISSED'}")
-    print(json.dumps({"benchmark": "handoff"} | own | {"ways": found}))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--passes", type=int, default=PASSES, help="of each way")
+    parser.add_argument("--way", choices=FORMS, help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if not given.way:
+        compare(given.passes)
+    elif given.url:
+        print(json.dumps(asyncio.run(handed_off(given.way, given.url, given.place))))
+    else:
+        print(json.dumps(read_back(given.way, given.place)))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:  # a way alone: only that one
-        main()
-    elif sys.argv[2] == "read":
-        at = Path(sys.argv[3])
-        is_ours = sys.argv[1].startswith("ours")
-        print(
-            json.dumps(
-                read_ours(RunFolder(at / "run")) if is_ours else read_message(at / "batch", sys.argv[1])
-            )
-        )
-    else:
-        print(json.dumps(asyncio.run(hand_off(sys.argv[1], sys.argv[2], Path(sys.argv[3])))))
+    main()

@@ -1,0 +1,1 @@
+"""Ways to bring a batch from the bytes of HTTP responses to a trainer."""

@@ -1,0 +1,118 @@
+"""Our way: each row goes to the run's writer as it comes; a trainer rank maps what it needs."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.deliveries.requests import N_ROWS, PROMPT, TIMEOUT_S, each_completion
+from tasks.rollout.addition import Addition
+from tasks.rollout.admission import Admission
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.environment import Example
+from tasks.rollout.group import StepSampler
+from tasks.rollout.pool_sampler import PoolSampler
+from tasks.rollout.sampling import Player
+from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from tasks.rollout.trajectory import Draft, Trajectory, Work
+from tasks.serve.answers import Completion
+from tasks.serve.client import VllmClient
+from tasks.serve.pool import ServerPool
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.routing import read_routing
+from tasks.store.rows import Rows
+from tasks.store.schemas import batch_of
+from tasks.store.writer import RunWriter
+from tasks.train.samples import check_samples, read_samples
+
+RUN, STEP, FLUSH_S = "run", 0, 0.02
+IDS = [f"{RUN}.{number}.0.0" for number in range(N_ROWS)]
+
+
+def player_of(place: Path) -> Player:
+    """The player of a run; its requests are sent by `requests`, so it lends its environment alone."""
+    tokenizer = ChatTokenizer.load(save_character_tokenizer(place / "model"))
+    sampler = PoolSampler(ServerPool(), RolloutConfig(), RUN, TIMEOUT_S)
+    return Player(Addition(), tokenizer, sampler, max_tokens=1 << 15, timeout_s=TIMEOUT_S)
+
+
+async def deliver(client: VllmClient, player: Player, folder: RunFolder) -> None:
+    """Store all rows with their routed experts."""
+    async with RunWriter(files_of(folder), 1, FLUSH_S) as writer:
+
+        def keep(rows: Rows) -> Awaitable[None]:
+            return writer.append("rollouts", rows, step=STEP)
+
+        def keep_beside(dataset: str, rows: Rows) -> Awaitable[None]:
+            return writer.append(dataset, rows, step=STEP)
+
+        sampler = StepSampler(player, Admission(1), RUN, STEP, keep, keep_beside, keeps_routing=True)
+        acknowledgements: list[Awaitable[None]] = []
+
+        async def store(number: int, completion: Completion) -> None:
+            await sampler.store(_trajectory(number, completion), acknowledgements)
+
+        await each_completion(client, store)
+        await asyncio.gather(*acknowledgements)
+
+
+async def store_batch(folder: RunFolder, env: str) -> None:
+    """The `batches` rows by which a trainer rank finds the delivered rollouts."""
+    columns: dict[str, object] = {
+        "run": [RUN] * N_ROWS,
+        "step": [STEP] * N_ROWS,
+        "order": list(range(N_ROWS)),
+        "trajectory_id": IDS,
+        "group": list(range(N_ROWS)),
+        "sample": [0] * N_ROWS,
+        "env": [env] * N_ROWS,
+        "advantage": [1.0] * N_ROWS,
+        "reward": [1.0] * N_ROWS,
+        "source": [""] * N_ROWS,
+        "source_step": [STEP] * N_ROWS,
+        "scorer": ["none@1"] * N_ROWS,
+    }
+    async with RunWriter(files_of(folder), 2, 0.0) as writer:
+        await writer.append("batches", batch_of("batches", columns), step=STEP)
+
+
+def read_back(folder: RunFolder) -> dict[str, float]:
+    """Seconds of one column, of a trainer rank's samples, checked, and of the routed experts of all rows."""
+    read(folder, "rollouts", ["step"], step=STEP)
+    started = time.perf_counter()
+    column = read(folder, "rollouts", ["logprobs"], step=STEP)["logprobs"]
+    column_at = time.perf_counter()
+    _, samples = read_samples(folder.absolute, STEP)
+    check_samples(samples)
+    samples_at = time.perf_counter()
+    experts = read_routing(folder, STEP, samples.trajectory_ids)
+    experts_at = time.perf_counter()
+    assert len(column) == len(samples.token_ids) == N_ROWS
+    assert all(len(each) == len(ids) - 1 for each, ids in zip(experts, samples.token_ids, strict=True))
+    return {
+        "read_column_s": column_at - started,
+        "read_samples_s": samples_at - column_at,
+        "read_routing_s": experts_at - samples_at,
+    }
+
+
+def _trajectory(number: int, completion: Completion) -> Trajectory:
+    draft = Draft()
+    draft.add_context(PROMPT)
+    spans = [(start, 0) for start, _ in completion.version_spans]
+    draft.add_completion(completion.token_ids, completion.logprobs, spans, completion.finish_reason)
+    assert completion.routed_experts is not None
+    draft.add_routing(completion.routed_experts)
+    return draft.ended(
+        Work(IDS[number], number, 0, 0, Example("0", {"answer": "85"}), number, 1.0),
+        "complete",
+        started_at=datetime.now(UTC),
+        duration_s=1.0,
+        queue_s=0.0,
+        outcome={},
+        error_type="",
+        error="",
+    )
