@@ -27,6 +27,7 @@ def rescore_config(
     steps: str = "",
     *,
     evaluations: bool = False,
+    redo_failed: bool = False,
 ) -> RescoreConfig:
     """Settings of rescoring: those of the run where it has them, and what was given.
 
@@ -36,6 +37,7 @@ def rescore_config(
         scorer: name or import path; empty: by the settings.
         steps: "A:B" for steps A to B - 1; either may be left out; empty: all.
         evaluations: score held-out trajectories too.
+        redo_failed: score again what the scorer failed on.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -45,6 +47,7 @@ def rescore_config(
     if scorer:
         values["score"] = values["score"] | {"scorer": scorer, "sum": []}
     values |= _steps(steps) | ({"evaluations": True} if evaluations else {})
+    values |= {"redo_failed": True} if redo_failed else {}
     return parsed(RescoreConfig, overridden(values, overrides))
 
 
@@ -56,7 +59,7 @@ def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     """
     from flows.unscored import check_rescoring, is_rescored
 
-    check_rescoring(config)
+    check_rescoring(folder, config)
     lead_to_prefect()
     from flows.ending import flow_command
     from flows.rescore import rescore

@@ -66,6 +66,10 @@ class RescoreConfig(StageConfig):
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
     first_step: int = setting(0, "First step to score.", ge=0)
     last_step: int = setting(-1, "Last step to score; -1: the last one there is.", ge=-1)
+    redo_failed: bool = setting(False, "Score again what the scorer failed on.")
+    max_failed_share: float = setting(
+        0.5, "Share of the scores within the bounds that may fail before rescoring stops.", ge=0.0, le=1.0
+    )
     evaluations: bool = setting(False, "Score stored held-out trajectories too.")
     groups_per_task: int = setting(32, "Groups that one score task run scores.", ge=1)
     tasks_in_flight: int = setting(4, "Score task runs at the same time; what they score is in memory.", ge=1)

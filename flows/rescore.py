@@ -13,7 +13,8 @@ from flows.failure import one_error
 from flows.progress import CountProgress, say
 from flows.recording import Recording
 from flows.turns import ScoredInTurn, Turns
-from flows.unscored import Unscored, check_rescoring, unscored_groups, unscored_steps
+from flows.unscored import Unscored, check_rescoring, standing, steps_to_score, unscored_groups
+from tasks.errors import FailedScoresError
 from tasks.rollout.group import parts_of
 from tasks.score.rescoring import GroupsPart
 from tasks.score.scoring import Scoring
@@ -35,8 +36,8 @@ async def rescore(run: str, config: RescoreConfig) -> str:
     Returns:
         NAME@VERSION, by which the scores are stored.
     """
-    check_rescoring(config)
     folder = RunFolder(run)
+    check_rescoring(folder, config)
     with one_error():
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
@@ -52,18 +53,30 @@ class Rescoring:
         self._store, self._config, self._scoring = store, config, scoring
         self._recording, self._turns = Recording(config.observe), Turns()
         self._in_flight = asyncio.Semaphore(config.tasks_in_flight)
-        self._n_failed, self._first_error = 0, ""
+        self._n_scores, self._n_failed, self._first_error = 0, 0, ""
 
     async def finish(self) -> None:
-        """Score whatever has no score yet, step by step, parts of several groups at a time."""
-        left = await asyncio.to_thread(unscored_steps, self._store.folder, self._config, self._scoring)
+        """Score whatever has no score yet, step by step, parts of several groups at a time.
+
+        Raises:
+            FailedScoresError: more scores failed than the share allows, those that were stored before included.
+        """
+        steps = await asyncio.to_thread(steps_to_score, self._store.folder, self._config, self._scoring)
+        left = [step for step in steps if step.n_trajectories]
         total = sum(step.n_trajectories for step in left)
+        self._n_scores = total + sum(step.n_scored for step in steps)
+        self._n_failed = sum(step.n_failed for step in steps)
+        self._first_error = next((step.first_error for step in steps if step.n_failed), "")
+        self._check()
         if not total:
-            say(f"scores/scorer={self.scorer} is complete: every stored trajectory has its score")
+            numbers = [step.step for step in steps]
+            which = f"stored trajectory of steps {min(numbers)} to {max(numbers)}"
+            say(f"scores/scorer={self.scorer} is complete: every {which} has its score")
             return
         with CountProgress(f"{self.scorer}", total) as self._progress:
             async with asyncio.TaskGroup() as scoring:
                 for step in left:
+                    await self._make_way(step)
                     groups = await asyncio.to_thread(
                         unscored_groups, self._store.folder, self._config, self._scoring, step
                     )
@@ -72,9 +85,26 @@ class Rescoring:
                         scoring.create_task(self._score(step, part))
         if self._n_failed:
             say(
-                f"{self._n_failed} of {total} scores failed and are kept as such; the first: {self._first_error}"
+                f"{self._n_failed} of {self._n_scores} scores failed and are kept as such; the first: {self._first_error}"
             )
         await self._recording.wait_until_recorded()
+
+    async def _make_way(self, step: Unscored) -> None:
+        """Leave out the scores of a step that are given anew."""
+        stay, n_stale = await asyncio.to_thread(
+            standing, self._store.folder, self._config, self._scoring, step
+        )
+        if n_stale:
+            await self._store.writer.replace(step.scores, stay, scorer=self.scorer, step=step.step)
+
+    def _check(self) -> None:
+        if self._n_failed <= self._config.max_failed_share * self._n_scores:
+            return
+        raise FailedScoresError(
+            f"{self._n_failed} of {self._n_scores} scores by {self.scorer} failed, max_failed_share allows "
+            f"{self._config.max_failed_share:g}; the first: {self._first_error}\nwhat is stored stays: mend the cause and "
+            "give --redo-failed, or raise the share to go on"
+        )
 
     async def _score(self, step: Unscored, groups: Sequence[Rows]) -> None:
         """Score a part in a task run of its own."""
@@ -91,6 +121,7 @@ class Rescoring:
             first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
             label = str(first) if first == last else f"{first}-{last}"
             await score(ScoredInTurn(part, self._turns), step.step, label)
+            self._check()
         finally:
             self._in_flight.release()
 

@@ -28,6 +28,7 @@ RollmillError
 │   │   └── ForeignError        its own error, raised in a worker process
 │   └── FailedShareError        more trajectories failed in a step than the configuration allows
 ├── ScoreError                  a scorer failed; the score is a failed row
+│   ├── FailedScoresError       more scores failed than rescoring allows
 │   ├── ScoreTimeoutError       it took longer than score.timeout_s
 │   ├── ScoreWorkerError        its worker process ended during the call
 │   ├── VerdictError            it gave something that is no verdict, or no finite reward
@@ -187,6 +188,10 @@ class FailedShareError(RolloutError):
 
 class ScoreError(RollmillError):
     """A scorer failed; the score is kept as a failed row."""
+
+
+class FailedScoresError(ScoreError):
+    """More scores of a run failed than rescoring allows."""
 
 
 class ScoreTimeoutError(ScoreError):

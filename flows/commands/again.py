@@ -20,6 +20,9 @@ def rescore(
     evaluations: Annotated[
         bool, typer.Option("--evaluations", help="Score stored held-out trajectories too.")
     ] = False,
+    redo_failed: Annotated[
+        bool, typer.Option("--redo-failed", help="Score again what the scorer failed on.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Score a run's stored rollouts with another scorer; what it has scored already is kept."""
@@ -27,7 +30,9 @@ def rescore(
     from flows.folder import existing_run
 
     folder = existing_run(run)
-    config = rescore_config(folder, tuple(overrides or ()), scorer, steps, evaluations=evaluations)
+    config = rescore_config(
+        folder, tuple(overrides or ()), scorer, steps, evaluations=evaluations, redo_failed=redo_failed
+    )
     rescore_here(folder, config)
 
 

@@ -42,6 +42,31 @@ def groups_to_score(
     ]
 
 
+def standing_scores(
+    rollouts: Rows, scores: Rows, *, whole: Collection[int] | None, redo_failed: bool = False
+) -> Rows:
+    """The scores of a step that stay; what is left out makes way for new ones.
+
+    Failed scores are left out when they are to be given again. Of a scorer of groups a group's scores stay together or
+    not at all: they are left out as well when a survivor has none, since a trajectory was sampled again.
+
+    Args:
+        rollouts: as for `groups_to_score`.
+        scores: the scorer's rows of that step; columns group, trajectory_id and status at least.
+        whole: groups that are done, for a scorer of groups; None for a scorer of single trajectories.
+        redo_failed: True to give failed scores again.
+
+    Example: of a group with survivors 0 and 1, of which 0 is scored, a scorer of single trajectories keeps that score,
+    and a scorer of groups does not.
+    """
+    failed = where(scores, "status", "failed") if redo_failed else scores.slice(0, 0)
+    if whole is None:
+        return without(scores, "trajectory_id", values(failed, "trajectory_id"))
+    missing = without(scorable(rollouts), "trajectory_id", values(scores, "trajectory_id"))
+    stale = {*values(failed, "group"), *values(missing, "group")} & set(whole)
+    return without(scores, "group", stale)
+
+
 def _by_group(rows: Rows) -> list[Rows]:
     ordered = rows.sort_by([("group", "ascending"), ("sample", "ascending")])
     return [where(ordered, "group", group) for group in dict.fromkeys(values(ordered, "group"))]

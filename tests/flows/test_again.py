@@ -191,6 +191,18 @@ def test_a_killed_rescoring_goes_on_and_scores_every_survivor_once(workplace: An
     assert "is complete" in again.stdout
 
 
+def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone(
+    workplace: Any, source: Path
+) -> None:
+    failed = workplace.run("rescore", "source", "--scorer", "mended_scorer:FailingScorer")
+    again = workplace.run("rescore", "source", "--scorer", "mended_scorer:MendedScorer")
+    redone = workplace.run("rescore", "source", "--scorer", "mended_scorer:MendedScorer", "--redo-failed")
+
+    assert (failed.returncode, again.returncode, redone.returncode) == (1, 1, 0), redone.stdout
+    scores = stored(source, "scores/scorer=mended@1").filter(pl.col("status") == "scored")
+    assert len(scores) == N - 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_retraining_applies_every_batch_once_and_replays_to_the_same_bytes(
     workplace: Any, source: Path, tied_model: Path, ranks: int

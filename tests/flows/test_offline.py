@@ -59,4 +59,9 @@ def test_rescoring_goes_by_the_runs_settings_and_what_was_given(run: RunFolder) 
 def test_a_scorer_of_groups_is_refused_for_held_out_trajectories(run: RunFolder) -> None:
     judge = ["score.judge.model=m", "score.judge.url=http://localhost/v1"]
     with pytest.raises(ConfigError, match="one by one"):
-        check_rescoring(rescore_config(run, judge, scorer="ruler", evaluations=True))
+        check_rescoring(run, rescore_config(run, judge, scorer="ruler", evaluations=True))
+
+
+def test_bounds_without_any_step_are_refused(run: RunFolder) -> None:
+    with pytest.raises(ConfigError, match="no step is from first_step = 5 to last_step = 2"):
+        check_rescoring(run, rescore_config(run, [], steps="5:3"))

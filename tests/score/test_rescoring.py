@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.score.rescoring import groups_to_score
+from tasks.score.rescoring import groups_to_score, standing_scores
 from tasks.store.rows import values
 
 STATUSES = ("complete", "truncated", "failed", "cancelled")
@@ -72,3 +72,32 @@ def test_killed_after_any_group_and_begun_again_every_survivor_is_scored_once(
     survivors = [f"{group}.{sample}" for (group, sample), status in stored.items() if status in STATUSES[:2]]
     assert sorted(map(str, scored)) == sorted(survivors)
     assert not groups_to_score(rows, scored, whole=whole)
+
+
+def scores(given: dict[tuple[int, int], str]) -> pa.RecordBatch:
+    """Rows of scores by (group, sample): their statuses."""
+    return rollouts(given)
+
+
+def test_a_group_with_a_survivor_that_was_sampled_after_it_was_scored_is_scored_anew() -> None:
+    rows = rollouts({(group, sample): "complete" for group in range(3) for sample in range(2)})
+    stored = scores({(0, 0): "scored", (0, 1): "scored", (1, 0): "scored", (2, 0): "scored"})
+
+    stay = standing_scores(rows, stored, whole={0, 1})
+    left = groups_to_score(rows, values(stay, "trajectory_id"), whole={0: 0, 1: 0})
+
+    assert list(values(stay, "trajectory_id")) == ["0.0", "0.1", "2.0"]
+    assert ids(left) == [["1.0", "1.1"]]
+    assert standing_scores(rows, stored, whole=None).equals(stored)
+
+
+def test_failed_scores_make_way_when_they_are_to_be_given_again() -> None:
+    rows = rollouts({(0, 0): "complete", (0, 1): "complete", (1, 0): "complete"})
+    stored = scores({(0, 0): "failed", (0, 1): "scored", (1, 0): "scored"})
+
+    alone = standing_scores(rows, stored, whole=None, redo_failed=True)
+    together = standing_scores(rows, stored, whole={0, 1}, redo_failed=True)
+
+    assert list(values(alone, "trajectory_id")) == ["0.1", "1.0"]
+    assert list(values(together, "trajectory_id")) == ["1.0"]
+    assert standing_scores(rows, stored, whole={0, 1}).equals(stored)
