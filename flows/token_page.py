@@ -15,7 +15,7 @@ from flows.config import RunConfig
 from flows.found import Found
 from flows.recipe import start_model_folder
 from flows.terminal import has_colours, print_view
-from flows.view import Column, View, visible
+from flows.view import Column, View, visible, without_alike
 from tasks.errors import ConfigError
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.store.layout import RunFolder
@@ -31,7 +31,7 @@ class Token:
 
     Attributes:
         index: into token_ids.
-        text: what it adds to the text.
+        text: what it adds to the text; None without a tokenizer.
         is_sampled: True when the policy sampled it.
         logprob: nats; None where nobody sampled it.
         version: policy version that sampled it; None where nobody did.
@@ -39,13 +39,13 @@ class Token:
 
     index: int
     id: int
-    text: str
+    text: str | None
     is_sampled: bool
     logprob: float | None
     version: int | None
 
 
-def tokens_of(found: Found, tokenizer: ChatTokenizer) -> list[Token]:
+def tokens_of(found: Found, tokenizer: ChatTokenizer | None) -> list[Token]:
     """A trajectory's tokens in order.
 
     Example: `47+38=` answered by `85` has ten tokens by character, the last three sampled, the end among them.
@@ -54,7 +54,9 @@ def tokens_of(found: Found, tokenizer: ChatTokenizer) -> list[Token]:
     spans = dict(zip(row["version_span_starts"], row["version_span_versions"], strict=True))
     version: int | None = None
     tokens = []
-    columns = (row["token_ids"], tokenizer.pieces(row["token_ids"]), row["loss_mask"], row["logprobs"])
+    ids = row["token_ids"]
+    texts = [None] * len(ids) if tokenizer is None else tokenizer.pieces(ids)
+    columns = (ids, texts, row["loss_mask"], row["logprobs"])
     for index, (id_, text, is_sampled, logprob) in enumerate(zip(*columns, strict=True)):
         version = spans.get(index, version)
         known = logprob if is_sampled and not math.isnan(logprob) else None
@@ -84,13 +86,16 @@ def print_tokens(console: Console, folder: RunFolder, found: Found, tokens: list
     if by == "advantage" and found.advantage is None:
         raise ConfigError("--by", by, "no batch has this trajectory, so it has no advantage; give logprob")
     console.print(Rule(Text(f"tokens by {by}", "bold"), align="left"))
-    if not has_colours(console):
+    if not tokens:
+        console.print("none: nothing was sampled")
+        return
+    if not has_colours(console) or tokens[0].text is None:
         print_view(_view(found, tokens, by))
         return
     scale = _scale(folder, found, by)
     text = Text()
     for token in tokens:
-        text.append(_printed(token.text), scale.style(_value(found, token, by)))
+        text.append(_printed(token.text or ""), scale.style(_value(found, token, by)))
     unit = " (nats)" if by == "logprob" else ", of the whole trajectory"
     console.print(scale.legend(f"{by}{unit}"))
     console.print(text)
@@ -123,14 +128,14 @@ def _view(found: Found, tokens: list[Token], by: Measure) -> View:
         {
             "index": token.index,
             "id": token.id,
-            "text": visible(repr(token.text)),
+            "text": token.text and visible(repr(token.text)),
             by: _value(found, token, by),
             "version": token.version,
         }
         for token in tokens
     ]
     columns = [Column("index"), Column("id", rank=2), Column("text"), Column(by), Column("version", rank=1)]
-    return View({}, "", columns, rows)
+    return View({}, "", without_alike(columns, rows, (), ("text",)), rows)
 
 
 def measure(name: str) -> Measure:

@@ -11,6 +11,8 @@ from flows.selection import Selection, known_value, partitions, scan_partitions
 from flows.view import Column, View, counted, without_alike
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest
+from tasks.store.partitions import stored_steps
 from tasks.store.reader import read, read_trajectories
 
 STATUSES = ("complete", "truncated", "failed", "cancelled")
@@ -92,13 +94,29 @@ def step_of_group(folder: RunFolder, group: int) -> int:
     for plan in plans:
         if plan["first_group"] <= group < plan["first_group"] + plan["n_groups"]:
             return int(plan["step"])
+    raise ConfigError("--group", group, f"the run has no such group; {groups_there_are(folder)}")
+
+
+def groups_there_are(folder: RunFolder) -> str:
+    """The groups that a run has planned, in words."""
+    plans = read(folder, "plans", ["first_group", "n_groups"]).to_pylist()
     last = max((plan["first_group"] + plan["n_groups"] for plan in plans), default=0) - 1
-    there_are = f"it has groups 0 to {last}" if plans else "it has no groups yet"
-    raise ConfigError("--group", group, f"the run has no such group; {there_are}")
+    return f"it has groups 0 to {last}" if plans else "it has no groups yet"
+
+
+def check_sampled(folder: RunFolder) -> None:
+    """ConfigError for a run that sampled nothing itself, since it was trained from what others had sampled; names these."""
+    sources = [source.folder for source in read_manifest(folder).sources]
+    if sources and not stored_steps(folder, "plans"):
+        remedy = (
+            f"it was trained from trajectories that others have sampled; they lie in {', '.join(sources)}"
+        )
+        raise ConfigError("RUN", folder.location, remedy)
 
 
 def _sampled(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, str]:
     """Rollouts with rewards and advantages, and the scorer."""
+    check_sampled(folder)
     if selection.group is not None:
         steps: list[int] | None = [step_of_group(folder, selection.group)]
     else:

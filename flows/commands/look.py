@@ -98,17 +98,26 @@ def show(
     from flows.show import print_trajectory
     from flows.terminal import print_json, terminal
     from flows.token_page import measure, print_tokens, run_tokenizer, tokens_of
+    from tasks.errors import ConfigError
 
     shown_by = measure(by)
     folder = existing_run(run)
     found = find_trajectory(folder, trajectory)
-    listed = tokens_of(found, run_tokenizer(folder, model)) if tokens or by else []
+    with_tokens, tokenizer = tokens or bool(by), None
+    if with_tokens:
+        try:
+            tokenizer = run_tokenizer(folder, model)
+        except ConfigError as error:
+            if model:
+                raise
+            typer.echo(f"rollmill: tokens are shown without their text: {error}", err=True)
+    listed = tokens_of(found, tokenizer) if with_tokens else []
     if as_json:
-        print_json(found.values() | ({"tokens": [asdict(each) for each in listed]} if listed else {}))
+        print_json(found.values() | ({"tokens": [asdict(each) for each in listed]} if with_tokens else {}))
         return
     console = terminal()
     print_trajectory(console, found)
-    if listed:
+    if with_tokens:
         print_tokens(console, folder, found, listed, shown_by)
 
 

@@ -21,7 +21,7 @@ from flows.show import print_trajectory
 from flows.view import visible
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest, write_manifest
+from tasks.store.manifest import Source, read_manifest, write_manifest
 
 Command = Callable[..., str]
 
@@ -87,11 +87,44 @@ def test_rows_that_a_fork_has_of_another_run_are_found(
         ("v1.0.greedy", "evaluated are the versions 0, 3"),
         ("v3.8.greedy", "v3.0.greedy"),
         ("0ther0ther0ther0.6.0.0", "near it are"),
-        ("whatever", "the run has no such trajectory"),
+        ("whatever", "the run has no such trajectory; it has groups 0 to 11"),
+        ("1", "it has groups 0 to 11"),
+        ("99999999999999999999.0", "TRAJECTORY = '99999999999999999999.0': the run has no such group"),
+        ("5.99999999999999999999", "the run has no such trajectory"),
     ],
 )
 def test_an_unknown_trajectory_is_refused_with_near_ones(rollmill: Command, asked: str, told: str) -> None:
     assert told in rollmill("show", "small", asked)
+
+
+def test_a_retrained_run_says_where_its_trajectories_lie(
+    small_run: RunFolder, rollmill: Command, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "retrained")
+    folder.tmp.mkdir(parents=True)
+    sources = (Source("5eed5eed5eed5eed", "small"),)
+    write_manifest(files_of(folder), replace(read_manifest(small_run), sources=sources), None)
+    for words in (["show", folder.location, "5.0"], ["inspect", folder.location, "--trajectories"]):
+        assert "they lie in small" in rollmill(*words)
+
+
+def test_tokens_without_a_tokenizer_are_ids_and_log_probabilities(
+    small_run: RunFolder, rollmill: Command, tmp_path: Path
+) -> None:
+    orphan = tmp_path / "orphan"
+    shutil.copytree(small_run.local, orphan)
+    stored = read_manifest(small_run)
+    config = stored.config | {"model": str(tmp_path / "gone")}
+    write_manifest(files_of(RunFolder(orphan)), replace(stored, config=config), stored)
+    shown = rollmill("show", str(orphan), "6.0", "--tokens")
+    assert "[16+26=42]42" in shown
+    assert ["6", "46", "-0.600", "0"] in [line.split() for line in shown.splitlines()]
+    tokens = json.loads(rollmill("show", str(orphan), "6.0", "--tokens", "--json"))["tokens"]
+    assert (tokens[6]["id"], tokens[6]["text"]) == (46, None)
+
+
+def test_a_trajectory_without_tokens_says_so(rollmill: Command) -> None:
+    assert rollmill("show", "small", "5.3", "--tokens").endswith("none: nothing was sampled\n")
 
 
 def test_tokens_are_a_table_of_values_without_colours(rollmill: Command) -> None:
