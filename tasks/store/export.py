@@ -24,7 +24,6 @@ from tasks.errors import ConfigError, StoreError
 from tasks.store.filesystem import files_of, reason_of
 from tasks.store.layout import PARTITION_KEYS, PartitionValue, RunFolder
 from tasks.store.reader import read
-from tasks.store.schemas import schema_of
 
 Form: TypeAlias = Literal["parquet", "jsonl"]
 ROW_GROUP_BYTES = 64 << 20
@@ -52,21 +51,22 @@ def form_of(name: str) -> Form:
 
 
 def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] = ()) -> list[Exported]:
-    """Write data sets into `output`/DATASET.parquet or .jsonl; all that have rows, unless some are named.
+    """Write data sets into `output`/DATASET.parquet or .jsonl: those that are named, or all that have rows.
 
-    Of `states`, whose columns depend on the environment, each environment has a file, states-ENV.
+    Of `states`, whose columns depend on the environment, each environment has a file, states-ENV. One that is named and
+    has no rows is a file of zero rows.
 
     Parquet has the columns' types and metadata, and is compressed with zstd. In JSON lines, a row each, times are
     ISO 8601, NaN is null, columns of JSON text are JSON values, and bytes are base64.
 
     Raises:
-        ConfigError: `output` is there already, or cannot be written.
-        SchemaError: no data set has one of these names.
+        ConfigError: no data set has one of these names; `output` is there already, or cannot be written.
         StoreError: a shard cannot be read, or a file not be written; nothing is left then.
     """
     for name in datasets:
         if name not in PARTITION_KEYS:
-            schema_of(name)
+            known = ", ".join(PARTITION_KEYS)
+            raise ConfigError("--dataset", name, f"no data set is called that; there are {known}")
     if output.exists():
         raise ConfigError("--output", str(output), "it is there already; name a new folder, or remove it")
     try:
@@ -77,7 +77,7 @@ def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] 
     try:
         written = [
             _export_one(folder, unfinished / f"{file}.{form}", form, name, partitions)
-            for name in datasets or PARTITION_KEYS
+            for name in dict.fromkeys(datasets or PARTITION_KEYS)
             for file, partitions in _tables(folder, name).items()
         ]
         kept = [each for each in written if each.rows or datasets]
@@ -100,7 +100,7 @@ def _tables(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, Partiti
     """
     pattern = "/".join([dataset, *(f"{key}=*" for key in PARTITION_KEYS[dataset])])
     places = sorted({key.rpartition("/")[0] for key in files_of(folder).keys(f"{pattern}/*.arrow")})
-    found: dict[str, list[dict[str, PartitionValue]]] = {} if dataset == "states" else {dataset: []}
+    found: dict[str, list[dict[str, PartitionValue]]] = {}
     for place in places:
         partition = {
             key: unquote(value) if key in ("scorer", "env") else int(value)
@@ -108,14 +108,14 @@ def _tables(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, Partiti
         }
         name = f"{dataset}-{place.split('/')[1].removeprefix('env=')}" if dataset == "states" else dataset
         found.setdefault(name, []).append(partition)
-    return found
+    return found or {dataset: []}
 
 
 def _export_one(
     folder: RunFolder, path: Path, form: Form, dataset: str, partitions: Sequence[dict[str, PartitionValue]]
 ) -> Exported:
     rows = 0
-    schema = read(folder, dataset, None, **partitions[0]).schema if partitions else schema_of(dataset)
+    schema = read(folder, dataset, None, **(partitions[0] if partitions else {})).schema
     with _SINKS[form](path, schema) as sink:
         for partition in partitions:
             table = read(folder, dataset, None, **partition)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.errors import ShardError
+from tasks.errors import ConfigError, ShardError
 from tasks.store.export import export, json_lines
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
@@ -87,14 +87,33 @@ async def test_what_environments_keep_is_a_file_each_with_their_own_columns(tmp_
     assert lines["states-chess.jsonl"]["moves"] == ["e4"]
 
 
+def test_a_data_set_that_is_named_is_a_file_once_also_without_rows(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    written = export(small_run, tmp_path / "out", "parquet", ["states", "plans", "plans", "routing"])
+    assert [(each.path.name, each.rows) for each in written] == [
+        ("states.parquet", 0),
+        ("plans.parquet", 3),
+        ("routing.parquet", 0),
+    ]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == sorted(
+        each.path.name for each in written
+    )
+    assert pq.read_table(tmp_path / "out" / "states.parquet").schema.names[:2] == ["run", "step"]
+
+
+def test_a_data_set_that_there_is_not_is_a_wrong_option_and_those_there_are_are_named(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--dataset = 'nope': no data set is called that; .* states$"):
+        export(small_run, tmp_path / "out", "parquet", ["nope"])
+
+
 def test_an_export_that_fails_leaves_nothing_and_none_is_written_over(
     small_run: RunFolder, rollmill: Command, tmp_path: Path
 ) -> None:
     assert "it is there already" in rollmill("export", "small", "--to", "parquet", "--output", str(tmp_path))
     assert "give parquet or jsonl" in rollmill("export", "small", "--to", "csv")
-    assert "no data set is called 'rewards'" in rollmill(
-        "export", "small", "--to", "jsonl", "--dataset", "rewards"
-    )
     broken = RunFolder(tmp_path / "broken")
     shard = next(Path(small_run.dataset("groups", step=1)).glob("*.arrow"))
     target = Path(broken.dataset("groups", step=1)) / shard.name
