@@ -8,6 +8,7 @@ from flows.ordering import cut_notes, ordered
 from flows.selection import Selection, known_value, partitions, scan_partitions
 from flows.trajectories import trajectories_view
 from flows.view import Column, View, counted, without_alike
+from tasks.store.attempts import last_attempts
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.reader import scan
@@ -191,8 +192,9 @@ def _step_metrics(folder: RunFolder) -> pl.DataFrame:
 
 
 def _counts(folder: RunFolder, env: str) -> dict[str, int]:
-    """Trajectories by status, of an environment or of all."""
-    rows = scan(folder, "rollouts", ["status", "env"]).filter(pl.lit(not env) | (pl.col("env") == env))
+    """Trajectories by status of their last attempt, of an environment or of all."""
+    rows = scan(folder, "rollouts", ["group", "sample", "attempt", "status", "env"])
+    rows = last_attempts(rows).filter(pl.lit(not env) | (pl.col("env") == env))
     by_status = rows.group_by("status").len().sort("status").collect()
     return {str(status): int(n) for status, n in by_status.rows()}
 

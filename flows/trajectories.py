@@ -10,6 +10,7 @@ from flows.scored import scorer_of
 from flows.selection import Selection, known_value, partitions, scan_partitions
 from flows.view import Column, View, counted, without_alike
 from tasks.errors import ConfigError
+from tasks.store.attempts import last_attempts
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.partitions import stored_steps
@@ -115,14 +116,14 @@ def check_sampled(folder: RunFolder) -> None:
 
 
 def _sampled(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, str]:
-    """Rollouts with rewards and advantages, and the scorer."""
+    """Rollouts, the last attempt of each, with rewards and advantages, and the scorer."""
     check_sampled(folder)
     if selection.group is not None:
         steps: list[int] | None = [step_of_group(folder, selection.group)]
     else:
         steps = partitions(folder, "rollouts", "step", selection.steps)
     scorer = scorer_of(folder, selection.scorer)
-    rollouts = scan_partitions(folder, "rollouts", list(_PLAIN), "step", steps)
+    rollouts = last_attempts(scan_partitions(folder, "rollouts", [*_PLAIN, "attempt"], "step", steps))
     if selection.group is not None:
         rollouts = rollouts.filter(pl.col("group") == selection.group)
     batches = scan_partitions(folder, "batches", ["trajectory_id", "advantage"], "step", steps)

@@ -127,13 +127,8 @@ def unscored(rollouts: Rows, scores: Rows) -> Rows:
     return without(rollouts, "trajectory_id", values(scores, "trajectory_id"))
 
 
-def last_attempts(rollouts: Rows) -> Rows:
-    """The last attempt of each (group, sample), by group and sample."""
-    return last_by(rollouts, ["group", "sample"], "attempt")
-
-
 def _plan_group(group: int, group_size: int, stored: StoredStep, redo_failed: bool) -> GroupPlan:
-    rollouts = last_attempts(where(stored.rollouts, "group", group))
+    rollouts = last_by(where(stored.rollouts, "group", group), ["sample"], "attempt")
     scores = where(stored.scores, "group", group)
     _check_scored(group, where(stored.rollouts, "group", group), scores)
     latest = zip(*(values(rollouts, name) for name in ("sample", "attempt", "status")), strict=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from tasks.store.attempts import last_attempts
 from tasks.store.findings import Finding, named
 
 SCORABLE = ("complete", "truncated")
@@ -110,8 +111,7 @@ def _missing(rows: StepRows, expected: Expected) -> Iterator[Finding]:
 
 
 def _unscored(rows: StepRows, expected: Expected) -> Iterator[Finding]:
-    last = rows.rollouts.sort("attempt").unique(["group", "sample"], keep="last", maintain_order=True)
-    due = last.filter(pl.col("status").is_in(SCORABLE))
+    due = last_attempts(rows.rollouts.lazy()).filter(pl.col("status").is_in(SCORABLE)).collect()
     if expected.leaves_short_groups_unscored:
         whole = due.group_by("group").len().filter(pl.col("len") == expected.group_size)
         due = due.join(whole, on="group", how="semi")

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from flows import cli
@@ -21,7 +24,7 @@ from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_
 from tasks.score.config import ScoreConfig
 from tasks.score.outcome import batch_rows, group_rows, judge_group, survivors_of
 from tasks.store.filesystem import files_of
-from tasks.store.layout import SCRATCH_ENV, RunFolder
+from tasks.store.layout import SCRATCH_ENV, RunFolder, partition_folder
 from tasks.store.manifest import Manifest, write_manifest
 from tasks.store.names import ShardName
 from tasks.store.reader import read
@@ -238,6 +241,26 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     root = tmp_path_factory.mktemp("looked_at")
     folder = RunFolder(root / "runs" / "small")
     asyncio.run(write_run(folder, save_character_tokenizer(root / "model")))
+    return folder
+
+
+REDONE = (5, 3)
+"""(group, sample) of the failed trajectory that is there a second time in `redone_run`, and right."""
+
+
+@pytest.fixture
+def redone_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
+    """The same run, one failed trajectory of it sampled again, in runs/redone of a folder."""
+    folder = RunFolder(tmp_path / "runs" / "redone")
+    shutil.copytree(small_run.local, folder.local)
+    group, sample = REDONE
+    redone = {"sample": sample, "attempt": 1, "trajectory_id": f"{RUN}.{group}.{sample}.1", "reward": 1.0}
+    for dataset, outer in {"rollouts": {}, "scores": {"scorer": "addition@1"}}.items():
+        rows = read(folder, dataset, step=group // GROUPS, **outer)
+        first = rows.filter((pc.field("group") == group) & (pc.field("sample") == 0)).to_pylist()[0]
+        made = pa.RecordBatch.from_pylist([first | redone], schema=rows.schema)
+        write = partial(write_shard, name=ShardName(2, 0), dataset=dataset, appended=[made])
+        files_of(folder).publish(partition_folder(dataset, {**outer, "step": group // GROUPS}), write)
     return folder
 
 

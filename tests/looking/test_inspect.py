@@ -4,12 +4,14 @@ import io
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from flows.view import Column, View
+from tasks.store.layout import RunFolder
 
 Command = Callable[..., str]
 
@@ -29,6 +31,21 @@ def test_a_run_is_shown_by_step_with_its_totals(rollmill: Command) -> None:
         {"step": 0, "reward": 0.55, "greedy_accuracy": 1.0},
         {"step": 3, "reward": 1.0, "greedy_accuracy": 1.0},
     ]
+
+
+def test_of_a_trajectory_that_was_sampled_again_the_last_attempt_is_shown_and_counted(
+    rollmill: Command, redone_run: RunFolder
+) -> None:
+    def shown(command: str, *words: str) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(rollmill(command, redone_run.location, *words, "--json"))
+        return values
+
+    assert shown("inspect")["by_status"] == {"cancelled": 1, "complete": 47}
+    assert shown("inspect")["trajectories"] == 48
+    rows = shown("inspect", "--group", "5")["trajectories"]
+    assert [row["trajectory"] for row in rows] == ["5.0", "5.1", "5.2", "5.3.1"]
+    assert (rows[3]["status"], rows[3]["reward"]) == ("complete", 1.0)
+    assert shown("show", "5.3.0")["status"] == "failed"
 
 
 def test_two_scorers_do_not_double_the_trajectories_and_the_runs_own_is_shown(rollmill: Command) -> None:

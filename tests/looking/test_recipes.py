@@ -3,13 +3,24 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 import pytest
 
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
+from tasks.store.names import ShardName
+from tasks.store.reader import read, scan, shards
+from tasks.store.rows import rows_of
+from tasks.store.schemas import schema_of
+from tasks.store.shard import write_shard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 RECIPES = PAGE.split("\n## Ten recipes\n")[1].split("\n## ")[0]
@@ -19,6 +30,14 @@ Names = dict[str, Any]
 
 def code(section: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+
+
+def given_by(section: str, run: RunFolder) -> Names:
+    """What a recipe's names stand for when it is run on a run."""
+    names: Names = {}
+    source = f"{code(FIRST)}\n{code(section)}".replace("runs/quickstart", str(run.local))
+    exec(compile(source, f"docs/datasets.md, recipe {section.splitlines()[0]}", "exec"), names)
+    return names
 
 
 def best_of_each_problem(names: Names) -> None:
@@ -129,10 +148,34 @@ def test_a_recipe_gives_what_it_says(
     check: Callable[[Names], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: Names = {}
-    source = f"{code(FIRST)}\n{code(section)}".replace("runs/quickstart", str(small_run.local))
-    exec(compile(source, f"docs/datasets.md, recipe {section.splitlines()[0]}", "exec"), names)
-    check(names)
+    check(given_by(section, small_run))
+
+
+def test_pass_at_k_and_failures_are_of_the_last_attempts(redone_run: RunFolder) -> None:
+    row = given_by(SECTIONS[1], redone_run)["pass_at_k"].row(1, named=True)
+    assert row["pass@1"] == pytest.approx((0 + 3 + 1 + 4) / 16)
+    failed = given_by(SECTIONS[2], redone_run)["failures"]
+    assert failed.select("step", "stage").rows() == [(1, "score"), (2, "rollout")]
+
+
+def test_a_group_of_fewer_than_k_attempts_says_nothing_of_pass_at_k(redone_run: RunFolder) -> None:
+    shutil.rmtree(redone_run.dataset("rollouts", step=0))
+    kept = read(redone_run, "rollouts", step=1).filter(pc.field("sample") < 3)
+    shutil.rmtree(redone_run.dataset("rollouts", step=1))
+    write = partial(write_shard, name=ShardName(3, 0), dataset="rollouts", appended=[rows_of(kept)])
+    files_of(redone_run).publish("rollouts/step=000001", write)
+    short, whole = given_by(SECTIONS[1], redone_run)["pass_at_k"].to_dicts()
+    assert short["pass@1"] == pytest.approx((0 + 2 + 1 + 3) / 12)
+    assert short["pass@4"] is None
+    assert whole["pass@4"] == pytest.approx(3 / 4)
+
+
+def test_a_plain_scan_before_the_first_shard_fails_and_the_readers_has_zero_rows(tmp_path: Path) -> None:
+    with pytest.raises(pl.exceptions.ComputeError, match="expanded paths were empty"):
+        pl.scan_ipc(f"{tmp_path}/rollouts/**/*.arrow", hive_partitioning=True).collect()
+    assert ds.dataset(shards(str(tmp_path), "rollouts"), format="ipc").schema.names == []
+    rows = scan(RunFolder(tmp_path), "rollouts").collect()
+    assert (rows.columns, rows.height) == (schema_of("rollouts").names, 0)
 
 
 def test_three_libraries_have_three_recipes_at_least() -> None:
