@@ -26,6 +26,7 @@ from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest, write_manifest
 from tasks.store.reader import read_shard
 from tasks.store.run import OpenRun
+from tasks.store.states import state_row
 from tasks.store.verification import verify_run
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -246,6 +247,53 @@ async def test_rows_that_are_wrong_are_found(
 async def test_what_a_step_lacks_is_found(story: Story, dataset: str, expected: str) -> None:
     story.leave_out.add((dataset, 0))
     assert any(expected in each for each in findings(await story.told()))
+
+
+async def appended(folder: RunFolder, dataset: str, made: pa.RecordBatch, **partition: int | str) -> None:
+    with OpenRun.extend(folder, config_of=StoreConfig(root=str(folder.local.parent))) as run:
+        async with run.writer as writer:
+            await writer.append(dataset, made, **partition)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "outer"), [("routing", {}), ("states", {"env": "e"}), ("annotations", {})]
+)
+async def test_what_lies_beside_a_rollout_that_is_not_there_is_found(
+    story: Story, rows: RowMaker, dataset: str, outer: dict[str, str]
+) -> None:
+    folder = await story.told()
+    if dataset == "states":
+        keys = {"run": "r", "step": 1, "group": 9, "sample": 0, "trajectory_id": "gone"}
+        made = state_row("e", {"n": "int64"}, **keys, values={"n": 1})
+    else:
+        made = rows(dataset, step=1, trajectory_id="gone")
+    await appended(folder, dataset, made, **outer, step=1)
+    (found,) = findings(folder)
+    assert found.startswith(f"/{dataset}")
+    assert found.endswith(": 1 rows have no rollout: gone")
+
+
+@pytest.mark.parametrize(("source", "source_step"), [("other", 0), ("", 0)])
+async def test_a_batch_row_that_its_source_lacks_is_found(
+    story: Story, rows: RowMaker, tmp_path: Path, source: str, source_step: int
+) -> None:
+    folder = await story.told()
+    origin = str(tmp_path / source) if source else ""
+    if source:
+        shutil.copytree(folder.local, origin)
+    made = rows("batches", step=1, order=4, trajectory_id="gone", source=origin, source_step=source_step)
+    await appended(folder, "batches", made, step=1)
+    assert findings(folder) == [
+        f"/batches/step=000001: 1 rows have no rollout in {origin or folder.location}, step {source_step}: gone"
+    ]
+
+
+async def test_a_gap_in_the_middle_of_the_steps_is_found(story: Story, rows: RowMaker) -> None:
+    folder = await story.told()
+    batch = rows("batches", 0, step=3)
+    await appended(folder, "batches", batch, step=3)
+    await appended(folder, "metrics", rows("metrics", step=3, name="train/updated"), step=3)
+    assert findings(folder)[0] == "/batches: no batch of steps 2"
 
 
 async def test_a_file_that_is_no_shard_and_a_shard_that_nobody_wrote_are_found(story: Story) -> None:
