@@ -142,7 +142,7 @@ def inspect(folder: RunFolder, steps: int) -> None:
 
 
 def one_column(folder: RunFolder, steps: int) -> None:
-    tokens = scan(folder, "rollouts", ["n_completion_tokens"]).select(pl.len()).collect().item()
+    tokens = scan(folder, "rollouts", ["n_completion_tokens"]).select(pl.all().sum()).collect().item()
     assert tokens == steps * GROUPS * GROUP_SIZE
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 NAMED = 5
-"""Most things that one finding names; how many there are it says always."""
+"""Most things that a finding or an error names; how many there are it says always."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from tasks.errors import SchemaError, ShardError, ShardGoneError
 from tasks.store.filesystem import Files, files_of
+from tasks.store.findings import named
 from tasks.store.integrity import open_shard
 from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
 from tasks.store.names import current
@@ -19,8 +20,6 @@ from tasks.store.upgrade import schema_at, upgrade, version_of
 
 LISTED_AGAIN = 10
 """Shards are listed again this often at most, before one that was listed and is gone is an error."""
-NAMED_IDS = 5
-"""Most missing trajectories that an error names."""
 
 
 def read(
@@ -61,10 +60,9 @@ def read_trajectories(
         missing = [
             each for each, is_stored in zip(ids, places.is_valid().to_pylist(), strict=True) if not is_stored
         ]
-        more = f" and {len(missing) - NAMED_IDS} more" if len(missing) > NAMED_IDS else ""
         raise ShardError(
             f"{folder.dataset('rollouts', step=step)} has {len(ids) - len(missing)} of {len(ids)} trajectories; "
-            f"missing are {', '.join(missing[:NAMED_IDS])}{more}"
+            f"missing are {named(missing)}"
         )
     return stored.select(names).take(places)
 

@@ -11,13 +11,11 @@ import pyarrow as pa
 
 from tasks.errors import ShardError
 from tasks.store.filesystem import Files
+from tasks.store.findings import named
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read
 from tasks.store.rows import Rows
 from tasks.store.schemas import schema_of
-
-NAMED_IDS = 5
-"""Most missing trajectories that an error names."""
 
 
 def routing_row(run: str, step: int, trajectory_id: str, parts: Sequence[np.ndarray]) -> Rows:
@@ -58,9 +56,7 @@ def read_routing(folder: RunFolder, step: int, ids: Sequence[str]) -> list[np.nd
     if missing := [each for each in ids if each not in places]:
         raise ShardError(
             f"{folder.dataset('routing', step=step)} has the routed experts of {len(ids) - len(missing)} of {len(ids)} "
-            f"trajectories; missing are {', '.join(missing[:NAMED_IDS])}"
-            f"{f' and {len(missing) - NAMED_IDS} more' if len(missing) > NAMED_IDS else ''}: is rollout.keep_routing on, "
-            "and store.keep_routing_steps large enough?"
+            f"trajectories; missing are {named(missing)}: is rollout.keep_routing on, and store.keep_routing_steps large enough?"
         )
     return [_experts(stored, places[each]) for each in ids]
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from tasks.errors import ShardError
 from tasks.store.filesystem import files_of
+from tasks.store.findings import named
 from tasks.store.layout import RunFolder, partition_folder
-from tasks.store.reader import NAMED_IDS, read
+from tasks.store.reader import read
 from tasks.store.rows import Rows, last_by, rows_of, values, where, where_in, without
 
 LOST = ("failed", "cancelled")
@@ -160,9 +161,7 @@ def _check_scored(group: int, rollouts: Rows, scores: Rows) -> None:
 
 
 def _lost(group: int, missing: Sequence[str], reason: str) -> ShardError:
-    named = ", ".join(missing[:NAMED_IDS])
-    more = f" and {len(missing) - NAMED_IDS} more" if len(missing) > NAMED_IDS else ""
     return ShardError(
-        f"group {group}: rollouts are gone that had been stored ({named}{more}; {reason}): bring the shards back that "
+        f"group {group}: rollouts are gone that had been stored ({named(missing)}; {reason}): bring the shards back that "
         "were removed from rollouts/, or begin a new run"
     )
