@@ -23,7 +23,6 @@ from tasks.store.names import current
 from tasks.store.reader import read_listed
 from tasks.store.resume import complete_checkpoints, resume_point
 from tasks.store.run import RUN_ID_BYTES
-from tasks.store.schemas import SCHEMA_VERSION
 
 CHUNK_BYTES = 1 << 24
 
@@ -90,7 +89,7 @@ def _target(
         run=secrets.token_hex(RUN_ID_BYTES),
         incarnation=0,
         epoch=origin.epoch,
-        schema_version=SCHEMA_VERSION,
+        schema_version=origin.schema_version,
         config=config,
         versions=origin.versions,
         git_commit=origin.git_commit,

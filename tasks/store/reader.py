@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 
 import polars as pl
@@ -17,9 +16,6 @@ from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
 from tasks.store.names import current
 from tasks.store.schemas import schema_like, schema_of, states_schema
 from tasks.store.upgrade import schema_at, upgrade, version_of
-
-LISTED_AGAIN = 10
-"""Shards are listed again this often at most, before one that was listed and is gone is an error."""
 
 
 def read(
@@ -101,7 +97,7 @@ def read_listed(
         at_once: so many are read at once, in threads.
 
     Raises:
-        ShardGoneError: one is listed and cannot be found, time and again.
+        ShardGoneError: one is listed, and listed again, and cannot be found.
     """
     tables: dict[str, pa.Table] = {}
 
@@ -109,8 +105,7 @@ def read_listed(
         if key not in tables:
             tables[key] = read_one(key)
 
-    def read_all() -> list[pa.Table]:
-        keys = listed()
+    def read_all(keys: list[str]) -> list[pa.Table]:
         if min(at_once, len(keys)) <= 1:
             for key in keys:
                 read_new(key)
@@ -119,10 +114,14 @@ def read_listed(
                 list(threads.map(read_new, keys))
         return [tables[key] for key in keys]
 
-    for _ in range(LISTED_AGAIN):
-        with suppress(ShardGoneError):
-            return read_all()
-    return read_all()
+    keys: list[str] = []
+    while True:
+        before, keys = keys, listed()
+        try:
+            return read_all(keys)
+        except ShardGoneError:
+            if keys == before:
+                raise
 
 
 def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) -> list[str]:

@@ -74,7 +74,7 @@ class OpenRun:
             now = {"config": config, "versions": versions, "git_commit": git_commit}
             stored = read_manifest(folder) if has_manifest(folder) else None
             if stored:
-                manifest = _brought_up(folder, files, _resumed(folder, stored, fixed, now))
+                manifest = _brought_up(folder, files, _resumed(folder, stored, fixed, now), config_of)
             else:
                 manifest = _begun(folder, now)
             write_manifest(files, manifest, stored)
@@ -98,7 +98,7 @@ class OpenRun:
         files = files_of(folder, lock.check)
         try:
             stored = read_manifest(folder)
-            manifest = _brought_up(folder, files, replace(stored, epoch=stored.epoch + 1))
+            manifest = _brought_up(folder, files, replace(stored, epoch=stored.epoch + 1), config_of)
             write_manifest(files, manifest, stored)
         except Exception:
             lock.release()
@@ -165,8 +165,8 @@ def _resumed(folder: RunFolder, stored: Manifest, fixed: Mapping[str, Any], now:
     return replace(stored, epoch=stored.epoch + 1, status="running", **now)
 
 
-def _brought_up(folder: RunFolder, files: Files, manifest: Manifest) -> Manifest:
+def _brought_up(folder: RunFolder, files: Files, manifest: Manifest, config: StoreConfig) -> Manifest:
     """A run's manifest, once all its shards are of today's schema version."""
     if manifest.schema_version < SCHEMA_VERSION:
-        migrate(folder, files)
+        migrate(folder, files, config.compaction_grace_s)
     return replace(manifest, schema_version=SCHEMA_VERSION)

@@ -80,7 +80,9 @@ class Killed:
 
 
 def extended(folder: RunFolder) -> OpenRun:
-    return OpenRun.extend(folder, config_of=StoreConfig(root=str(folder.local.parent)))
+    return OpenRun.extend(
+        folder, config_of=StoreConfig(root=str(folder.local.parent), compaction_grace_s=0.1)
+    )
 
 
 def test_older_shards_are_read_with_defaults_in_the_columns_added_since(old_run: RunFolder) -> None:
@@ -111,8 +113,8 @@ def test_a_kill_half_way_leaves_every_row_once_and_the_next_opening_does_the_res
     before = read(old_run, "rollouts", ["trajectory_id"])
     files = files_of(old_run)
     with pytest.raises(KeyboardInterrupt):
-        migrate(old_run, Killed(files))
-    assert len(all_shards(files)) == 4
+        migrate(old_run, Killed(files), grace_s=0.0)
+    assert len(all_shards(files)) == 6
     assert read(old_run, "rollouts", ["trajectory_id"]).equals(before)
     extended(old_run).close()
     assert len(all_shards(files)) == 3
