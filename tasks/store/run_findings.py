@@ -5,7 +5,7 @@ from tasks.store.batch import stored_digest
 from tasks.store.checkpoint_files import read_marker, wrong_files
 from tasks.store.filesystem import files_of, read_text
 from tasks.store.findings import Finding, named
-from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
+from tasks.store.layout import CHECKPOINT_MARKER, MANIFEST, RunFolder, checkpoint_key
 from tasks.store.manifest import Manifest
 from tasks.store.partitions import stored_steps
 from tasks.store.reader import read
@@ -40,6 +40,9 @@ def run_findings(
             found += _held_out_scores(folder, version)
         except ShardError as error:
             notes.append(f"held-out scores of version {version} could not be checked: {error}")
+    if manifest.status == "finished" and settings.steps not in (None, len(batches)):
+        what = f"it says that the run is finished with {settings.steps} steps, {len(batches)} have a batch"
+        found.append(Finding(folder.path(MANIFEST), what, _RESTORE))
     found += _last_checkpoint(folder, manifest, settings)
     for version in complete_checkpoints(folder):
         try:

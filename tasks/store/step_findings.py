@@ -20,12 +20,14 @@ class Expected:
     """What a run's settings make of a step.
 
     Attributes:
+        run: id of the run that its rows are of.
         group_size: trajectories of a group.
         max_staleness: steps that a trained row's first policy version may lie behind.
         scorer: NAME@VERSION of the run's; empty when no batch says it.
         leaves_short_groups_unscored: True when a group that lacks a trajectory may have no scores.
     """
 
+    run: str
     group_size: int
     max_staleness: int
     scorer: str = ""
@@ -39,10 +41,10 @@ class StepRows:
     Attributes:
         where: the folder of each data set's step, by data set.
         planned: group numbers of its plan and refills; empty when the step sampled nothing.
-        rollouts: trajectory_id, group, sample, attempt, status, policy_version_first.
+        rollouts: run, trajectory_id, group, sample, attempt, status, policy_version_first.
         scores: trajectory_id of each scorer's, by NAME@VERSION.
-        groups: group.
-        batch: order, trajectory_id, source, source_step; None when the step has none yet.
+        groups: run, group, subgroup.
+        batch: run, order, trajectory_id, source, source_step; None when the step has none yet.
         others: ids that routing, states and annotations are of, by data set.
     """
 
@@ -58,7 +60,7 @@ class StepRows:
 
 def step_findings(rows: StepRows, expected: Expected) -> list[Finding]:
     """All that is wrong with a step's rows; of a step without a batch nothing is missing yet."""
-    found = [*_twice(rows), *_orphans(rows)]
+    found = [*_twice(rows), *_orphans(rows), *_of_other_runs(rows, expected)]
     if rows.batch is not None and rows.planned:
         found += [*_missing(rows, expected), *_stale(rows, rows.batch, expected)]
     return found
@@ -71,11 +73,27 @@ def _twice(rows: StepRows) -> Iterator[Finding]:
     for scorer, scores in rows.scores.items():
         if twice := _repeated(scores, ["trajectory_id"]):
             yield Finding(rows.where[f"scores {scorer}"], f"scored twice: {named(twice)}", _ONCE)
+    if twice := _repeated(rows.groups, ["group", "subgroup"]):
+        yield Finding(rows.where["groups"], f"group, subgroup are there twice: {named(twice)}", _ONCE)
+    if twice := _repeated(pl.DataFrame({"group": list(rows.planned)}), ["group"]):
+        yield Finding(rows.where["plans"], f"groups are planned twice: {named(twice)}", _ONCE)
     if rows.batch is not None:
+        if twice := _repeated(rows.batch, ["source", "trajectory_id"]):
+            ids = (each.removeprefix(".") for each in twice)
+            yield Finding(rows.where["batches"], f"trajectories are trained on twice: {named(ids)}", _ONCE)
         order = rows.batch["order"].sort().to_list()
         if order != list(range(len(order))):
             what = f"the places of its {len(order)} rows are not 0 to {len(order) - 1}"
             yield Finding(rows.where["batches"], what, _ONCE)
+
+
+def _of_other_runs(rows: StepRows, expected: Expected) -> Iterator[Finding]:
+    """Rows that another run wrote than the one that run.json says."""
+    stored = {"rollouts": rows.rollouts, "groups": rows.groups, "batches": rows.batch}
+    for dataset, each in stored.items():
+        if each is not None and (others := sorted(set(each["run"]) - {expected.run})):
+            what = f"it has rows of run {named(others)}, by run.json the step is of run {expected.run}"
+            yield Finding(rows.where[dataset], what, "restore run.json, or the step's shards, from a copy")
 
 
 def _orphans(rows: StepRows) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from tasks.store.findings import Finding, named
 from tasks.store.inventory import DATASET, Note, all_files, all_shards, read_notes
 from tasks.store.layout import MANIFEST, PARTITION_KEYS, RunFolder
 from tasks.store.manifest import Manifest, read_manifest
+from tasks.store.names import ShardName
 from tasks.store.partitions import stored_scorers, stored_steps
 from tasks.store.plan import group_numbers, read_plan
 from tasks.store.reader import read
@@ -23,7 +24,7 @@ from tasks.store.sources import misplaced
 from tasks.store.step_findings import Expected, StepRows, step_findings
 from tasks.store.value_findings import COLUMNS, value_findings
 
-_ROLLOUT = ["group", "sample", "attempt", "status", "policy_version_first"]
+_ROLLOUT = ["run", "group", "sample", "attempt", "status", "policy_version_first"]
 _RESTORE = "restore what is missing from a copy"
 Advance = Callable[[int, int], None]
 """Told (done, of how many) shards and steps."""
@@ -95,6 +96,14 @@ class _Verification:
             self._found.findings += [wrong] if wrong else []
             self._advance(number, total)
         self._found.shards = len(keys)
+        names = [name for key in keys if (name := ShardName.of(key))]
+        if unchecked := sum(not name.digest for name in names):
+            what = f"{unchecked} shards are of schema version 1, which has no hashes: their bytes were not checked"
+            self._found.notes.append(what)
+        newest = max((name.epoch for name in names), default=0)
+        if newest > self._manifest.epoch:
+            what = f"it says epoch {self._manifest.epoch}, and there are shards of epoch {newest}"
+            self._found.findings.append(Finding(self._folder.path(MANIFEST), what, _RESTORE))
         if notes is not None:
             self._check_inventory(notes)
 
@@ -138,6 +147,7 @@ class _Verification:
             self._scorers[run] = self._scorer(run)
         settings = self._settings_of_runs[run]
         return Expected(
+            run=run,
             group_size=settings.rollout.group_size,
             max_staleness=settings.rollout.max_staleness,
             scorer=self._scorers[run],
@@ -185,14 +195,14 @@ class _Verification:
             for name in ("routing", "states", "annotations")
         }
         has_batch = bool(self._files.keys(f"batches/step={step:06d}/*.arrow"))
-        chosen = ["order", "trajectory_id", "source", "source_step"]
+        chosen = ["run", "order", "trajectory_id", "source", "source_step"]
         return StepRows(
             step=step,
             where=where,
             planned=group_numbers(read_plan(folder, step)),
             rollouts=self._frame("rollouts", ["trajectory_id", *_ROLLOUT], step=step),
             scores=scores,
-            groups=self._frame("groups", ["group"], step=step),
+            groups=self._frame("groups", ["run", "group", "subgroup"], step=step),
             batch=self._frame("batches", chosen, step=step) if has_batch else None,
             others=others,
         )

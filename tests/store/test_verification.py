@@ -77,6 +77,7 @@ class Story:
         with OpenRun.open(self.folder, **given) as run:
             async with run.writer as writer:
                 for step in range(STEPS):
+                    self._run = run.manifest.run
                     for dataset, rows, partition in self._step(step):
                         if (dataset, step) not in self.leave_out:
                             await writer.append(dataset, rows, step=step, **partition)
@@ -109,14 +110,14 @@ class Story:
         n, keys = len(ids), {name: columns[name] for name in ("step", "group", "sample", "trajectory_id")}
         plan = {"first_group": step * GROUPS, "n_groups": GROUPS, "reason": "plan"}
         yield "plans", self._rows("plans", step=step, **plan), {}
-        yield "rollouts", self._rows("rollouts", n, **columns), {}
+        yield "rollouts", self._rows("rollouts", n, **{"run": self._run} | columns), {}
         scores = self._rows("scores", n, **keys, scorer="addition", version="1", status="scored")
         yield "scores", scores, {"scorer": "addition@1"}
         groups = [step * GROUPS + group for group in range(GROUPS)]
-        yield "groups", self._rows("groups", GROUPS, step=step, group=groups), {}
+        yield "groups", self._rows("groups", GROUPS, run=self._run, step=step, group=groups), {}
         chosen = [ids[place] for place in self.chosen[step]]
         batch = {"step": step, "order": list(range(len(chosen))), "trajectory_id": chosen, "source": ""}
-        batch |= {"source_step": step, "scorer": "addition@1"}
+        batch |= {"run": self._run, "source_step": step, "scorer": "addition@1"}
         yield "batches", self._rows("batches", len(chosen), **batch), {}
         yield "metrics", self._rows("metrics", step=step, name="train/updated"), {}
 
@@ -199,6 +200,10 @@ def twice(columns: dict[str, Any]) -> None:
     columns["sample"] = [0, 1, 0, 0]
 
 
+def of_another_run(columns: dict[str, Any]) -> None:
+    columns["run"] = "another"
+
+
 def unplanned(columns: dict[str, Any]) -> None:
     columns["group"] = [2, 2, 3, 99]
 
@@ -222,6 +227,7 @@ def unplanned(columns: dict[str, Any]) -> None:
         (twice, "rollouts/step=000001: trajectory_id are there twice: r.2.0"),
         (twice, "rollouts/step=000001: group, sample, attempt are there twice: 3.0.0"),
         (twice, "rollouts/step=000001: 1 planned trajectories have no rollout: 3.1"),
+        (of_another_run, "rollouts/step=000001: it has rows of run another, by run.json the step is of run "),
         (unplanned, "rollouts/step=000001: 1 rollouts are in no plan: 99.1"),
     ],
 )
@@ -281,11 +287,53 @@ async def test_a_batch_row_that_its_source_lacks_is_found(
     origin = str(tmp_path / source) if source else ""
     if source:
         shutil.copytree(folder.local, origin)
-    made = rows("batches", step=1, order=4, trajectory_id="gone", source=origin, source_step=source_step)
+    lost = {"run": read_manifest(folder).run, "trajectory_id": "gone", "source": origin}
+    made = rows("batches", step=1, order=4, source_step=source_step, **lost)
     await appended(folder, "batches", made, step=1)
     assert findings(folder) == [
         f"/batches/step=000001: 1 rows have no rollout in {origin or folder.location}, step {source_step}: gone"
     ]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "columns", "expected"),
+    [
+        ("groups", {"group": 2}, "/groups/step=000001: group, subgroup are there twice: 2.1"),
+        ("plans", {"first_group": 3, "n_groups": 1}, "/plans/step=000001: groups are planned twice: 3"),
+        (
+            "batches",
+            {"order": 4, "trajectory_id": "r.2.0", "source": "", "source_step": 1},
+            "/batches/step=000001: trajectories are trained on twice: r.2.0",
+        ),
+    ],
+)
+async def test_rows_that_are_there_twice_are_found(
+    story: Story, rows: RowMaker, dataset: str, columns: dict[str, object], expected: str
+) -> None:
+    folder = await story.told()
+    run = read_manifest(folder).run
+    await appended(folder, dataset, rows(dataset, step=1, run=run, **columns), step=1)
+    assert expected in findings(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"run": "another"}, "by run.json the step is of run another"),
+        ({"epoch": 0}, "/run.json: it says epoch 0, and there are shards of epoch 1"),
+        (
+            {"config": CONFIG | {"steps": 3}},
+            "/run.json: it says that the run is finished with 3 steps, 2 have a batch",
+        ),
+    ],
+)
+async def test_a_run_json_that_is_not_of_these_data_is_found(
+    story: Story, changed: dict[str, Any], expected: str
+) -> None:
+    folder = await story.told()
+    stored = read_manifest(folder)
+    write_manifest(files_of(folder), replace(stored, **changed), stored)
+    assert any(expected in each for each in findings(folder))
 
 
 async def test_a_gap_in_the_middle_of_the_steps_is_found(story: Story, rows: RowMaker) -> None:
@@ -352,7 +400,7 @@ async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_sc
     config = loose | {"steps": STEPS + 1, "rollout": {"group_size": 1, "max_staleness": 0}}
     fork(source, STEPS, target, config, config_of)
     own = sampled(STEPS) | {"trajectory_id": [f"f.{each}" for each in range(4)]}
-    own |= {"group": [4, 5, 6, 7], "sample": 0}
+    own |= {"group": [4, 5, 6, 7], "sample": 0, "run": read_manifest(target).run}
     with OpenRun.extend(target, config_of=config_of) as run:
         async with run.writer as writer:
             plan = {"first_group": 4, "n_groups": 4, "reason": "plan"}
@@ -360,9 +408,11 @@ async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_sc
             writer.append("rollouts", rows("rollouts", 4, **own), step=STEPS)
             scores = rows("scores", 4, step=STEPS, trajectory_id=own["trajectory_id"], status="scored")
             writer.append("scores", scores, scorer="other@1", step=STEPS)
-            writer.append("groups", rows("groups", 4, step=STEPS, group=own["group"]), step=STEPS)
+            writer.append(
+                "groups", rows("groups", 4, step=STEPS, run=own["run"], group=own["group"]), step=STEPS
+            )
             batch = {"order": [0, 1, 2, 3], "trajectory_id": own["trajectory_id"], "source": ""}
-            batch |= {"step": STEPS, "source_step": STEPS, "scorer": "other@1"}
+            batch |= {"run": own["run"], "step": STEPS, "source_step": STEPS, "scorer": "other@1"}
             writer.append("batches", rows("batches", 4, **batch), step=STEPS)
             writer.append("metrics", rows("metrics", step=STEPS), step=STEPS)
     fork(target, STEPS, again, config | {"rollout": {"group_size": 3, "max_staleness": 0}}, config_of)
