@@ -15,7 +15,7 @@ from tasks.store.layout import RunFolder
 async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_left_alone(
     tmp_path: Path,
 ) -> None:
-    config = load("quickstart", (f"store.min_free_bytes={1 << 62}", "evaluate.every=7"))
+    config = load("quickstart", (f"store.min_free_bytes={1 << 62}", "evaluate.enabled=false"))
     run = SimpleNamespace(config=config, model=tmp_path, folder=RunFolder(tmp_path))
     async with Beside(run) as beside:  # type: ignore[arg-type]
         beside.begin(1)

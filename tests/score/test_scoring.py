@@ -84,7 +84,7 @@ def test_an_evaluation_may_have_another_scorer() -> None:
 
 FAILURES = {
     "raise": ("failed", "KeyError", "planted_scorers.py:"),
-    "hang": ("failed", "ScoreTimeoutError", "score.timeout_s = 0.3"),
+    "hang": ("failed", "ScoreTimeoutError", "score.timeout_s = 3"),
     "exit": ("failed", "ScoreWorkerError", "exit status 3"),
     "segfault": ("failed", "ScoreWorkerError", "SIGSEGV"),
     "sys.exit": ("failed", "ScoreWorkerError", "exit status 4"),
@@ -101,7 +101,7 @@ FAILURES = {
 
 async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_scored(rollouts: MakeRows) -> None:
     answers = [each for answer in FAILURES for each in (answer, "fine")]
-    rows = await scored(config("act", timeout_s=0.3), rollouts(answers))
+    rows = await scored(config("act", timeout_s=3), rollouts(answers))
     found = zip(answers, rows["status"], rows["error_type"], rows["error"], strict=True)
     for answer, status, error_type, error in found:
         expected_status, expected_type, text = FAILURES.get(answer, ("scored", "", ""))
@@ -120,7 +120,7 @@ async def test_an_async_scorers_failures_are_told_apart(rollouts: MakeRows) -> N
         "raise": "KeyError",
         "fine": "",
     }
-    rows = await scored(config("act_async", timeout_s=0.3), rollouts(list(kinds)))
+    rows = await scored(config("act_async", timeout_s=2), rollouts(list(kinds)))
     assert rows["error_type"] == list(kinds.values())
 
 
