@@ -10,7 +10,7 @@ from functools import partial
 from flows.evaluate import evaluate_version, is_due, is_evaluated
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
-from flows.run import OfflineRun, Run, TrainingRun
+from flows.run import Run, TrainingRun
 from flows.servers import AT_START, Servers
 from flows.services import ServerService, TrainerService, open_services, restart
 from flows.space import is_checkpoint_due
@@ -208,7 +208,7 @@ class Policy:
 
 
 @asynccontextmanager
-async def open_policy(run: Run | OfflineRun) -> AsyncIterator[Policy]:
+async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
     """Start the services of a run, and watch over its servers while it goes on; without sampling the trainer alone."""
     is_sampling = isinstance(run, Run)
     say(f"bringing up the trainer{' and the vLLM servers' if is_sampling else ''}")

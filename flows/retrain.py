@@ -15,7 +15,7 @@ from flows.policy import Policy, open_policy
 from flows.progress import say
 from flows.recording import forget_results
 from flows.report import report_run, store_metrics, train_metrics
-from flows.run import OfflineRun, Run, open_offline_run, open_run
+from flows.run import Run, TrainingRun, open_offline_run, open_run
 from flows.space import StepSpace
 from flows.start_model import ensure_start_model
 from tasks.observe.metrics import Metric
@@ -72,7 +72,7 @@ def checked_sources(run_name: str, config: RunConfig) -> tuple[Source, ...]:
     return sources_of(map(existing_run, config.retrain.sources))
 
 
-async def show(run: Run | OfflineRun, policy: Policy, version: int) -> list[Metric]:
+async def show(run: TrainingRun, policy: Policy, version: int) -> list[Metric]:
     """Give the servers a version that is to be evaluated, and evaluate it; other versions they never have."""
     if not is_due(run, version):
         return []
@@ -81,7 +81,7 @@ async def show(run: Run | OfflineRun, policy: Policy, version: int) -> list[Metr
     return synced
 
 
-async def evaluate(run: Run | OfflineRun, version: int) -> None:
+async def evaluate(run: TrainingRun, version: int) -> None:
     """Evaluate the version that the servers have, if there are servers and it is due."""
     if isinstance(run, Run):
         await evaluate_version(run, version)
@@ -97,7 +97,7 @@ def tell(pool: GroupPool, config: RunConfig) -> None:
     )
 
 
-async def report_draw(run: Run | OfflineRun, draw: Draw, metrics: Sequence[Metric], clock: StepClock) -> None:
+async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
     measured = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "retrain/reward": draw.reward}

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from flows.config import RunConfig, fixed_settings
 from flows.folder import run_folder
@@ -34,32 +33,9 @@ from tasks.store.states import check_stored_columns
 VERSIONED_PACKAGES = ("rollmill", "prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
 
 
-class TrainingRun(Protocol):
-    """What every run that trains has, whether it samples or not."""
-
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def model(self) -> Path:
-        """Folder of the start model."""
-
-    @property
-    def store(self) -> OpenRun: ...
-    @property
-    def compactor(self) -> Compactor: ...
-    @property
-    def recording(self) -> Recording: ...
-    @property
-    def progress(self) -> RunProgress: ...
-    @property
-    def id(self) -> str: ...
-    @property
-    def folder(self) -> RunFolder: ...
-
-
 @dataclass(frozen=True, slots=True)
-class OfflineRun:
-    """A run that samples nothing.
+class TrainingRun:
+    """What every run that trains has, whether it samples or not.
 
     Attributes:
         model: folder of the start model.
@@ -84,44 +60,27 @@ class OfflineRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(TrainingRun):
     """A run that samples: everything its steps share.
 
     Attributes:
-        model: folder of the start model.
         held_out_scoring: scores held-out trajectories; the same as `scoring` unless evaluate.scorer names another.
         admission: one slot for each trajectory in flight.
         redo_failed: True to sample failed trajectories of the open steps again.
     """
 
-    config: RunConfig
-    model: Path
-    store: OpenRun
-    compactor: Compactor
     environment: Environment
     scoring: Scoring
     held_out_scoring: Scoring
     player: Player
     admission: Admission
     pool: ServerPool
-    recording: Recording
     picture: Picture
-    progress: RunProgress
     redo_failed: bool = False
-
-    @property
-    def id(self) -> str:
-        """Random id of the run, from run.json; never the folder's name."""
-        return self.store.manifest.run
-
-    @property
-    def folder(self) -> RunFolder:
-        """Where the data sets are."""
-        return self.store.folder
 
 
 @asynccontextmanager
-async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[OfflineRun]:
+async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[TrainingRun]:
     """Lock the run's folder, made when it is not there, and open its data sets for writing.
 
     Raises:
@@ -145,7 +104,7 @@ async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIt
                 store.writer,
                 Compactor(store.files, store.writer, config.store, say) as compactor,
             ):
-                yield OfflineRun(config, model, store, compactor, recording, progress)
+                yield TrainingRun(config, model, store, compactor, recording, progress)
     finally:
         await asyncio.to_thread(store.close)
 

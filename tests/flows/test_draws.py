@@ -11,7 +11,7 @@ import pytest
 from flows.config import RunConfig, validate
 from flows.draws import GroupPool, store_draw
 from flows.offline import check_tokenizers, steps_of_sources
-from flows.run import OfflineRun
+from flows.run import TrainingRun
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig
 from tasks.store.fork import fork
@@ -97,7 +97,7 @@ async def test_groups_and_batch_of_an_open_step_are_of_one_draw(source: RunFolde
     with opened(tmp_path / "new") as store:
         async with store.writer:
             await store.writer.append("groups", other, step=0)
-            run = OfflineRun(config, tmp_path, store, absent, absent, absent)
+            run = TrainingRun(config, tmp_path, store, absent, absent, absent)
             draw = await store_draw(run, GroupPool.read(config), 0)
 
     groups, batch = (read(run.folder, name, step=0) for name in ("groups", "batches"))
