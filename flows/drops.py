@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from tasks.observe.metrics import Metric
+from tasks.store.attempts import last_attempts
 from tasks.store.layout import RunFolder
 from tasks.store.reader import scan
 
@@ -23,29 +24,14 @@ def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
     A cause is a type of error, of the rollout or of its score (by `scorer`, NAME@VERSION), or the reason why its
     group was left out: too few survivors, or not whole. A group without spread in reward loses nothing.
     """
-    of_rollouts = [
+    of_rollouts = ["trajectory_id", "group", "sample", "attempt", "env", "n_completion_tokens", "status"]
+    stored = scan(folder, "rollouts", [*of_rollouts, "error_type"], step=step)
+    rollouts = last_attempts(stored).select(
         "trajectory_id",
         "group",
-        "sample",
-        "attempt",
         "env",
-        "n_completion_tokens",
-        "status",
-        "error_type",
-    ]
-    is_last = pl.col("attempt") == pl.col("attempt").max().over("group", "sample")
-    rollouts = (
-        scan(folder, "rollouts", of_rollouts, step=step)
-        .filter(is_last)
-        .select(
-            "trajectory_id",
-            "group",
-            "env",
-            pl.col("n_completion_tokens").alias("n_tokens"),
-            pl.when(pl.col("status").is_in(["failed", "cancelled"]))
-            .then("error_type")
-            .alias("rollout_cause"),
-        )
+        pl.col("n_completion_tokens").alias("n_tokens"),
+        pl.when(pl.col("status").is_in(["failed", "cancelled"])).then("error_type").alias("rollout_cause"),
     )
     of_scores = ["trajectory_id", "subgroup", "status", "error_type"]
     scores = scan(folder, "scores", of_scores, scorer=scorer, step=step).select(

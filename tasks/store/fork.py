@@ -143,7 +143,7 @@ def _bring(source: RunFolder, target: RunFolder, files: Files, key: str) -> None
     if source.is_local and target.is_local:
         path = target.local / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError, OSError):
+        with suppress(OSError):  # it is there, or lies on another disk, where it is copied
             os.link(source.local / key, path)
         if path.exists():
             return
