@@ -30,3 +30,7 @@ class ObserveConfig(StageConfig):
         "Seconds that a command whose run is over waits for Prefect to take the last logs and events.",
         ge=0.0,
     )
+    tensorboard: bool = setting(False, "Write the metrics to RUN/tensorboard too (pip install tensorboardX).")
+    mlflow_uri: str = setting("", "MLflow tracking server that gets the metrics too; empty: none.")
+    wandb: Literal["off", "offline", "online"] = setting("off", "Give the metrics to Weights & Biases too.")
+    experiment: str = setting("rollmill", "Experiment (MLflow) or project (Weights & Biases) of the run.")

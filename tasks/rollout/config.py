@@ -59,6 +59,12 @@ class RolloutConfig(StageConfig):
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "Problems of the environment `prompts`.")
     groups_per_step: int = setting(32, "Prompts of one step (P).", ge=1, fixed=True)
+    max_refill_groups: int = setting(
+        0,
+        "Most further groups that a step samples in place of those that cannot be trained on (dynamic sampling); 0: none.",
+        ge=0,
+        fixed=True,
+    )
     group_size: int = setting(8, "Trajectories sampled for one prompt (G).", ge=1, fixed=True)
     max_in_flight: int = setting(256, "Most trajectories that are sampled at the same time.", ge=1)
     temperature: float = setting(1.0, "Sampling temperature.", gt=0.0, le=10.0, fixed=True)

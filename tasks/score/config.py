@@ -97,6 +97,20 @@ class ScoreConfig(StageConfig):
         "or an import path package.module:function.",
         fixed=True,
     )
+    overlong_limit_tokens: int = setting(
+        0,
+        "Sampled tokens from which on a trajectory loses a whole point of reward; 0: no shaping.",
+        ge=0,
+        fixed=True,
+    )
+    overlong_cache_tokens: int = setting(
+        0, "Tokens below that limit over which the loss of reward rises from 0.", ge=0, fixed=True
+    )
+    train_truncated: bool = setting(
+        True,
+        "Train on trajectories that were cut for their length; false: they count in their group's baseline alone.",
+        fixed=True,
+    )
     needs_whole_group: bool = setting(
         False,
         "Leave a group out, unscored by a group's scorer, when a trajectory of it is missing.",

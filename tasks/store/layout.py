@@ -21,6 +21,7 @@ PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)
     "scores": ("scorer", "step"),
     "evaluation_scores": ("scorer", "step"),
     "states": ("env", "step"),
+    "logprobs": ("policy", "step"),
     "shards": ("epoch",),
     "evaluations": ("version",),
 }

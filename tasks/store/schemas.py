@@ -183,6 +183,20 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("source_step", pa.int32(), "step under which the rollout is stored"),
         _column("scorer", pa.string(), "NAME@VERSION of the scores that the reward comes from", since=2),
     ),
+    "logprobs": _schema(
+        "logprobs",
+        _RUN,
+        _STEP,
+        _TRAJECTORY,
+        _column("model", pa.string(), "whose they are: run:incarnation:version, or a model's name"),
+        _column(
+            "logprobs",
+            _FLOAT32_LIST,
+            "of the tokens as sampled, at the rollout's temperature; NaN where loss_mask is False",
+            unit="nats",
+            shape="[T]",
+        ),
+    ),
     "annotations": _schema(
         "annotations",
         _RUN,

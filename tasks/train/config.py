@@ -5,6 +5,48 @@ from typing import Literal
 from tasks.config import StageConfig, setting
 
 
+class KLConfig(StageConfig):
+    """Divergence of the policy from a reference policy."""
+
+    coef: float = setting(0.0, "Weight of the divergence; 0: none.", ge=0.0)
+    estimator: Literal["k1", "k2", "k3"] = setting("k3", "Estimator of the divergence from one token.")
+    place: Literal["loss", "advantage"] = setting(
+        "loss", "Add it to the loss, with its gradient, or take it from the token's advantage, without."
+    )
+    reference: Literal["none", "frozen", "deployment"] = setting(
+        "none",
+        "Where the reference's log-probabilities come from: a frozen copy in the trainer, or vLLM servers.",
+        fixed=True,
+    )
+    model: str = setting("", "Folder of the frozen copy's model; empty: the start model.", fixed=True)
+    urls: tuple[str, ...] = setting(
+        (), "Addresses (http://host:port) of the vLLM servers with the reference policy, for `deployment`."
+    )
+
+
+class ImportanceConfig(StageConfig):
+    """Importance sampling for tokens whose sampler was not the trained policy."""
+
+    mode: Literal["none", "truncated", "masked"] = setting(
+        "none", "Multiply by the ratio up to `cap`, or leave out what lies outside of `floor` and `cap`."
+    )
+    level: Literal["token", "sequence"] = setting(
+        "token", "Take the ratio of a token, or of all trained tokens of its row."
+    )
+    cap: float = setting(2.0, "Largest ratio.", gt=0.0)
+    floor: float = setting(0.0, "Least ratio, with mode masked.", ge=0.0)
+
+
+class LoraConfig(StageConfig):
+    """Low-rank adapters (the library peft)."""
+
+    rank: int = setting(0, "Rank of the adapters; 0: all weights are trained.", ge=0, fixed=True)
+    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0.0, fixed=True)
+    targets: tuple[str, ...] = setting(
+        (), "Names of the modules that get adapters; empty: every linear layer but the head.", fixed=True
+    )
+
+
 class TrainConfig(StageConfig):
     url: str = setting(
         "", "Address (http://host:port) of a running trainer to attach to; empty: launch one here."
@@ -29,18 +71,76 @@ class TrainConfig(StageConfig):
     beta2: float = setting(0.999, "AdamW's decay of the second moment.", ge=0.0, lt=1.0)
     eps: float = setting(1e-8, "AdamW's epsilon.", gt=0.0)
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0: never.", ge=0.0)
-    loss: Literal["clipped", "truncated"] = setting(
-        "clipped",
-        "Policy gradient with a clipped probability ratio, or with truncated importance weights, for rows that "
-        "policies far from the trained one have sampled.",
+    lr_decay: Literal["none", "linear", "cosine"] = setting(
+        "none", "How the learning rate falls after the warm-up, over lr_decay_updates."
     )
-    importance_cap: float = setting(2.0, "With loss truncated: the largest weight of a token.", gt=0.0)
-    clip_low: float = setting(0.2, "The probability ratio is clipped below at 1 - clip_low.", ge=0.0, lt=1.0)
+    lr_decay_updates: int = setting(
+        0, "Updates, those of the warm-up included, after which the rate is at its least; 0: never.", ge=0
+    )
+    min_lr_share: float = setting(0.0, "Share of `lr` that the rate falls to.", ge=0.0, le=1.0)
+    loss: str = setting(
+        "ppo_clip",
+        "Loss of a token: ppo_clip (PPO, GRPO, Dr. GRPO, DAPO), reinforce, cispo, gspo, or an import path "
+        "package.module:function (docs/algorithms.md).",
+    )
+    loss_options: tuple[str, ...] = setting(
+        (), "Settings of a loss of your own, NAME=VALUE each, passed to it by name."
+    )
+    clip_low: float = setting(0.2, "The probability ratio is clipped below at 1 - clip_low.", ge=0.0, le=1.0)
     clip_high: float = setting(0.28, "The probability ratio is clipped above at 1 + clip_high.", ge=0.0)
+    normalization: Literal["token", "sequence", "fixed_length"] = setting(
+        "token",
+        "Denominator of the loss: the trained tokens of the global batch; each row's own tokens, then the rows; or "
+        "normalization_tokens times the rows.",
+    )
+    normalization_tokens: int = setting(
+        0, "With normalization fixed_length: the length that every row counts for.", ge=0
+    )
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", ge=0.0)
+    kl: KLConfig = setting(KLConfig(), "Divergence from a reference policy.")
+    importance: ImportanceConfig = setting(
+        ImportanceConfig(), "Correction for tokens that another policy than the trained one has sampled."
+    )
+    behaviour: Literal["sampler", "recomputed"] = setting(
+        "sampler",
+        "Whose log-probabilities the probability ratio is against: the sampler's, which cost nothing, or the "
+        "trainer's own before the step, computed beside scoring.",
+    )
+    epochs: int = setting(1, "Passes over a batch, each in updates_per_step updates.", ge=1, fixed=True)
     updates_per_step: int = setting(1, "Optimizer updates that one batch is split into.", ge=1, fixed=True)
     max_skipped_steps: int = setting(5, "Steps in a row without an update before the run stops.", ge=1)
     checkpoint_every: int = setting(
         10, "Steps between two checkpoints; the last step always makes one.", ge=1
+    )
+    keep_checkpoints: int = setting(2, "Newest checkpoints to keep; 0: all.", ge=0)
+    keep_checkpoint_every: int = setting(
+        0, "Checkpoints of versions that are multiples of this are kept for good; 0: none is.", ge=0
+    )
+    export_every: int = setting(
+        0, "Steps between two versions stored as Hugging Face folders below policies/; 0: none is.", ge=0
+    )
+    annotate_every: int = setting(
+        0, "Steps between two whose tokens are annotated in the data set annotations; 0: none is.", ge=0
+    )
+    layout: Literal["auto", "padded", "varlen"] = setting(
+        "auto",
+        "How rows go through the model together: rows of like length padded, or one after another without padding; "
+        "auto: the quicker one here.",
+    )
+    head_chunk_mib: int = setting(
+        512, "Most MiB of logits at a time; more trained tokens go through the head in chunks.", ge=1
+    )
+    gradient_checkpointing: bool = setting(
+        False, "Compute activations again in the backward pass instead of keeping them."
+    )
+    offload: Literal["none", "optimizer", "optimizer_and_weights"] = setting(
+        "none", "What DeepSpeed keeps in the machine's memory instead of the GPU's.", fixed=True
+    )
+    lora: LoraConfig = setting(LoraConfig(), "Train low-rank adapters instead of all weights.")
+    replay_routing: bool = setting(
+        False,
+        "Route every token to the experts stored with its rollout (rollout.keep_routing); of mixture-of-experts models.",
+        fixed=True,
     )
     start_timeout_s: float = setting(600.0, "Seconds the trainer has to become healthy.", gt=0.0)
     step_timeout_s: float = setting(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tasks.errors import StoreError
 from tasks.train.config import TrainConfig
+from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import HeadPositions, load_policy, token_logprobs
 
 # Under ZeRO-3 parameters below this many elements times the hidden size stay on every rank.
@@ -30,6 +31,18 @@ class Update(NamedTuple):
 
     updated: bool
     grad_norm: float
+
+
+class Forward(NamedTuple):
+    """[N] values of a micro-batch's trained tokens, in nats.
+
+    Attributes:
+        logprobs: of the tokens, with a gradient.
+        entropies: of the distributions that they were drawn from.
+    """
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
 
 
 class Engine:
@@ -64,24 +77,11 @@ class Engine:
         """An engine over a Hugging Face model folder."""
         return cls(config, load_policy(folder, config.dtype), device)
 
-    def logprobs(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        temperatures: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N] log-probabilities of the targets and [N] entropies, in nats; under ZeRO-3 a collective.
-
-        Args:
-            token_ids: [B, T].
-            positions: [N] places in the flattened [B * T] whose logits predict the targets.
-            targets: [N] token ids.
-            temperatures: [N].
-        """
-        self._head.positions = positions
-        logits = self._engine(input_ids=token_ids, use_cache=False).logits
-        return token_logprobs(logits, targets, temperatures)
+    def forward(self, batch: MicroBatch) -> Forward:
+        """What the policy says of the trained tokens of a micro-batch; under ZeRO-3 a collective."""
+        self._head.positions = batch.positions
+        logits = self._engine(input_ids=batch.token_ids, use_cache=False).logits
+        return Forward(*token_logprobs(logits, batch.targets, batch.temperatures))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add a micro-batch's gradient, divided by the number of ranks; the last one joins those of all ranks.

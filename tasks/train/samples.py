@@ -26,6 +26,11 @@ class Samples:
         token_ids: [B][T] tokens.
         loss_masks: [B][T] True on tokens to train; the first token is never one.
         logprobs: [B][T] nats, the sampler's; NaN where loss_mask is False.
+        old_logprobs: [B][T] nats, the trainer's before the step, NaN where loss_mask is False; None: the sampler's are
+            gone by.
+        reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
+        routing: [B][T - 1, layers, experts a token] the experts each token was routed to when it was sampled; None
+            when the model's own choice counts.
     """
 
     trajectory_ids: list[str]
@@ -35,6 +40,9 @@ class Samples:
     token_ids: list[np.ndarray]
     loss_masks: list[np.ndarray]
     logprobs: list[np.ndarray]
+    old_logprobs: list[np.ndarray] | None = None
+    reference_logprobs: list[np.ndarray] | None = None
+    routing: list[np.ndarray] | None = None
 
     @classmethod
     def known(cls, token_ids: list[np.ndarray], loss_masks: list[np.ndarray]) -> "Samples":

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from tasks.train.engine import Engine
+from tasks.train.micro_batch import padded
 from tasks.train.packing import pack
-from tasks.train.rows import padded
 from tasks.train.samples import Samples
 
 
@@ -26,7 +26,7 @@ def sequence_logprobs(
     for places in pack([len(sequences[row]) for row in rows], 1, budget_tokens)[0]:
         chosen = [rows[place] for place in places]
         batch = padded(samples, chosen, [""], engine.device)
-        logprobs, _ = engine.logprobs(batch.token_ids, batch.positions, batch.targets, batch.temperatures)
+        logprobs = engine.forward(batch).logprobs
         for row, values in zip(
             chosen, logprobs.split([len(sequences[row]) - 1 for row in chosen]), strict=True
         ):

@@ -11,10 +11,10 @@ from tasks.observe.metrics import MetricTable, Reduced
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
 from tasks.train.loss import loss_of
-from tasks.train.losses.token_loss import TokenLoss
+from tasks.train.losses.token_loss import TokenLoss, Tokens
+from tasks.train.micro_batch import MicroBatch, padded
 from tasks.train.normalization import backward_scale, learning_rate, trained_tokens
 from tasks.train.packing import pack
-from tasks.train.rows import PaddedRows, padded
 from tasks.train.samples import Samples
 
 EMPTY_BATCH = "empty batch"
@@ -79,16 +79,11 @@ class StepTraining:
             with self._timed("pack"):
                 micro_batch = padded(self._samples, rows, self._envs, self._engine.device)
             with self._timed("forward"):
-                logprobs, entropies = self._engine.logprobs(
-                    micro_batch.token_ids,
-                    micro_batch.positions,
-                    micro_batch.targets,
-                    micro_batch.temperatures,
-                )
-                loss = self._loss(logprobs, micro_batch.sampler_logprobs, micro_batch.advantages)
+                forward = self._engine.forward(micro_batch)
+                loss = self._loss(_tokens(micro_batch, forward.logprobs))
             with self._timed("backward"):
                 self._engine.backward(loss.loss.sum() * scale, is_last=place == len(plan) - 1)
-            self._measure(micro_batch, loss, entropies, is_first=is_first and place == 0)
+            self._measure(micro_batch, loss, forward.entropies, is_first=is_first and place == 0)
         return self._apply()
 
     def _apply(self) -> bool:
@@ -103,7 +98,7 @@ class StepTraining:
         return update.updated
 
     @torch.no_grad()
-    def _measure(self, rows: PaddedRows, loss: TokenLoss, entropies: torch.Tensor, *, is_first: bool) -> None:
+    def _measure(self, rows: MicroBatch, loss: TokenLoss, entropies: torch.Tensor, *, is_first: bool) -> None:
         """Sums by environment.
 
         The divergence of the sampler's policy from ours is the mean of (r - 1) - log r: k3 of Schulman 2020,
@@ -134,7 +129,7 @@ class StepTraining:
             self.table.add("train/trained_tokens", Reduced("value", count), env)
         self.table.add("train/padded_tokens", Reduced("value", float(rows.token_ids.numel())))
 
-    def _by_env(self, values: torch.Tensor, rows: PaddedRows) -> list[float]:
+    def _by_env(self, values: torch.Tensor, rows: MicroBatch) -> list[float]:
         sums: list[float] = values.new_zeros(len(self._envs)).index_add_(0, rows.envs, values).tolist()
         return sums
 
@@ -143,3 +138,14 @@ class StepTraining:
         started = time.perf_counter()
         yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
+
+
+def _tokens(batch: MicroBatch, logprobs: torch.Tensor) -> Tokens:
+    return Tokens(
+        logprobs=logprobs,
+        old_logprobs=batch.old_logprobs,
+        sampler_logprobs=batch.sampler_logprobs,
+        advantages=batch.advantages,
+        rows=batch.rows,
+        n_rows=len(batch.row_numbers),
+    )

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tasks.config import StageConfig
 from tasks.train.config import StartModelConfig
+from tasks.train.micro_batch import padded
 from tasks.train.policy import HeadPositions
-from tasks.train.rows import padded
 from tasks.train.samples import Samples, arrays
 
 _REPORT_EVERY = 100

@@ -214,7 +214,7 @@ def test_a_killed_retraining_applies_every_batch_once_and_replays_to_the_same_by
             "evaluate.enabled=false",
             f"train.ranks={ranks}",
             "train.checkpoint_every=2",
-            "train.loss=truncated",
+            "train.loss=cispo",
         ),
     )
     words = ("retrain", "small", "--from", "source", "--scores", SHORT, "--name", "new")

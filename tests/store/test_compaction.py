@@ -27,7 +27,7 @@ from tasks.store.writer import RunWriter
 RowMaker = Callable[..., pa.RecordBatch]
 SOON = StoreConfig(compaction_grace_s=0.1, remove_superseded="after_grace")
 ANY_SIZE = 1 << 40
-VALUES = {"scorer": "addition@1", "env": "addition", "step": 0, "version": 0, "epoch": 1}
+VALUES = {"policy": "trainer", "scorer": "addition@1", "env": "addition", "step": 0, "version": 0, "epoch": 1}
 
 
 def shards(folder: RunFolder) -> list[str]:

@@ -61,9 +61,9 @@ async def test_every_column_comes_back_bit_for_bit(folder: RunFolder, dataset: s
     values |= {name: [place] * N for name, place in PLACES.items() if name in schema.names}
     rows = batch_of(dataset, values)
     key = PARTITION_KEYS[dataset][-1]
-    partition: dict[str, int | str] = {key: 3} | (
-        {"scorer": "a@1"} if "scorer" in PARTITION_KEYS[dataset] else {}
-    )
+    outer: dict[str, str] = {"scorer": "a@1", "policy": "trainer"}
+    partition: dict[str, int | str] = {key: 3}
+    partition |= {each: outer[each] for each in PARTITION_KEYS[dataset][:-1] if each in outer}
     async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
         await writer.append(dataset, rows.slice(0, 3), **partition)
         await writer.append(dataset, rows.slice(3), **partition)

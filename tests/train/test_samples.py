@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tasks.errors import BatchRefusedError, ShardError
+from tasks.train.micro_batch import padded
 from tasks.train.normalization import learning_rate
-from tasks.train.rows import padded
 from tasks.train.samples import Samples, check_samples, read_samples
 
 

@@ -1,6 +1,6 @@
 """The clipped policy gradient.
 
-For a token with probability ratio r = pi(token) / mu(token), mu the sampler's policy, and advantage A
+For a token with probability ratio r = pi(token) / mu(token), mu the old policy, and advantage A
 
     loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
@@ -10,29 +10,20 @@ Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 10.) There is no denominator 
 
 import torch
 
-from tasks.train.losses.token_loss import TokenLoss
+from tasks.train.losses.token_loss import TokenLoss, Tokens
 
 
-def clipped_loss(
-    logprobs: torch.Tensor,
-    sampler_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """The loss of each token, not averaged.
 
     Args:
-        logprobs: [N] nats, the policy's, with a gradient.
-        sampler_logprobs: [N] nats, of the same tokens when they were sampled; all finite.
-        advantages: [N].
+        tokens: of some rows.
         clip_low: the ratio is clipped below at 1 - clip_low.
         clip_high: the ratio is clipped above at 1 + clip_high.
     """
-    ratio = torch.exp(logprobs - sampler_logprobs)
-    plain = ratio * advantages
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    ratio = torch.exp(tokens.logprobs - tokens.old_logprobs)
+    plain = ratio * tokens.advantages
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * tokens.advantages
     clipped = (bounded < plain).detach()
     weight = ratio.detach().masked_fill(clipped, 0.0)
     return TokenLoss(-torch.minimum(plain, bounded), ratio.detach(), weight, clipped)

@@ -1,0 +1,82 @@
+"""Micro-batches as tensors: rows of like length, padded together on the right.
+
+With causal attention no real token sees what is to its right, so padding needs neither an attention mask nor
+position ids, and its outputs are never selected.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tasks.train.samples import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """M rows of a batch that go through the model together, and the N trained tokens among them.
+
+    Attributes:
+        row_numbers: [M] which rows of the batch they are.
+        token_ids: [B, T] int64, what the model is given.
+        positions: [N] int64, places in the flattened [B * T] of the tokens *before* the trained ones: the
+            positions whose logits predict them. Row by row, in the order of `row_numbers`.
+        rows: [N] int64, which of the M rows each trained token is of.
+        targets: [N] int64 trained token ids.
+        temperatures: [N] float32.
+        sampler_logprobs: [N] float32 nats.
+        old_logprobs: [N] float32 nats, of the policy that the probability ratio is against.
+        reference_logprobs: [N] float32 nats; None when there is no reference policy.
+        advantages: [N] float32.
+        envs: [N] int64, index into the sorted environments of the batch.
+    """
+
+    row_numbers: list[int]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+    temperatures: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    envs: torch.Tensor
+
+
+def padded(samples: Samples, rows: list[int], env_names: list[str], device: torch.device) -> MicroBatch:
+    """Tensors of one micro-batch; without rows, two tokens of which none is trained."""
+    lengths = [len(samples.token_ids[row]) for row in rows]
+    width = max(lengths, default=2)
+    token_ids = np.zeros((max(len(rows), 1), width), np.int64)
+    for place, row in enumerate(rows):
+        token_ids[place, : lengths[place]] = samples.token_ids[row]
+    trained = [np.flatnonzero(samples.loss_masks[row]) for row in rows]
+    counts = [len(each) for each in trained]
+
+    def at_trained(values: list[np.ndarray], kind: type) -> torch.Tensor:
+        parts = [values[row][each] for row, each in zip(rows, trained, strict=True)]
+        return _joined(parts, kind, device)
+
+    def repeated(values: np.ndarray, kind: type) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(values, counts).astype(kind)).to(device)
+
+    return MicroBatch(
+        row_numbers=rows,
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=_joined([place * width + each - 1 for place, each in enumerate(trained)], np.int64, device),
+        rows=repeated(np.arange(len(rows)), np.int64),
+        targets=at_trained(samples.token_ids, np.int64),
+        temperatures=repeated(samples.temperatures[rows], np.float32),
+        sampler_logprobs=at_trained(samples.logprobs, np.float32),
+        old_logprobs=at_trained(samples.old_logprobs or samples.logprobs, np.float32),
+        reference_logprobs=(
+            at_trained(samples.reference_logprobs, np.float32) if samples.reference_logprobs else None
+        ),
+        advantages=repeated(samples.advantages[rows], np.float32),
+        envs=repeated(np.array([env_names.index(samples.envs[row]) for row in rows]), np.int64),
+    )
+
+
+def _joined(parts: list[np.ndarray], kind: type, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, kind), *parts]).astype(kind)).to(device)
