@@ -30,6 +30,11 @@ PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)
 MANIFEST = "run.json"
 CHECKPOINT_MARKER = "COMPLETE.json"
 FLOW_RUNS = "flow_runs.json"
+_ALLOWED = {
+    "scorer": "NAME@VERSION of letters, digits and . _ + -",
+    "env": "the name of an environment",
+    "policy": "reference or trainer",
+}
 _SCORER = re.compile(r"[\w.+-]+@[\w.+-]+", re.ASCII)
 
 
@@ -164,12 +169,13 @@ def partition_folder(dataset: str, partition: Partition) -> str:
 
 
 def _text(key: str, value: PartitionValue) -> str:
-    if key == "env" and isinstance(value, str) and value:
-        return quote(value, safe="")
-    if key == "scorer" and isinstance(value, str) and _SCORER.fullmatch(value):
-        return value
-    if key not in ("env", "scorer") and isinstance(value, int) and value >= 0:
-        return f"{value:06d}"
-    texts = {"scorer": "NAME@VERSION of letters, digits and . _ + -", "env": "the name of an environment"}
-    allowed = texts.get(key, "an integer >= 0")
-    raise SchemaError(f"partition {key}: expected {allowed}, got {value!r}")
+    match key, value:
+        case "env", str(text) if text:
+            return quote(text, safe="")
+        case "scorer", str(text) if _SCORER.fullmatch(text):
+            return text
+        case "policy", "reference" | "trainer":
+            return str(value)
+        case "step" | "version" | "epoch", int(number) if number >= 0:
+            return f"{number:06d}"
+    raise SchemaError(f"partition {key}: expected {_ALLOWED.get(key, 'an integer >= 0')}, got {value!r}")
