@@ -38,7 +38,7 @@ class Forward(NamedTuple):
 
     Attributes:
         logprobs: of the tokens, with a gradient.
-        entropies: of the distributions that they were drawn from.
+        entropies: of the distributions that they were drawn from; with a gradient where that was asked for.
     """
 
     logprobs: torch.Tensor
@@ -77,11 +77,18 @@ class Engine:
         """An engine over a Hugging Face model folder."""
         return cls(config, load_policy(folder, config.dtype), device)
 
-    def forward(self, batch: MicroBatch) -> Forward:
-        """What the policy says of the trained tokens of a micro-batch; under ZeRO-3 a collective."""
+    def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> Forward:
+        """What the policy says of the trained tokens of a micro-batch; under ZeRO-3 a collective.
+
+        Args:
+            batch: the micro-batch.
+            entropy_gradient: True for entropies with a gradient, for a loss that has them in it.
+        """
         self._head.positions = batch.positions
         logits = self._engine(input_ids=batch.token_ids, use_cache=False).logits
-        return Forward(*token_logprobs(logits, batch.targets, batch.temperatures))
+        return Forward(
+            *token_logprobs(logits, batch.targets, batch.temperatures, entropy_gradient=entropy_gradient)
+        )
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add a micro-batch's gradient, divided by the number of ranks; the last one joins those of all ranks.

@@ -45,17 +45,18 @@ def load_policy(folder: str, dtype: str) -> PreTrainedModel:
 
 
 def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] log-probabilities of the targets, with a gradient, and [N] entropies, without; in nats.
+    """[N] log-probabilities of the targets, with a gradient, and [N] entropies; in nats.
 
     Args:
         logits: [N, V]; the softmax is in at least single precision, of logits divided by the temperature.
         targets: [N] token ids.
         temperatures: [N].
+        entropy_gradient: True for entropies with a gradient; without, they cost no memory.
     """
     precise = logits if logits.dtype == torch.float64 else logits.float()
     log_probabilities = torch.log_softmax(precise / temperatures.unsqueeze(1), dim=1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(log_probabilities.exp() * log_probabilities).nan_to_num(nan=0.0).sum(1)
     return log_probabilities.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
