@@ -43,7 +43,15 @@ class LoraConfig(StageConfig):
     rank: int = setting(0, "Rank of the adapters; 0: all weights are trained.", ge=0, fixed=True)
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0.0, fixed=True)
     targets: tuple[str, ...] = setting(
-        (), "Names of the modules that get adapters; empty: every linear layer but the head.", fixed=True
+        (),
+        "Names of the layers that get adapters, or how they end: q_proj; empty: every linear layer but the head.",
+        fixed=True,
+    )
+    seed: int = setting(0, "Seed of the adapters' random start.", ge=0, fixed=True)
+    send: Literal["adapters", "merged"] = setting(
+        "adapters",
+        "What travels to the servers: the adapters, which need the start model's folder at the same path on the "
+        "servers' machines, or whole weights with the adapters merged in.",
     )
 
 

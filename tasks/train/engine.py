@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tasks.errors import StoreError
 from tasks.train.config import TrainConfig
+from tasks.train.lora import add_adapters
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import HeadPositions, load_policy, token_logprobs
 
@@ -61,7 +62,7 @@ class Engine:
         self._max_grad_norm = config.max_grad_norm
         self._is_plain = config.zero_stage == 0 and config.dtype == "float32"
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [each for each in model.parameters() if each.requires_grad],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -74,8 +75,11 @@ class Engine:
 
     @classmethod
     def load(cls, config: TrainConfig, folder: str, device: torch.device) -> "Engine":
-        """An engine over a Hugging Face model folder."""
-        return cls(config, load_policy(folder, config.dtype), device)
+        """An engine over a Hugging Face model folder, with new adapters where those are trained."""
+        model = load_policy(folder, config.dtype)
+        if config.lora.rank:
+            add_adapters(model, config.lora)
+        return cls(config, model, device)
 
     def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> Forward:
         """What the policy says of the trained tokens of a micro-batch; under ZeRO-3 a collective.

@@ -1,6 +1,6 @@
 """The weights under the names and shapes of a Hugging Face checkpoint.
 
-In memory transformers fuses what its checkpoints keep apart, experts above all; servers and model folders want
+In memory adapters lie beside the weights that they belong to, and transformers fuses what its checkpoints keep apart, experts above all; servers and model folders want
 the checkpoint's form. Conversions never cross a decoder layer, so weights are turned back layer by layer, and
 under ZeRO-3 no rank ever holds more than one layer whole.
 """
@@ -17,8 +17,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tasks.train.lora import adapters_of, merged, save_adapters, scale_of
+
 _TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "chat_template*")
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
+_LAYER = re.compile(r"^(.*?\.\d+)\.|^(.*)\.(?:base_layer|lora_[AB])\.")
 
 
 class WeightMeta(NamedTuple):
@@ -32,13 +34,14 @@ class WeightMeta(NamedTuple):
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight whole, in an order that is the same each time; under ZeRO-3 a collective of all ranks.
 
-    A tied head is left out: it is the embedding. Tensors may be views of the live weights.
+    Adapters are merged into the weights that they belong to. A tied head is left out: it is the embedding.
+    Tensors may be views of the live weights.
     """
     for _, layer in groupby(model.named_parameters(), key=_layer_of):
         parameters = dict(layer)
         with deepspeed.zero.GatheredParameters(list(parameters.values())), torch.no_grad():
             whole = {name: each.detach() for name, each in parameters.items()}
-            yield from revert_weight_conversion(model, whole).items()
+            yield from revert_weight_conversion(model, merged(whole, scale_of(model))).items()
 
 
 def weight_metas(model: PreTrainedModel) -> list[WeightMeta]:
@@ -51,7 +54,7 @@ def weight_metas(model: PreTrainedModel) -> list[WeightMeta]:
         }
         metas += [
             WeightMeta(name, tuple(each.shape), each.dtype)
-            for name, each in revert_weight_conversion(model, empty).items()
+            for name, each in revert_weight_conversion(model, merged(empty, 1.0)).items()
         ]
     return metas
 
@@ -59,17 +62,23 @@ def weight_metas(model: PreTrainedModel) -> list[WeightMeta]:
 def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> None:
     """Write a Hugging Face model folder, with the tokenizer of the folder that the model was read from.
 
+    Adapters are merged into the weights that they belong to, and lie in peft's format in FOLDER/adapter besides.
     One rank writes; under ZeRO-3 it is a collective of all ranks.
     """
-    persistent = model.state_dict().keys()
+    persistent, scale = model.state_dict().keys(), scale_of(model)
     state = {name: each for name, each in model.named_buffers() if name in persistent}
+    alone: dict[str, torch.Tensor] = {}
     for _, layer in groupby(model.named_parameters(), key=_layer_of):
         parameters = dict(layer)
-        with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        with deepspeed.zero.GatheredParameters(list(parameters.values())), torch.no_grad():
             if is_writer:
-                state |= {name: each.detach().cpu().clone() for name, each in parameters.items()}
+                whole = {name: each.detach().cpu().clone() for name, each in parameters.items()}
+                state |= merged(whole, scale)
+                alone |= adapters_of(whole)
     if is_writer:
         model.save_pretrained(folder, state_dict=state)
+        if alone:
+            save_adapters(model, alone, Path(folder) / "adapter")
         for pattern in _TOKENIZER_FILES if model.name_or_path else ():
             for file in Path(model.name_or_path or "").glob(pattern):
                 shutil.copy(file, folder)
@@ -77,4 +86,4 @@ def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> No
 
 def _layer_of(item: tuple[str, torch.nn.Parameter]) -> str:
     match = _LAYER.match(item[0])
-    return match.group(1) if match else item[0]
+    return (match.group(1) or match.group(2)) if match else item[0]

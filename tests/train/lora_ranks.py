@@ -1,0 +1,69 @@
+"""Run by torchrun: a step with adapters under every ZeRO stage: gradients before, whole weights after, by rank 0.
+
+JOB.json: {"model", "folder", "output", "lora", "cases": [{"name", "zero_stage", "dtype"}]}
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from safetensors.torch import save_file
+
+from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.engine import Engine, Update
+from tasks.train.lora import add_adapters
+from tasks.train.policy import load_policy
+from tasks.train.process_group import join_ranks
+from tasks.train.samples import read_samples
+from tasks.train.step import StepTraining
+from tasks.train.weights import named_weights
+
+
+class RecordingEngine(Engine):
+    """Keeps the gradient that an update is about to apply."""
+
+    gradient: dict[str, torch.Tensor]
+
+    def update(self, lr: float) -> Update:
+        trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        self.gradient = {name: safe_get_full_grad(each).clone() for name, each in trained}
+        return super().update(lr)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    ranks = join_ranks(120.0)
+    _, samples = read_samples(job["folder"], 0)
+    for case in job["cases"]:
+        config = TrainConfig(
+            ranks=ranks.world_size,
+            zero_stage=case["zero_stage"],
+            dtype=case["dtype"],
+            micro_batch_tokens=700,
+            max_grad_norm=0.0,
+            warmup_steps=0,
+            lora=LoraConfig(**job["lora"]),
+        )
+        model = load_policy(job["model"], config.dtype)
+        add_adapters(model, config.lora)
+        generator = torch.Generator().manual_seed(1)
+        for name, each in model.named_parameters():
+            if ".lora_B." in name:  # which begin as zero, and leave A without a gradient
+                each.data.copy_(torch.randn(each.shape, generator=generator) * 0.1)
+        engine = RecordingEngine(config, model, ranks.device)
+        training = StepTraining(config, engine, samples, 0)
+        training.run()
+        assert not training.reason
+        weights = {name: each.clone() for name, each in named_weights(engine.model)}
+        if ranks.rank == 0:
+            for kind, tensors in (("gradient", engine.gradient), ("weights", weights)):
+                save_file(tensors, Path(job["output"]) / f"{case['name']}.{kind}.safetensors")
+        engine.close()
+    dist.destroy_process_group()
+
+
+main()

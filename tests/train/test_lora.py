@@ -1,0 +1,169 @@
+"""Low-rank adapters: what is trained, what is merged, what is written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
+
+from tasks.errors import ConfigError
+from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.lora import add_adapters
+from tasks.train.samples import Samples, read_samples
+from tasks.train.weights import export_policy, named_weights, weight_metas
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CONFIGS = {
+    "dense": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+    ),
+}
+LORA = LoraConfig(rank=3, alpha=5.0)
+TOKENS = torch.arange(12)[None]
+
+
+@pytest.fixture(params=CONFIGS)
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path / "start"
+    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(folder)
+    return folder
+
+
+def adapted(folder: Path, config: LoraConfig = LORA, *, is_trained: bool = True) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    add_adapters(model, config)
+    generator = torch.Generator().manual_seed(1)
+    for name, each in model.named_parameters():
+        if is_trained and ".lora_" in name:
+            each.data = torch.randn(each.shape, generator=generator) * 0.1
+    return model
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(input_ids=TOKENS).logits
+
+
+def test_version_0_is_the_start_model_and_the_same_at_every_start(start: Path) -> None:
+    one, other = (adapted(start, is_trained=False) for _ in range(2))
+    assert torch.equal(logits(one), logits(AutoModelForCausalLM.from_pretrained(start)))
+    for (name, each), same in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(each, same), name
+        assert each.requires_grad == (".lora_" in name)
+
+
+def test_merged_weights_have_the_names_shapes_and_types_of_the_start_model(start: Path) -> None:
+    model = adapted(start)
+    weights, stored = dict(named_weights(model)), load_file(start / "model.safetensors")
+    described = {name: (tuple(each.shape), each.dtype) for name, each in weights.items()}
+    assert described == {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
+    assert described == {name: (shape, dtype) for name, shape, dtype in weight_metas(model)}
+
+
+def test_what_is_exported_is_the_merged_model_and_beside_it_an_adapter_that_peft_reads(
+    start: Path, tmp_path: Path
+) -> None:
+    model = adapted(start)
+    export_policy(model, str(tmp_path / "exported"), is_writer=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=0)
+    assert not torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(start)), atol=1e-3)
+    assert all(
+        torch.equal(each, merged.state_dict()[name])
+        for name, each in named_weights(model)
+        if name in merged.state_dict()
+    )
+    base = AutoModelForCausalLM.from_pretrained(start)
+    read = peft.PeftModel.from_pretrained(base, str(tmp_path / "exported" / "adapter"))
+    assert torch.equal(logits(read), logits(model))
+
+
+@pytest.mark.parametrize("target", ["no_proj", "lm_head", "embed_tokens"])
+def test_targets_that_cannot_have_adapters_are_named(start: Path, target: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.lora\.targets = '{target}': .*q_proj"):
+        adapted(start, LoraConfig(rank=2, targets=("q_proj", target)))
+
+
+def test_targets_may_be_ends_of_names(start: Path) -> None:
+    model = adapted(start, LoraConfig(rank=2, targets=("0.self_attn.q_proj", "v_proj")))
+    trained = {name.partition(".lora_")[0] for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == {
+        f"model.layers.{each}" for each in ("0.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.v_proj")
+    }
+
+
+def test_experts_and_routers_get_no_adapters(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["experts"]).save_pretrained(tmp_path)
+    model = adapted(tmp_path)
+    trained = {name.split(".")[3] for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == {"self_attn"}
+
+
+def naive_gradient(policy: torch.nn.Module, samples: Samples) -> dict[str, torch.Tensor]:
+    """One row at a time, in the policy's precision: PPO's clipped loss, over the trained tokens of the batch."""
+    total, n_tokens, config = torch.zeros((), dtype=torch.float64), 0, TrainConfig()
+    for row, mask in enumerate(samples.loss_masks):
+        logits = policy(input_ids=torch.tensor(samples.token_ids[row][None].astype("int64"))).logits[0]
+        log_p = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)
+        for t in mask.nonzero()[0]:
+            log_ratio = log_p[t - 1, int(samples.token_ids[row][t])] - float(samples.logprobs[row][t])
+            ratio, advantage = log_ratio.exp(), float(samples.advantages[row])
+            bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+            total = total - torch.minimum(ratio * advantage, bounded * advantage)
+            n_tokens += 1
+    (total / n_tokens).backward()
+    return {name: each.grad for name, each in policy.named_parameters() if each.requires_grad}
+
+
+@pytest.mark.service
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has(
+    n_ranks: int,
+    tiny_model: Path,
+    batches: Any,
+    run_ranks: Callable[[str, int, dict[str, object]], None],
+    tmp_path: Path,
+) -> None:
+    batches.write_step(tmp_path, 0, batches.uneven_rows(16))
+    cases = [{"name": f"zero{stage}", "zero_stage": stage, "dtype": "float32"} for stage in range(4)]
+    cases += [{"name": "bfloat16", "zero_stage": 2, "dtype": "bfloat16"}]
+    lora = {"rank": 4, "alpha": 8.0}
+    job = {"model": str(tiny_model), "folder": str(tmp_path), "output": str(tmp_path), "lora": lora}
+    run_ranks("lora_ranks.py", n_ranks, {**job, "cases": cases})
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    start = {name: each.clone() for name, each in policy.state_dict().items()}
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(policy.float(), settings)
+    generator = torch.Generator().manual_seed(1)
+    for name, each in adapted.named_parameters():
+        if ".lora_B." in name:
+            each.data.copy_(torch.randn(each.shape, generator=generator) * 0.1)
+    expected = naive_gradient(adapted.double(), read_samples(str(tmp_path), 0)[1])
+    for stage in range(4):
+        found = load_file(tmp_path / f"zero{stage}.gradient.safetensors")
+        assert {f"base_model.model.{name}" for name in found} == expected.keys()
+        for name, each in found.items():
+            wanted = expected[f"base_model.model.{name}"]
+            assert (each - wanted).norm() / wanted.norm() < 1e-5, (stage, name)
+        after = load_file(tmp_path / f"zero{stage}.weights.safetensors")
+        changed = {name for name, each in after.items() if not torch.equal(each, start[name].float())}
+        assert changed == {name for name in start if "_proj.weight" in name}
+    assert all(
+        each.isfinite().all() for each in load_file(tmp_path / "bfloat16.weights.safetensors").values()
+    )
