@@ -10,13 +10,14 @@ from prefect.logging import get_run_logger
 from flows.failures import FailureWatch
 from flows.group import GroupCollection, StepCollection
 from flows.progress import say
+from flows.refills import Refills
 from flows.run import Run
 from tasks.score.outcome import GroupOutcome, batch_rows
 from tasks.store.batch import stored_digest
 from tasks.store.plan import group_numbers, settled_plan
 from tasks.store.reader import read
 from tasks.store.rows import rows_of, without
-from tasks.store.step import StepPlan, StoredStep, plan_step
+from tasks.store.step import GroupPlan, StepPlan, StoredStep, new_group, plan_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,12 @@ async def collect_step(run: Run, step: int) -> Collected:
     """
     started, rollout = time.perf_counter(), run.config.rollout
     ranges = await settled_plan(
-        run.folder, run.store.writer, run=run.id, step=step, groups_per_step=rollout.groups_per_step
+        run.folder,
+        run.store.writer,
+        run=run.id,
+        step=step,
+        groups_per_step=rollout.groups_per_step,
+        max_refill_groups=rollout.max_refill_groups,
     )
     plan = await planned(run, step, group_numbers(ranges))
     if plan.redone:
@@ -54,14 +60,32 @@ async def collect_step(run: Run, step: int) -> Collected:
     for group in plan.groups:
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)
-    collection = StepCollection(run, step, failures)
-    async with asyncio.TaskGroup() as fan_out:
-        collecting = []
-        for group in plan.groups:
-            collecting.append(fan_out.create_task(GroupCollection(collection, group).collect()))
-            await asyncio.sleep(0)
-    outcomes = [outcome for each in collecting for outcome in each.result()]
+    refills = Refills(run, step, ranges, is_closed=plan.has_batch)
+    outcomes = await _fan_out(StepCollection(run, step, failures), plan.groups, refills)
+    if lacking := refills.lacking(outcomes):
+        say(lacking)
     return Collected(step, outcomes, time.perf_counter() - started)
+
+
+async def _fan_out(
+    collection: StepCollection, groups: Sequence[GroupPlan], refills: Refills
+) -> list[GroupOutcome]:
+    """Collect all groups side by side, and refills the moment a group is found untrainable; outcomes by number."""
+    outcomes: list[GroupOutcome] = []
+    group_size = collection.run.config.rollout.group_size
+
+    async def collect(group: GroupPlan) -> None:
+        judged = await GroupCollection(collection, group).collect()
+        outcomes.extend(judged)
+        if (refill := await refills.after(judged)) is not None:
+            collection.failures.plan_more(group_size)
+            fan_out.create_task(collect(new_group(refill, group_size)))
+
+    async with asyncio.TaskGroup() as fan_out:
+        for group in groups:
+            fan_out.create_task(collect(group))
+            await asyncio.sleep(0)
+    return sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
 
 
 async def planned(run: Run, step: int, groups: Sequence[int]) -> StepPlan:

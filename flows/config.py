@@ -1,7 +1,7 @@
 """RunConfig: the stages' settings composed; presets, overrides, and the rules that cross stages."""
 
 import copy
-import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from tasks.config import StageConfig, setting
+from tasks.config import StageConfig, nearest, setting
 from tasks.errors import ConfigError
 from tasks.observe.config import ObserveConfig
 from tasks.rollout.config import RolloutConfig
@@ -160,8 +161,7 @@ def parsed(model: type[Config], values: dict[str, Any]) -> Config:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         remedy = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-        nearest = _nearest(model, field, first["type"])
-        raise ConfigError(field, first["input"], f"{remedy}{nearest}") from None
+        raise ConfigError(field, first["input"], f"{remedy}{_meant(model, field, first)}") from None
 
 
 def check(config: RunConfig) -> None:
@@ -197,11 +197,13 @@ def _value(text: str) -> Any:
     return value
 
 
-def _nearest(model: type[StageConfig], field: str, error_type: str) -> str:
-    if error_type != "extra_forbidden":
-        return ""
-    matches = difflib.get_close_matches(field, list(settings(model)), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def _meant(model: type[StageConfig], field: str, error: ErrorDetails) -> str:
+    """The setting, or the choice of one, that is written nearly so; empty for other errors."""
+    if error["type"] == "extra_forbidden":
+        return nearest(field, settings(model))
+    if error["type"] == "literal_error":
+        return nearest(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+    return ""
 
 
 def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:
@@ -231,6 +233,8 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
     """(field, value, is wrong, remedy) of each rule."""
     rollout, start_model, train = config.rollout, config.start_model, config.train
     return [
+        *_overlong_rules(config),
+        *_batch_rules(config),
         (
             "model",
             config.model,
@@ -285,6 +289,50 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
             start_model.hidden_size % (HEAD_MULTIPLE * start_model.heads) != 0,
             f"must be a multiple of {HEAD_MULTIPLE} x start_model.heads, which is {start_model.heads}: vLLM's attention on "
             "CPU wants it",
+        ),
+    ]
+
+
+def _overlong_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]:
+    """Those of overlong reward shaping."""
+    limit, cache = config.score.overlong_limit_tokens, config.score.overlong_cache_tokens
+    longest = config.serve.max_model_len - 1
+    return [
+        (
+            "score.overlong_limit_tokens",
+            limit,
+            limit > longest,
+            f"no answer gets so long: serve.max_model_len is {config.serve.max_model_len}, the prompt included; give at "
+            f"most {longest}, or 0 for no shaping",
+        ),
+        (
+            "score.overlong_cache_tokens",
+            cache,
+            cache > 0 and not limit,
+            "goes with score.overlong_limit_tokens, which is 0: give both, or neither",
+        ),
+        (
+            "score.overlong_cache_tokens",
+            cache,
+            limit > 0 and not 0 < cache < limit,
+            f"must be 1 to {limit - 1}: the loss of reward rises over the last so many tokens below "
+            f"score.overlong_limit_tokens, which is {limit}",
+        ),
+    ]
+
+
+def _batch_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]:
+    """Those of what one update is made of."""
+    rollout, train = config.rollout, config.train
+    n_rows, n_parts = config.trajectories_per_step, train.ranks * train.updates_per_step
+    return [
+        (
+            "rollout.groups_per_step",
+            rollout.groups_per_step,
+            n_rows < n_parts,
+            f"a step samples {n_rows} trajectories (with rollout.group_size = {rollout.group_size}), and trains them on "
+            f"train.ranks = {train.ranks} in train.updates_per_step = {train.updates_per_step} updates: each rank needs "
+            "one of each update at least; sample more, or take fewer ranks or updates",
         ),
     ]
 

@@ -14,15 +14,17 @@ from tasks.store.layout import RunFolder
 from tasks.store.reader import scan
 
 KEPT = "kept"
+TRUNCATED = "truncated"
 LENGTH_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Sampled tokens at which a bin of lengths ends; the last bin has no end."""
 
 
-def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
+def drops(folder: RunFolder, step: int, scorer: str, *, train_truncated: bool = True) -> pl.DataFrame:
     """Each trajectory of a step, by its last attempt, with its fate, columns env, cause and n_tokens; cause is `kept` for survivors.
 
     A cause is a type of error, of the rollout or of its score (by `scorer`, NAME@VERSION), or the reason why its
-    group was left out: too few survivors, or not whole. A group without spread in reward loses nothing.
+    group was left out: too few survivors, or not whole. A group without spread in reward loses nothing. Of a group that
+    is trained on without its truncated trajectories (`train_truncated` False), these are lost to `truncated`.
     """
     of_rollouts = ["trajectory_id", "group", "sample", "attempt", "env", "n_completion_tokens", "status"]
     stored = scan(folder, "rollouts", [*of_rollouts, "error_type"], step=step)
@@ -32,6 +34,7 @@ def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
         "env",
         pl.col("n_completion_tokens").alias("n_tokens"),
         pl.when(pl.col("status").is_in(["failed", "cancelled"])).then("error_type").alias("rollout_cause"),
+        (pl.col("status") == TRUNCATED).alias("is_truncated"),
     )
     of_scores = ["trajectory_id", "subgroup", "status", "error_type"]
     scores = scan(folder, "scores", of_scores, scorer=scorer, step=step).select(
@@ -46,13 +49,18 @@ def drops(folder: RunFolder, step: int, scorer: str) -> pl.DataFrame:
     groups = scan(folder, "groups", ["group", "subgroup", "reason"], step=step).select(
         "group",
         "subgroup",
+        "reason",
         pl.when(pl.col("reason").is_in(["", "no_reward_spread"]).not_()).then("reason").alias("group_cause"),
     )
+    is_filtered = pl.col("is_truncated") & (pl.col("reason") == "") & pl.lit(not train_truncated)
+    filtered = pl.when(is_filtered).then(pl.lit(TRUNCATED))
     fates = (
         rollouts.join(scores, on="trajectory_id", how="left")
         .with_columns(pl.col("subgroup").fill_null(0))
         .join(groups, on=["group", "subgroup"], how="left")
-        .with_columns(pl.coalesce("rollout_cause", "score_cause", "group_cause", pl.lit(KEPT)).alias("cause"))
+        .with_columns(
+            pl.coalesce("rollout_cause", "score_cause", "group_cause", filtered, pl.lit(KEPT)).alias("cause")
+        )
     )
     return fates.select("env", "cause", "n_tokens").collect()
 

@@ -51,6 +51,10 @@ class FailureWatch:
                 self._examples.setdefault(row["error_type"], row["error"])
         self._check()
 
+    def plan_more(self, n: int) -> None:
+        """So many further trajectories of the step are planned: those of a refill."""
+        self._n_planned += n
+
     @property
     def n_failed(self) -> int:
         """How many failed or were cut."""

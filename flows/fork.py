@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flows.config import RunConfig, fixed_settings, overridden, validate
 from flows.folder import run_folder
 from flows.recipe import start_model_folder
 from tasks.errors import RunMismatchError
-from tasks.store.fixed import differences
+from tasks.store.fixed import differences, value_of
 from tasks.store.fork import fork
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
@@ -15,7 +16,8 @@ from tasks.store.manifest import read_manifest
 OF_THE_WEIGHTS = ("model", "start_model.", "train.ranks", "train.zero_stage", "train.dtype")
 """Fixed settings, or sections of them, that a checkpoint is made of; a fork has its source's."""
 OF_THE_NUMBERS = ("rollout.groups_per_step",)
-"""Fixed settings by which groups are numbered, from the first step on."""
+REFILLS = "rollout.max_refill_groups"
+"""Fixed settings by which groups are numbered, from the first step on; the refills may become more in a fork."""
 
 
 def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:
@@ -45,8 +47,20 @@ def forked_config(source: RunFolder, overrides: Sequence[str]) -> RunConfig:
             f"a fork of {source.location} has these settings of it, on which its weights and groups depend:\n"
             + "\n".join(lines)
         )
+    _check_refills(stored, config, source)
     if config.model:
         return config
     model = start_model_folder(validate(stored))
     start_model = config.start_model.model_copy(update={"enabled": False})
     return config.model_copy(update={"model": str(Path(model).absolute()), "start_model": start_model})
+
+
+def _check_refills(stored: dict[str, Any], config: RunConfig, source: RunFolder) -> None:
+    """Refuse fewer refills a step than the source's: numbers of groups that it has sampled would be given again."""
+    before, now = value_of(stored, REFILLS, 0), config.rollout.max_refill_groups
+    if not isinstance(before, int) or now >= before:
+        return
+    raise RunMismatchError(
+        f"{REFILLS} = {now}: the steps that a fork of {source.location} begins with are numbered for {before} refills "
+        "each; give as many, or more"
+    )

@@ -11,7 +11,7 @@ from flows.attached import check_attached
 from flows.config import RunConfig
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
-from tasks.rollout.environment import WarmUp, environment_of, library_of
+from tasks.rollout.environment import Environment, SingleTurn, WarmUp, environment_of, library_of
 from tasks.rollout.prompts import check_prompts
 from tasks.rollout.state import states_of
 from tasks.rollout.tokens import ChatTokenizer
@@ -49,10 +49,25 @@ def _check_stages(config: RunConfig) -> None:
         return
     environment = environment_of(config.rollout)
     states_of(environment)
-    check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
+    check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+    _check_overlong(config, environment)
     if config.start_model.enabled and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.enabled", True, remedy)
+
+
+def _check_overlong(config: RunConfig, environment: Environment) -> None:
+    """Refuse a limit that no answer of one turn reaches."""
+    limit, longest = config.score.overlong_limit_tokens, config.rollout.max_completion_tokens
+    if limit <= longest:
+        return
+    episode = environment.episode(asyncio.run(environment.example("train", 0)), seed=0)
+    if isinstance(episode, SingleTurn):
+        remedy = (
+            f"an answer in environment {environment.name} has rollout.max_completion_tokens = {longest} at most; give "
+            "at most as many, or 0 for no shaping"
+        )
+        raise ConfigError("score.overlong_limit_tokens", limit, remedy)
 
 
 def _check_library(config: RunConfig) -> None:

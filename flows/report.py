@@ -18,6 +18,7 @@ from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
 from tasks.rollout.env_client import RemoteEnvironment
+from tasks.store.plan import group_numbers, read_plan
 from tasks.store.reader import scan
 from tasks.store.schemas import batch_of
 from tasks.train.protocol import StepResult
@@ -35,7 +36,10 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     """Store the step's metrics and show it."""
     step = collected.step
     reward, measured = await asyncio.to_thread(_measure, run, step)
-    dropped = await asyncio.to_thread(drops, run.folder, step, run.scoring.key)
+    trains_truncated = run.config.score.train_truncated
+    dropped = await asyncio.to_thread(
+        drops, run.folder, step, run.scoring.key, train_truncated=trains_truncated
+    )
     measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
@@ -59,7 +63,8 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
 def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:
     """Mean reward of a step's groups (NaN without any), and its metrics by name."""
     groups = scan(run.folder, "groups", ["reward_mean", "reason"], step=step).collect()
-    rollouts = scan(run.folder, "rollouts", ["n_completion_tokens", "status"], step=step).collect()
+    rollouts = scan(run.folder, "rollouts", ["group", "n_completion_tokens", "status"], step=step).collect()
+    refills = group_numbers([each for each in read_plan(run.folder, step) if each.reason == "refill"])
     rewards = groups["reward_mean"].drop_nans()
     reward = float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan
     return reward, {
@@ -67,6 +72,8 @@ def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:
         "rollout/tokens": float(rollouts["n_completion_tokens"].sum()),
         "rollout/failed": float((rollouts["status"] == "failed").sum()),
         "rollout/groups_trained": float((groups["reason"] == "").sum()),
+        "rollout/refill_groups": float(len(refills)),
+        "rollout/refill_trajectories": float(rollouts["group"].is_in(refills).sum()),
     }
 
 

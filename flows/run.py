@@ -125,7 +125,7 @@ async def open_run(
             open_environment(config.rollout, logs=store.folder.logs, stop_grace_s=config.serve.stop_grace_s)
         )
         check_stored_columns(store.folder, environment.name, states_of(environment))
-        check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
+        check_prompts(environment, config.rollout, config.evaluate.n_prompts)
         pool, tokenizer = ServerPool(), ChatTokenizer.load(model)
         yield Run(
             config=config,

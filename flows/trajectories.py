@@ -102,7 +102,9 @@ def groups_there_are(folder: RunFolder) -> str:
     """The groups that a run has planned, in words."""
     plans = read(folder, "plans", ["first_group", "n_groups"]).to_pylist()
     last = max((plan["first_group"] + plan["n_groups"] for plan in plans), default=0) - 1
-    return f"it has groups 0 to {last}" if plans else "it has no groups yet"
+    has_gaps = sum(plan["n_groups"] for plan in plans) <= last
+    gaps = ", without the numbers of refills that no step took" if has_gaps else ""
+    return f"it has groups 0 to {last}{gaps}" if plans else "it has no groups yet"
 
 
 def check_sampled(folder: RunFolder) -> None:

@@ -1,7 +1,8 @@
 """The base of every stage's configuration, and the one way to declare a setting, or a thing it names."""
 
+import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +26,12 @@ def setting(default: Any, description: str, *, fixed: bool = False, **limits: An
         limits: pydantic's `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`, ...
     """
     return Field(default, description=description, json_schema_extra={"fixed": fixed}, **limits)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The name that was meant, as the end of a message; empty when none is near. Example: "; did you mean mean_std?"."""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def named(field: str, name: str, registered: Mapping[str, str]) -> Any:
@@ -55,5 +62,5 @@ def made_by_name(field: str, name: str, registered: Mapping[str, str]) -> Any:
 
 def _unmakeable(field: str, name: str, registered: Mapping[str, str], error: Exception) -> ConfigError:
     names = ", ".join(sorted(registered))
-    remedy = f"give a registered name ({names}) or an import path package.module:Class ({error})"
+    remedy = f"give a registered name ({names}) or an import path package.module:Class ({error}){nearest(name, registered)}"
     return ConfigError(field, name, remedy)

@@ -99,12 +99,16 @@ class ScoreConfig(StageConfig):
     )
     overlong_limit_tokens: int = setting(
         0,
-        "Sampled tokens from which on a trajectory loses a whole point of reward; 0: no shaping.",
+        "Sampled tokens from which on a trajectory loses a whole point of the reward that its advantage is taken of "
+        "(DAPO's soft overlong punishment); 0: none does.",
         ge=0,
         fixed=True,
     )
     overlong_cache_tokens: int = setting(
-        0, "Tokens below that limit over which the loss of reward rises from 0.", ge=0, fixed=True
+        0,
+        "Tokens below that limit over which the loss rises from 0 to the whole point.",
+        ge=0,
+        fixed=True,
     )
     train_truncated: bool = setting(
         True,

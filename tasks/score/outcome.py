@@ -9,6 +9,7 @@ import numpy as np
 
 from tasks.score.advantages import advantage_of
 from tasks.score.config import ScoreConfig
+from tasks.score.overlong import penalties
 from tasks.store.rows import Rows
 from tasks.store.schemas import batch_of
 
@@ -17,11 +18,18 @@ NOT_WHOLE = "not_whole"
 DROPPED_BY_SCORER = "dropped_by_scorer"
 NO_REWARD_SPREAD = "no_reward_spread"
 NO_FINITE_ADVANTAGE = "no_finite_advantage"
+ALL_TRUNCATED = "all_truncated"
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A trajectory of a group that has tokens and a reward."""
+    """A trajectory of a group that has tokens and a reward.
+
+    Attributes:
+        n_tokens: sampled ones.
+        reward: the scorer's, as it is stored.
+        is_truncated: True when a length limit ended it.
+    """
 
     trajectory_id: str
     sample: int
@@ -29,6 +37,7 @@ class Survivor:
     n_tokens: int
     reward: float
     subgroup: int = 0
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,7 @@ class GroupOutcome:
         expected: trajectories asked for, of the whole group.
         reason: why it is out of the batch; empty when it is in.
         advantages: [len(survivors)] float32; all 0 when it is out.
+        trains_truncated: False: survivors that were truncated are in the baseline, and not in the batch.
     """
 
     group: int
@@ -49,6 +59,17 @@ class GroupOutcome:
     survivors: tuple[Survivor, ...]
     reason: str
     advantages: np.ndarray
+    trains_truncated: bool = True
+
+    @property
+    def trained(self) -> list[tuple[Survivor, float]]:
+        """The survivors that are in the batch, each with its advantage; none when the group is out."""
+        pairs = zip(self.survivors, self.advantages, strict=True)
+        return [
+            (survivor, float(advantage))
+            for survivor, advantage in pairs
+            if not self.reason and (self.trains_truncated or not survivor.is_truncated)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +92,7 @@ def survivors_of(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
         for row in scores.select(["trajectory_id", "status", "reward", "subgroup"]).to_pylist()
         if row["status"] == "scored"
     }
-    columns = ["trajectory_id", "sample", "env", "n_completion_tokens"]
+    columns = ["trajectory_id", "sample", "env", "n_completion_tokens", "status"]
     rows = (row for row in rollouts.select(columns).to_pylist() if row["trajectory_id"] in scored)
     found = (
         Survivor(
@@ -81,6 +102,7 @@ def survivors_of(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
             n_tokens=row["n_completion_tokens"],
             reward=scored[row["trajectory_id"]]["reward"],
             subgroup=scored[row["trajectory_id"]]["subgroup"],
+            is_truncated=row["status"] == "truncated",
         )
         for row in rows
     )
@@ -106,6 +128,8 @@ def judge_group(
         survivors: those with a reward.
         dropped: trajectories that the scorer dropped.
 
+    Rewards are taken with their overlong punishment (tasks.score.overlong), if any.
+
     Example: four survivors with rewards 1, 0, 0, 1 and `advantage: mean` get .5, -.5, -.5, .5.
 
     Raises:
@@ -116,13 +140,25 @@ def judge_group(
     outcomes = []
     for subgroup in subgroups:
         members = tuple(survivor for survivor in survivors if survivor.subgroup == subgroup)
-        rewards = np.array([member.reward for member in members], np.float64)
+        rewards = shaped_rewards(config, members)
         reason = _reason(config, rewards, is_short=is_short, is_dropped=not members and dropped > 0)
+        if not reason and not config.train_truncated and all(member.is_truncated for member in members):
+            reason = ALL_TRUNCATED
         advantages = np.zeros(len(members), np.float32)
         if not reason:
             advantages, reason = _advantages(config, rewards)
-        outcomes.append(GroupOutcome(group, env, subgroup, expected, members, reason, advantages))
+        outcome = GroupOutcome(
+            group, env, subgroup, expected, members, reason, advantages, config.train_truncated
+        )
+        outcomes.append(outcome)
     return tuple(outcomes)
+
+
+def shaped_rewards(config: ScoreConfig, survivors: Sequence[Survivor]) -> np.ndarray:
+    """[G] float64 rewards that advantages are taken of: the scorer's, and what their lengths add."""
+    rewards = np.array([survivor.reward for survivor in survivors], np.float64)
+    rewards += penalties(config, np.array([survivor.n_tokens for survivor in survivors]))
+    return rewards
 
 
 def _advantages(config: ScoreConfig, rewards: np.ndarray) -> tuple[np.ndarray, str]:
@@ -189,10 +225,9 @@ def batch_rows(
     """
     here = Origin("", step)
     chosen = [
-        (outcome, survivor, float(advantage), origins.get(outcome.group, here))
+        (outcome, survivor, advantage, origins.get(outcome.group, here))
         for outcome in sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
-        if not outcome.reason
-        for survivor, advantage in zip(outcome.survivors, outcome.advantages, strict=True)
+        for survivor, advantage in outcome.trained
     ]
     return batch_of(
         "batches",

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tasks.config import nearest
 from tasks.errors import ConfigError
 from tasks.score.config import ScoreConfig
 from tasks.score.function import ScoreFunction, digest_of, function_at
@@ -92,6 +93,7 @@ def _part(field: str, name: str, weight: float, config: ScoreConfig) -> Part:
         remedy = (
             f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
             f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error})"
+            f"{nearest(name, REGISTERED)}"
         )
         raise ConfigError(field, name, remedy) from error
     for what, value in (("name", function.name), ("version", function.version)):

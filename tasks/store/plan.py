@@ -1,4 +1,4 @@
-"""The plan of a step: which groups it samples, written before its first request."""
+"""The plan of a step: which groups it samples, written before its first request, and the refills appended to it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,9 +28,26 @@ class GroupRange:
     reason: Reason = "plan"
 
 
-def step_plan(step: int, groups_per_step: int) -> GroupRange:
-    """The groups of a step: a pure function. Example: step 3 of 32 groups each begins at group 96."""
-    return GroupRange(step * groups_per_step, groups_per_step)
+def step_plan(step: int, groups_per_step: int, max_refill_groups: int = 0) -> GroupRange:
+    """The groups of a step: a pure function; the numbers after them, up to the next step's, are its refills'.
+
+    Example: step 3 of 32 groups each begins at group 96; with at most 8 refills a step at group 120, and the groups
+    152 to 159 are its refills, if it needs any.
+    """
+    return GroupRange(step * (groups_per_step + max_refill_groups), groups_per_step)
+
+
+def refill_after(ranges: Sequence[GroupRange]) -> GroupRange:
+    """The next refill of a step: one group, numbered after all that it has planned.
+
+    Example: the plan (120, 32) is followed by (152, 1), and that by (153, 1).
+    """
+    return GroupRange(max(each.first + each.n for each in ranges), 1, "refill")
+
+
+def n_refills(ranges: Sequence[GroupRange]) -> int:
+    """Groups that were appended to a plan."""
+    return sum(each.n for each in ranges if each.reason == "refill")
 
 
 def group_numbers(ranges: Sequence[GroupRange]) -> tuple[int, ...]:
@@ -57,11 +74,17 @@ def read_plan(folder: RunFolder, step: int) -> tuple[GroupRange, ...]:
 
 
 async def settled_plan(
-    folder: RunFolder, writer: RunWriter, *, run: str, step: int, groups_per_step: int
+    folder: RunFolder,
+    writer: RunWriter,
+    *,
+    run: str,
+    step: int,
+    groups_per_step: int,
+    max_refill_groups: int = 0,
 ) -> tuple[GroupRange, ...]:
     """The stored plan of a step, and when there is none the plan made now, once it is stored."""
     if stored := await asyncio.to_thread(read_plan, folder, step):
         return stored
-    ranges = (step_plan(step, groups_per_step),)
+    ranges = (step_plan(step, groups_per_step, max_refill_groups),)
     await writer.append("plans", plan_rows(run, step, ranges), step=step)
     return ranges

@@ -9,7 +9,7 @@ from tasks.store.filesystem import files_of
 from tasks.store.findings import named
 from tasks.store.layout import RunFolder, partition_folder
 from tasks.store.reader import read
-from tasks.store.rows import Rows, last_by, rows_of, values, where, where_in, without
+from tasks.store.rows import Rows, last_by, no_rows, rows_of, values, where, where_in, without
 
 LOST = ("failed", "cancelled")
 """Statuses of rollouts that are final, and sampled again only when a user asks for it."""
@@ -121,6 +121,12 @@ def plan_step(
     """
     plans = (_plan_group(group, group_size, stored, redo_failed) for group in groups)
     return StepPlan(tuple(plans), stored.has_batch)
+
+
+def new_group(group: int, group_size: int) -> GroupPlan:
+    """The plan of a group of which nothing is stored."""
+    nothing = StoredStep(no_rows("rollouts"), no_rows("scores"), frozenset())
+    return _plan_group(group, group_size, nothing, redo_failed=False)
 
 
 def unscored(rollouts: Rows, scores: Rows) -> Rows:

@@ -1,176 +1,29 @@
 """A group on its way, with a sampler and a scorer that do as they are told."""
 
-import asyncio
 import logging
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
+from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, diary, opened, stored
 
 from flows.collect import planned
-from flows.config import RunConfig
 from flows.drops import drop_line, drop_metrics, drops
 from flows.failures import FailureWatch
 from flows.group import GroupCollection, StepCollection
-from flows.progress import RunProgress
-from flows.recording import Recording
 from flows.retention import drop_old_routing
 from flows.run import Run
-from flows.turns import SampledPart, ScoredPart
 from tasks.errors import FailedShareError, RequestError
-from tasks.observe.metrics import Metric
-from tasks.rollout.addition import Addition
-from tasks.rollout.admission import Admission
-from tasks.rollout.environment import Environment
 from tasks.rollout.guess import Guess
-from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work
 from tasks.score.outcome import NOT_WHOLE, GroupOutcome
-from tasks.serve.pool import ServerPool
-from tasks.store.compactor import Compactor
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
 from tasks.store.reader import read
 from tasks.store.routing import read_routing
-from tasks.store.rows import Rows, values
-from tasks.store.run import OpenRun
-from tasks.store.schemas import batch_of
-
-T = TypeVar("T")
-GROUP_SIZE = 4
-
-
-class PlannedSampler:
-    """Answers after a sample's seconds, or raises its error."""
-
-    def __init__(self, plan: dict[int, float | Exception] | None = None) -> None:
-        self.plan = plan or {}
-        self.sampled: list[int] = []
-
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
-        self.sampled.append(work.sample)
-        act = self.plan.get(work.sample, 0.0)
-        if isinstance(act, Exception):
-            raise act
-        await asyncio.sleep(act)
-        ids = np.array([9, 1], np.int32)
-        return Sampled(ids, np.array([-0.5, -0.25], np.float32), [(0, 0)], "stop", "http://server")
-
-
-class PlannedScoring:
-    """Gives each sample its own number as reward, or the status of its plan; counts whom it saw together."""
-
-    key = "planned@1"
-
-    def __init__(self, *, by_group: bool = False, statuses: dict[int, str] | None = None) -> None:
-        self.by_group, self.statuses = by_group, statuses or {}
-        self.calls: list[list[int]] = []
-
-    async def score(self, rollouts: Rows, *, step: int) -> Rows:
-        samples = [int(str(each)) for each in values(rollouts, "sample")]
-        self.calls.append(samples)
-        n = len(samples)
-        statuses = [self.statuses.get(sample, "scored") for sample in samples]
-        is_scored = [status == "scored" for status in statuses]
-        return batch_of(
-            "scores",
-            {
-                **{
-                    name: values(rollouts, name)
-                    for name in ("run", "step", "group", "sample", "trajectory_id")
-                },
-                "scorer": ["planned"] * n,
-                "version": ["1"] * n,
-                "status": statuses,
-                "error_type": ["" if scored else "ScoreError" for scored in is_scored],
-                "error": ["" if scored else "it would not" for scored in is_scored],
-                "reward": [float(s) if ok else math.nan for s, ok in zip(samples, is_scored, strict=True)],
-                "components": ["{}"] * n,
-                "subgroup": [0] * n,
-                "duration_s": [0.0] * n,
-            },
-        )
-
-    def metrics(self) -> list[Metric]:
-        return []
-
-
-class Diary:
-    """A picture that writes down when each part begins and ends."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
-        self.lines.append(f"rollout {number}")
-        how = await part.sample()
-        self.lines.append(f"rollout {number} done")
-        return how
-
-    async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
-        self.lines.append(f"score {number}")
-        return await part.score()
-
-    async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
-        self.lines.append("group")
-        return await work()
-
-
-@asynccontextmanager
-async def opened(
-    folder: Path,
-    sampler: PlannedSampler,
-    scoring: Any,
-    environment: Environment | None = None,
-    **settings: Any,
-) -> AsyncIterator[Run]:
-    """A run without services."""
-    rollout = {"group_size": GROUP_SIZE, "groups_per_step": 1} | settings.pop("rollout", {})
-    config = RunConfig.model_validate({"start_model": {"enabled": True}, "rollout": rollout} | settings)
-    store = OpenRun.open(
-        RunFolder(folder / "run"),
-        config=config.model_dump(mode="json"),
-        fixed={},
-        versions={},
-        git_commit="",
-        config_of=StoreConfig(flush_s=0.0),
-    )
-    tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
-    environment, recording = environment or Addition(), Recording(1000)
-    try:
-        async with (
-            store.writer,
-            Compactor(files_of(store.folder), store.writer, config.store, print) as compactor,
-        ):
-            yield Run(
-                config=config,
-                model=folder / "model",
-                store=store,
-                compactor=compactor,
-                environment=environment,
-                scoring=scoring,
-                held_out_scoring=scoring,
-                player=Player(environment, tokenizer, sampler, 256, config.rollout.trajectory_timeout_s, 0.1),
-                admission=Admission(config.rollout.max_in_flight),
-                pool=ServerPool(),
-                recording=recording,
-                picture=Diary(),
-                progress=RunProgress("run", 1),
-            )
-    finally:
-        store.close()
-
-
-def diary(run: Run) -> list[str]:
-    assert isinstance(run.picture, Diary)
-    return run.picture.lines
+from tasks.store.rows import Rows
 
 
 async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
@@ -178,12 +31,6 @@ async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...
     plan = await planned(run, 0, [0])
     failures = FailureWatch(0, GROUP_SIZE, max_share, lambda: logging.getLogger("test"))
     return await GroupCollection(StepCollection(run, 0, failures), plan.groups[0]).collect()
-
-
-def stored(run: Run, dataset: str) -> list[dict[str, Any]]:
-    partition = {"scorer": "planned@1"} if dataset == "scores" else {}
-    rows: list[dict[str, Any]] = read(run.folder, dataset, step=0, **partition).to_pylist()
-    return sorted(rows, key=lambda row: row.get("sample", 0))
 
 
 async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
@@ -373,6 +220,28 @@ async def test_a_step_says_what_it_lost_by_cause_and_by_length(tmp_path: Path) -
     assert metrics["drops/cause_Deadline"] == 1.0
     assert metrics["drops/lost_up_to_16_tokens"] == 4.0
     assert "drops/kept_tokens" not in metrics
+
+
+class TruncatedSampler(PlannedSampler):
+    """Cuts the answers of some samples for their length."""
+
+    def __init__(self, *samples: int) -> None:
+        super().__init__()
+        self.samples = samples
+
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        sampled = await super().sample(work, token_ids, until)
+        return replace(sampled, finish_reason="length") if work.sample in self.samples else sampled
+
+
+async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(tmp_path: Path) -> None:
+    score = {"train_truncated": False}
+    async with opened(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
+        (outcome,) = await collected(run)
+        fates = drops(run.folder, 0, run.scoring.key, train_truncated=False)
+        assert drop_line(drops(run.folder, 0, run.scoring.key)) == ""
+    assert [survivor.sample for survivor, _ in outcome.trained] == [0, 3]
+    assert drop_line(fates) == "2 lost (2 truncated)"
 
 
 async def test_a_step_that_lost_nothing_says_nothing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_every_preset_loads_and_its_scorer_is_there(preset: str) -> None:
 def test_presets_that_need_nothing_have_enough_problems(preset: str) -> None:
     config = load(preset)
     environment = environment_of(config.rollout)
-    check_prompts(environment, config.rollout.groups_per_step, config.evaluate.n_prompts)
+    check_prompts(environment, config.rollout, config.evaluate.n_prompts)
 
 
 def gsm8k(folder: Path, name: str, n_rows: int) -> str:

@@ -5,6 +5,7 @@ import pytest
 
 from tasks.errors import ConfigError
 from tasks.rollout.addition import Addition, noisy_student
+from tasks.rollout.config import RolloutConfig
 from tasks.rollout.prompts import check_prompts, example_index, sampling_seed
 
 
@@ -61,6 +62,10 @@ def test_sampling_seeds_differ_by_seed_group_and_sample_and_fit_the_sampler() ->
 
 def test_too_few_prompts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.groups_per_step"):
-        check_prompts(Addition(), 100_000, 1)
+        check_prompts(Addition(), RolloutConfig(groups_per_step=100_000), 1)
     with pytest.raises(ConfigError, match=r"evaluate\.n_prompts"):
-        check_prompts(Addition(), 1, 100_000)
+        check_prompts(Addition(), RolloutConfig(groups_per_step=1), 100_000)
+    with pytest.raises(ConfigError, match=r"rollout\.max_refill_groups = 1: .* at most 0 refills"):
+        check_prompts(
+            Addition(), RolloutConfig(groups_per_step=Addition().size("train"), max_refill_groups=1), 1
+        )

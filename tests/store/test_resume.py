@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from tasks.store.filesystem import files_of, publish_text
 from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
-from tasks.store.plan import GroupRange, group_numbers, plan_rows, read_plan, settled_plan, step_plan
+from tasks.store.plan import (
+    GroupRange,
+    group_numbers,
+    n_refills,
+    plan_rows,
+    read_plan,
+    refill_after,
+    settled_plan,
+    step_plan,
+)
 from tasks.store.resume import (
     ResumePoint,
     complete_checkpoints,
@@ -26,6 +35,20 @@ def test_the_plans_of_all_steps_number_the_groups_without_gap_or_overlap(
 ) -> None:
     plans = [step_plan(step, groups_per_step) for step in range(steps)]
     assert group_numbers(plans) == tuple(range(steps * groups_per_step))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=9))
+def test_no_group_is_of_two_steps_however_many_refills_each_takes_of_those_it_may(
+    groups_per_step: int, max_refill_groups: int, taken: list[int]
+) -> None:
+    every: list[int] = []
+    for step, n in enumerate(taken):
+        ranges = [step_plan(step, groups_per_step, max_refill_groups)]
+        for _ in range(min(n, max_refill_groups)):
+            ranges.append(refill_after(ranges))
+        assert n_refills(ranges) == min(n, max_refill_groups)
+        every += group_numbers(ranges)
+    assert every == sorted(set(every))
 
 
 async def test_a_stored_plan_and_its_refills_are_gone_by_and_not_made_again(folder: RunFolder) -> None:

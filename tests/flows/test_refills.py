@@ -1,0 +1,155 @@
+"""Dynamic sampling: groups that cannot be trained on give their place to further ones."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, opened, stored
+from prefect.logging import disable_run_logger
+
+from flows.collect import Collected, collect_step, store_batch
+from flows.run import Run
+from tasks.errors import FailedShareError, RequestError
+from tasks.rollout.sampling import Sampled
+from tasks.rollout.trajectory import Work
+from tasks.store.layout import RunFolder
+from tasks.store.plan import GroupRange, group_numbers, read_plan
+from tasks.store.verification import verify_run
+
+N_GROUPS, N_REFILLS = 3, 4
+
+
+class GroupSampler(PlannedSampler):
+    """Takes a group's seconds; writes down what begins, what ends, and whether the stored plan had it."""
+
+    def __init__(self, folder: Path, seconds: dict[int, float] | None = None) -> None:
+        super().__init__()
+        self.folder, self.seconds = RunFolder(folder / "run"), seconds or {}
+        self.lines: list[tuple[str, int]] = []
+        self.begun: Counter[str] = Counter()
+        self.unplanned: set[int] = set()
+
+    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        self.lines.append(("begin", work.group))
+        self.begun[work.trajectory_id] += 1
+        if work.group not in group_numbers(read_plan(self.folder, 0)):
+            self.unplanned.add(work.group)
+        await asyncio.sleep(self.seconds.get(work.group, 0.0))
+        sampled = await super().sample(work, token_ids, until)
+        self.lines.append(("end", work.group))
+        return sampled
+
+
+class FlatGroups(PlannedScoring):
+    """Gives all samples of some groups the same reward."""
+
+    def __init__(self, *flat: int) -> None:
+        super().__init__()
+        self.flat = flat
+
+    def reward(self, group: int, sample: int) -> float:
+        return 0.5 if group in self.flat else float(sample)
+
+
+def refilling(**rollout: Any) -> dict[str, Any]:
+    return {"rollout": {"groups_per_step": N_GROUPS, "max_refill_groups": N_REFILLS} | rollout}
+
+
+async def collected(run: Run) -> Collected:
+    with disable_run_logger():
+        return await collect_step(run, 0)
+
+
+def trained(found: Collected) -> list[int]:
+    return [outcome.group for outcome in found.outcomes if not outcome.reason]
+
+
+async def test_a_refill_begins_while_other_groups_are_sampled_and_not_before_its_plan_is_stored(
+    tmp_path: Path,
+) -> None:
+    sampler = GroupSampler(tmp_path, {2: 0.5})
+    async with opened(tmp_path, sampler, FlatGroups(0, 3), **refilling()) as run:
+        found = await collected(run)
+        plan = read_plan(run.folder, 0)
+    assert plan == (GroupRange(0, 3), GroupRange(3, 1, "refill"), GroupRange(4, 1, "refill"))
+    assert trained(found) == [1, 2, 4]
+    assert sampler.lines.index(("begin", 4)) < sampler.lines.index(("end", 2))
+    assert not sampler.unplanned
+
+
+async def test_a_step_has_no_more_refills_than_allowed_and_trains_on_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with opened(tmp_path, GroupSampler(tmp_path), FlatGroups(*range(1, 99)), **refilling()) as run:
+        found = await collected(run)
+        await store_batch(run, found)
+        assert {row["group"] for row in stored(run, "batches")} == {0}
+    assert [outcome.group for outcome in found.outcomes] == list(range(N_GROUPS + N_REFILLS))
+    told = capsys.readouterr().err
+    assert (
+        "step 0: after 4 refills, of rollout.max_refill_groups = 4, 1 of 3 groups can be trained on" in told
+    )
+
+
+async def test_without_refills_an_untrainable_group_keeps_its_place(tmp_path: Path) -> None:
+    async with opened(
+        tmp_path, GroupSampler(tmp_path), FlatGroups(0, 1), **refilling(max_refill_groups=0)
+    ) as run:
+        found = await collected(run)
+    assert (len(found.outcomes), trained(found)) == (N_GROUPS, [2])
+
+
+async def test_a_step_whose_batch_is_stored_gets_no_more_refills(tmp_path: Path) -> None:
+    scoring = FlatGroups(0)
+    async with opened(tmp_path, GroupSampler(tmp_path), scoring, **refilling(max_refill_groups=0)) as run:
+        await store_batch(run, await collected(run))
+    sampler = GroupSampler(tmp_path)
+    async with opened(tmp_path, sampler, scoring, **refilling()) as run:
+        await collected(run)
+    assert not sampler.begun
+
+
+@pytest.mark.parametrize("n_before_the_end", range(1, 28, 3))
+async def test_a_step_ended_anywhere_goes_on_with_its_plan_and_samples_nothing_twice(
+    tmp_path: Path, n_before_the_end: int
+) -> None:
+    scoring, limits = FlatGroups(0, 2, 3, 5), refilling(max_in_flight=GROUP_SIZE)
+
+    class Ending(GroupSampler):
+        async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+            if sum(self.begun.values()) == n_before_the_end:
+                whole.cancel()
+            return await super().sample(work, token_ids, until)
+
+    first = Ending(tmp_path)
+    async with opened(tmp_path, first, scoring, **limits) as run:
+        whole = asyncio.ensure_future(collected(run))
+        with suppress(asyncio.CancelledError):
+            await whole
+    async with opened(tmp_path, PlannedSampler(), scoring, **limits) as run:
+        kept = {row["trajectory_id"] for row in stored(run, "rollouts")}
+    second = GroupSampler(tmp_path)
+    async with opened(tmp_path, second, scoring, **limits) as run:
+        found = await collected(run)
+        await store_batch(run, found)
+        plan = group_numbers(read_plan(run.folder, 0))
+        rows = [row["trajectory_id"] for row in stored(run, "rollouts")]
+    assert plan == tuple(range(7))
+    assert trained(found) == [1, 4, 6]
+    assert not kept & set(second.begun)
+    assert len(rows) == len(set(rows)) == 7 * GROUP_SIZE
+    assert not verify_run(second.folder).findings
+
+
+async def test_a_broken_environment_ends_the_run_and_not_its_refills(tmp_path: Path) -> None:
+    error = RequestError("status 400: no")
+    sampler = PlannedSampler(dict.fromkeys(range(GROUP_SIZE), error))
+    async with opened(tmp_path, sampler, PlannedScoring(), **refilling(max_failed_share=0.4)) as run:
+        with pytest.raises(ExceptionGroup) as raised:
+            await collected(run)
+        assert read_plan(run.folder, 0) == (GroupRange(0, 3),)
+    assert raised.group_contains(FailedShareError)

@@ -1,0 +1,94 @@
+"""Settings that contradict each other, or name what there is not, stop before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.config import load
+from flows.fork import forked_config
+from flows.preflight import preflight
+from tasks.errors import ConfigError, RunMismatchError
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.run import OpenRun
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["score.overlong_limit_tokens=256", "score.overlong_cache_tokens=9"],
+            r"score\.overlong_limit_tokens = 256: no answer gets so long: .* give at most 255",
+        ),
+        (
+            ["score.overlong_cache_tokens=9"],
+            r"score\.overlong_cache_tokens = 9: goes with score\.overlong_limit_tokens, which is 0",
+        ),
+        (
+            ["score.overlong_limit_tokens=20", "score.overlong_cache_tokens=20"],
+            r"score\.overlong_cache_tokens = 20: must be 1 to 19",
+        ),
+        (["score.overlong_limit_tokens=20"], r"score\.overlong_cache_tokens = 0: must be 1 to 19"),
+        (
+            ["train.micro_batch_tokens=255"],
+            r"train\.micro_batch_tokens = 255: must hold the longest sequence: serve\.max_model_len is 256",
+        ),
+        (
+            ["rollout.groups_per_step=1", "train.ranks=4", "train.updates_per_step=3"],
+            r"rollout\.groups_per_step = 1: a step samples 8 trajectories .*train\.ranks = 4 .* fewer ranks or updates",
+        ),
+        (
+            ["rollout.max_refill_group=2"],
+            r"there is no such setting; did you mean rollout\.max_refill_groups\?",
+        ),
+        (["observe.task_runs=group"], r"observe\.task_runs = 'group': .*; did you mean groups\?"),
+        (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
+    ],
+)
+def test_contradictions_say_what_to_change(settings: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load("quickstart", tuple(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["rollout.max_refill_groups=9999"],
+            r"rollout\.max_refill_groups = 9999: environment addition has \d+ training problems.* at most \d+ refills",
+        ),
+        (
+            ["score.overlong_limit_tokens=25", "score.overlong_cache_tokens=9"],
+            r"score\.overlong_limit_tokens = 25: .* rollout\.max_completion_tokens = 24 at most",
+        ),
+        (["rollout.environment=adition"], r"rollout\.environment = 'adition': .* did you mean addition\?"),
+        (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
+    ],
+)
+def test_what_the_stages_find_wrong_is_said_before_the_start(settings: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        preflight(load("quickstart", tuple(settings)))
+
+
+@pytest.mark.parametrize(("refills", "is_refused"), [(2, True), (3, False), (5, False)])
+def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
+    tmp_path: Path, refills: int, is_refused: bool
+) -> None:
+    config = load(
+        "quickstart",
+        (f"store.root={tmp_path}", "model=m", "start_model.enabled=false", "rollout.max_refill_groups=3"),
+    )
+    with opened(tmp_path / "run", config.model_dump(mode="json")) as run:
+        overrides = [f"rollout.max_refill_groups={refills}"]
+        if is_refused:
+            with pytest.raises(RunMismatchError, match="numbered for 3 refills each; give as many, or more"):
+                forked_config(run.folder, overrides)
+        else:
+            assert forked_config(run.folder, overrides).rollout.max_refill_groups == refills
+
+
+def opened(folder: Path, config: dict[str, Any]) -> OpenRun:
+    return OpenRun.open(
+        RunFolder(folder), config=config, fixed={}, versions={}, git_commit="", config_of=StoreConfig()
+    )
