@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tasks.errors import SyncError
+from tasks.sync.adapters import AdapterBase, stored_weights, weight_files, with_adapters
 from tasks.sync.buckets import TransferPlan
 from tasks.sync.link import RECEIVER, join_store, open_link
 from tasks.sync.receiver import arriving
@@ -23,25 +24,35 @@ from tasks.sync.repairs import needed_repairs
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where the sender waits, and under which prefix of its store."""
+    """Where the sender waits, and under which prefix of its store.
+
+    Attributes:
+        base: folder of the model that adapters will be added to; empty when whole weights are sent.
+    """
 
     host: str
     port: int
     prefix: str
     timeout_s: float
+    base: str = ""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """A TransferPlan as JSON."""
+    """A TransferPlan as JSON.
+
+    Attributes:
+        base: an AdapterBase as JSON when the tensors are adapters; None when they are whole weights.
+    """
 
     tensors: Sequence[Mapping[str, Any]]
     total_bytes: int
     bucket_bytes: int
+    base: Mapping[str, Any] | None = None
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives all weights into one buffer, which is allocated once, and loads views of it.
+    """Receives all weights, or adapters alone, into one buffer, which is allocated once, and loads views of it.
 
     Layerwise reload keeps references to the tensors until the update is finished, so no part of the buffer
     is written twice within an update.
@@ -67,6 +78,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the sender; a link that there was before is dropped."""
         self.shutdown()
+        if init_info.base:
+            weight_files(init_info.base)
         store = join_store(init_info.host, init_info.port, init_info.timeout_s)
         self._link = open_link(store, init_info.prefix, RECEIVER, init_info.host, init_info.timeout_s)
 
@@ -81,8 +94,13 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         plan = TransferPlan.from_json(update_info.tensors, update_info.total_bytes, update_info.bucket_bytes)
         if self._buffer.numel() < plan.total_bytes:
             self._buffer = torch.empty(plan.total_bytes, dtype=torch.uint8)
-        arrived = arriving(self._link, plan, self._buffer)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in arrived)
+        arrived = ((name, each.to(self.device)) for name, each in arriving(self._link, plan, self._buffer))
+        if update_info.base is None:
+            self.model.load_weights(arrived)
+        else:
+            base = AdapterBase(**update_info.base)
+            stored = stored_weights(base.folder, self.device)
+            self.model.load_weights(with_adapters(stored, dict(arrived), base))
 
     def finish_weight_update(self) -> None:
         """Put the new weights in place, in the layouts that kernels want."""

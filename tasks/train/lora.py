@@ -8,6 +8,7 @@ version 0 is the start model.
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import peft
 import torch
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 from tasks.errors import ConfigError
 from tasks.sync.adapters import merged_weight
 from tasks.train.config import LoraConfig
+
+Kind = TypeVar("Kind", bound=torch.Tensor)
 
 _NAME = "default"
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
@@ -101,7 +104,7 @@ def merged(parameters: Mapping[str, torch.Tensor], scale: float) -> dict[str, to
     return found
 
 
-def adapters_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def adapters_of(parameters: Mapping[str, Kind]) -> dict[str, Kind]:
     """The adapters among parameters, in the order A, B, by names without peft's name of an adapter.
 
     Example: "model.layers.0.mlp.up_proj.lora_A.weight".

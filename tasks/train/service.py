@@ -78,7 +78,7 @@ def lead(
 
     local: LocalCommands = {
         WeightPlan.name: lambda _: transfer.plan(worker.engine),
-        Rendezvous.name: lambda _: transfer.sender.rendezvous(),
+        Rendezvous.name: lambda _: transfer.rendezvous(worker.engine),
         Connect.name: lambda command: transfer.sender.connect(command.server, command.prefix),
         Disconnect.name: lambda command: transfer.sender.disconnect(command.server),
     }

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from tasks.errors import RequestError
 from tasks.train.engine import Engine
 from tasks.train.protocol import ServiceConfig
-from tasks.train.weights import named_weights, weight_metas
+from tasks.train.weights import adapter_base, adapter_metas, adapter_weights, named_weights, weight_metas
 
 
 class Transfer:
@@ -32,24 +33,40 @@ class Transfer:
                 )
             return self._sender
 
+    def rendezvous(self, engine: Engine | None) -> dict[str, Any]:
+        """Where servers join, and which folder they need there: {"host", "port", "base"}.
+
+        Raises:
+            SyncError: adapters are to travel alone, and the start model's folder has not what they are added to.
+        """
+        base = adapter_base(engine.model).folder if engine and self._sends_adapters else ""
+        return {**self.sender.rendezvous(), "base": base}
+
     def plan(self, engine: Engine | None) -> dict[str, Any]:
         """What the servers must know beforehand, as JSON."""
         if engine is None:
             raise RequestError("the trainer has nothing loaded, so it has no weights to plan for")
-        plan: dict[str, Any] = self.sender.plan(weight_metas(engine.model))
-        return plan
+        if not self._sends_adapters:
+            return dict(self.sender.plan(weight_metas(engine.model)))
+        base = asdict(adapter_base(engine.model))
+        return {**self.sender.plan(adapter_metas(engine.model)), "base": base}
 
     def send(self, engine: Engine, servers: list[str]) -> dict[str, Any]:
-        """Send every weight, in order; a collective, also when a server fails half-way.
+        """Send every weight, or adapters alone, in order; a collective, also when a server fails half-way.
 
         Raises:
             SyncError: on rank 0 alone, when every rank is done.
         """
-        weights = named_weights(engine.model)
+        weights = (adapter_weights if self._sends_adapters else named_weights)(engine.model)
         try:
             return dict(self.sender.send(servers, weights)) if self._is_sender else {}
         finally:
             _drain(weights)
+
+    @property
+    def _sends_adapters(self) -> bool:
+        lora = self._config.train.lora
+        return lora.rank > 0 and lora.send == "adapters"
 
 
 def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -1,8 +1,8 @@
 """The weights under the names and shapes of a Hugging Face checkpoint.
 
-In memory adapters lie beside the weights that they belong to, and transformers fuses what its checkpoints keep apart, experts above all; servers and model folders want
-the checkpoint's form. Conversions never cross a decoder layer, so weights are turned back layer by layer, and
-under ZeRO-3 no rank ever holds more than one layer whole.
+In memory adapters lie beside the weights that they belong to, and transformers fuses what its checkpoints keep apart,
+experts above all; servers and model folders want the checkpoint's form. Conversions never cross a decoder layer, so
+weights are turned back layer by layer, and under ZeRO-3 no rank ever holds more than one layer whole.
 """
 
 import re
@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tasks.errors import SyncError
+from tasks.sync.adapters import A, AdapterBase, weight_shapes
 from tasks.train.lora import adapters_of, merged, save_adapters, scale_of
 
 _TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "chat_template*")
@@ -57,6 +59,45 @@ def weight_metas(model: PreTrainedModel) -> list[WeightMeta]:
             for name, each in revert_weight_conversion(model, merged(empty, 1.0)).items()
         ]
     return metas
+
+
+def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every adapter's A and B, by the checkpoint's name of the weight they belong to; under ZeRO-3 a collective."""
+    for name, parameter in _adapter_parameters(model):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield name, parameter.detach()
+
+
+def adapter_metas(model: PreTrainedModel) -> list[WeightMeta]:
+    """What `adapter_weights` yields, without a collective and without data."""
+    return [
+        WeightMeta(name, tuple(getattr(each, "ds_shape", each.shape)), each.dtype)
+        for name, each in _adapter_parameters(model)
+    ]
+
+
+def adapter_base(model: PreTrainedModel) -> AdapterBase:
+    """The start model's folder, to which adapters are added where they arrive alone.
+
+    Raises:
+        SyncError: its weights are not there under the names and with the shapes that the adapters are for.
+    """
+    folder = str(Path(model.name_or_path or "").absolute())
+    stored, metas = weight_shapes(folder), adapter_metas(model)
+    for a, b in zip(metas[::2], metas[1::2], strict=True):
+        name, shape = a.name.removesuffix(A), (b.shape[0], a.shape[1])
+        if stored.get(name) != shape:
+            raise SyncError(
+                f"{folder} has {name} as {stored.get(name)}, the adapters are for {shape}: set train.lora.send=merged"
+            )
+    return AdapterBase(folder, str(model.dtype).removeprefix("torch."), scale_of(model))
+
+
+def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in adapters_of(dict(model.named_parameters())).items():
+        stem, kind = name.removesuffix(".weight").rsplit(".", 1)
+        (stored,) = revert_weight_conversion(model, {f"{stem}.weight": torch.empty(0, device="meta")})
+        yield f"{stored}.{kind}", parameter
 
 
 def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tasks.serve.client import VllmClient
 from tasks.sync.config import SyncConfig
 from tasks.sync.sender import WeightSender
+from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.lora import add_adapters
+from tasks.train.policy import load_policy
+from tasks.train.protocol import ServiceConfig
+from tasks.train.transfer import Transfer
 from tasks.train.weights import named_weights, weight_metas
 
 SYNC = SyncConfig(timeout_s=60.0)
@@ -56,6 +61,57 @@ class ModelSource:
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         return [self.token_logprobs(sequence).tolist() for sequence in sequences]
+
+
+class Loaded(NamedTuple):
+    """What a Transfer asks of an engine."""
+
+    model: PreTrainedModel
+
+
+class AdapterSource(ModelSource):
+    """A trainer with low-rank adapters on a model folder, and the trainer's own end of the transfer."""
+
+    def __init__(self, folder: Path, lora: LoraConfig) -> None:
+        model = load_policy(str(folder), "float32")
+        add_adapters(model, lora)
+        super().__init__(model)
+        self._transfer = Transfer(
+            ServiceConfig(
+                train=TrainConfig(lora=lora),
+                bucket_bytes=BUCKET_BYTES,
+                sync_host=SYNC.host,
+                sync_timeout_s=SYNC.timeout_s,
+                port=0,
+                log_dir="",
+            ),
+            is_sender=True,
+        )
+
+    def change(self, seed: int) -> None:
+        """Other adapters, all of them."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+
+    async def rendezvous(self) -> dict[str, Any]:
+        return self._transfer.rendezvous(Loaded(self.model))
+
+    async def connect(self, server: str, prefix: str) -> None:
+        await asyncio.to_thread(self._transfer.sender.connect, server, prefix)
+
+    async def weight_plan(self) -> dict[str, Any]:
+        return self._transfer.plan(Loaded(self.model))
+
+    async def send(self, servers: list[str]) -> dict[str, Any]:
+        return await asyncio.to_thread(self._transfer.send, Loaded(self.model), servers)
+
+
+@pytest.fixture
+def adapter_source_of() -> type[AdapterSource]:
+    """The source that has adapters on a model folder."""
+    return AdapterSource
 
 
 @pytest.fixture

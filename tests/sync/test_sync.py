@@ -1,6 +1,7 @@
 """Weights from a sender to a real vLLM server, its log-probabilities compared with the model's."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.errors import ParityError
+from tasks.errors import ParityError, RequestError
 from tasks.serve.client import VllmClient
 from tasks.sync.config import SyncConfig
 from tasks.sync.drive import check_parity, join, send_weights
 from tasks.sync.parity import FLOAT32_THRESHOLD
+from tasks.train.config import LoraConfig
 
 pytestmark = pytest.mark.service
 
@@ -111,6 +113,51 @@ async def test_experts_are_stale_without_their_repair(
         source.change(seed=30 + int(version[-1]))
         await send_weights(source, client, version, SYNC)
         assert await difference(source, client, sequences, version) <= 1e-4
+
+
+@pytest.mark.parametrize("send", ["adapters", "merged"])
+async def test_a_server_computes_with_the_adapters_it_was_sent(
+    client, vllm_server, adapter_source_of, sequences, send: str
+):
+    source = adapter_source_of(vllm_server.model, LoraConfig(rank=2, alpha=4.0, send=send))
+    await join(source, client, SYNC)
+    for version in ("run:1:1", "run:1:2"):
+        source.change(seed=50 + int(version[-1]))
+        with pytest.raises(ParityError):
+            await difference(source, client, sequences, version)
+        stats = await send_weights(source, client, version, SYNC)
+        assert await difference(source, client, sequences, version) <= 1e-4
+        sizes = {
+            is_adapter: sum(
+                each.numel() * 4
+                for name, each in source.model.named_parameters()
+                if (".lora_" in name) == is_adapter
+            )
+            for is_adapter in (True, False)
+        }
+        assert stats["bytes"] == sizes[send == "adapters"]
+
+
+async def test_adapters_on_a_mixture_of_experts_arrive_alone(
+    expert_client, expert_server, adapter_source_of, sequences
+):
+    source, client = adapter_source_of(expert_server.model, LoraConfig(rank=2)), expert_client
+    await join(source, client, SYNC)
+    for version in ("run:1:1", "run:1:2"):
+        source.change(seed=60 + int(version[-1]))
+        await send_weights(source, client, version, SYNC)
+        assert await difference(source, client, sequences, version) <= 1e-4
+
+
+async def test_a_server_without_the_start_model_refuses_to_take_adapters_alone(
+    client, vllm_server, adapter_source_of, sequences, tmp_path
+):
+    moved = shutil.copytree(vllm_server.model, tmp_path / "moved")
+    source = adapter_source_of(moved, LoraConfig(rank=2))
+    info = {**await source.rendezvous(), "prefix": "gone", "timeout_s": 5.0}
+    shutil.rmtree(moved)
+    with pytest.raises(RequestError, match=r"has no weights.*set train\.lora\.send=merged"):
+        await client.init_weight_transfer(info, SYNC.timeout_s)
 
 
 async def test_requests_under_way_go_on_with_the_new_weights(client, vllm_server, source_of):

@@ -22,5 +22,5 @@ def test_servers_that_join_at_the_same_time_meet_the_same_sender(tmp_path: Path)
     )
     transfer = Transfer(config, is_sender=True)
     with ThreadPoolExecutor(8) as joining:
-        met = list(joining.map(lambda _: tuple(transfer.sender.rendezvous().items()), range(8)))
+        met = list(joining.map(lambda _: tuple(transfer.rendezvous(None).items()), range(8)))
     assert len(set(met)) == 1
