@@ -284,6 +284,27 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
             f"must hold the longest sequence: serve.max_model_len is {config.serve.max_model_len}",
         ),
         (
+            "train.kl.reference",
+            train.kl.reference,
+            train.kl.reference == "none" and train.kl.coef > 0.0,
+            f"train.kl.coef = {train.kl.coef:g} needs a reference policy: set train.kl.reference to frozen (a copy in the "
+            "trainer) or deployment (vLLM servers at train.kl.urls), or train.kl.coef to 0",
+        ),
+        (
+            "train.kl.urls",
+            list(train.kl.urls),
+            train.kl.reference == "deployment" and not train.kl.urls,
+            "give the addresses (http://host:port) of the vLLM servers with the reference policy, for train.kl.reference: "
+            "deployment; or set it to frozen",
+        ),
+        (
+            "rollout.temperature",
+            rollout.temperature,
+            train.kl.reference == "deployment" and rollout.temperature != 1.0,
+            "must be 1 with train.kl.reference: deployment, since vLLM does not divide the logits of a prompt by a "
+            "temperature; or set train.kl.reference to frozen, which does",
+        ),
+        (
             "start_model.hidden_size",
             start_model.hidden_size,
             start_model.hidden_size % (HEAD_MULTIPLE * start_model.heads) != 0,

@@ -19,6 +19,7 @@ from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_digest
+from tasks.store.deliveries import clear, take_in
 from tasks.store.layout import checkpoint_key
 from tasks.store.resume import resume_point
 from tasks.sync.drive import SyncReport
@@ -87,6 +88,7 @@ class Policy:
             try:
                 self._run.recording.started()
                 result = await train_step(self._trainer.client, folder, self._run.id, step, digest)
+                await self._take_in(result)
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
                 result = self._replayed[step]
@@ -187,8 +189,15 @@ class Policy:
         result = await self._trainer.client.train_step(
             folder=run.folder.location, run=run.id, step=step, digest=digest
         )
+        await self._take_in(result)
         self._replayed[step] = result
         self.current = replace(self.current, version=result.version)
+
+    async def _take_in(self, result: StepResult) -> None:
+        """Store the rows that the trainer has made in a step, before any checkpoint says that the step is done."""
+        store = self._run.store
+        for delivery in result.deliveries:
+            await take_in(store.folder, store.files, store.writer, delivery)
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Start a launched trainer again, go on from the folder, and bring the servers to it."""
@@ -211,6 +220,7 @@ class Policy:
 async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
     """Start the services of a run, and watch over its servers while it goes on; without sampling the trainer alone."""
     is_sampling = isinstance(run, Run)
+    await asyncio.to_thread(clear, run.store.files)
     say(f"bringing up the trainer{' and the vLLM servers' if is_sampling else ''}")
     opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)
     async with opened as (trainer, services):

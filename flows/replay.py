@@ -79,7 +79,8 @@ class Replaying:
     async def step(self, step: int) -> StepResult:
         """Apply the stored batch of a step."""
         digest = await asyncio.to_thread(stored_digest, self._folder, step)
-        return await train_step(self._client, self._folder.location, self._run, step, digest)
+        location = self._folder.location
+        return await train_step(self._client, location, self._run, step, digest, hands_over=False)
 
 
 def _launched_here(config: RunConfig) -> RunConfig:

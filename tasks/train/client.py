@@ -12,6 +12,7 @@ import httpx
 from tasks import errors
 from tasks.errors import RequestError, ServiceDiedError, ServiceStartError
 from tasks.serve.process import LaunchedProcess
+from tasks.store.deliveries import Delivery
 from tasks.train.protocol import (
     Checkpoint,
     Command,
@@ -22,6 +23,7 @@ from tasks.train.protocol import (
     Load,
     Logprobs,
     Rendezvous,
+    ScoreRows,
     Send,
     Shutdown,
     StepResult,
@@ -103,13 +105,30 @@ class TrainerClient:
             )
         )
 
-    async def train_step(self, *, folder: str, run: str, step: int, digest: str) -> StepResult:
+    async def train_step(
+        self, *, folder: str, run: str, step: int, digest: str, hands_over: bool = True
+    ) -> StepResult:
         """Apply the stored batch of a step, once: asked again, the trainer returns what it returned.
+
+        With `hands_over` the rows that it makes, which the result names, are to be stored.
 
         Raises:
             BatchRefusedError: the trainer stands at another step, or holds another digest.
         """
-        return StepResult.parse(await self._do(TrainStep(folder=folder, run=run, step=step, digest=digest)))
+        command = TrainStep(folder=folder, run=run, step=step, digest=digest, hands_over=hands_over)
+        return StepResult.parse(await self._do(command))
+
+    async def score_rows(
+        self, *, folder: str, run: str, step: int, trajectory_ids: list[str]
+    ) -> Delivery | None:
+        """The trainer's log-probabilities of stored rollouts of the step that it stands at, to be stored; None without any.
+
+        Raises:
+            BatchRefusedError: the trainer stands at another step.
+        """
+        command = ScoreRows(folder=folder, run=run, step=step, trajectory_ids=trajectory_ids)
+        made = await self._do(command)
+        return Delivery.parse(made) if made else None
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """[B][T-1] raw log-probabilities in nats: log p(token i+1 | tokens 0..i), at temperature 1."""

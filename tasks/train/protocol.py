@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.config import StageConfig
 from tasks.observe.metrics import Metric
+from tasks.store.deliveries import Delivery
 from tasks.train.config import TrainConfig
 
 
@@ -58,7 +59,11 @@ class Load(Command):
 
 
 class TrainStep(Command):
-    """Apply the batch of a step, once."""
+    """Apply the batch of a step, once.
+
+    Attributes:
+        hands_over: False when nothing is to be written: no annotations, no log-probabilities that were computed.
+    """
 
     name = "train_step"
     is_joined = True
@@ -66,6 +71,17 @@ class TrainStep(Command):
     run: str
     step: int
     digest: str
+    hands_over: bool = True
+
+
+class ScoreRows(Command):
+    """Compute the trainer's log-probabilities of stored rollouts of the step that it stands at."""
+
+    name = "score_rows"
+    folder: str
+    run: str
+    step: int
+    trajectory_ids: list[str]
 
 
 class Logprobs(Command):
@@ -142,6 +158,7 @@ COMMANDS: dict[str, type[Command]] = {
     for each in (
         Load,
         TrainStep,
+        ScoreRows,
         Logprobs,
         WeightPlan,
         Rendezvous,
@@ -166,6 +183,7 @@ class StepResult:
         reason: why there was no update; empty when there was one.
         metrics: by environment and `all`.
         duration_s: seconds from the first row read to the last update.
+        deliveries: rows of data sets that it made, to be stored.
     """
 
     version: int
@@ -173,11 +191,14 @@ class StepResult:
     reason: str
     metrics: list[Metric]
     duration_s: float
+    deliveries: tuple[Delivery, ...] = ()
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "StepResult":
-        """The inverse of dataclasses.asdict."""
-        return cls(**values | {"metrics": [Metric(**each) for each in values["metrics"]]})
+        """The inverse of dataclasses.asdict; a checkpoint of an older release has no deliveries."""
+        deliveries = tuple(Delivery.parse(each) for each in values.get("deliveries", ()))
+        metrics = [Metric(**each) for each in values["metrics"]]
+        return cls(**values | {"metrics": metrics, "deliveries": deliveries})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The rows of a batch, as arrays, straight from the data sets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,16 @@ def read_samples(folder: str, step: int) -> tuple[str, Samples]:
             rows.append_column("advantage", chosen["advantage"]).append_column("order", chosen["order"])
         )
     return batch_digest(batch), _samples(pa.concat_tables(parts).sort_by("order") if parts else None)
+
+
+def read_rollouts(folder: str, step: int, ids: Sequence[str]) -> Samples:
+    """Stored rollouts of one step, in the order of `ids`, without advantages.
+
+    Raises:
+        ShardError: a shard cannot be read, or one of them is not there.
+    """
+    rows = read_trajectories(RunFolder(folder), step, ids, _COLUMNS)
+    return _samples(rows.append_column("advantage", pa.array(np.zeros(len(ids), np.float32))))
 
 
 def _samples(rows: pa.Table | None) -> Samples:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tasks.observe.metrics import MetricTable, Reduced
+from tasks.train.annotations import Annotations
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
 from tasks.train.loss import loss_of
@@ -39,8 +40,15 @@ class StepTraining:
         table: this rank's part of the metrics.
     """
 
-    def __init__(self, config: TrainConfig, engine: Engine, samples: Samples, n_updates: int) -> None:
-        self._config, self._engine, self._samples = config, engine, samples
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        samples: Samples,
+        n_updates: int,
+        annotations: Annotations | None = None,
+    ) -> None:
+        self._config, self._engine, self._samples, self._annotations = config, engine, samples, annotations
         self._loss = loss_of(config)
         self._envs = sorted(set(samples.envs))
         self.n_updates = n_updates
@@ -83,6 +91,8 @@ class StepTraining:
                 loss = self._loss(_tokens(micro_batch, forward.logprobs))
             with self._timed("backward"):
                 self._engine.backward(loss.loss.sum() * scale, is_last=place == len(plan) - 1)
+            if self._annotations is not None:
+                self._annotations.add(micro_batch, forward, loss)
             self._measure(micro_batch, loss, forward.entropies, is_first=is_first and place == 0)
         return self._apply()
 

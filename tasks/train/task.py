@@ -8,6 +8,8 @@ from tasks.train.protocol import StepResult
 
 
 @task(name="train", task_run_name="step {step} / train", cache_policy=NO_CACHE, persist_result=False)
-async def train_step(trainer: TrainerClient, folder: str, run: str, step: int, digest: str) -> StepResult:
+async def train_step(
+    trainer: TrainerClient, folder: str, run: str, step: int, digest: str, *, hands_over: bool = True
+) -> StepResult:
     """Apply the stored batch of a step."""
-    return await trainer.train_step(folder=folder, run=run, step=step, digest=digest)
+    return await trainer.train_step(folder=folder, run=run, step=step, digest=digest, hands_over=hands_over)

@@ -11,11 +11,15 @@ import torch.distributed as dist
 from tasks.errors import BatchRefusedError, ConfigError, RequestError
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.store.checkpoints import fetch_checkpoint, is_complete, local_checkpoint
+from tasks.store.deliveries import Delivery
 from tasks.store.layout import RunFolder, checkpoint_key
+from tasks.train.annotations import Annotations
+from tasks.train.batch_rows import BatchRows
 from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint, save_checkpoint
 from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
+from tasks.train.other_policies import OtherPolicies, check_stored
 from tasks.train.protocol import (
     Checkpoint,
     Command,
@@ -23,13 +27,16 @@ from tasks.train.protocol import (
     ExportPolicy,
     Load,
     Logprobs,
+    ScoreRows,
     Send,
     StepResult,
     TrainStep,
 )
-from tasks.train.samples import Samples, check_samples, read_samples
+from tasks.train.reference import FrozenPolicy, load_reference
+from tasks.train.samples import check_samples, read_rollouts
 from tasks.train.scoring import sequence_logprobs
 from tasks.train.step import StepTraining, reason_to_skip
+from tasks.train.step_place import StepPlace
 from tasks.train.transfer import Transfer
 from tasks.train.weights import export_policy
 
@@ -51,10 +58,13 @@ class Worker:
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
         self._config, self._device, self._transfer = config, device, transfer
-        self._prepared: tuple[Samples, float] | None = None
+        self._others: OtherPolicies | None = None
+        self._reference: FrozenPolicy | None = None
+        self._prepared: BatchRows | None = None
         self._methods: dict[str, Callable[[Any], Any]] = {
             Load.name: self._load,
             TrainStep.name: self._train_step,
+            ScoreRows.name: self._score_rows,
             Logprobs.name: self._logprobs,
             Send.name: self._send,
             Checkpoint.name: self._checkpoint,
@@ -74,6 +84,8 @@ class Worker:
             raise RequestError(f"{command.name}: the trainer has nothing loaded; send it `load` first")
         elif isinstance(command, TrainStep):
             return self._prepare_step(command)
+        elif isinstance(command, ScoreRows):
+            self._prepare_scoring(command)
         elif isinstance(command, Checkpoint):
             return self._prepare_checkpoint(command)
         return None
@@ -88,13 +100,13 @@ class Worker:
         return self._methods[command.name](command)
 
     def _check_load(self, command: Load) -> None:
-        if not (Path(command.model) / "config.json").is_file():
-            raise ConfigError(
-                "model", command.model, "there is no model folder (config.json and weights) at this path"
-            )
+        for field, folder in (("model", command.model), ("train.kl.model", self._config.kl.model)):
+            if folder and not (Path(folder) / "config.json").is_file():
+                remedy = "there is no model folder (config.json and weights) at this path"
+                raise ConfigError(field, folder, remedy)
         if command.checkpoint is not None:
-            folder = fetch_checkpoint(command.checkpoint)
-            read_progress(folder, self._config, command.run, command.version)
+            fetched = fetch_checkpoint(command.checkpoint)
+            read_progress(fetched, self._config, command.run, command.version)
 
     def _load(self, command: Load) -> None:
         if self.engine is not None:
@@ -107,6 +119,8 @@ class Worker:
             progress = read_progress(folder, self._config, command.run, command.version)
             restore_checkpoint(engine, folder)
         self.engine, self.progress, self.incarnation = engine, progress, command.incarnation
+        self._reference = load_reference(self._config, command.model, self._device, self._reference)
+        self._others = OtherPolicies(self._config, engine, self._reference)
 
     def _prepare_step(self, command: TrainStep) -> StepResult | None:
         at, self._prepared = self.progress, None
@@ -117,42 +131,66 @@ class Worker:
                 f"the trainer stands at step {at.version} of run {at.run}, after the batch {at.digest or 'of no step'}; "
                 f"asked was step {command.step} of run {command.run} with the batch {command.digest}"
             )
-        started = time.perf_counter()
-        digest, samples = read_samples(command.folder, command.step)
-        if digest != command.digest:
+        batch = BatchRows.read(command, self._config)
+        if batch.digest != command.digest:
             raise BatchRefusedError(
-                f"step {command.step}: the stored batch is {digest}, asked was {command.digest}"
+                f"step {command.step}: the stored batch is {batch.digest}, asked was {command.digest}"
             )
-        check_samples(samples)
-        self._prepared = samples, time.perf_counter() - started
+        check_samples(batch.samples)
+        check_stored(batch.samples, batch.stored, self._config)
+        self._prepared = batch
         return None
 
     def _train_step(self, command: TrainStep) -> StepResult:
         started = time.perf_counter()
-        samples, read_s = self._rows_of(command)
+        batch = self._rows_of(command)
+        samples, deliveries = batch.samples, list[Delivery]()
         table, n_updates, reason = MetricTable(), self.progress.n_updates, reason_to_skip(samples)
         if not reason:
-            training = StepTraining(self._config, self._loaded, samples, n_updates)
+            place = self._place(command, hands_over=command.hands_over)
+            samples, computed = self._other_policies.complete(samples, batch.stored, place)
+            annotations = Annotations(samples) if self._is_annotated(command) else None
+            training = StepTraining(self._config, self._loaded, samples, n_updates, annotations)
             training.run()
             table, n_updates, reason = _joined(training.table), training.n_updates, training.reason
-        table.add("train/read_s", Reduced("max", read_s))
+            computed.measure(table)
+            deliveries += [*computed.deliveries, *(annotations.hand_over(place) if annotations else ())]
+        table.add("train/read_s", Reduced("max", batch.read_s))
         table.add("train/trajectories", Reduced("value", float(len(samples.trajectory_ids))))
         result = StepResult(
             version=command.step + 1,
             updated=not reason,
             reason=reason,
             metrics=table.metrics(),
-            duration_s=read_s + time.perf_counter() - started,
+            duration_s=batch.read_s + time.perf_counter() - started,
+            deliveries=tuple(deliveries),
         )
         self.progress = Progress(command.run, result.version, command.digest, n_updates, result)
         return result
 
-    def _rows_of(self, command: TrainStep) -> tuple[Samples, float]:
-        """The batch's rows, which rank 0 has read, and the seconds that reading them took."""
-        if self._prepared is None:
-            return read_samples(command.folder, command.step)[1], 0.0
+    def _rows_of(self, command: TrainStep) -> BatchRows:
+        """The batch's rows, which rank 0 has read."""
         prepared, self._prepared = self._prepared, None
-        return prepared
+        return prepared or BatchRows.read(command, self._config)
+
+    def _is_annotated(self, command: TrainStep) -> bool:
+        every = self._config.annotate_every
+        return command.hands_over and every > 0 and command.step % every == 0
+
+    def _place(self, command: TrainStep | ScoreRows, *, hands_over: bool = True) -> StepPlace:
+        return StepPlace(command.folder, command.run, command.step, self.incarnation, hands_over)
+
+    def _prepare_scoring(self, command: ScoreRows) -> None:
+        at = self.progress
+        if command.run != at.run or command.step != at.version:
+            raise BatchRefusedError(
+                f"the trainer stands at step {at.version} of run {at.run}; log-probabilities were asked for of step "
+                f"{command.step} of run {command.run}"
+            )
+
+    def _score_rows(self, command: ScoreRows) -> Delivery | None:
+        samples = read_rollouts(command.folder, command.step, command.trajectory_ids)
+        return self._other_policies.score(samples, self._place(command))
 
     def _logprobs(self, command: Logprobs) -> list[list[float]]:
         return sequence_logprobs(self._loaded, command.sequences, self._config.micro_batch_tokens)
@@ -176,6 +214,12 @@ class Worker:
 
     def _digests(self, _: Digests) -> dict[str, str]:
         return tensor_digests(self._loaded)
+
+    @property
+    def _other_policies(self) -> OtherPolicies:
+        if self._others is None:
+            raise RuntimeError("a command that needs a loaded model reached this rank before `load`")
+        return self._others
 
     @property
     def _loaded(self) -> Engine:

@@ -1,0 +1,38 @@
+"""A step's batch as a rank reads it: its rows, and what is stored of them under other policies."""
+
+import time
+from dataclasses import dataclass
+from typing import Self
+
+from tasks.train.config import TrainConfig
+from tasks.train.other_policies import StoredLogprobs, read_stored
+from tasks.train.protocol import TrainStep
+from tasks.train.samples import Samples, read_samples
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """What one rank has read of a batch.
+
+    Attributes:
+        digest: of the stored batch.
+        stored: log-probabilities under other policies, of the rows that have some.
+        read_s: seconds that reading took.
+    """
+
+    digest: str
+    samples: Samples
+    stored: StoredLogprobs
+    read_s: float
+
+    @classmethod
+    def read(cls, command: TrainStep, config: TrainConfig) -> Self:
+        """Read a step's batch.
+
+        Raises:
+            ShardError: a shard cannot be read, or a trajectory of the batch is not there.
+        """
+        started = time.perf_counter()
+        digest, samples = read_samples(command.folder, command.step)
+        stored = read_stored(command.folder, command.step, config)
+        return cls(digest, samples, stored, time.perf_counter() - started)

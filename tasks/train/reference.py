@@ -1,0 +1,68 @@
+"""The reference policy in the trainer: a copy whose weights never change."""
+
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel
+
+from tasks.train.config import TrainConfig
+from tasks.train.engine import Forward
+from tasks.train.micro_batch import MicroBatch
+from tasks.train.policy import HeadPositions, load_policy, token_logprobs
+
+_ZERO_3 = 3
+
+
+class FrozenPolicy:
+    """A model without gradients and optimizer: whole on every rank, and under ZeRO-3 partitioned as the policy is.
+
+    Attributes:
+        folder: the model's.
+        device: where this rank computes.
+    """
+
+    def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
+        self.folder, self.device = folder, device
+        model = load_policy(folder, config.dtype)
+        self._head = HeadPositions(model)
+        model.requires_grad_(False)
+        self._model: Any = (
+            _partitioned(config, model) if config.zero_stage == _ZERO_3 else torch.nn.Module.to(model, device)
+        )
+
+    def forward(self, batch: MicroBatch) -> Forward:
+        """What it says of the trained tokens of a micro-batch; under ZeRO-3 a collective."""
+        self._head.positions = batch.positions
+        logits = self._model(input_ids=batch.token_ids, use_cache=False).logits
+        return Forward(*token_logprobs(logits, batch.targets, batch.temperatures))
+
+
+def load_reference(
+    config: TrainConfig, start_model: str, device: torch.device, loaded: FrozenPolicy | None = None
+) -> FrozenPolicy | None:
+    """The frozen copy, if `train.kl.reference` asks for one: of `train.kl.model`, or of the start model.
+
+    `loaded` is the one that is there; it stays when it is of the same folder.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if config.kl.reference != "frozen":
+        return None
+    folder = config.kl.model or start_model
+    if loaded is not None and loaded.folder == folder:
+        return loaded
+    return FrozenPolicy(config, folder, device)
+
+
+def _partitioned(config: TrainConfig, model: PreTrainedModel) -> Any:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "zero_optimization": {"stage": _ZERO_3},
+        "steps_per_print": None,
+    }
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    engine.eval()
+    return engine
