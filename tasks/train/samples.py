@@ -122,6 +122,7 @@ def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
     return [
         row
         for chunk in column.chunks
+        if len(chunk)
         for row in np.split(chunk.flatten().to_numpy(zero_copy_only=False), _inner(chunk))
     ]
 

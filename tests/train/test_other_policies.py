@@ -1,0 +1,156 @@
+"""What other policies say of a batch's rows, and annotations, on real ranks against a plain forward pass."""
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tasks.errors import BatchRefusedError
+from tasks.store.deliveries import Delivery, take_in
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read, scan
+from tasks.store.writer import RunWriter
+from tasks.train.client import TrainerClient
+from tasks.train.config import KLConfig, TrainConfig
+from tasks.train.protocol import StepResult
+from tasks.train.row_logprobs import at_trained, row_by_row
+from tasks.train.samples import Samples, read_samples
+
+pytestmark = pytest.mark.service
+
+
+class RunTrainer(Protocol):
+    def __call__(self, config: TrainConfig) -> AbstractAsyncContextManager[Any]: ...
+
+
+class Naive(NamedTuple):
+    """[T] of each row, NaN where nothing is trained."""
+
+    logprobs: list[np.ndarray]
+    entropies: list[np.ndarray]
+
+
+@torch.no_grad()
+def naive(folder: Path, samples: Samples) -> Naive:
+    """Row by row, with the whole head, in double precision."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    logprobs, entropies = [], []
+    for row, mask in enumerate(samples.loss_masks):
+        ids = torch.tensor(samples.token_ids[row], dtype=torch.int64)
+        scaled = model(ids[None]).logits[0, :-1] / float(samples.temperatures[row])
+        each = torch.log_softmax(scaled, 1)
+        entropy = -(each.exp() * each).sum(1).numpy()
+        chosen = each.gather(1, ids[1:, None])[:, 0].numpy()
+        logprobs.append(at_trained(mask, chosen[mask[1:]]))
+        entropies.append(at_trained(mask, entropy[mask[1:]]))
+    return Naive(logprobs, entropies)
+
+
+def by_id(folder: Path, dataset: str, column: str, **partition: Any) -> dict[str, np.ndarray]:
+    rows = read(RunFolder(folder), dataset, ["trajectory_id", column], **partition)
+    ids, values = rows["trajectory_id"].to_pylist(), rows[column].to_pylist()
+    return {name: np.array(each) for name, each in zip(ids, values, strict=True)}
+
+
+async def store(folder: Path, *deliveries: Delivery) -> list[int]:
+    """As the flow does; returns how many rows each had that were not stored."""
+    run, epoch = RunFolder(folder), 1 + len(files_of(RunFolder(folder)).keys("**/*.arrow"))
+    async with RunWriter(files_of(run), epoch, 0.0) as writer:
+        return [await take_in(run, files_of(run), writer, each) for each in deliveries]
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 3), pytest.param(1, 0, marks=pytest.mark.long)])
+async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
+    ranks: int, zero_stage: int, tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    digest = batches.write_step(run, 0, batches.uneven_rows(12))
+    samples = read_samples(str(run), 0)[1]
+    expected, ids = naive(tiny_model, samples), samples.trajectory_ids
+    config = TrainConfig(
+        ranks=ranks,
+        zero_stage=zero_stage,
+        micro_batch_tokens=512,
+        kl=KLConfig(reference="frozen"),
+        behaviour="recomputed",
+        annotate_every=1,
+    )
+
+    async with run_trainer(config) as (client, _):
+        await load(client, tiny_model, run)
+        with pytest.raises(BatchRefusedError, match="stands at step 0 of run r"):
+            await score(client, run, 1, ids)
+        first, again = [await score(client, run, 0, each) for each in (ids[:5], ids[2:4])]
+        assert await score(client, run, 0, ids[-1:]) is None, "its row has no sampled token"
+        alone = rows_of(run, again)
+        assert all(
+            np.array_equal(alone[name], rows_of(run, first)[name], equal_nan=True) for name in ids[2:4]
+        )
+        assert await store(run, first, again) == [5, 0]
+
+        result = await train(client, run, digest)
+        assert await store(run, *result.deliveries) == [11, 6, 11]
+        trained = await weights(client)
+        await load(client, tiny_model, run)
+        resumed = await train(client, run, digest)
+        assert [each.dataset for each in resumed.deliveries] == ["annotations"]
+        assert await store(run, *resumed.deliveries) == [0]
+        assert await weights(client) == trained
+
+    assert not list((run / ".tmp/deliveries").iterdir())
+    models = scan(RunFolder(run), "logprobs", ["model"]).collect()["model"].value_counts().rows()
+    assert sorted(models) == [("r:1:0", 11), (tiny_model.name, 11)]
+    for policy in ("reference", "trainer"):
+        close(by_id(run, "logprobs", "logprobs", policy=policy, step=0), ids, expected.logprobs)
+    annotated = {
+        name: by_id(run, "annotations", name, step=0) for name in ("logprobs", "entropy", "ratio", "clipped")
+    }
+    close(annotated["logprobs"], ids, expected.logprobs)
+    close(annotated["entropy"], ids, expected.entropies)
+    close(annotated["ratio"], ids, [each * 0 + 1 for each in expected.logprobs])
+    assert not any(each.any() for each in annotated["clipped"].values())
+    joined = scan(RunFolder(run), "rollouts").join(
+        scan(RunFolder(run), "annotations"), on="trajectory_id", suffix="_"
+    )
+    lengths = joined.select(pl.col("token_ids").list.len() == pl.col("clipped").list.len()).collect()
+    assert lengths["token_ids"].all()
+
+
+def test_rows_one_by_one_are_as_many_on_every_rank() -> None:
+    assert row_by_row([0, 1, 2], [5, 9, 7], 2) == [[[1], [0]], [[2], []]]
+    assert row_by_row([], [], 2) == [[], []]
+
+
+async def load(client: TrainerClient, model: Path, run: Path) -> None:
+    await client.load(run="r", incarnation=1, model=str(model), folder=str(run), checkpoint=None, version=0)
+
+
+async def train(client: TrainerClient, run: Path, digest: str) -> StepResult:
+    return await client.train_step(folder=str(run), run="r", step=0, digest=digest)
+
+
+async def score(client: TrainerClient, run: Path, step: int, ids: list[str]) -> Delivery | None:
+    return await client.score_rows(folder=str(run), run="r", step=step, trajectory_ids=ids)
+
+
+async def weights(client: TrainerClient) -> dict[str, str]:
+    return {name: each for name, each in (await client.digests()).items() if name.startswith("weights/")}
+
+
+def rows_of(run: Path, delivery: Delivery | None) -> dict[str, np.ndarray]:
+    assert delivery is not None
+    rows = pl.read_ipc((run / delivery.key).read_bytes())
+    return {name: np.array(each) for name, each in rows.select("trajectory_id", "logprobs").iter_rows()}
+
+
+def close(found: dict[str, np.ndarray], ids: list[str], expected: list[np.ndarray]) -> None:
+    trained = {name: each for name, each in zip(ids, expected, strict=True) if np.isfinite(each).any()}
+    assert found.keys() == trained.keys()
+    for name, each in trained.items():
+        np.testing.assert_allclose(found[name], each, atol=1e-5)
