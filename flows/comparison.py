@@ -60,10 +60,12 @@ class StepComparison:
     def of(cls, folder: RunFolder, result: StepResult) -> "StepComparison":
         """Read what is stored of the step that gave a result."""
         step = result.version - 1
-        rows = scan(folder, "metrics", ["name", "env", "value"], step=step).collect().rows()
-        found = {name: value for name, env, value in rows if env == "all" and name in COMPARED}
+        rows = scan(folder, "metrics", ["name", "env", "stat", "value"], step=step).collect().rows()
+        found = {name: value for name, *told, value in rows if told == ["all", "mean"] and name in COMPARED}
         ours = {
-            each.name: each.value for each in result.metrics if each.env == "all" and each.name in COMPARED
+            each.name: each.value
+            for each in result.metrics
+            if (each.env, each.stat) == ("all", "mean") and each.name in COMPARED
         }
         return cls(step, found, ours)
 

@@ -78,8 +78,9 @@ def _metrics(folder: RunFolder) -> pl.LazyFrame:
     """The metrics of all environments together that are drawn, one value a step."""
     name = pl.col("name")
     is_drawn = (name == _ENTROPY) | name.str.starts_with(_TIME) | name.str.starts_with(_CAUSE)
-    rows = scan(folder, "metrics", ["step", "name", "env", "value"])
-    return rows.filter(is_drawn & (pl.col("env") == "all")).unique(["step", "name"], keep="last")
+    rows = scan(folder, "metrics", ["step", "name", "env", "stat", "value"])
+    is_told = (pl.col("env") == "all") & pl.col("stat").is_in(["value", "mean"])
+    return rows.filter(is_drawn & is_told).unique(["step", "name"], keep="last")
 
 
 def _staleness(folder: RunFolder) -> pl.DataFrame:

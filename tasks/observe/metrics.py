@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Stat = Literal["value", "mean", "max"]
+Stat = Literal["value", "mean", "std", "min", "max"]
+Kind = Literal["value", "mean", "max", "effective", "distribution"]
 
 ALL = "all"
+"""In the column `env`: all environments together. No environment may be called that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Metric:
     Attributes:
         name: stage/metric, with its unit as suffix.
         env: environment, or `all`.
-        stat: value (a sum, or a single value), mean or max.
+        stat: value (a sum, or a single value), mean, std (of the population), min or max.
         value: the value; NaN for a mean of nothing.
     """
 
@@ -32,38 +34,61 @@ class Reduced:
     """A value that can be joined with another of its kind, in any order.
 
     Attributes:
-        stat: how two are joined: `value` adds totals, `mean` totals and counts, `effective` squares too, `max` takes the larger total.
+        kind: how two are joined: `value` adds totals, `mean` totals and counts, `effective` squares too, `max` takes
+            the larger total, `distribution` joins all there is.
         total: the sum so far, or the largest value.
         count: how many values a mean is over.
-        squares: with `effective`, whose result is the share of `count` that values of this sum and this sum of
-            squares are worth, total^2 / (count squares): 1 when all are alike, 1 / count when one is all.
+        squares: sum of the squares. With `effective` the result is the share of `count` that values of this sum and
+            this sum of squares are worth, total^2 / (count squares): 1 when all are alike, 1 / count when one is all.
+        least: with `distribution`, the least value.
+        most: with `distribution`, the largest value.
 
     Example: Reduced("mean", 6.0, 2) joined with Reduced("mean", 0.0, 1) is Reduced("mean", 6.0, 3), whose result is 2.0.
     """
 
-    stat: Stat | Literal["effective"]
+    kind: Kind
     total: float
     count: float = 1.0
     squares: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
 
     def join(self, other: "Reduced") -> "Reduced":
         """The same over the values of both; ValueError when they are of different kinds."""
-        if self.stat != other.stat:
-            raise ValueError(f"a {self.stat} cannot be joined with a {other.stat}")
-        if self.stat == "max":
-            return Reduced(self.stat, max(self.total, other.total))
+        if self.kind != other.kind:
+            raise ValueError(f"a {self.kind} cannot be joined with a {other.kind}")
+        if self.kind == "max":
+            return Reduced(self.kind, max(self.total, other.total))
         return Reduced(
-            self.stat, self.total + other.total, self.count + other.count, self.squares + other.squares
+            self.kind,
+            self.total + other.total,
+            self.count + other.count,
+            self.squares + other.squares,
+            min(self.least, other.least),
+            max(self.most, other.most),
         )
 
     @property
     def result(self) -> float:
-        """The value that is reported."""
-        if self.stat == "effective":
+        """The value that is reported; of a distribution its mean."""
+        if self.kind == "effective":
             return self.total**2 / (self.count * self.squares) if self.squares else math.nan
-        if self.stat != "mean":
+        if self.kind in ("value", "max"):
             return self.total
         return self.total / self.count if self.count else math.nan
+
+    @property
+    def reported(self) -> dict[Stat, float]:
+        """What is reported, by stat.
+
+        Example: a distribution of 1, 1 and 4 has mean 2, std 1.414, min 1 and max 4.
+        """
+        if self.kind == "distribution":
+            mean = self.result
+            variance = self.squares / self.count - mean**2 if self.count else math.nan
+            std = math.nan if math.isnan(variance) else math.sqrt(max(0.0, variance))
+            return {"mean": mean, "std": std, "min": self.least, "max": self.most}
+        return {"value" if self.kind == "effective" else self.kind: self.result}
 
 
 class MetricTable:
@@ -86,6 +111,7 @@ class MetricTable:
     def metrics(self) -> list[Metric]:
         """What is reported, in order of name and environment."""
         return [
-            Metric(name, env, "value" if each.stat == "effective" else each.stat, each.result)
+            Metric(name, env, stat, value)
             for (name, env), each in sorted(self._values.items())
+            for stat, value in each.reported.items()
         ]

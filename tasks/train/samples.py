@@ -12,6 +12,7 @@ from tasks.store.digest import batch_digest
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read, read_trajectories
 
+_REMEDY = "; without the sampler's, train with train.behaviour=recomputed or train.loss=reinforce, and train.importance.mode=none"
 _COLUMNS = ["trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"]
 
 
@@ -26,7 +27,7 @@ class Samples:
         advantages: [B] advantage of every trained token.
         token_ids: [B][T] tokens.
         loss_masks: [B][T] True on tokens to train; the first token is never one.
-        logprobs: [B][T] nats, the sampler's; NaN where loss_mask is False.
+        logprobs: [B][T] nats, the sampler's; NaN where loss_mask is False, and where they are not known.
         old_logprobs: [B][T] nats, the trainer's before the step, NaN where loss_mask is False; None: the sampler's are
             gone by.
         reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
@@ -132,8 +133,13 @@ def _inner(chunk: pa.LargeListArray) -> np.ndarray:
     return np.asarray(offsets[1:-1] - offsets[0])
 
 
-def check_samples(samples: Samples) -> None:
+def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
     """Refuse rows that would put a NaN into the gradient, before any rank sees them.
+
+    Args:
+        samples: the rows.
+        needs_sampler: False when a sampled token may have NaN for the sampler's log-probability: when the objective
+            goes without.
 
     Raises:
         BatchRefusedError: names the trajectory and what is wrong with it.
@@ -149,8 +155,11 @@ def check_samples(samples: Samples) -> None:
             raise BatchRefusedError(
                 f"trajectory {name}: its first token is to be trained; nothing comes before it"
             )
-        if not np.isfinite(logprobs[mask]).all():
-            raise BatchRefusedError(f"trajectory {name}: a sampled token's log-probability is not finite")
+        if np.isinf(logprobs[mask]).any() or (needs_sampler and np.isnan(logprobs[mask]).any()):
+            remedy = "" if np.isinf(logprobs[mask]).any() else _REMEDY
+            raise BatchRefusedError(
+                f"trajectory {name}: a sampled token's log-probability is not finite{remedy}"
+            )
         if not np.isfinite(samples.advantages[row]) or not samples.temperatures[row] > 0.0:
             raise BatchRefusedError(
                 f"trajectory {name}: advantage {samples.advantages[row]}, temperature {samples.temperatures[row]}; "

@@ -1,5 +1,6 @@
 """One step: a batch becomes one optimizer update or several."""
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,29 +11,33 @@ import torch.distributed as dist
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.train.annotations import Annotations
 from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine
-from tasks.train.loss import loss_of
-from tasks.train.losses.token_loss import TokenLoss, Tokens
+from tasks.train.engine import Engine, Forward
+from tasks.train.measures import add_metrics, token_metrics
 from tasks.train.micro_batch import MicroBatch, padded
-from tasks.train.normalization import backward_scale, learning_rate, trained_tokens
+from tasks.train.normalization import backward_scale, denominator, learning_rate, normalized, totals
+from tasks.train.objective import Objective, tokens_of
 from tasks.train.packing import pack
 from tasks.train.samples import Samples
 
 EMPTY_BATCH = "empty batch"
 NO_SPREAD = "no spread"
+NON_FINITE_LOSS = "non-finite loss"
 NON_FINITE_GRADIENT = "non-finite gradient"
 
 
-def reason_to_skip(samples: Samples) -> str:
+def reason_to_skip(samples: Samples, objective: Objective) -> str:
     """Why a batch makes no update, known before any work; empty when it does."""
     (rows,) = samples.split(1)
     if not rows:
         return EMPTY_BATCH
-    return "" if samples.has_spread(rows) else NO_SPREAD
+    return "" if objective.is_without_advantage or samples.has_spread(rows) else NO_SPREAD
 
 
 class StepTraining:
     """Trains one batch; every rank has one, over the same rows.
+
+    Every pass over the batch makes the same updates, in the same order; the old policy's log-probabilities are those of
+    before the step in all of them.
 
     Attributes:
         n_updates: optimizer updates made before and during the step: what the learning rate goes by.
@@ -46,11 +51,13 @@ class StepTraining:
         engine: Engine,
         samples: Samples,
         n_updates: int,
+        objective: Objective,
         annotations: Annotations | None = None,
     ) -> None:
         self._config, self._engine, self._samples, self._annotations = config, engine, samples, annotations
-        self._loss = loss_of(config)
+        self._objective = objective
         self._envs = sorted(set(samples.envs))
+        self._is_finite = torch.ones((), dtype=torch.bool, device=engine.device)
         self.n_updates = n_updates
         self.reason = ""
         self.table = MetricTable()
@@ -58,22 +65,30 @@ class StepTraining:
 
     def run(self) -> None:
         """Make every update of the step; a collective."""
-        rank = dist.get_rank()
+        started, rank = time.perf_counter(), dist.get_rank()
         with self._timed("pack"):
             parts = self._samples.split(self._config.updates_per_step)
-            plans = [self._plan(part, rank) for part in parts if self._samples.has_spread(part)]
-            counts = [
-                sum(int(self._samples.loss_masks[row].sum()) for rows in plan for row in rows)
-                for plan in plans
-            ]
-            totals = trained_tokens(counts, self._engine.device)
+            kept = [part for part in parts if self._has_gradient(part)]
+            plans = [self._plan(part, rank) for part in kept]
+            own = [[row for rows in plan for row in rows] for plan in plans]
+            counts = [(self._n_trained(rows), len(rows)) for rows in own]
+            over_ranks = totals(counts, self._engine.device)
         applied = [
-            self._update(plan, total, is_first=i == 0)
-            for i, (plan, total) in enumerate(zip(plans, totals, strict=True))
+            self._update(plan, denominator(self._config, *total), epoch=epoch, number=number)
+            for epoch in range(self._config.epochs)
+            for number, (plan, total) in enumerate(zip(plans, over_ranks, strict=True))
         ]
-        self.reason = "" if any(applied) else NON_FINITE_GRADIENT
-        for part, seconds in self._seconds.items():
-            self.table.add(f"train/{part}_s", Reduced("max", seconds))
+        self.reason = "" if any(applied) else self._why_not_finite()
+        if rank == 0:
+            dropped = [row for part in parts if not self._has_gradient(part) for row in part]
+            self._report(kept, self._n_trained(dropped), time.perf_counter() - started)
+        self._report_rank()
+
+    def _has_gradient(self, part: list[int]) -> bool:
+        return bool(part) and (self._objective.is_without_advantage or self._samples.has_spread(part))
+
+    def _n_trained(self, rows: list[int]) -> int:
+        return sum(int(self._samples.loss_masks[row].sum()) for row in rows)
 
     def _plan(self, part: list[int], rank: int) -> list[list[int]]:
         """This rank's micro-batches of one update, as row numbers of the batch."""
@@ -81,23 +96,40 @@ class StepTraining:
         share = pack(lengths, self._engine.world_size, self._config.micro_batch_tokens)[rank]
         return [[part[place] for place in rows] for rows in share]
 
-    def _update(self, plan: list[list[int]], n_tokens: int, *, is_first: bool) -> bool:
-        scale = backward_scale(n_tokens, self._engine.world_size)
+    def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
+        scale = backward_scale(denominator, self._engine.world_size)
         for place, rows in enumerate(plan):
             with self._timed("pack"):
-                micro_batch = padded(self._samples, rows, self._envs, self._engine.device)
+                batch = padded(self._samples, rows, self._envs, self._engine.device)
             with self._timed("forward"):
-                forward = self._engine.forward(micro_batch)
-                loss = self._loss(_tokens(micro_batch, forward.logprobs))
+                forward = self._engine.forward(batch, entropy_gradient=self._objective.entropy_gradient)
+                terms = self._objective(batch, forward)
+                loss = normalized(self._config, terms.total, tokens_of(batch, forward.logprobs)) * scale
             with self._timed("backward"):
-                self._engine.backward(loss.loss.sum() * scale, is_last=place == len(plan) - 1)
-            if self._annotations is not None:
-                self._annotations.add(micro_batch, forward, loss)
-            self._measure(micro_batch, loss, forward.entropies, is_first=is_first and place == 0)
+                self._engine.backward(self._checked(loss), is_last=place == len(plan) - 1)
+            if self._annotations is not None and epoch == 0:
+                self._annotations.add(batch, forward, terms.policy)
+            mismatch = self._mismatch(batch, forward, epoch, number)
+            values = token_metrics(batch, forward, terms, mismatch, is_first=epoch == number == place == 0)
+            add_metrics(self.table, values, batch.envs, self._envs)
+            self.table.add("train/padded_tokens", Reduced("value", float(batch.token_ids.numel())))
         return self._apply()
 
+    def _checked(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss; one that is not finite is NaN with a NaN gradient, so that no rank applies the update."""
+        is_finite = torch.isfinite(loss.detach())
+        self._is_finite &= is_finite
+        return loss * torch.where(is_finite, 1.0, torch.nan)
+
+    def _mismatch(self, batch: MicroBatch, forward: Forward, epoch: int, number: int) -> torch.Tensor | None:
+        """[N] nats, |log pi - log mu| of the policy before the step and the sampler; None where that is not known."""
+        if epoch or (number and not self._objective.is_recomputed):
+            return None
+        before = batch.old_logprobs if self._objective.is_recomputed else forward.logprobs.detach()
+        return (before - batch.sampler_logprobs).abs()
+
     def _apply(self) -> bool:
-        lr = learning_rate(self._config.lr, self.n_updates, self._config.warmup_steps)
+        lr = learning_rate(self._config, self.n_updates)
         with self._timed("optimizer"):
             update = self._engine.update(lr)
         self.n_updates += update.updated
@@ -107,55 +139,32 @@ class StepTraining:
             self.table.add("train/updates", Reduced("value", float(update.updated)))
         return update.updated
 
-    @torch.no_grad()
-    def _measure(self, rows: MicroBatch, loss: TokenLoss, entropies: torch.Tensor, *, is_first: bool) -> None:
-        """Sums by environment.
+    def _why_not_finite(self) -> str:
+        """Which of the two it was, on whatever rank; a collective."""
+        on_all_ranks = self._is_finite.int()
+        dist.all_reduce(on_all_ranks, op=dist.ReduceOp.MIN)
+        return NON_FINITE_GRADIENT if on_all_ranks else NON_FINITE_LOSS
 
-        The divergence of the sampler's policy from ours is the mean of (r - 1) - log r: k3 of Schulman 2020,
-        "Approximating KL Divergence", joschu.net/blog/kl-approx.html. The share of tokens that the weights w are
-        worth is (sum w)^2 / (N sum w^2): Kong 1992, "A Note on Importance Sampling using Standardized Weights".
-        """
-        ratio, weight = loss.ratio.double(), loss.weight.double()
-        values = {
-            "train/loss": loss.loss.double(),
-            "train/clip_fraction": loss.clipped.double(),
-            "train/entropy_nats": entropies.double(),
-            "train/ratio": ratio,
-            "train/kl_nats": ratio - 1.0 - ratio.log(),
-        }
-        if is_first:
-            values["train/first_ratio_deviation"] = (ratio - 1.0).abs()
-        counts = self._by_env(torch.ones_like(ratio), rows)
-        for name, value in values.items():
-            for env, total, count in zip(self._envs, self._by_env(value, rows), counts, strict=True):
-                if count:
-                    self.table.add(name, Reduced("mean", total, count), env)
-        weights = zip(
-            self._envs, self._by_env(weight, rows), self._by_env(weight**2, rows), counts, strict=True
+    def _report(self, kept: list[list[int]], n_dropped: int, seconds: float) -> None:
+        """What is known of the whole step on every rank, told by one."""
+        n_tokens = self._config.epochs * sum(
+            len(self._samples.token_ids[row]) for part in kept for row in part
         )
-        for env, total, squares, count in weights:
-            self.table.add("train/effective_share", Reduced("effective", total, count, squares), env)
-        for env, count in zip(self._envs, counts, strict=True):
-            self.table.add("train/trained_tokens", Reduced("value", count), env)
-        self.table.add("train/padded_tokens", Reduced("value", float(rows.token_ids.numel())))
+        self.table.add("train/tokens_per_s", Reduced("value", n_tokens / seconds))
+        self.table.add("train/dropped_tokens", Reduced("value", float(n_dropped)))
 
-    def _by_env(self, values: torch.Tensor, rows: MicroBatch) -> list[float]:
-        sums: list[float] = values.new_zeros(len(self._envs)).index_add_(0, rows.envs, values).tolist()
-        return sums
+    def _report_rank(self) -> None:
+        """Seconds of each part, and the most memory that this process has had; the largest of all ranks counts."""
+        for part, seconds in self._seconds.items():
+            self.table.add(f"train/{part}_s", Reduced("max", seconds))
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.table.add("train/peak_rss_bytes", Reduced("max", 1024.0 * peak_kib))
+        if self._engine.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._engine.device)
+            self.table.add("train/peak_device_bytes", Reduced("max", float(peak)))
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
-
-
-def _tokens(batch: MicroBatch, logprobs: torch.Tensor) -> Tokens:
-    return Tokens(
-        logprobs=logprobs,
-        old_logprobs=batch.old_logprobs,
-        sampler_logprobs=batch.sampler_logprobs,
-        advantages=batch.advantages,
-        rows=batch.rows,
-        n_rows=len(batch.row_numbers),
-    )

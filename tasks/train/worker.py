@@ -19,6 +19,7 @@ from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint,
 from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
+from tasks.train.objective import Objective
 from tasks.train.other_policies import OtherPolicies, check_stored
 from tasks.train.protocol import (
     Checkpoint,
@@ -58,6 +59,7 @@ class Worker:
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
         self._config, self._device, self._transfer = config, device, transfer
+        self._objective = Objective(config)
         self._others: OtherPolicies | None = None
         self._reference: FrozenPolicy | None = None
         self._prepared: BatchRows | None = None
@@ -136,7 +138,7 @@ class Worker:
             raise BatchRefusedError(
                 f"step {command.step}: the stored batch is {batch.digest}, asked was {command.digest}"
             )
-        check_samples(batch.samples)
+        check_samples(batch.samples, needs_sampler=self._objective.needs_sampler)
         check_stored(batch.samples, batch.stored, self._config)
         self._prepared = batch
         return None
@@ -145,12 +147,15 @@ class Worker:
         started = time.perf_counter()
         batch = self._rows_of(command)
         samples, deliveries = batch.samples, list[Delivery]()
-        table, n_updates, reason = MetricTable(), self.progress.n_updates, reason_to_skip(samples)
+        table, n_updates = MetricTable(), self.progress.n_updates
+        reason = reason_to_skip(samples, self._objective)
         if not reason:
             place = self._place(command, hands_over=command.hands_over)
             samples, computed = self._other_policies.complete(samples, batch.stored, place)
             annotations = Annotations(samples) if self._is_annotated(command) else None
-            training = StepTraining(self._config, self._loaded, samples, n_updates, annotations)
+            training = StepTraining(
+                self._config, self._loaded, samples, n_updates, self._objective, annotations
+            )
             training.run()
             table, n_updates, reason = _joined(training.table), training.n_updates, training.reason
             computed.measure(table)

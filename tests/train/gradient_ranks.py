@@ -1,6 +1,6 @@
 """Run by torchrun: the gradient of one stored batch, for every case of JOB.json, written by rank 0.
 
-JOB.json: {"model", "folder", "output", "cases": [{"name", "zero_stage", "micro_batch_tokens", "rank_by_rank"}]}
+JOB.json: {"model", "folder", "output", "cases": [{"name", "zero_stage", "micro_batch_tokens", "rank_by_rank", "settings"}]}
 """
 
 import json
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine, Update
+from tasks.train.objective import Objective
 from tasks.train.process_group import join_ranks
 from tasks.train.samples import read_samples
 from tasks.train.step import StepTraining
@@ -34,9 +35,9 @@ class RecordingEngine(Engine):
 class RankByRank(StepTraining):
     """The wrong way: each rank divides by its own tokens, and the ranks' gradients are averaged."""
 
-    def _update(self, plan: list[list[int]], n_tokens: int, *, is_first: bool) -> bool:
+    def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
         own = sum(int(self._samples.loss_masks[row].sum()) for rows in plan for row in rows)
-        return super()._update(plan, own * dist.get_world_size(), is_first=is_first)
+        return super()._update(plan, own * dist.get_world_size(), epoch=epoch, number=number)
 
 
 def main() -> None:
@@ -50,9 +51,11 @@ def main() -> None:
             zero_stage=case["zero_stage"],
             micro_batch_tokens=case["micro_batch_tokens"],
             max_grad_norm=0.0,
+            **case["settings"],
         )
         engine = RecordingEngine.load(config, job["model"], ranks.device)
-        training = (RankByRank if case["rank_by_rank"] else StepTraining)(config, engine, samples, 0)
+        kind = RankByRank if case["rank_by_rank"] else StepTraining
+        training = kind(config, engine, samples, 0, Objective(config))
         training.run()
         assert not training.reason
         if ranks.rank == 0:

@@ -7,22 +7,26 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine, Update
+from tasks.train.micro_batch import padded
 from tasks.train.process_group import Ranks, join_ranks
+from tasks.train.samples import Samples
 from tasks.train.weights import named_weights
 
 
 def updated(engine: Engine, ranks: Ranks, factor: float) -> Update:
     """Two micro-batches of the same rows; the last rank's second one has its loss multiplied by `factor`."""
-    token_ids = torch.arange(2, 20).reshape(2, 9)
-    positions, targets = torch.tensor([3, 4, 12]), torch.tensor([6, 7, 15])
+    token_ids = np.arange(2, 20).reshape(2, 9)
+    masks = np.isin(np.arange(18).reshape(2, 9), (4, 5, 13))
+    batch = padded(Samples.known(list(token_ids), list(masks)), [0, 1], [""], ranks.device)
     for is_last in (False, True):
-        logprobs, _ = engine.logprobs(token_ids, positions, targets, torch.ones(3))
+        logprobs = engine.forward(batch).logprobs
         is_hit = is_last and ranks.rank == ranks.world_size - 1
         engine.backward(-logprobs.sum() * (factor if is_hit else 1.0), is_last=is_last)
     return engine.update(1e-2)

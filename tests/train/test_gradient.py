@@ -15,25 +15,51 @@ from tasks.train.samples import Samples, read_samples
 
 Gradient = dict[str, torch.Tensor]
 
+OTHERS: dict[str, dict[str, object]] = {
+    "sequence": {"normalization": "sequence"},
+    "fixed_length": {"normalization": "fixed_length", "normalization_tokens": 90},
+    "gspo": {"loss": "gspo", "normalization": "sequence", "clip_low": 0.05, "clip_high": 0.05},
+}
+"""Settings of the objective beside the default."""
+
 RANK_BY_RANK = "rank-by-rank"
 
 
 def naive_gradient(model: Path, samples: Samples, config: TrainConfig) -> Gradient:
     """One row at a time, in double precision, the loss written out as in the papers."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
-    total, n_tokens = torch.zeros((), dtype=torch.float64), 0
+    rows = []
     for row, mask in enumerate(samples.loss_masks):
+        if not mask.any():
+            continue
         logits = policy(input_ids=torch.tensor(samples.token_ids[row][None].astype("int64"))).logits[0]
         log_p = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)
-        for t in mask.nonzero()[0]:
-            token = int(samples.token_ids[row][t])
-            ratio = torch.exp(log_p[t - 1, token] - float(samples.logprobs[row][t]))
-            advantage = float(samples.advantages[row])
-            bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-            total = total - torch.minimum(ratio * advantage, bounded * advantage)
-            n_tokens += 1
-    (total / n_tokens).backward()
+        log_ratios = torch.stack(
+            [
+                log_p[t - 1, int(samples.token_ids[row][t])] - float(samples.logprobs[row][t])
+                for t in mask.nonzero()[0]
+            ]
+        )
+        rows.append(naive_row(log_ratios, float(samples.advantages[row]), config))
+    averaged(rows, config).backward()
     return {name: each.grad for name, each in policy.named_parameters()}
+
+
+def naive_row(log_ratios: torch.Tensor, advantage: float, config: TrainConfig) -> torch.Tensor:
+    """[T] loss of a row's tokens."""
+    ratios = torch.exp(log_ratios)
+    if config.loss == "gspo":
+        ratios = torch.exp(log_ratios.mean()).expand(len(log_ratios))
+    bounded = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -torch.minimum(ratios * advantage, bounded * advantage)
+
+
+def averaged(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:
+    if config.normalization == "token":
+        return torch.cat(rows).mean()
+    if config.normalization == "sequence":
+        return torch.stack([row.mean() for row in rows]).mean()
+    return torch.stack([row.sum() / config.normalization_tokens for row in rows]).mean()
 
 
 def distance(one: Gradient, other: Gradient) -> float:
@@ -91,10 +117,27 @@ def test_gradient_does_not_depend_on_ranks_stage_or_micro_batches(
             "zero_stage": stage,
             "micro_batch_tokens": tokens,
             "rank_by_rank": False,
+            "settings": {},
         }
         for stage, tokens in splits
     ]
-    control = {"name": RANK_BY_RANK, "zero_stage": 0, "micro_batch_tokens": 700, "rank_by_rank": True}
+    others = [
+        {
+            "name": name,
+            "zero_stage": 1,
+            "micro_batch_tokens": 700,
+            "rank_by_rank": False,
+            "settings": settings,
+        }
+        for name, settings in OTHERS.items()
+    ]
+    control = {
+        "name": RANK_BY_RANK,
+        "zero_stage": 0,
+        "micro_batch_tokens": 700,
+        "rank_by_rank": True,
+        "settings": {},
+    }
     found: dict[str, Gradient] = {}
     for n_ranks in (1, 2):
         output = tmp_path / f"ranks{n_ranks}"
@@ -103,13 +146,22 @@ def test_gradient_does_not_depend_on_ranks_stage_or_micro_batches(
             "model": str(model),
             "folder": str(tmp_path),
             "output": str(output),
-            "cases": [*cases, control],
+            "cases": [*cases, *others, control],
         }
         run_ranks("gradient_ranks.py", n_ranks, job)
         found |= {f"ranks{n_ranks}-{file.stem}": load_file(file) for file in output.iterdir()}
     wrong = found.pop(f"ranks2-{RANK_BY_RANK}")
-    reference = naive_gradient(model, read_samples(str(tmp_path), 0)[1], TrainConfig())
+    samples = read_samples(str(tmp_path), 0)[1]
+    reference = naive_gradient(model, samples, TrainConfig())
 
+    for name, settings in OTHERS.items():
+        of_ranks = [found.pop(f"ranks{n_ranks}-{name}") for n_ranks in (1, 2)]
+        expected = naive_gradient(model, samples, TrainConfig.model_validate(settings))
+        for gradient in of_ranks:
+            assert distance(gradient, expected) < 1e-5, name
+        one, two = (whole(gradient) for gradient in of_ranks)
+        assert (one - two).norm() / one.norm() < 1e-6, name
+        assert distance(of_ranks[0], reference) > 1e-3, name
     assert len(found) == 2 * len(cases) + 1
     for name, gradient in found.items():
         assert distance(gradient, reference) < 1e-5, name

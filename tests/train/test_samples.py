@@ -8,7 +8,6 @@ import torch
 
 from tasks.errors import BatchRefusedError, ShardError
 from tasks.train.micro_batch import padded
-from tasks.train.normalization import learning_rate
 from tasks.train.samples import Samples, check_samples, read_samples
 
 
@@ -81,8 +80,3 @@ def test_a_micro_batch_without_rows_trains_nothing(samples: Samples) -> None:
 
     assert batch.token_ids.shape == (1, 2)
     assert batch.positions.numel() == batch.targets.numel() == batch.advantages.numel() == 0
-
-
-def test_rate_rises_over_the_first_updates_and_stays() -> None:
-    assert [learning_rate(3.0, n, 3) for n in range(5)] == [1.0, 2.0, 3.0, 3.0, 3.0]
-    assert learning_rate(3.0, 0, 0) == 3.0

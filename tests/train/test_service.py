@@ -56,7 +56,7 @@ async def exported(client: TrainerClient, folder: Path) -> bytes:
 
 
 def without_times(result: StepResult) -> list[object]:
-    metrics = [metric for metric in result.metrics if not metric.name.endswith("_s")]
+    metrics = [metric for metric in result.metrics if not metric.name.endswith(("_s", "_rss_bytes"))]
     return [dataclasses.replace(result, metrics=[], duration_s=0.0), *metrics]
 
 

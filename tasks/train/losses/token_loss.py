@@ -14,8 +14,8 @@ class Tokens:
     Attributes:
         logprobs: [N] nats, the policy's, with a gradient.
         old_logprobs: [N] nats, of the policy that the probability ratio is against: the sampler's, or, with
-            `train.behaviour: recomputed`, the trainer's before the step; all finite.
-        sampler_logprobs: [N] nats, when the tokens were sampled; all finite.
+            `train.behaviour: recomputed`, the trainer's before the step; finite for every loss that has a ratio.
+        sampler_logprobs: [N] nats, when the tokens were sampled; NaN where that is not known.
         advantages: [N].
         rows: [N] int64, which of the M rows each token is of; ascending.
         n_rows: M.
@@ -27,6 +27,14 @@ class Tokens:
     advantages: torch.Tensor
     rows: torch.Tensor
     n_rows: int
+
+    def row_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] sum of [N] values over the tokens of each row."""
+        return values.new_zeros(self.n_rows).index_add(0, self.rows, values)
+
+    def row_means(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] mean of [N] values over the tokens of each row, each of which has one at least."""
+        return self.row_sums(values) / self.row_sums(torch.ones_like(values))
 
 
 class TokenLoss(NamedTuple):
@@ -46,3 +54,4 @@ class TokenLoss(NamedTuple):
 
 
 Loss: TypeAlias = Callable[[Tokens], TokenLoss]
+"""One of another package whose gradient goes without a probability ratio says so: `function.has_ratio = False`."""

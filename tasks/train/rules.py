@@ -1,0 +1,91 @@
+"""What the settings of the objective must hold to, before anything is started; torch is not imported here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from tasks.errors import ConfigError
+from tasks.train.config import TrainConfig
+
+HAS_RATIO: Mapping[str, bool] = {"reinforce": False, "ppo_clip": True, "cispo": True, "gspo": True}
+"""The losses of this package; True for those whose gradient is weighted by pi / mu."""
+
+
+def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> None:
+    """Refuse settings of the objective that contradict each other.
+
+    Args:
+        config: the settings.
+        has_ratio: of a loss of another package; None when that is not known.
+
+    Raises:
+        ConfigError: names the first wrong setting.
+    """
+    if config.loss in HAS_RATIO and config.loss_options:
+        remedy = f"is for losses of your own; {config.loss} has its settings in train (clip_low, clip_high)"
+        raise ConfigError("train.loss_options", config.loss_options, remedy)
+    options_of(config)
+    for field, value, is_wrong, remedy in _rules(config, HAS_RATIO.get(config.loss, has_ratio)):
+        if is_wrong:
+            raise ConfigError(field, value, remedy)
+
+
+def options_of(config: TrainConfig) -> dict[str, Any]:
+    """`train.loss_options` by name, their values as YAML reads them.
+
+    Example: ("beta=0.1", "sides=[1, 2]") is {"beta": 0.1, "sides": [1, 2]}.
+
+    Raises:
+        ConfigError: one of them is not written NAME=VALUE, or its value is not YAML.
+    """
+    options: dict[str, Any] = {}
+    for option in config.loss_options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError("train.loss_options", option, "write each as NAME=VALUE, for example beta=0.1")
+        try:
+            options[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError("train.loss_options", option, f"the value is not YAML: {error}") from error
+    return options
+
+
+def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, object, bool, str]]:
+    """(field, value, is wrong, remedy) of each rule."""
+    mode, floor, cap = config.importance.mode, config.importance.floor, config.importance.cap
+    return [
+        (
+            "train.importance.mode",
+            mode,
+            mode == "truncated" and bool(has_ratio) and config.behaviour == "sampler",
+            f"the loss {config.loss} has the ratio to the sampler already, and would count it twice; set "
+            "train.behaviour=recomputed, or mode masked, or a loss without a ratio (reinforce)",
+        ),
+        (
+            "train.importance.floor",
+            floor,
+            mode == "masked" and floor >= cap,
+            f"must be below train.importance.cap, which is {cap:g}",
+        ),
+        (
+            "train.normalization_tokens",
+            config.normalization_tokens,
+            config.normalization == "fixed_length" and config.normalization_tokens == 0,
+            "normalization fixed_length needs the length that every row counts for, such as the longest completion "
+            "(rollout.max_completion_tokens)",
+        ),
+        (
+            "train.lr_decay_updates",
+            config.lr_decay_updates,
+            config.lr_decay != "none" and config.lr_decay_updates <= config.warmup_steps,
+            f"lr_decay {config.lr_decay} needs a number of updates above train.warmup_steps, which is "
+            f"{config.warmup_steps}",
+        ),
+        (
+            "train.kl.reference",
+            config.kl.reference,
+            config.kl.coef > 0.0 and config.kl.reference == "none",
+            "train.kl.coef above 0 needs a reference policy: frozen or deployment",
+        ),
+    ]
