@@ -82,10 +82,4 @@ def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, objec
             f"lr_decay {config.lr_decay} needs a number of updates above train.warmup_steps, which is "
             f"{config.warmup_steps}",
         ),
-        (
-            "train.kl.reference",
-            config.kl.reference,
-            config.kl.coef > 0.0 and config.kl.reference == "none",
-            "train.kl.coef above 0 needs a reference policy: frozen or deployment",
-        ),
     ]

@@ -16,6 +16,7 @@ from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.engine import Engine, Update
 from tasks.train.lora import add_adapters
 from tasks.train.policy import load_policy
+from tasks.train.objective import Objective
 from tasks.train.process_group import join_ranks
 from tasks.train.samples import read_samples
 from tasks.train.step import StepTraining
@@ -55,7 +56,7 @@ def main() -> None:
             if ".lora_B." in name:  # which begin as zero, and leave A without a gradient
                 each.data.copy_(torch.randn(each.shape, generator=generator) * 0.1)
         engine = RecordingEngine(config, model, ranks.device)
-        training = StepTraining(config, engine, samples, 0)
+        training = StepTraining(config, engine, samples, 0, Objective(config))
         training.run()
         assert not training.reason
         weights = {name: each.clone() for name, each in named_weights(engine.model)}
