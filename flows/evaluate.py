@@ -11,6 +11,7 @@ from prefect.logging import get_run_logger
 from flows.failures import FailureWatch
 from flows.progress import say
 from flows.run import Run, TrainingRun
+from flows.sinks import evaluations
 from tasks.rollout.admission import EVALUATION, Place
 from tasks.rollout.environment import Example
 from tasks.rollout.foreign import problem_of
@@ -62,6 +63,8 @@ async def evaluate_version(run: Run, version: int) -> None:
             f"evaluation of version {version}: {failures.n_failed} of {len(work)} trajectories failed, which count as "
             "reward 0"
         )
+    for point in await asyncio.to_thread(lambda: list(evaluations(run.folder, version))):
+        run.sinks.put(point)
 
 
 async def _evaluate_part(

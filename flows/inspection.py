@@ -131,16 +131,19 @@ def versions_view(folder: RunFolder, selection: Selection) -> View:
     return View({"held_out": shown}, title, VERSION_COLUMNS, shown, cut_notes(len(shown), len(frame)))
 
 
-def held_out(folder: RunFolder, env: str = "") -> pl.DataFrame:
-    """Each complete evaluation, oldest first, of an environment or of all: step (policy version), reward (sampled), greedy_accuracy.
+def held_out(folder: RunFolder, env: str = "", version: int | None = None) -> pl.DataFrame:
+    """Each complete evaluation, or that of one version, oldest first, of an environment or of all.
+
+    Columns: step (policy version), reward (sampled), greedy_accuracy.
 
     A trajectory that could not be scored counts as reward 0; accuracy is the share of full rewards (1).
     """
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
     is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
     n_prompts = read_manifest(folder).config.get("evaluate", {}).get("n_prompts", 0)
+    partition = {} if version is None else {"version": version}
     return (
-        scan(folder, "evaluations", ["policy_version", "env", "greedy", "reward"])
+        scan(folder, "evaluations", ["policy_version", "env", "greedy", "reward"], **partition)
         .with_columns(pl.len().over("policy_version").alias("n"))
         .filter((pl.col("n") == 2 * n_prompts) & (pl.lit(not env) | (pl.col("env") == env)))
         .group_by(pl.col("policy_version").cast(pl.Int64).alias("step"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from flows.attached import check_attached
 from flows.config import RunConfig
 from flows.recipe import start_model_folder
+from flows.sinks import check_sinks
 from tasks.errors import ConfigError
 from tasks.rollout.environment import Environment, SingleTurn, WarmUp, environment_of, library_of
 from tasks.rollout.prompts import check_prompts
@@ -32,6 +33,7 @@ def preflight(config: RunConfig, *, samples: bool = True) -> None:
         _check_stages(config)
     _check_model(config)
     _check_store(config.store.root)
+    check_sinks(config.observe)
     if samples and not config.serve.urls:
         check_vllm(config)
     if not config.train.url:

@@ -14,6 +14,7 @@ from flows.drops import drop_line, drop_metrics, drops
 from flows.progress import say
 from flows.recording import forget_results
 from flows.run import Run, TrainingRun
+from flows.sinks import step_point
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import StepClock
@@ -44,6 +45,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
     services = [*run.scoring.metrics(), *run.pool.metrics()]
+    services.append(Metric("observe/sink_failures_so_far", "all", "value", float(run.sinks.n_failures)))
     services.append(Metric("store/compaction_failures_so_far", "all", "value", float(run.compactor.n_failed)))
     if isinstance(run.environment, RemoteEnvironment):
         restarts = float(run.environment.restarts)
@@ -91,6 +93,8 @@ async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) 
         },
     )
     await run.store.writer.append("metrics", rows, step=step)
+    if point := step_point(step, metrics):
+        run.sinks.put(point)
 
 
 def has_metrics(run: TrainingRun, step: int) -> bool:

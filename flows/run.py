@@ -5,7 +5,7 @@ import importlib.metadata
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.config import RunConfig, fixed_settings
@@ -14,7 +14,9 @@ from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
 from flows.progress import RunProgress, say
 from flows.recording import Recording
+from flows.sinks import open_sinks
 from tasks.observe.memory import keep_for_good
+from tasks.observe.sink_client import NoSinks, Sinks
 from tasks.rollout.admission import Admission
 from tasks.rollout.env_client import open_environment
 from tasks.rollout.environment import Environment
@@ -47,6 +49,7 @@ class TrainingRun:
     compactor: Compactor
     recording: Recording
     progress: RunProgress
+    sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
 
     @property
     def id(self) -> str:
@@ -103,8 +106,9 @@ async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIt
             async with (
                 store.writer,
                 Compactor(store.files, store.writer, config.store, say) as compactor,
+                open_sinks(config, store.folder, store.manifest.run) as sinks,
             ):
-                yield TrainingRun(config, model, store, compactor, recording, progress)
+                yield TrainingRun(config, model, store, compactor, recording, progress, sinks=sinks)
     finally:
         await asyncio.to_thread(store.close)
 
@@ -153,6 +157,7 @@ async def open_run(
             recording=opened.recording,
             picture=picture_of(config.observe.task_runs, opened.recording),
             progress=opened.progress,
+            sinks=opened.sinks,
             redo_failed=redo_failed,
         )
 

@@ -30,7 +30,15 @@ class ObserveConfig(StageConfig):
         "Seconds that a command whose run is over waits for Prefect to take the last logs and events.",
         ge=0.0,
     )
-    tensorboard: bool = setting(False, "Write the metrics to RUN/tensorboard too (pip install tensorboardX).")
-    mlflow_uri: str = setting("", "MLflow tracking server that gets the metrics too; empty: none.")
-    wandb: Literal["off", "offline", "online"] = setting("off", "Give the metrics to Weights & Biases too.")
-    experiment: str = setting("rollmill", "Experiment (MLflow) or project (Weights & Biases) of the run.")
+    tensorboard: bool = setting(
+        False, "Write the metrics to RUN/tensorboard too (pip install 'rollmill[tensorboard]')."
+    )
+    mlflow_uri: str = setting(
+        "", "MLflow tracking server that gets the metrics too (pip install 'rollmill[mlflow]'); empty: none."
+    )
+    experiment: str = setting("rollmill", "Experiment of the run in MLflow.")
+    sink_timeout_s: float = setting(
+        20.0,
+        "Seconds that a run waits at its end until TensorBoard's files and MLflow have what is left.",
+        ge=0.0,
+    )

@@ -1,5 +1,6 @@
 """Settings that contradict each other, or name what there is not, stop before anything is started."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
 def test_what_the_stages_find_wrong_is_said_before_the_start(settings: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         preflight(load("quickstart", tuple(settings)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "library", "extra"),
+    [("tensorboard=true", "tensorboardX", "tensorboard"), ("mlflow_uri=http://h", "mlflow", "mlflow")],
+)
+def test_a_sink_whose_library_is_not_there_is_refused_with_the_line_that_installs_it(
+    setting: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"needs {library}: pip install 'rollmill\[{extra}\]'"):
+        preflight(load("quickstart", (f"observe.{setting}",)))
 
 
 @pytest.mark.parametrize(("refills", "is_refused"), [(2, True), (3, False), (5, False)])

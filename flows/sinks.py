@@ -1,0 +1,82 @@
+"""A run's metrics for its sinks: those that are stored, when it is opened, and each step's when it is reported."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+
+import polars as pl
+
+from flows.config import RunConfig
+from flows.inspection import held_out
+from flows.progress import say
+from tasks.errors import ConfigError
+from tasks.observe.config import ObserveConfig
+from tasks.observe.metrics import Metric
+from tasks.observe.sink_client import NoSinks, SinkClient, Sinks
+from tasks.observe.sinks import MARKERS, Point, SinkSettings, values_of
+from tasks.store.layout import RunFolder
+from tasks.store.reader import scan
+
+TENSORBOARD = "tensorboard"
+"""Folder of TensorBoard's files in a run's folder, or in the local one of a run on S3."""
+
+
+def check_sinks(config: ObserveConfig) -> None:
+    """Refuse a sink whose library is not installed; ConfigError says how to install it."""
+    for field, value, module, extra in (
+        ("observe.tensorboard", config.tensorboard, "tensorboardX", "tensorboard"),
+        ("observe.mlflow_uri", config.mlflow_uri, "mlflow", "mlflow"),
+    ):
+        if value and find_spec(module) is None:
+            raise ConfigError(field, value, f"needs {module}: pip install 'rollmill[{extra}]'")
+
+
+@asynccontextmanager
+async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIterator[Sinks]:
+    """The sinks of a run, which have, or get, all that is stored of it."""
+    observe = config.observe
+    if not observe.tensorboard and not observe.mlflow_uri:
+        yield NoSinks()
+        return
+    files = str(folder.local / TENSORBOARD) if observe.tensorboard else ""
+    settings = SinkSettings(
+        run=run,
+        name=folder.name,
+        tensorboard=files,
+        mlflow_uri=observe.mlflow_uri,
+        experiment=observe.experiment,
+        timeout_s=observe.sink_timeout_s,
+    )
+    if files:
+        say(f"TensorBoard's files: {files}")
+    async with SinkClient(settings, say) as sinks:
+        for point in await asyncio.to_thread(lambda: [*_steps(folder), *evaluations(folder)]):
+            sinks.put(point)
+        yield sinks
+
+
+def step_point(step: int, metrics: Sequence[Metric]) -> Point | None:
+    """A step's metrics; None for those that are stored beside a step's, before its training."""
+    values = values_of(metrics)
+    return Point("step", step, values) if MARKERS["step"] in values else None
+
+
+def evaluations(folder: RunFolder, version: int | None = None) -> Iterator[Point]:
+    """The rewards of complete evaluations, of a version or of all."""
+    for row in held_out(folder, version=version).to_dicts():
+        values = {f"evaluation/{name}": value for name, value in row.items() if name != "step"}
+        yield Point(
+            "evaluation", row["step"], {name: value for name, value in values.items() if math.isfinite(value)}
+        )
+
+
+def _steps(folder: RunFolder) -> Iterator[Point]:
+    """The stored metrics of all steps, in order."""
+    rows = scan(folder, "metrics", ["step", "name", "env", "stat", "value"])
+    stored = rows.unique(["step", "name", "env", "stat"], keep="last").sort("step").collect()
+    for (step,), of_step in stored.group_by("step", maintain_order=True):
+        metrics = [Metric(**row) for row in of_step.select(pl.exclude("step")).to_dicts()]
+        if point := step_point(int(str(step)), metrics):
+            yield point

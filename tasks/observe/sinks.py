@@ -1,0 +1,77 @@
+"""Where a run's metrics go besides its data set, and what goes there.
+
+A process of its own (tasks.observe.sink_process) has the libraries of the sinks, since they compute and wait as they
+like; the run hands it one point after another (tasks.observe.sink_client).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from tasks.observe.metrics import ALL, Metric
+
+Kind = Literal["step", "evaluation"]
+
+MARKERS: Mapping[Kind, str] = {"step": "train/updated", "evaluation": "evaluation/reward"}
+"""A name that every point of a kind has: a sink that has it at a step has the whole point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is measured at one place of the x axis.
+
+    Attributes:
+        kind: of a step's training, or of the evaluation of a policy version.
+        step: the step, or the version.
+        values: by name; finite or infinite, none NaN; MARKERS[kind] is among them.
+    """
+
+    kind: Kind
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSettings:
+    """Which sinks a run has.
+
+    Attributes:
+        run: its random id.
+        name: what people call it.
+        tensorboard: folder for TensorBoard's files; empty: none.
+        mlflow_uri: tracking server; empty: none.
+        experiment: MLflow's.
+        timeout_s: seconds that what is left may take when the run is over.
+    """
+
+    run: str
+    name: str
+    tensorboard: str = ""
+    mlflow_uri: str = ""
+    experiment: str = ""
+    timeout_s: float = 20.0
+
+
+class Sink(Protocol):
+    """Takes points, each once; any error may come out of it."""
+
+    def has(self, kind: Kind, step: int) -> bool:
+        """True when it has the point of this kind and step, from an earlier process of the run too."""
+
+    def write(self, point: Point) -> None:
+        """Take a point; it is kept when this returns."""
+
+
+def values_of(metrics: Iterable[Metric]) -> dict[str, float]:
+    """Metrics by the name that they have in a sink; without NaNs, which are means of nothing.
+
+    Example: ("train/tokens", "all", "value") is "train/tokens", ("train/ratio", "addition", "max") is
+    "train/ratio/max/addition".
+    """
+    found = {}
+    for metric in metrics:
+        stat = [] if metric.stat == "value" else [metric.stat]
+        env = [] if metric.env == ALL else [metric.env]
+        if metric.value == metric.value:
+            found["/".join([metric.name, *stat, *env])] = metric.value
+    return found

@@ -1,0 +1,147 @@
+"""TensorBoard and MLflow get a run's metrics, each step once, and never stop or delay it."""
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+from tensorboardX.proto.event_pb2 import Event
+
+from tasks.observe.metrics import Metric
+from tasks.observe.mlflow_sink import MlflowSink
+from tasks.observe.sink_client import SinkClient
+from tasks.observe.sink_process import Feed
+from tasks.observe.sinks import Kind, Point, SinkSettings, values_of
+
+
+def step(number: int, **values: float) -> Point:
+    return Point("step", number, {"train/updated": 1.0} | values)
+
+
+def points_of(folder: Path) -> Counter[tuple[str, int, float]]:
+    """(name, step, value) of the event files in a folder, as their format has them: length, crc, event, crc."""
+    found: Counter[tuple[str, int, float]] = Counter()
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        while data:
+            n = int.from_bytes(data[:8], "little")
+            event, data = Event.FromString(data[12 : 12 + n]), data[16 + n :]
+            found.update((each.tag, event.step, each.simple_value) for each in event.summary.value)
+    return found
+
+
+async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    settings = SinkSettings("ab", "run", tensorboard=str(tmp_path / "tensorboard"))
+    told: list[str] = []
+    for n_steps in (2, 3):
+        async with SinkClient(settings, told.append) as sinks:
+            for number in range(n_steps):
+                sinks.put(step(number, **{"train/loss": number / 2}))
+                sinks.put(step(number, **{"train/loss": number / 2}))
+    found = points_of(tmp_path / "tensorboard")
+    assert found == Counter(
+        {
+            (name, number, value): 1
+            for number in range(3)
+            for name, value in (("train/updated", 1.0), ("train/loss", number / 2))
+        }
+    )
+    assert not told
+    assert sinks.n_failures == 0
+
+
+def test_mlflow_goes_on_with_the_run_of_the_same_id_and_takes_no_step_twice(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    settings = SinkSettings("ab", "small", mlflow_uri=uri, experiment="tests")
+    for n_steps in (1, 2):
+        sink = MlflowSink(settings)
+        for number in range(n_steps):
+            for point in (step(number, loss=0.5), Point("evaluation", number, {"evaluation/reward": 0.25})):
+                if not sink.has(point.kind, point.step):
+                    sink.write(point)
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert run.info.run_name == "small"
+    for name, value in (("train/updated", 1.0), ("loss", 0.5), ("evaluation/reward", 0.25)):
+        history = client.get_metric_history(run.info.run_id, name)
+        assert [(each.step, each.value) for each in history] == [(0, value), (1, value)]
+
+
+async def test_a_sink_that_cannot_be_reached_is_said_once_and_counted_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "taken").write_text("a file, where a folder should be made")
+    settings = SinkSettings("ab", "run", tensorboard=str(tmp_path / "taken" / "tensorboard"))
+    told: list[str] = []
+    async with SinkClient(settings, told.append) as sinks:
+        for number in range(3):
+            sinks.put(step(number))
+    (line,) = told
+    assert line.startswith("TensorBoard: 1 points wait: ")
+    assert "all of it is in the data set `metrics`" in line
+    assert sinks.n_failures == 4
+
+
+async def test_a_process_that_dies_is_said_and_points_are_handed_over_to_nobody(tmp_path: Path) -> None:
+    told: list[str] = []
+    words = (sys.executable, "-c", "raise SystemExit(3)")
+    async with SinkClient(SinkSettings("ab", "run"), told.append, words) as sinks:
+        for number in range(3):
+            sinks.put(step(number))
+    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with status 3"]
+
+
+@pytest.mark.parametrize("timeout_s", [0.2])
+async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: float) -> None:
+    script = (
+        "from tasks.observe import sink_process as p\n"
+        "class Hanging:\n"
+        "    def has(self, kind, step): return False\n"
+        "    def write(self, point): __import__('time').sleep(600)\n"
+        "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
+        "p.main()\n"
+    )
+    told: list[str] = []
+    settings = SinkSettings("ab", "run", timeout_s=timeout_s)
+    async with SinkClient(settings, told.append, (sys.executable, "-c", script)) as sinks:
+        sinks.put(step(0))
+    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with status 1"]
+
+
+class Flaky:
+    """Fails at its first write."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.has_failed = False
+
+    def has(self, kind: Kind, step: int) -> bool:
+        return False
+
+    def write(self, point: Point) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError("not now")
+        self.steps.append(point.step)
+
+
+def test_what_a_sink_could_not_take_it_gets_with_the_next_point_in_order() -> None:
+    sink, reports = Flaky(), []
+    feed = Feed("flaky", lambda: sink, lambda *report: reports.append(report))
+    feed.add([step(0)])
+    feed.add([step(1)])
+    assert sink.steps == [0, 1]
+    assert reports == [("flaky", 1, "OSError: not now")]
+
+
+def test_names_say_reduction_and_environment_and_means_of_nothing_are_left_out() -> None:
+    metrics = [
+        Metric("train/tokens", "all", "value", 3.0),
+        Metric("train/ratio", "addition", "max", 1.5),
+        Metric("drops/lost_tokens", "all", "mean", math.nan),
+    ]
+    assert values_of(metrics) == {"train/tokens": 3.0, "train/ratio/max/addition": 1.5}
