@@ -17,7 +17,7 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path) -> None:
         # tensorboardX takes torch's tensors too, and imports torch for that alone where it is installed: 300 MB.
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: not to be imported
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
