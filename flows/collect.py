@@ -12,6 +12,7 @@ from flows.group import GroupCollection, StepCollection
 from flows.progress import say
 from flows.refills import Refills
 from flows.run import Run
+from tasks.score.advantages.batch import settled
 from tasks.score.outcome import GroupOutcome, batch_rows
 from tasks.store.batch import stored_digest
 from tasks.store.plan import group_numbers, settled_plan
@@ -113,6 +114,7 @@ async def _take_back(run: Run, dataset: str, groups: Sequence[int], **partition:
 async def store_batch(run: Run, collected: Collected) -> str:
     """Write the selection that trains the step, and return its digest."""
     step = collected.step
-    rows = batch_rows(run.id, step, collected.outcomes, run.scoring.key)
+    outcomes = settled(run.config.score, collected.outcomes)
+    rows = batch_rows(run.id, step, outcomes, run.scoring.key)
     await run.store.writer.append("batches", rows, step=step)
     return await asyncio.to_thread(stored_digest, run.folder, step)

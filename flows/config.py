@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from flows.presets import preset_values
 from tasks.config import StageConfig, nearest, setting
 from tasks.errors import ConfigError
 from tasks.observe.config import ObserveConfig
@@ -22,6 +22,7 @@ from tasks.store.config import StoreConfig
 from tasks.store.fixed import value_of
 from tasks.sync.config import SyncConfig
 from tasks.train.config import StartModelConfig, TrainConfig
+from tasks.train.rules import check_objective
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -101,37 +102,19 @@ class RunConfig(StageConfig):
         return self.rollout.groups_per_step * self.rollout.group_size
 
 
-PRESETS = Path("conf")
 HEAD_MULTIPLE = 32
 """Widths of an attention head that vLLM's CPU kernels have are multiples of this."""
 
 
 def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Read a preset by its name in conf/ or its path, apply `key.subkey=value` overrides, and check it all.
+    """Read a preset (see preset_values), apply `key.subkey=value` overrides, and check it all.
 
-    Example: load("quickstart", ("train.lr=1e-6", "steps=2"))
+    Example: load("quickstart+dapo", ("train.lr=1e-6", "steps=2"))
 
     Raises:
         ConfigError: the preset is missing, or a setting is unknown, out of range or contradicts another.
     """
     return validate(overridden(preset_values(preset), overrides))
-
-
-def preset_values(preset: str) -> dict[str, Any]:
-    """What a preset says, by its name in conf/ or its path; ConfigError when it is missing."""
-    path = Path(preset) if preset.endswith((".yaml", ".yml")) else PRESETS / f"{preset}.yaml"
-    if not path.is_file():
-        names = (
-            ", ".join(sorted(each.stem for each in PRESETS.glob("*.yaml"))) or f"none in {PRESETS.absolute()}"
-        )
-        raise ConfigError("preset", preset, f"there is no file {path}; presets are: {names}")
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("preset", preset, f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError("preset", preset, f"{path} must hold settings by name, such as `steps: 40`")
-    return values
 
 
 def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -169,6 +152,7 @@ def check(config: RunConfig) -> None:
     for field, value, is_wrong, remedy in _cross_stage_rules(config):
         if is_wrong:
             raise ConfigError(field, value, remedy)
+    check_objective(config.train)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

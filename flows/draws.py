@@ -13,6 +13,7 @@ from flows.config import RunConfig
 from flows.offline import steps_of_sources
 from flows.run import TrainingRun
 from tasks.errors import ConfigError
+from tasks.score.advantages.batch import settled
 from tasks.score.outcome import GroupOutcome, Origin, batch_rows, group_rows
 from tasks.score.stored import judged_groups
 from tasks.store.batch import stored_digest
@@ -117,8 +118,9 @@ async def store_draw(run: TrainingRun, pool: GroupPool, step: int) -> Draw:
     rows = group_rows(run.id, step, outcomes, time.perf_counter() - started)
     is_begun = (await asyncio.to_thread(read, run.folder, "groups", ["group"], step=step)).num_rows > 0
     await (writer.replace if is_begun else writer.append)("groups", rows, step=step)
+    trained = settled(config.score, outcomes)
     await writer.append(
-        "batches", batch_rows(run.id, step, outcomes, config.retrain.scores, origins), step=step
+        "batches", batch_rows(run.id, step, trained, config.retrain.scores, origins), step=step
     )
     digest = await asyncio.to_thread(stored_digest, run.folder, step)
     return Draw(step, digest, _mean_reward(outcomes), _tokens(outcomes))

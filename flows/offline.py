@@ -7,7 +7,7 @@ from flows.config import RunConfig, parsed
 from flows.folder import existing_run
 from flows.recipe import start_model_folder
 from tasks.errors import ConfigError
-from tasks.score.advantages import advantage_of
+from tasks.score.advantages.registry import advantage_of
 from tasks.score.check import check_scorer
 from tasks.score.registry import parts_of
 from tasks.store.layout import RunFolder

@@ -1,9 +1,12 @@
 """What must hold before anything is started; each failure names the setting, its value and the remedy."""
 
 import asyncio
+import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from flows.config import RunConfig
 from flows.recipe import start_model_folder
 from flows.sinks import check_sinks
 from tasks.errors import ConfigError
+from tasks.observe.metrics import ALL
 from tasks.rollout.environment import Environment, SingleTurn, WarmUp, environment_of, library_of
 from tasks.rollout.prompts import check_prompts
 from tasks.rollout.state import states_of
@@ -21,6 +25,8 @@ from tasks.rollout.verifiers_state import kept_states
 from tasks.score.check import check_scorer
 from tasks.serve.vllm import is_cpu_build
 from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
+from tasks.train.config import TrainConfig
+from tasks.train.rules import HAS_RATIO
 
 
 def preflight(config: RunConfig, *, samples: bool = True) -> None:
@@ -31,6 +37,8 @@ def preflight(config: RunConfig, *, samples: bool = True) -> None:
     """
     if samples:
         _check_stages(config)
+    if not config.train.url:
+        _check_loss(config.train)
     _check_model(config)
     _check_store(config.store.root)
     check_sinks(config.observe)
@@ -47,15 +55,38 @@ def preflight(config: RunConfig, *, samples: bool = True) -> None:
 def _check_stages(config: RunConfig) -> None:
     check_scorer(config.score, config.evaluate.scorer)
     if library_of(config.rollout):
+        _check_environment_name(config.rollout.environment.rpartition(":")[2])
         _check_library(config)
         return
     environment = environment_of(config.rollout)
+    _check_environment_name(environment.name)
     states_of(environment)
     check_prompts(environment, config.rollout, config.evaluate.n_prompts)
     _check_overlong(config, environment)
     if config.start_model.enabled and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.enabled", True, remedy)
+
+
+def _check_environment_name(name: str) -> None:
+    if name == ALL:
+        remedy = (
+            "this name is taken: metrics of all environments together have it; give the environment another"
+        )
+        raise ConfigError("rollout.environment", ALL, remedy)
+
+
+def _check_loss(train: TrainConfig) -> None:
+    """Try a loss of another package in a process of its own, since it imports torch."""
+    if train.loss in HAS_RATIO:
+        return
+    words = [sys.executable, "-m", "tasks.train.loss_check", train.model_dump_json()]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=train.start_timeout_s)
+    if done.returncode:
+        remedy = f"it ended the process that tried it: {done.stderr.strip()[-500:]}"
+        raise ConfigError("train.loss", train.loss, remedy)
+    if wrong := json.loads(done.stdout.splitlines()[-1]):
+        raise ConfigError(*wrong)
 
 
 def _check_overlong(config: RunConfig, environment: Environment) -> None:

@@ -4,7 +4,12 @@ from typing import Annotated
 
 import typer
 
-Preset = Annotated[str, typer.Argument(help="Name of a preset in conf/, or path of a YAML file.")]
+Preset = Annotated[
+    str,
+    typer.Argument(
+        help="Name of a preset in conf/, or path of a YAML file; + joins several, such as quickstart+dapo."
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, for example train.lr=1e-6; repeatable.")
 ]

@@ -1,7 +1,6 @@
 """Commands that generate and train."""
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,8 +34,9 @@ def run(
 
     config = load(preset, tuple(overrides or ()))
     from flows.command import run_here
+    from flows.presets import preset_name
 
-    run_here(config, name or Path(preset).stem, again=again, redo_failed=redo_failed)
+    run_here(config, name or preset_name(preset), again=again, redo_failed=redo_failed)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -1,7 +1,7 @@
 """What must hold of the settings of scoring before anything is started."""
 
 from tasks.errors import ConfigError
-from tasks.score.advantages import advantage_of
+from tasks.score.advantages.registry import advantage_of
 from tasks.score.config import ScoreConfig
 from tasks.score.registry import parts_of
 

@@ -93,8 +93,9 @@ class ScoreConfig(StageConfig):
     max_in_flight: int = setting(64, "Most calls of asynchronous scorers at the same time.", ge=1)
     advantage: str = setting(
         "mean",
-        "Advantages of a group: mean (reward minus the group's mean), mean_std (that divided by the deviation), "
-        "or an import path package.module:function.",
+        "Advantages: none (the reward), mean (reward minus the group's mean), mean_std (that over the deviation), rloo "
+        "(minus the mean of the others), reinforce_pp (minus the mean, over the batch's deviation), or an import path "
+        "package.module:function (docs/algorithms.md).",
         fixed=True,
     )
     overlong_limit_tokens: int = setting(
@@ -121,5 +122,5 @@ class ScoreConfig(StageConfig):
         fixed=True,
     )
     min_group_size: int = setting(
-        2, "Fewest surviving trajectories of a group that is trained on.", ge=2, fixed=True
+        2, "Fewest surviving trajectories of a group that is trained on.", ge=1, fixed=True
     )

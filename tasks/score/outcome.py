@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from tasks.score.advantages import advantage_of
+from tasks.score.advantages.registry import advantage_of
 from tasks.score.config import ScoreConfig
 from tasks.score.overlong import penalties
 from tasks.store.rows import Rows
@@ -62,14 +62,19 @@ class GroupOutcome:
     trains_truncated: bool = True
 
     @property
-    def trained(self) -> list[tuple[Survivor, float]]:
-        """The survivors that are in the batch, each with its advantage; none when the group is out."""
-        pairs = zip(self.survivors, self.advantages, strict=True)
-        return [
-            (survivor, float(advantage))
-            for survivor, advantage in pairs
-            if not self.reason and (self.trains_truncated or not survivor.is_truncated)
+    def in_batch(self) -> np.ndarray:
+        """[len(survivors)] True for those that are in the batch; none when the group is out."""
+        chosen = [
+            not self.reason and (self.trains_truncated or not survivor.is_truncated)
+            for survivor in self.survivors
         ]
+        return np.array(chosen, np.bool_)
+
+    @property
+    def trained(self) -> list[tuple[Survivor, float]]:
+        """The survivors that are in the batch, each with its advantage."""
+        rows = zip(self.survivors, self.advantages, self.in_batch, strict=True)
+        return [(survivor, float(advantage)) for survivor, advantage, is_in in rows if is_in]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ def _advantages(config: ScoreConfig, rewards: np.ndarray) -> tuple[np.ndarray, s
     Example: `mean` of the rewards 1e39 and 0 is 5e38 and -5e38, more than a float32 can hold.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        advantages = advantage_of(config.advantage)(rewards).astype(np.float32)
+        advantages = advantage_of(config.advantage).of_group(rewards).astype(np.float32)
     if np.isfinite(advantages).all():
         return advantages, ""
     return np.zeros_like(advantages), NO_FINITE_ADVANTAGE
@@ -181,7 +186,8 @@ def _reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is_drop
         return NOT_WHOLE
     if len(rewards) < config.min_group_size:
         return TOO_FEW_SURVIVORS
-    return NO_REWARD_SPREAD if np.ptp(rewards) == 0.0 else ""
+    needs_spread = advantage_of(config.advantage).needs_spread
+    return NO_REWARD_SPREAD if needs_spread and np.ptp(rewards) == 0.0 else ""
 
 
 def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s: float) -> Rows:

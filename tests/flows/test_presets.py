@@ -5,8 +5,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from flows.config import PRESETS, load
+from flows.config import load
 from flows.preflight import preflight
+from flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
 from tasks.errors import ConfigError
 from tasks.rollout.environment import environment_of
 from tasks.rollout.prompts import check_prompts
@@ -16,6 +17,28 @@ from tasks.score.registry import parts_of
 @pytest.mark.parametrize("preset", sorted(each.stem for each in PRESETS.glob("*.yaml")))
 def test_every_preset_loads_and_its_scorer_is_there(preset: str) -> None:
     assert parts_of(load(preset).score)
+
+
+@pytest.mark.parametrize("algorithm", sorted(each.stem for each in ALGORITHMS.glob("*.yaml")))
+def test_every_algorithm_joins_every_preset_and_says_nothing_but_the_algorithm(algorithm: str) -> None:
+    for preset in PRESETS.glob("*.yaml"):
+        load(f"{preset.stem}+{algorithm}")
+    assert set(preset_values(algorithm)) <= {"rollout", "score", "train"}
+
+
+def test_of_a_setting_that_two_presets_have_the_later_ones_counts(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("train: {lr: 0.25, loss: gspo}")
+
+    assert load(f"quickstart+{mine}+cispo").train.lr == 0.25
+    assert load(f"quickstart+{mine}+cispo").train.loss == "cispo"
+    assert load(f"cispo+quickstart+{mine}").train.loss == "gspo"
+    assert preset_name(f"quickstart+{mine}+cispo") == "quickstart-mine-cispo"
+
+
+def test_an_algorithm_that_is_not_there_is_told_which_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"preset = 'dappo'.*quickstart.*with \+: .*dapo"):
+        load("quickstart+dappo")
 
 
 @pytest.mark.parametrize("preset", ["quickstart", "calculator"])

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from tasks.score.advantages.advantage import Advantage
 from tasks.score.config import ScoreConfig
 from tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
 
@@ -179,3 +180,9 @@ def not_finite(rewards):
 def doubles_in_place(rewards):
     rewards *= 2
     return rewards
+
+
+CENTRED = Advantage(
+    lambda rewards: rewards, lambda advantages, _: advantages - advantages.mean(), needs_spread=False
+)
+OVERFLOWS = Advantage(lambda rewards: rewards, lambda advantages, _: advantages * 1e39)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tasks.score.advantages import mean, mean_std
+from tasks.score.advantages.mean import mean
+from tasks.score.advantages.mean_std import mean_std
 from tasks.score.config import ScoreConfig
 from tasks.score.outcome import (
     DROPPED_BY_SCORER,

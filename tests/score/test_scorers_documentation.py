@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tasks.score.advantages import advantage_of
+from tasks.score.advantages.registry import advantage_of
 from tasks.score.config import ScoreConfig
 from tasks.score.registry import REGISTERED
 from tasks.score.scoring import Scoring
@@ -51,8 +51,8 @@ async def test_the_groups_scorer_of_the_page_scores_drops_and_drops_the_group(
 
 
 def test_the_advantage_of_the_page_is_one() -> None:
-    assert advantage_of(f"{MODULE}:ranks")(np.array([5.0, 1.0, 9.0])).tolist() == [0.0, -1.0, 1.0]
-    assert advantage_of(f"{MODULE}:ranks")(np.array([1.0, 0.0, 1.0])).tolist() == [0.5, -1.0, 0.5]
+    assert advantage_of(f"{MODULE}:ranks").of_group(np.array([5.0, 1.0, 9.0])).tolist() == [0.0, -1.0, 1.0]
+    assert advantage_of(f"{MODULE}:ranks").of_group(np.array([1.0, 0.0, 1.0])).tolist() == [0.5, -1.0, 0.5]
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))

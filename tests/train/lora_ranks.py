@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.engine import Engine, Update
 from tasks.train.lora import add_adapters
-from tasks.train.policy import load_policy
 from tasks.train.objective import Objective
+from tasks.train.policy import load_policy
 from tasks.train.process_group import join_ranks
 from tasks.train.samples import read_samples
 from tasks.train.step import StepTraining
