@@ -29,17 +29,27 @@ class _Settings(msgspec.Struct):
     weight_transfer_config: _Transfer | None = None
 
 
+class _Served(msgspec.Struct):
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Served]
+
+
 class _Info(msgspec.Struct):
     vllm_config: _Settings
 
 
 async def check_attached(config: RunConfig, *, samples: bool = True) -> None:
-    """Ask every service at train.url, and when the run samples at serve.urls, whether it is there and can serve a run.
+    """Ask every service at train.url and train.kl.urls, and when the run samples at serve.urls, whether it can serve a run.
 
     Raises:
         ConfigError: one is not there within serve.attach_timeout_s, or lacks something; names the setting.
     """
     urls = [("serve.urls", url) for url in config.serve.urls if samples]
+    if config.train.kl.reference == "deployment":
+        urls += [("train.kl.urls", url) for url in config.train.kl.urls]
     urls += [("train.url", config.train.url)] if config.train.url else []
     await asyncio.gather(*(_check(config, field, url) for field, url in urls))
 
@@ -52,6 +62,8 @@ async def _check(config: RunConfig, field: str, url: str) -> None:
         async with asyncio.timeout(config.serve.attach_timeout_s):
             if field == "train.url":
                 await _check_trainer(config, connection)
+            elif field == "train.kl.urls":
+                await _check_reference(config, url, connection)
             else:
                 await _check_vllm(config, url, connection)
     except TimeoutError:
@@ -76,6 +88,28 @@ async def _check_trainer(config: RunConfig, connection: Connection) -> None:
         raise ConfigError(
             "train.url", config.train.url, f"what answers there is no trainer (/v1/health: {status})"
         )
+
+
+async def _check_reference(config: RunConfig, url: str, connection: Connection) -> None:
+    """Refuse what cannot give the log-probabilities of a longest sequence, which it is asked for as a prompt."""
+    connect_s = config.serve.connect_timeout_s
+    await _answer(connection, "GET", "/health", connect_s)
+    generate, _ = await _answer(connection, "POST", "/inference/v1/generate", connect_s)
+    if generate == HTTPStatus.UNAUTHORIZED:
+        remedy = f"the vLLM server at {url} has another API key than this environment variable"
+        raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
+    status, body = await _answer(connection, "GET", "/v1/models", connect_s)
+    needed = config.serve.max_model_len + 1
+    try:
+        longest = min(each.max_model_len for each in msgspec.json.decode(body, type=_Models).data)
+    except (msgspec.DecodeError, ValueError):
+        remedy = f"what answers there is no vLLM server (/v1/models: {status})"
+        raise ConfigError("train.kl.urls", url, remedy) from None
+    if generate == HTTPStatus.NOT_FOUND:
+        raise ConfigError("train.kl.urls", url, "start the reference's server with --enable-scale-out")
+    if longest < needed:
+        remedy = f"start the reference's server with --max-model-len {needed}: a sequence, and a token more"
+        raise ConfigError("train.kl.urls", url, remedy)
 
 
 async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> None:

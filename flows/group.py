@@ -12,7 +12,7 @@ from tasks.rollout.trajectory import Work
 from tasks.score.outcome import GroupOutcome, group_rows, judge_group, survivors_of
 from tasks.score.part import ScorePart
 from tasks.score.scoring import scorable
-from tasks.store.rows import Rows, joined, where
+from tasks.store.rows import Rows, joined, values, where
 from tasks.store.step import GroupPlan
 
 
@@ -62,6 +62,7 @@ class GroupCollection:
         """Sample what is missing, score what is unscored, wait until all of it is stored, and judge it."""
         run = self._run
         work, unscored = await self._missing(), scorable(self._plan.to_score)
+        self._hand_to_trainer(self._plan.rollouts)
         with run.admission.places(len(work), (self._step, ROLLOUT)) as places:
             if places:
                 await asyncio.shield(places[0].granted)
@@ -102,8 +103,23 @@ class GroupCollection:
         await self._run.picture.rollout(part, self._step, self._group, number)
         self._rollouts.append(part.rows)
         self._acknowledgements += part.acknowledgements
-        if not self._run.scoring.by_group:
-            await self._score(scorable(part.rows), number)
+        async with asyncio.TaskGroup() as beside:
+            if not self._run.scoring.by_group:
+                beside.create_task(self._score(scorable(part.rows), number))
+            if self._run.reference is not None:
+                beside.create_task(self._run.reference.ask(self._step, scorable(part.rows)))
+            if self._run.recomputing is not None:
+                beside.create_task(self._recompute(part))
+
+    async def _recompute(self, part: RolloutPart) -> None:
+        """Have the trainer say what it makes of a part's tokens, once the part is stored."""
+        await asyncio.gather(*part.acknowledgements)
+        self._hand_to_trainer(part.rows)
+
+    def _hand_to_trainer(self, stored: Rows) -> None:
+        if self._run.recomputing is not None:
+            ids = values(scorable(stored), "trajectory_id")
+            self._run.recomputing.add(self._step, [str(each) for each in ids])
 
     async def _score(self, rollouts: Rows, number: int | None = None) -> None:
         if not rollouts.num_rows:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ class Policy:
         self._restarts = 0
         self._replayed: dict[int, StepResult] = {}
         self._skipped = 0
+        self._recomputing = run.recomputing if isinstance(run, Run) else None
         self.current = PolicyVersion(run.id, 0, 0)
 
     async def restore(self) -> int:
@@ -75,6 +76,8 @@ class Policy:
         await self._run.store.writer.note()
         if self.current.version:
             await self.checkpoint_if_due()
+        if self._recomputing:
+            self._recomputing.begin(self.current.version)
         return self.current.version
 
     async def train(self, step: int, digest: str) -> StepResult:
@@ -85,6 +88,8 @@ class Policy:
         """
         folder = self._run.folder.location
         async with self._still:
+            await self._complete(step)
+            waited_s = await self._recomputing.end() if self._recomputing else 0.0
             try:
                 self._run.recording.started()
                 result = await train_step(self._trainer.client, folder, self._run.id, step, digest)
@@ -94,7 +99,7 @@ class Policy:
                 result = self._replayed[step]
             self.current = replace(self.current, version=result.version)
         self._count_skipped(result)
-        return result
+        return self._with_recomputing(result, waited_s)
 
     async def sync(self, *, only_name: bool) -> list[Metric]:
         """Give every server the current version: its weights, or its name alone when it has those already.
@@ -108,6 +113,8 @@ class Policy:
                 if error.service != self._trainer.name:
                     raise
                 reports = await self._bring_back_trainer(error)
+        if self._recomputing:
+            self._recomputing.begin(self.current.version)
         values = {
             "sync/sent_bytes": float(sum(report.bytes_sent for report in reports)),
             "sync/servers": float(len(reports)),
@@ -186,12 +193,44 @@ class Policy:
         """Apply the stored batch of a step again."""
         run = self._run
         digest = await asyncio.to_thread(stored_digest, run.folder, step)
+        await self._complete(step)
         result = await self._trainer.client.train_step(
             folder=run.folder.location, run=run.id, step=step, digest=digest
         )
         await self._take_in(result)
         self._replayed[step] = result
         self.current = replace(self.current, version=result.version)
+
+    async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
+        """Have the trainer compute its log-probabilities of stored rollouts, and store them.
+
+        Raises:
+            RollmillError: it does not stand at that step, or is gone.
+        """
+        store = self._run.store
+        delivery = await self._trainer.client.score_rows(
+            folder=self._run.folder.location, run=self._run.id, step=step, trajectory_ids=list(trajectory_ids)
+        )
+        if delivery is not None:
+            await take_in(store.folder, store.files, store.writer, delivery)
+
+    async def _complete(self, step: int) -> None:
+        """Ask the reference deployment for what a step's batch lacks."""
+        if self._run.reference is not None:
+            await self._run.reference.complete(step)
+
+    def _with_recomputing(self, result: StepResult, waited_s: float) -> StepResult:
+        """What recomputing log-probabilities took of the trainer's spare time, and of the step's."""
+        if self._recomputing is None:
+            return result
+        in_step = sum(each.value for each in result.metrics if each.name == "train/trainer_logprobs_s")
+        values = {
+            "train/recompute_hidden_s": max(0.0, self._recomputing.hidden_s - waited_s),
+            "train/recompute_exposed_s": waited_s + in_step,
+            "train/recompute_failures_so_far": float(self._recomputing.n_failed),
+        }
+        own = [Metric(name, "all", "value", value) for name, value in values.items()]
+        return replace(result, metrics=[*result.metrics, *own])
 
     async def _take_in(self, result: StepResult) -> None:
         """Store the rows that the trainer has made in a step, before any checkpoint says that the step is done."""
@@ -230,6 +269,8 @@ async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
         policy = Policy(run, trainer, servers)
         async with asyncio.TaskGroup() as watching:
             watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
+            if isinstance(run, Run) and run.recomputing is not None:
+                watches.append(watching.create_task(run.recomputing.work(policy.score)))
             yield policy
             for watch in watches:
                 watch.cancel()

@@ -13,7 +13,9 @@ from flows.folder import run_folder
 from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
 from flows.progress import RunProgress, say
+from flows.recomputing import Recomputing
 from flows.recording import Recording
+from flows.reference_deployment import ReferenceDeployment, open_reference
 from flows.sinks import open_sinks
 from tasks.observe.memory import keep_for_good
 from tasks.observe.sink_client import NoSinks, Sinks
@@ -41,6 +43,7 @@ class TrainingRun:
 
     Attributes:
         model: folder of the start model.
+        reference: the servers of the reference policy; None when it lies elsewhere, or nowhere.
     """
 
     config: RunConfig
@@ -50,6 +53,7 @@ class TrainingRun:
     recording: Recording
     progress: RunProgress
     sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
+    reference: ReferenceDeployment | None = field(default=None, kw_only=True)
 
     @property
     def id(self) -> str:
@@ -70,6 +74,7 @@ class Run(TrainingRun):
         held_out_scoring: scores held-out trajectories; the same as `scoring` unless evaluate.scorer names another.
         admission: one slot for each trajectory in flight.
         redo_failed: True to sample failed trajectories of the open steps again.
+        recomputing: hands rollouts to the trainer; None when it goes by the sampler's log-probabilities.
     """
 
     environment: Environment
@@ -80,6 +85,7 @@ class Run(TrainingRun):
     pool: ServerPool
     picture: Picture
     redo_failed: bool = False
+    recomputing: Recomputing | None = None
 
 
 @asynccontextmanager
@@ -107,8 +113,10 @@ async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIt
                 store.writer,
                 Compactor(store.files, store.writer, config.store, say) as compactor,
                 open_sinks(config, store.folder, store.manifest.run) as sinks,
+                open_reference(store, config) as reference,
             ):
-                yield TrainingRun(config, model, store, compactor, recording, progress, sinks=sinks)
+                shared = (config, model, store, compactor, recording, progress)
+                yield TrainingRun(*shared, sinks=sinks, reference=reference)
     finally:
         await asyncio.to_thread(store.close)
 
@@ -159,6 +167,10 @@ async def open_run(
             progress=opened.progress,
             sinks=opened.sinks,
             redo_failed=redo_failed,
+            reference=opened.reference,
+            recomputing=(
+                Recomputing(config.train.recompute_rows) if config.train.behaviour == "recomputed" else None
+            ),
         )
 
 

@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 OF_THE_FLOW = {
     *("url", "port", "token_env", "start_timeout_s", "step_timeout_s"),
     *("checkpoint_every", "keep_checkpoints", "keep_checkpoint_every", "export_every", "max_skipped_steps"),
+    "recompute_rows",
 }
 """Settings of `train` that the flow goes by, not the trainer."""
 

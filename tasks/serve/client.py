@@ -177,6 +177,11 @@ class VllmClient:
         """The name of the weights that the server has."""
         return str((await self._call("GET", "/weight_info"))["weight_version"])
 
+    async def model(self) -> str:
+        """The name of the served model, a folder's without what is above it."""
+        (first, *_) = (await self._call("GET", "/v1/models"))["data"]
+        return str(first["id"]).rstrip("/").rpartition("/")[2]
+
     async def set_version(self, version: str) -> None:
         """Rename the weights that the server has, without sending any."""
         await self._call("POST", "/update_weight_version", {"new_version": version})

@@ -27,6 +27,9 @@ PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)
 }
 """The partition keys of each data set, outermost first."""
 
+POLICIES = ("reference", "trainer")
+"""Whose log-probabilities the data set `logprobs` has."""
+
 MANIFEST = "run.json"
 CHECKPOINT_MARKER = "COMPLETE.json"
 FLOW_RUNS = "flow_runs.json"
@@ -174,8 +177,8 @@ def _text(key: str, value: PartitionValue) -> str:
             return quote(text, safe="")
         case "scorer", str(text) if _SCORER.fullmatch(text):
             return text
-        case "policy", "reference" | "trainer":
-            return str(value)
+        case "policy", str(text) if text in POLICIES:
+            return text
         case "step" | "version" | "epoch", int(number) if number >= 0:
             return f"{number:06d}"
     raise SchemaError(f"partition {key}: expected {_ALLOWED.get(key, 'an integer >= 0')}, got {value!r}")

@@ -1,7 +1,7 @@
 """What is wrong with the rows of one step: twice there, without what they belong to, missing, or too stale."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import polars as pl
 
@@ -45,7 +45,9 @@ class StepRows:
         scores: trajectory_id of each scorer's, by NAME@VERSION.
         groups: run, group, subgroup.
         batch: run, order, trajectory_id, source, source_step; None when the step has none yet.
-        others: ids that routing, states and annotations are of, by data set.
+        others: ids that routing and states are of, by data set.
+        tokens: ids of the rows, by token, of trajectories that the step trains on, whichever step sampled them:
+            annotations, "logprobs POLICY".
     """
 
     step: int
@@ -56,11 +58,12 @@ class StepRows:
     groups: pl.DataFrame
     batch: pl.DataFrame | None
     others: Mapping[str, Sequence[str]]
+    tokens: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def step_findings(rows: StepRows, expected: Expected) -> list[Finding]:
     """All that is wrong with a step's rows; of a step without a batch nothing is missing yet."""
-    found = [*_twice(rows), *_orphans(rows), *_of_other_runs(rows, expected)]
+    found = [*_twice(rows), *_tokens_twice(rows), *_orphans(rows), *_of_other_runs(rows, expected)]
     if rows.batch is not None and rows.planned:
         found += [*_missing(rows, expected), *_stale(rows, rows.batch, expected)]
     return found
@@ -87,6 +90,12 @@ def _twice(rows: StepRows) -> Iterator[Finding]:
             yield Finding(rows.where["batches"], what, _ONCE)
 
 
+def _tokens_twice(rows: StepRows) -> Iterator[Finding]:
+    for name, ids in rows.tokens.items():
+        if twice := _repeated(pl.DataFrame({"trajectory_id": list(ids)}), ["trajectory_id"]):
+            yield Finding(rows.where[name], f"trajectories are there twice: {named(twice)}", _ONCE)
+
+
 def _of_other_runs(rows: StepRows, expected: Expected) -> Iterator[Finding]:
     """Rows that another run wrote than the one that run.json says."""
     stored = {"rollouts": rows.rollouts, "groups": rows.groups, "batches": rows.batch}
@@ -104,6 +113,8 @@ def _orphans(rows: StepRows) -> Iterator[Finding]:
         own = rows.batch.filter((pl.col("source") == "") & (pl.col("source_step") == rows.step))
         ids["batches"] = set(own["trajectory_id"])
         ids |= {dataset: set(each) for dataset, each in rows.others.items()}
+    trained = set(rows.batch["trajectory_id"]) if rows.batch is not None else set[str]()
+    ids |= {name: set(each) - trained for name, each in rows.tokens.items()}
     for name, each in ids.items():
         if orphans := sorted(each - known):
             yield Finding(

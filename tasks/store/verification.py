@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import polars as pl
+import pyarrow as pa
 
 from tasks.errors import ManifestError, ShardError, StoreError
 from tasks.store.filesystem import files_of
 from tasks.store.findings import Finding, named
 from tasks.store.inventory import DATASET, Note, all_files, all_shards, read_notes
-from tasks.store.layout import MANIFEST, PARTITION_KEYS, RunFolder
+from tasks.store.layout import MANIFEST, PARTITION_KEYS, POLICIES, RunFolder
 from tasks.store.manifest import Manifest, read_manifest
 from tasks.store.names import ShardName
 from tasks.store.partitions import stored_scorers, stored_steps
@@ -22,6 +23,7 @@ from tasks.store.run_settings import RunSettings, settings_by_run
 from tasks.store.shard_findings import due_notes, inventory_findings, name_finding, shard_finding
 from tasks.store.sources import misplaced
 from tasks.store.step_findings import Expected, StepRows, step_findings
+from tasks.store.token_findings import token_findings
 from tasks.store.value_findings import COLUMNS, value_findings
 
 _ROLLOUT = ["run", "group", "sample", "attempt", "status", "policy_version_first"]
@@ -174,6 +176,8 @@ class _Verification:
             self._found.findings += step_findings(rows, self._expected(step))
             tokens = read(self._folder, "rollouts", list(COLUMNS), step=step)
             self._found.findings += value_findings(rows.where["rollouts"], tokens)
+            for name, beside in self._by_token(step).items():
+                self._found.findings += token_findings(rows.where[name], tokens, beside)
             if rows.batch is None:
                 self._found.notes.append(f"step {step} is not done: it has no batch yet")
             else:
@@ -192,8 +196,10 @@ class _Verification:
             scores[scorer] = self._frame("scores", ["trajectory_id"], scorer=scorer, step=step)
         others = {
             name: self._frame(name, ["trajectory_id"], step=step)["trajectory_id"].to_list()
-            for name in ("routing", "states", "annotations")
+            for name in ("routing", "states")
         }
+        tokens = {name: rows["trajectory_id"].to_pylist() for name, rows in self._by_token(step).items()}
+        where |= {f"logprobs {each}": folder.dataset("logprobs", policy=each, step=step) for each in POLICIES}
         has_batch = bool(self._files.keys(f"batches/step={step:06d}/*.arrow"))
         chosen = ["run", "order", "trajectory_id", "source", "source_step"]
         return StepRows(
@@ -205,7 +211,18 @@ class _Verification:
             groups=self._frame("groups", ["run", "group", "subgroup"], step=step),
             batch=self._frame("batches", chosen, step=step) if has_batch else None,
             others=others,
+            tokens=tokens,
         )
+
+    def _by_token(self, step: int) -> dict[str, pa.Table]:
+        """What lies beside the step's rollouts with a value for each token: annotations, "logprobs POLICY"."""
+        columns = ["trajectory_id", "logprobs"]
+        found = {
+            f"logprobs {policy}": read(self._folder, "logprobs", columns, policy=policy, step=step)
+            for policy in POLICIES
+        }
+        columns = [*columns, "entropy", "ratio", "clipped"]
+        return found | {"annotations": read(self._folder, "annotations", columns, step=step)}
 
     def _frame(self, dataset: str, columns: list[str], **partition: int | str) -> pl.DataFrame:
         rows = pl.from_arrow(read(self._folder, dataset, columns, **partition))

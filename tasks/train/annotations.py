@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from tasks.store.deliveries import Delivery, hand_over
 from tasks.store.layout import RunFolder
+from tasks.store.logprobs import at_trained
 from tasks.store.rows import Rows
 from tasks.store.schemas import batch_of, ragged, schema_of
 from tasks.train.engine import Forward
 from tasks.train.losses.token_loss import TokenLoss
 from tasks.train.micro_batch import MicroBatch
-from tasks.train.row_logprobs import at_trained
 from tasks.train.samples import Samples
 from tasks.train.step_place import StepPlace
 

@@ -114,6 +114,12 @@ class TrainConfig(StageConfig):
         "Whose log-probabilities the probability ratio is against: the sampler's, which cost nothing, or the "
         "trainer's own before the step, computed beside scoring.",
     )
+    recompute_rows: int = setting(
+        32,
+        "With behaviour recomputed: most trajectories whose log-probabilities are computed at a time beside scoring; a "
+        "step that is to be trained waits for one such bundle at most.",
+        ge=1,
+    )
     epochs: int = setting(1, "Passes over a batch, each in updates_per_step updates.", ge=1, fixed=True)
     updates_per_step: int = setting(1, "Optimizer updates that one batch is split into.", ge=1, fixed=True)
     max_skipped_steps: int = setting(5, "Steps in a row without an update before the run stops.", ge=1)

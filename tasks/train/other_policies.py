@@ -8,7 +8,6 @@ that a step that is applied again reads the same numbers.
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -20,13 +19,13 @@ from tasks.observe.metrics import MetricTable, Reduced
 from tasks.store.deliveries import Delivery, hand_over
 from tasks.store.findings import named
 from tasks.store.layout import RunFolder
+from tasks.store.logprobs import at_trained, logprob_rows
 from tasks.store.reader import read
-from tasks.store.schemas import batch_of, ragged, schema_of
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
 from tasks.train.packing import pack
 from tasks.train.reference import FrozenPolicy
-from tasks.train.row_logprobs import ForwardPolicy, RowLogprobs, at_trained, row_by_row, row_logprobs
+from tasks.train.row_logprobs import ForwardPolicy, RowLogprobs, row_by_row, row_logprobs
 from tasks.train.samples import Samples, arrays
 from tasks.train.step_place import StepPlace
 
@@ -68,11 +67,17 @@ def read_stored(folder: str, step: int, config: TrainConfig) -> StoredLogprobs:
     Raises:
         ShardError: a shard cannot be read.
     """
-    found: dict[OtherPolicy, Mapping[str, np.ndarray]] = {}
-    for policy in needed(config):
-        rows = read(RunFolder(folder), "logprobs", ["trajectory_id", "logprobs"], policy=policy, step=step)
-        found[policy] = dict(zip(rows["trajectory_id"].to_pylist(), arrays(rows["logprobs"]), strict=True))
-    return found
+    return {policy: stored_logprobs(folder, step, policy) for policy in needed(config)}
+
+
+def stored_logprobs(folder: str, step: int, policy: OtherPolicy) -> dict[str, np.ndarray]:
+    """[T] nats of the trajectories of a step that have a row of one policy, by their id.
+
+    Raises:
+        ShardError: a shard cannot be read.
+    """
+    rows = read(RunFolder(folder), "logprobs", ["trajectory_id", "logprobs"], policy=policy, step=step)
+    return dict(zip(rows["trajectory_id"].to_pylist(), arrays(rows["logprobs"]), strict=True))
 
 
 def check_stored(samples: Samples, stored: StoredLogprobs, config: TrainConfig) -> None:
@@ -164,18 +169,13 @@ class OtherPolicies:
     ) -> list[Delivery]:
         if not found or not place.hands_over or dist.get_rank():
             return []
-        rows, kind = sorted(found), schema_of("logprobs").field("logprobs").type
+        rows = sorted(found)
         ids = [samples.trajectory_ids[row] for row in rows]
-        columns = {
-            "run": [place.run] * len(rows),
-            "step": [place.step] * len(rows),
-            "trajectory_id": ids,
-            "model": [self._name(policy, place)] * len(rows),
-            "logprobs": ragged([found[row] for row in rows], kind),
-        }
+        models, logprobs = [self._name(policy, place)] * len(rows), [found[row] for row in rows]
+        made = logprob_rows(place.run, place.step, models, ids, logprobs)
         name = f"{policy}-step={place.step:06d}-{ids[0]}-{len(ids)}"
-        give = partial(hand_over, RunFolder(place.folder), "logprobs", batch_of("logprobs", columns), name)
-        return [give(policy=policy, step=place.step)]
+        folder = RunFolder(place.folder)
+        return [hand_over(folder, "logprobs", made, name, policy=policy, step=place.step)]
 
     def _name(self, policy: OtherPolicy, place: StepPlace) -> str:
         if policy == "trainer":

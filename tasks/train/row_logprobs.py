@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tasks.store.logprobs import at_trained
 from tasks.train.engine import Forward
 from tasks.train.micro_batch import MicroBatch, padded
 from tasks.train.samples import Samples
@@ -57,16 +58,6 @@ def row_logprobs(policy: ForwardPolicy, samples: Samples, plan: Sequence[list[in
         for row, values in zip(rows, parts, strict=True):
             found[row] = at_trained(samples.loss_masks[row], values)
     return _of_all_ranks(found)
-
-
-def at_trained(loss_mask: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[T] float32: the values of a row's trained tokens at their places, NaN elsewhere.
-
-    Example: mask [False, True, True] and values [1, 2] are [NaN, 1, 2].
-    """
-    row = np.full(len(loss_mask), np.nan, np.float32)
-    row[loss_mask] = values
-    return row
 
 
 def _of_all_ranks(found: RowLogprobs) -> RowLogprobs:

@@ -20,7 +20,7 @@ from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
 from tasks.train.objective import Objective
-from tasks.train.other_policies import OtherPolicies, check_stored
+from tasks.train.other_policies import OtherPolicies, check_stored, stored_logprobs
 from tasks.train.protocol import (
     Checkpoint,
     Command,
@@ -194,7 +194,9 @@ class Worker:
             )
 
     def _score_rows(self, command: ScoreRows) -> Delivery | None:
-        samples = read_rollouts(command.folder, command.step, command.trajectory_ids)
+        stored = stored_logprobs(command.folder, command.step, "trainer")
+        new = [each for each in command.trajectory_ids if each not in stored]
+        samples = read_rollouts(command.folder, command.step, new)
         return self._other_policies.score(samples, self._place(command))
 
     def _logprobs(self, command: Logprobs) -> list[list[float]]:

@@ -32,6 +32,7 @@ from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.reader import read
 from tasks.store.resume import stored_batch_steps
+from tasks.store.verification import verify_run
 from tasks.sync.config import SyncConfig
 from tasks.train import launch
 from tasks.train.client import TrainerClient
@@ -43,7 +44,7 @@ ROWS = STEPS * GROUPS * GROUP_SIZE
 ROLLOUT_S, SLOTS = 0.06, 4
 TOKEN = "kills"
 DEADLINE_S = 120.0
-KEPT = ("rollouts", "scores", "groups", "batches", "evaluations")
+KEPT = ("rollouts", "scores", "groups", "batches", "evaluations", "logprobs", "annotations")
 SAME = [
     "step",
     "group",
@@ -142,7 +143,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
                 "trajectories_per_task": 2,
                 "max_staleness": 1,
             },
-            "train": {"url": f"http://127.0.0.1:{ports[0]}", "checkpoint_every": 3},
+            "train": {
+                "url": f"http://127.0.0.1:{ports[0]}",
+                "checkpoint_every": 3,
+                "behaviour": "recomputed",
+                "kl": {"reference": "frozen", "coef": 0.1},
+                "annotate_every": 2,
+            },
             "sync": {"parity_sequences": 0},
             "serve": {"urls": [f"http://127.0.0.1:{ports[1]}"]},
             "evaluate": {"every": 5, "n_prompts": N_HELD_OUT},
@@ -255,7 +262,7 @@ def moment_of(folder: RunFolder, chance: random.Random) -> Callable[[], bool]:
         "starting": lambda: time.monotonic() - began >= 10 * at_s,
         "shards": lambda: n_shards(folder, first) >= n,
         "later": is_later,
-        "commit": lambda: folder.tmp.exists() and any(folder.tmp.iterdir()),
+        "commit": lambda: folder.tmp.exists() and any(each.is_file() for each in folder.tmp.iterdir()),
         "training": is_training,
     }
     return kinds[chance.choices([*kinds], weights=[2, 4, 5, 4, 4])[0]]
@@ -270,16 +277,24 @@ def check_each_once(place: Place, name: str, snapshots: list[dict[str, pl.DataFr
         ("scores", "trajectory_id"),
         ("batches", "trajectory_id"),
         ("groups", "group"),
+        ("annotations", "trajectory_id"),
     ):
         assert final[dataset][key].is_unique().all(), dataset
     assert len(final["rollouts"]) == len(final["scores"]) == ROWS
     assert len(final["groups"]) == STEPS * GROUPS
     assert len(final["evaluations"]) == final["evaluations"]["trajectory_id"].n_unique() == 3 * 2 * N_HELD_OUT
+    annotated = final["batches"].filter(pl.col("step") % 2 == 0)
+    assert set(final["annotations"]["trajectory_id"]) <= set(annotated["trajectory_id"])
+    assert final["annotations"]["step"].n_unique() == STEPS // 2
+    for policy in ("reference", "trainer"):
+        each = read(folder, "logprobs", ["trajectory_id"], policy=policy)["trajectory_id"].to_pylist()
+        assert len(each) == len(set(each)) >= len(final["batches"]), policy
+    assert not verify_run(folder).findings
     staleness = final["rollouts"]["step"] - final["rollouts"]["policy_version_first"]
     assert staleness.is_in([0, 1]).all()
     for stored in snapshots:
         for dataset, before in stored.items():
-            key = [name for name in ("trajectory_id", "group", "step") if name in before.columns]
+            key = [name for name in ("trajectory_id", "group", "step", "model") if name in before.columns]
             after = final[dataset].join(before.select(key), on=key, how="semi")
             assert after.sort(key).equals(before.sort(key)), dataset
 

@@ -14,12 +14,13 @@ from tasks.errors import BatchRefusedError
 from tasks.store.deliveries import Delivery, take_in
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
+from tasks.store.logprobs import at_trained
 from tasks.store.reader import read, scan
 from tasks.store.writer import RunWriter
 from tasks.train.client import TrainerClient
 from tasks.train.config import KLConfig, TrainConfig
 from tasks.train.protocol import StepResult
-from tasks.train.row_logprobs import at_trained, row_by_row
+from tasks.train.row_logprobs import row_by_row
 from tasks.train.samples import Samples, read_samples
 
 pytestmark = pytest.mark.service
