@@ -10,12 +10,13 @@ from tasks.store.filesystem import Files
 from tasks.store.findings import Finding
 from tasks.store.integrity import open_shard
 from tasks.store.inventory import DATASET, Note, is_noted
-from tasks.store.layout import PARTITION_KEYS, RunFolder
+from tasks.store.layout import PARTITION_KEYS, POLICIES, RunFolder
 from tasks.store.names import ShardName, superseded
 from tasks.store.schemas import schema_like
 from tasks.store.upgrade import schema_at, version_of
 
 _RESTORE = "restore it from a copy of the run; without one, its rows are lost"
+_VALUES = {"scorer": "[^/]+", "env": "[^/]+", "policy": "|".join(POLICIES).join("()")}
 _FOREIGN = "move it out of the data set, whose plain scans it breaks"
 
 
@@ -26,7 +27,7 @@ def name_finding(folder: RunFolder, key: str) -> Finding | None:
     if ShardName.of(key) is None:
         return Finding(folder.path(key), "it is not named as a shard is", _FOREIGN)
     is_placed = len(partition) == len(keys) and all(
-        re.fullmatch(rf"{name}={'[^/]+' if name in ('scorer', 'env') else '[0-9]{6,}'}", part)
+        re.fullmatch(f"{name}={_VALUES.get(name, '[0-9]{6,}')}", part)
         for name, part in zip(keys, partition, strict=True)
     )
     if not is_placed:

@@ -262,7 +262,14 @@ async def appended(folder: RunFolder, dataset: str, made: pa.RecordBatch, **part
 
 
 @pytest.mark.parametrize(
-    ("dataset", "outer"), [("routing", {}), ("states", {"env": "e"}), ("annotations", {})]
+    ("dataset", "outer"),
+    [
+        ("routing", {}),
+        ("states", {"env": "e"}),
+        ("annotations", {}),
+        ("logprobs", {"policy": "reference"}),
+        ("logprobs", {"policy": "trainer"}),
+    ],
 )
 async def test_what_lies_beside_a_rollout_that_is_not_there_is_found(
     story: Story, rows: RowMaker, dataset: str, outer: dict[str, str]
@@ -277,6 +284,24 @@ async def test_what_lies_beside_a_rollout_that_is_not_there_is_found(
     (found,) = findings(folder)
     assert found.startswith(f"/{dataset}")
     assert found.endswith(": 1 rows have no rollout: gone")
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "n", "expected"),
+    [
+        ([np.nan, np.nan, -1.0, -2.0], 2, "trajectories are there twice: r.0.0"),
+        ([np.nan, -1.0, -2.0], 1, "values by token are not as many as token_ids: r.0.0"),
+        ([np.nan, np.nan, -1.0, np.nan], 1, "logprobs of sampled tokens are not finite: r.0.0"),
+        ([0.0, np.nan, -1.0, -2.0], 1, "logprobs of tokens that were not sampled are not NaN: r.0.0"),
+    ],
+)
+async def test_log_probabilities_that_are_not_those_of_a_rollouts_tokens_are_found(
+    story: Story, rows: RowMaker, logprobs: list[float], n: int, expected: str
+) -> None:
+    folder = await story.told()
+    made = rows("logprobs", n, step=0, trajectory_id="r.0.0", logprobs=[logprobs] * n)
+    await appended(folder, "logprobs", made, policy="reference", step=0)
+    assert findings(folder) == [f"/logprobs/policy=reference/step=000000: {expected}"]
 
 
 @pytest.mark.parametrize(("source", "source_step"), [("other", 0), ("", 0)])
