@@ -113,6 +113,10 @@ def _check_library(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
+    reference = config.train.kl.model
+    if reference and not config.train.url and not (Path(reference) / "config.json").is_file():
+        remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
+        raise ConfigError("train.kl.model", reference, remedy)
     if config.start_model.enabled:
         _check_folder("start_model.root", config.start_model.root)
         return

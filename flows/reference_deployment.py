@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,16 @@ from tasks.store.run import OpenRun
 READ = ("trajectory_id", "temperature", "token_ids", "loss_mask")
 
 
+class ReferenceServer(Protocol):
+    """A server of the reference policy."""
+
+    async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+        """[T-1] nats: log p(token i+1 | tokens 0..i); RequestError when it does not answer."""
+
+    async def model(self) -> str:
+        """The name of what it serves."""
+
+
 class Answer(NamedTuple):
     """A trajectory's [T] log-probabilities in nats, NaN where the policy did not sample, and whose they are."""
 
@@ -34,15 +44,22 @@ class ReferenceDeployment:
 
     Args:
         store: takes the rows.
-        clients: of the servers, which all have the same model.
+        servers: which all have the same model.
         max_in_flight: requests at a time.
+        warn: tells people something.
     """
 
-    def __init__(self, store: OpenRun, clients: Sequence[VllmClient], max_in_flight: int) -> None:
-        self._store, self._clients = store, clients
+    def __init__(
+        self,
+        store: OpenRun,
+        servers: Sequence[ReferenceServer],
+        max_in_flight: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._store, self._servers, self._warn = store, servers, warn
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._under_way: Counter[VllmClient] = Counter()
-        self._models: dict[VllmClient, str] = {}
+        self._under_way: Counter[ReferenceServer] = Counter()
+        self._models: dict[ReferenceServer, str] = {}
         self._has_failed = False
 
     async def ask(self, step: int, rollouts: Rows) -> None:
@@ -54,7 +71,7 @@ class ReferenceDeployment:
             await self._ask(step, rollouts)
         except RequestError as error:
             if not self._has_failed:
-                say(f"train.kl.urls: {error}; it is asked again before training")
+                self._warn(f"train.kl.urls: {error}; it is asked again before training")
             self._has_failed = True
 
     async def complete(self, step: int) -> None:
@@ -94,10 +111,10 @@ class ReferenceDeployment:
             server, found = await self._asked(name, np.array(row["token_ids"], np.int32))
             return Answer(name, await self._model(server), at_trained(mask, found[mask[1:]]))
 
-    async def _asked(self, name: str, token_ids: np.ndarray) -> tuple[VllmClient, np.ndarray]:
+    async def _asked(self, name: str, token_ids: np.ndarray) -> tuple[ReferenceServer, np.ndarray]:
         """[T-1] nats from the server with the fewest requests under way; from the next one when it does not answer."""
         errors: list[RequestError] = []
-        for server in sorted(self._clients, key=lambda each: self._under_way[each]):
+        for server in sorted(self._servers, key=lambda each: self._under_way[each]):
             self._under_way[server] += 1
             try:
                 return server, await server.prompt_logprobs(token_ids)
@@ -107,7 +124,7 @@ class ReferenceDeployment:
                 self._under_way[server] -= 1
         raise RequestError(f"no reference server answers for trajectory {name}: {errors[-1]}") from errors[-1]
 
-    async def _model(self, server: VllmClient) -> str:
+    async def _model(self, server: ReferenceServer) -> str:
         if server not in self._models:
             self._models[server] = await server.model()
         return self._models[server]
@@ -134,4 +151,4 @@ async def open_reference(store: OpenRun, config: RunConfig) -> AsyncIterator[Ref
         clients = [
             await stack.enter_async_context(VllmClient(url, config.serve)) for url in config.train.kl.urls
         ]
-        yield ReferenceDeployment(store, clients, config.rollout.max_in_flight)
+        yield ReferenceDeployment(store, clients, config.rollout.max_in_flight, say)

@@ -138,6 +138,30 @@ async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> Non
         assert (await refusal(attached(train=trainer))).field == "train.token_env"
 
 
+def reference(url: str) -> RunConfig:
+    kl = {"reference": "deployment", "urls": (url,)}
+    return validate(
+        {"start_model": {"enabled": True}, "serve": {"attach_timeout_s": 5.0}, "train": {"kl": kl}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("longest", "generate", "told"),
+    [(256, 400, "--max-model-len 257"), (257, 404, "--enable-scale-out"), (257, 400, "")],
+)
+async def test_a_reference_server_must_score_a_longest_sequence(
+    serve: Serve, longest: int, generate: int, told: str
+) -> None:
+    routes = vllm(generate=(generate, {})) | {"/v1/models": (200, {"data": [{"max_model_len": longest}]})}
+    async with serve(routes) as url:
+        if not told:
+            await check_attached(reference(url))
+            return
+        error = await refusal(reference(url))
+    assert (error.field, error.value) == ("train.kl.urls", url)
+    assert told in error.remedy
+
+
 async def test_what_is_no_trainer_is_refused(serve: Serve) -> None:
     async with serve({}) as url:
         assert (await refusal(attached(train=url))).field == "train.url"

@@ -40,6 +40,15 @@ from tasks.store.run import OpenRun
             r"rollout\.groups_per_step = 1: a step samples 8 trajectories .*train\.ranks = 4 .* fewer ranks or updates",
         ),
         (
+            ["train.kl.coef=0.1"],
+            r"train\.kl\.reference = 'none': train\.kl\.coef = 0\.1 needs a reference .* or train\.kl\.coef to 0",
+        ),
+        (["train.kl.reference=deployment"], r"train\.kl\.urls = \[\]: give the addresses"),
+        (
+            ["train.kl.reference=deployment", "train.kl.urls=[http://h:1]", "rollout.temperature=0.7"],
+            r"rollout\.temperature = 0\.7: must be 1 with train\.kl\.reference: deployment",
+        ),
+        (
             ["rollout.max_refill_group=2"],
             r"there is no such setting; did you mean rollout\.max_refill_groups\?",
         ),
@@ -64,6 +73,7 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
             r"score\.overlong_limit_tokens = 25: .* rollout\.max_completion_tokens = 24 at most",
         ),
         (["rollout.environment=adition"], r"rollout\.environment = 'adition': .* did you mean addition\?"),
+        (["train.kl.model=nowhere"], r"train\.kl\.model = 'nowhere': not a model folder"),
         (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
     ],
 )

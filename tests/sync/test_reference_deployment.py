@@ -1,0 +1,62 @@
+"""A real vLLM server as the reference policy, beside the frozen copy in the trainer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flows.reference_deployment import ReferenceDeployment
+from tasks.serve.client import VllmClient
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.run import OpenRun
+from tasks.store.schemas import ragged
+from tasks.sync.config import SyncConfig
+from tasks.sync.drive import join, send_weights
+from tasks.train.config import KLConfig, TrainConfig
+from tasks.train.micro_batch import padded
+from tasks.train.reference import load_reference
+from tasks.train.samples import Samples
+
+pytestmark = pytest.mark.service
+
+SYNC = SyncConfig(timeout_s=60.0)
+
+
+async def test_a_deployment_says_what_the_frozen_copy_says(
+    vllm_server, source_of, use_repairs, sequences, tmp_path: Path
+) -> None:
+    import pyarrow as pa
+
+    masks = [np.arange(len(each)) > 1 for each in sequences]
+    samples = Samples.known(sequences, masks)
+    frozen = load_reference(
+        TrainConfig(kl=KLConfig(reference="frozen")), str(vllm_server.model), torch.device("cpu")
+    )
+    assert frozen is not None
+    with torch.no_grad():
+        expected = frozen.forward(padded(samples, [0, 1, 2], [""], frozen.device)).logprobs.numpy()
+    rollouts = pa.record_batch(
+        {
+            "trajectory_id": ["a", "b", "c"],
+            "temperature": pa.array([1.0] * 3, pa.float32()),
+            "token_ids": ragged(sequences, pa.large_list(pa.int32())),
+            "loss_mask": ragged(masks, pa.large_list(pa.bool_())),
+        }
+    )
+    config = StoreConfig(root=str(tmp_path), flush_s=0.0)
+    given = {"config": {}, "fixed": {}, "versions": {}, "git_commit": "", "config_of": config}
+    async with VllmClient(vllm_server.url, vllm_server.config) as client:
+        await use_repairs(client)
+        source = source_of(vllm_server.model)
+        await join(source, client, SYNC)
+        await send_weights(source, client, "run:9:0", SYNC)
+        with OpenRun.open(RunFolder(tmp_path / "run"), **given) as run:
+            async with run.writer:
+                await ReferenceDeployment(run, [client], 8, print).ask(0, rollouts)
+    rows = read(RunFolder(tmp_path / "run"), "logprobs", policy="reference", step=0).to_pylist()
+    found = np.concatenate([np.array(row["logprobs"])[mask] for row, mask in zip(rows, masks, strict=True)])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert {row["model"] for row in rows} == {vllm_server.model.name}
