@@ -219,11 +219,11 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column(
             "ratio",
             _FLOAT32_LIST,
-            "trainer's over sampler's probability; NaN where loss_mask is False",
+            "probability ratio that the loss went by, policy's over old policy's; NaN where loss_mask is False",
             shape="[T]",
         ),
         _column(
-            "clipped", pa.large_list(pa.bool_()), "True where the clip stopped the gradient", shape="[T]"
+            "clipped", pa.large_list(pa.bool_()), "True where a bound of the loss took hold", shape="[T]"
         ),
     ),
     "evaluations": _schema(
