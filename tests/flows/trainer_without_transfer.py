@@ -23,7 +23,7 @@ class NoTransfer:
     def plan(self, _engine: object) -> dict[str, Any]:
         return {}
 
-    def rendezvous(self) -> dict[str, Any]:
+    def rendezvous(self, _engine: object) -> dict[str, Any]:
         return {"host": "127.0.0.1", "port": 0}
 
     def connect(self, _server: str, _prefix: str) -> None:
