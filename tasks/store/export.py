@@ -94,7 +94,9 @@ def export(folder: RunFolder, output: Path, form: Form, datasets: Sequence[str] 
 
 
 def _tables(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, PartitionValue]]]:
-    """The files to make of a data set, by name: the partitions of each, in order; `states` has one an environment.
+    """The files to make of a data set, by name: the partitions of each, in order.
+
+    `states` has one an environment, `logprobs` one a policy.
 
     Example: {"states-guess": [{"env": "guess", "step": 0}, {"env": "guess", "step": 1}]}
     """
@@ -103,10 +105,11 @@ def _tables(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, Partiti
     found: dict[str, list[dict[str, PartitionValue]]] = {}
     for place in places:
         partition = {
-            key: unquote(value) if key in ("scorer", "env") else int(value)
+            key: int(value) if key in ("step", "version", "epoch") else unquote(value)
             for key, value in (part.split("=", 1) for part in place.split("/")[1:])
         }
-        name = f"{dataset}-{place.split('/')[1].removeprefix('env=')}" if dataset == "states" else dataset
+        outer = place.split("/")[1].partition("=")[2]
+        name = f"{dataset}-{outer}" if dataset in ("states", "logprobs") else dataset
         found.setdefault(name, []).append(partition)
     return found or {dataset: []}
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,7 @@ from tasks.errors import ConfigError, ShardError
 from tasks.store.export import export, json_lines
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
+from tasks.store.logprobs import logprob_rows
 from tasks.store.reader import read
 from tasks.store.schemas import batch_of, schema_of
 from tasks.store.states import state_row
@@ -85,6 +87,19 @@ async def test_what_environments_keep_is_a_file_each_with_their_own_columns(tmp_
     lines = {each.name: json.loads(each.read_text()) for each in (tmp_path / "out").iterdir()}
     assert lines["states-guess.jsonl"]["n"] == 3
     assert lines["states-chess.jsonl"]["moves"] == ["e4"]
+
+
+async def test_log_probabilities_of_other_policies_are_a_file_each(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.tmp.mkdir(parents=True)
+    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+        for policy, value in (("reference", -1.0), ("trainer", -2.0)):
+            rows = logprob_rows("run", 0, ["m"], ["run.1.0.0"], [np.array([np.nan, value])])
+            await writer.append("logprobs", rows, policy=policy, step=0)
+    export(folder, tmp_path / "out", "jsonl", ["logprobs"])
+    lines = {each.name: json.loads(each.read_text()) for each in (tmp_path / "out").iterdir()}
+    assert lines["logprobs-reference.jsonl"]["logprobs"] == [None, -1.0]
+    assert lines["logprobs-trainer.jsonl"]["logprobs"] == [None, -2.0]
 
 
 def test_a_data_set_that_is_named_is_a_file_once_also_without_rows(
