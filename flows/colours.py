@@ -60,6 +60,16 @@ LOGPROB = Scale(
 )
 """Nats: the darker, the less likely the token was."""
 
+ENTROPY = Scale(
+    ((0.0, "#f7fcf5"), (0.5, "#c7e9c0"), (1.5, "#74c476"), (3.0, "#238b45"), (5.0, "#00441b")), "{:g}"
+)
+"""Nats: the darker, the more open the choice was."""
+
+RATIO = Scale(
+    ((0.5, "#b2182b"), (0.8, "#f4a582"), (1.0, "#f7f7f7"), (1.25, "#92c5de"), (2.0, "#2166ac")), "{:g}"
+)
+"""Red where the policy has grown less likely to choose the token, blue where more."""
+
 
 def advantage_scale(largest: float) -> Scale:
     """Red below 0, blue above; `largest`, of either sign, has the full colour."""

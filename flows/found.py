@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
@@ -19,6 +19,7 @@ NEAR = 5
 """Most ids that an error offers."""
 _SAMPLED = re.compile(r"(\d+)\.(\d{1,9})(?:\.(\d{1,9}))?")
 _EVALUATED = re.compile(r"v(\d+)\.\d+\.(?:greedy|sampled)")
+ANNOTATED = ("logprobs", "entropy", "ratio", "clipped")
 _JSON = ("messages", "example", "outcome", "components")
 
 
@@ -32,6 +33,7 @@ class Found:
         scores: one row a scorer, the run's own first; none of a held-out trajectory.
         advantage: None when no batch has it.
         group: its row in `groups`; empty for a held-out trajectory or a group that is not done.
+        annotations: what the trainer said of its tokens, by column; empty when it did not.
     """
 
     short: str
@@ -39,6 +41,7 @@ class Found:
     scores: list[dict[str, Any]]
     advantage: float | None
     group: dict[str, Any]
+    annotations: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def is_held_out(self) -> bool:
@@ -47,7 +50,12 @@ class Found:
 
     def values(self) -> dict[str, Any]:
         """All of it, as JSON values."""
-        said = {"advantage": self.advantage, "scores": self.scores, "group_row": self.group}
+        said = {
+            "advantage": self.advantage,
+            "scores": self.scores,
+            "group_row": self.group,
+            "annotations": self.annotations,
+        }
         return {"trajectory": self.short, **self.row, **said}
 
 
@@ -103,7 +111,16 @@ def _found(folder: RunFolder, short: str, step: int, is_it: pl.Expr) -> Found:
     of_group = (pl.col("group") == row["group"]) & (pl.col("subgroup") == subgroup)
     group = scan(folder, "groups", step=step).filter(of_group).collect().to_dicts()
     advantage = float(batch["advantage"][0]) if len(batch) else None
-    return Found(short_id(row["trajectory_id"]), row, scores, advantage, group[0] if group else {})
+    annotated = scan(folder, "annotations", ["trajectory_id", *ANNOTATED], step=step).filter(of_it).collect()
+    annotations = annotated.drop("trajectory_id").to_dicts()
+    return Found(
+        short=short_id(row["trajectory_id"]),
+        row=row,
+        scores=scores,
+        advantage=advantage,
+        group=group[0] if group else {},
+        annotations=annotations[0] if annotations else {},
+    )
 
 
 def _row(folder: RunFolder, rows: pl.LazyFrame, short: str, is_it: pl.Expr) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import polars as pl
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from flows.colours import LOGPROB, Scale, advantage_scale
+from flows.colours import ENTROPY, LOGPROB, RATIO, Scale, advantage_scale
 from flows.config import RunConfig
 from flows.found import Found
 from flows.recipe import start_model_folder
@@ -22,7 +22,13 @@ from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.reader import scan
 
-Measure: TypeAlias = Literal["advantage", "logprob"]
+Measure: TypeAlias = Literal["advantage", "logprob", "entropy", "ratio"]
+_UNITS: dict[Measure, str] = {
+    "logprob": " (nats)",
+    "advantage": ", of the whole trajectory",
+    "entropy": " (nats)",
+    "ratio": ", of the policy to the old one",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,9 @@ def print_tokens(console: Console, folder: RunFolder, found: Found, tokens: list
     """Print the tokens: coloured with a legend, or with their values where colours cannot be seen."""
     if by == "advantage" and found.advantage is None:
         raise ConfigError("--by", by, "no batch has this trajectory, so it has no advantage; give logprob")
+    if by in ("entropy", "ratio") and by not in found.annotations:
+        remedy = "the trainer has not annotated its tokens (train.annotate_every); give logprob or advantage"
+        raise ConfigError("--by", by, remedy)
     console.print(Rule(Text(f"tokens by {by}", "bold"), align="left"))
     if not tokens:
         console.print("none: nothing was sampled")
@@ -96,14 +105,13 @@ def print_tokens(console: Console, folder: RunFolder, found: Found, tokens: list
     text = Text()
     for token in tokens:
         text.append(_printed(token.text or ""), scale.style(_value(found, token, by)))
-    unit = " (nats)" if by == "logprob" else ", of the whole trajectory"
-    console.print(scale.legend(f"{by}{unit}"))
+    console.print(scale.legend(f"{by}{_UNITS[by]}"))
     console.print(text)
 
 
 def _scale(folder: RunFolder, found: Found, by: Measure) -> Scale:
-    if by == "logprob":
-        return LOGPROB
+    if by != "advantage":
+        return {"logprob": LOGPROB, "entropy": ENTROPY, "ratio": RATIO}[by]
     batch = scan(folder, "batches", ["advantage"], step=found.row["step"]).select(
         pl.col("advantage").abs().max()
     )
@@ -114,6 +122,8 @@ def _value(found: Found, token: Token, by: Measure) -> float:
     """NaN where nobody sampled it."""
     if not token.is_sampled:
         return math.nan
+    if by in ("entropy", "ratio"):
+        return float(found.annotations[by][token.index])
     value = found.advantage if by == "advantage" else token.logprob
     return math.nan if value is None else value
 
@@ -140,8 +150,7 @@ def _view(found: Found, tokens: list[Token], by: Measure) -> View:
 
 def measure(name: str) -> Measure:
     """What tokens are coloured by; empty: log-probability; ConfigError for anything else."""
-    if name == "advantage":
-        return "advantage"
-    if name in ("", "logprob"):
-        return "logprob"
-    raise ConfigError("--by", name, "give advantage or logprob")
+    for each in get_args(Measure):
+        if each == (name or "logprob"):
+            return cast(Measure, each)
+    raise ConfigError("--by", name, f"give {', '.join(get_args(Measure))}")

@@ -84,7 +84,13 @@ def show(
         typer.Argument(metavar="TRAJECTORY", help="GROUP.SAMPLE such as 12.3, v10.0.greedy, or a whole id."),
     ],
     tokens: Annotated[bool, typer.Option("--tokens", help="Its tokens too, by log-probability.")] = False,
-    by: Annotated[str, typer.Option(metavar="advantage|logprob", help="Its tokens, coloured by this.")] = "",
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="advantage|logprob|entropy|ratio",
+            help="Its tokens, coloured by this; the last two are the trainer's.",
+        ),
+    ] = "",
     model: Annotated[
         str, typer.Option(metavar="FOLDER", help="Model folder whose tokenizer it is; the run's by default.")
     ] = "",

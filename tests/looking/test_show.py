@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from flows import cli
 from flows.colours import LOGPROB, advantage_scale
 from flows.found import Found
 from flows.show import print_trajectory
+from flows.token_page import Token, print_tokens
 from flows.view import visible
+from tasks.errors import ConfigError
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import Source, read_manifest, write_manifest
@@ -146,7 +149,7 @@ def test_tokens_are_coloured_in_a_terminal_with_a_legend(
 
 
 def test_what_tokens_cannot_be_coloured_by_is_refused(rollmill: Command) -> None:
-    assert "give advantage or logprob" in rollmill("show", "small", "6.0", "--by", "colour")
+    assert "give advantage, logprob, entropy, ratio" in rollmill("show", "small", "6.0", "--by", "colour")
     assert "so it has no advantage" in rollmill("show", "small", "4.0", "--by", "advantage")
     assert "name the run's model folder" in rollmill("show", "small", "4.0", "--tokens", "--model", "nowhere")
 
@@ -198,6 +201,17 @@ def test_a_pipe_gets_what_was_said_line_by_line_as_it_was_said(talkative: Found)
     print_trajectory(Console(file=pipe), talkative)
     said = [line.removeprefix("  ") for line in pipe.getvalue().split("\n")]
     assert "\n".join(said).endswith(f"\n{SAID}\n")
+
+
+def test_tokens_are_shown_by_what_the_trainer_noted(
+    talkative: Found, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = [Token(0, 5, None, False, None, None), Token(1, 6, None, True, -0.5, 0)]
+    annotated = replace(talkative, annotations={"entropy": [math.nan, 1.25]})
+    print_tokens(Console(), RunFolder("unused"), annotated, tokens, "entropy")
+    assert "1.250" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"train\.annotate_every"):
+        print_tokens(Console(), RunFolder("unused"), annotated, tokens, "ratio")
 
 
 def test_a_terminal_without_unicode_is_shown_escapes(
