@@ -289,6 +289,12 @@ def _cross_stage_rules(config: RunConfig) -> list[tuple[str, object, bool, str]]
             "temperature; or set train.kl.reference to frozen, which does",
         ),
         (
+            "train.replay_routing",
+            train.replay_routing,
+            train.replay_routing and not (rollout.keep_routing or config.retrain.sources),
+            "replays the experts stored with the rollouts: set rollout.keep_routing=true, or set it to false",
+        ),
+        (
             "start_model.hidden_size",
             start_model.hidden_size,
             start_model.hidden_size % (HEAD_MULTIPLE * start_model.heads) != 0,

@@ -12,7 +12,7 @@ from tasks.score.check import check_scorer
 from tasks.score.registry import parts_of
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
-from tasks.store.partitions import stored_scorers
+from tasks.store.partitions import stored_scorers, stored_steps
 from tasks.store.resume import stored_batch_steps
 
 
@@ -20,12 +20,15 @@ def check_offline(config: RunConfig) -> None:
     """Refuse settings with which the flow retrain could not end well.
 
     Raises:
-        ConfigError: there are no sources or no scores, or held-out trajectories would be scored by another scorer
-            than the one whose scores are trained on, without that being asked for.
+        ConfigError: there are no sources or no scores, the experts to be replayed are not stored, or held-out
+            trajectories would be scored by another scorer than the one whose scores are trained on, without that being
+            asked for.
     """
     if not config.retrain.sources:
         raise ConfigError("retrain.sources", (), "name the runs whose rollouts are to be trained on")
     advantage_of(config.score.advantage)
+    if config.train.replay_routing:
+        _check_routing(config)
     if not config.evaluate.enabled:
         return
     check_scorer(config.score, config.evaluate.scorer)
@@ -37,6 +40,16 @@ def check_offline(config: RunConfig) -> None:
             "another in evaluate.scorer, or set evaluate.enabled=false"
         )
         raise ConfigError("retrain.scores", config.retrain.scores, remedy)
+
+
+def _check_routing(config: RunConfig) -> None:
+    for source, steps in steps_of_sources(config):
+        if missing := sorted({*steps} - {*stored_steps(source, "routing")}):
+            remedy = (
+                f"{source.location} keeps no routed experts of step {missing[0]}, one of {len(missing)} without: draw "
+                "from other steps (retrain.first_step, retrain.last_step), or set it to false"
+            )
+            raise ConfigError("train.replay_routing", True, remedy)
 
 
 def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:

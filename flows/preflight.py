@@ -28,6 +28,8 @@ from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
 from tasks.train.config import TrainConfig
 from tasks.train.rules import HAS_RATIO
 
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 def preflight(config: RunConfig, *, samples: bool = True) -> None:
     """Check what a configuration needs of this machine; `samples` is False for a run that has no vLLM servers.
@@ -117,6 +119,9 @@ def _check_model(config: RunConfig) -> None:
     if reference and not config.train.url and not (Path(reference) / "config.json").is_file():
         remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
         raise ConfigError("train.kl.model", reference, remedy)
+    if config.train.replay_routing and not _has_experts(config):
+        remedy = "the start model is no mixture of experts, so its tokens are not routed; set it to false"
+        raise ConfigError("train.replay_routing", True, remedy)
     if config.start_model.enabled:
         _check_folder("start_model.root", config.start_model.root)
         return
@@ -125,6 +130,15 @@ def _check_model(config: RunConfig) -> None:
         remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
         raise ConfigError("model", config.model, remedy)
     ChatTokenizer.load(folder)
+
+
+def _has_experts(config: RunConfig) -> bool:
+    """True for a model whose configuration gives a number of experts; those made here have none."""
+    path = start_model_folder(config) / "config.json"
+    if config.start_model.enabled or not path.is_file():
+        return False
+    settings = json.loads(path.read_text())
+    return any((settings | settings.get("text_config", {})).get(name) for name in _NUMBERS_OF_EXPERTS)
 
 
 def _check_store(root: str) -> None:

@@ -83,3 +83,13 @@ def settings() -> None:
 
     for line in describe():
         typer.echo(line)
+
+
+@commands.command(rich_help_panel=PANEL)
+def memory(preset: Preset, overrides: Overrides = None) -> None:
+    """Compute what a trainer rank of a preset keeps in memory, and a server of weights and cache (docs/scale.md)."""
+    from flows.config import load
+    from flows.memory import memory_lines
+
+    for line in memory_lines(load(preset, tuple(overrides or ()))):
+        typer.echo(line)

@@ -1,13 +1,13 @@
 """A step's batch as a rank reads it: its rows, and what is stored of them under other policies."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from tasks.train.config import TrainConfig
 from tasks.train.other_policies import StoredLogprobs, read_stored
 from tasks.train.protocol import TrainStep
-from tasks.train.samples import Samples, read_samples
+from tasks.train.samples import Samples, read_batch_routing, read_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,11 @@ class BatchRows:
         """Read a step's batch.
 
         Raises:
-            ShardError: a shard cannot be read, or a trajectory of the batch is not there.
+            ShardError: a shard cannot be read, or a trajectory of the batch, or its routed experts, are not there.
         """
         started = time.perf_counter()
         digest, samples = read_samples(command.folder, command.step)
+        if config.replay_routing:
+            samples = replace(samples, routing=read_batch_routing(command.folder, command.step))
         stored = read_stored(command.folder, command.step, config)
         return cls(digest, samples, stored, time.perf_counter() - started)

@@ -14,6 +14,8 @@ from tasks.train.config import TrainConfig
 from tasks.train.lora import add_adapters
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import HeadPositions, load_policy, token_logprobs
+from tasks.train.routing import RoutingReplay
+from tasks.train.samples import Samples
 
 # Under ZeRO-3 parameters below this many elements times the hidden size stay on every rank.
 _PERSISTENT_VECTORS = 10
@@ -59,6 +61,7 @@ class Engine:
         self.model, self.device = model, device
         self.world_size = dist.get_world_size()
         self._head = HeadPositions(model)
+        self._replay = RoutingReplay(model) if config.replay_routing else None
         self._max_grad_norm = config.max_grad_norm
         self._is_plain = config.zero_stage == 0 and config.dtype == "float32"
         optimizer = torch.optim.AdamW(
@@ -81,6 +84,11 @@ class Engine:
             add_adapters(model, config.lora)
         return cls(config, model, device)
 
+    def check_routing(self, samples: Samples) -> None:
+        """Refuse routed experts that this model does not have; BatchRefusedError names a trajectory."""
+        if self._replay and samples.routing is not None:
+            self._replay.check(samples.routing, samples.trajectory_ids)
+
     def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> Forward:
         """What the policy says of the trained tokens of a micro-batch; under ZeRO-3 a collective.
 
@@ -88,6 +96,10 @@ class Engine:
             batch: the micro-batch.
             entropy_gradient: True for entropies with a gradient, for a loss that has them in it.
         """
+        if self._replay:
+            self._replay.experts = (
+                batch.routing
+            )  # until the next forward pass: the backward pass may compute again
         self._head.positions = batch.positions
         logits = self._engine(input_ids=batch.token_ids, use_cache=False).logits
         return Forward(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tasks.train.routing import experts_at
 from tasks.train.samples import Samples
 
 
@@ -19,6 +20,7 @@ class MicroBatch:
     Attributes:
         row_numbers: [M] which rows of the batch they are.
         token_ids: [B, T] int64, what the model is given.
+        places: [M][tokens of the row] where each row's tokens are in the flattened [B * T].
         positions: [N] int64, places in the flattened [B * T] of the tokens *before* the trained ones: the
             positions whose logits predict them. Row by row, in the order of `row_numbers`.
         rows: [N] int64, which of the M rows each trained token is of.
@@ -29,10 +31,13 @@ class MicroBatch:
         reference_logprobs: [N] float32 nats; None when there is no reference policy.
         advantages: [N] float32.
         envs: [N] int64, index into the sorted environments of the batch.
+        routing: [B * T, layers, experts a token] int16 stored experts of every token, NO_EXPERT where it has none; None
+            when the model's own choice counts.
     """
 
     row_numbers: list[int]
     token_ids: torch.Tensor
+    places: list[np.ndarray]
     positions: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
@@ -42,6 +47,7 @@ class MicroBatch:
     reference_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     envs: torch.Tensor
+    routing: torch.Tensor | None
 
 
 def padded(samples: Samples, rows: list[int], env_names: list[str], device: torch.device) -> MicroBatch:
@@ -51,6 +57,7 @@ def padded(samples: Samples, rows: list[int], env_names: list[str], device: torc
     token_ids = np.zeros((max(len(rows), 1), width), np.int64)
     for place, row in enumerate(rows):
         token_ids[place, : lengths[place]] = samples.token_ids[row]
+    places = [place * width + np.arange(length) for place, length in enumerate(lengths)]
     trained = [np.flatnonzero(samples.loss_masks[row]) for row in rows]
     counts = [len(each) for each in trained]
 
@@ -64,6 +71,7 @@ def padded(samples: Samples, rows: list[int], env_names: list[str], device: torc
     return MicroBatch(
         row_numbers=rows,
         token_ids=torch.from_numpy(token_ids).to(device),
+        places=places,
         positions=_joined([place * width + each - 1 for place, each in enumerate(trained)], np.int64, device),
         rows=repeated(np.arange(len(rows)), np.int64),
         targets=at_trained(samples.token_ids, np.int64),
@@ -75,7 +83,16 @@ def padded(samples: Samples, rows: list[int], env_names: list[str], device: torc
         ),
         advantages=repeated(samples.advantages[rows], np.float32),
         envs=repeated(np.array([env_names.index(samples.envs[row]) for row in rows]), np.int64),
+        routing=_routing(samples, rows, places, token_ids.size, device),
     )
+
+
+def _routing(
+    samples: Samples, rows: list[int], places: list[np.ndarray], n_tokens: int, device: torch.device
+) -> torch.Tensor | None:
+    if samples.routing is None or not rows:
+        return None
+    return experts_at([samples.routing[row] for row in rows], places, n_tokens).to(device)
 
 
 def _joined(parts: list[np.ndarray], kind: type, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from tasks.errors import BatchRefusedError
 from tasks.store.digest import batch_digest
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read, read_trajectories
+from tasks.store.routing import read_routing
 
 _REMEDY = "; without the sampler's, train with train.behaviour=recomputed or train.loss=reinforce, and train.importance.mode=none"
 _COLUMNS = ["trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"]
@@ -31,8 +32,8 @@ class Samples:
         old_logprobs: [B][T] nats, the trainer's before the step, NaN where loss_mask is False; None: the sampler's are
             gone by.
         reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
-        routing: [B][T - 1, layers, experts a token] the experts each token was routed to when it was sampled; None
-            when the model's own choice counts.
+        routing: [B][N, layers, experts a token] the experts that the first N tokens were routed to when they were
+            sampled, N at most T - 1; None when the model's own choice counts.
     """
 
     trajectory_ids: list[str]
@@ -102,6 +103,28 @@ def read_rollouts(folder: str, step: int, ids: Sequence[str]) -> Samples:
     """
     rows = read_trajectories(RunFolder(folder), step, ids, _COLUMNS)
     return _samples(rows.append_column("advantage", pa.array(np.zeros(len(ids), np.float32))))
+
+
+def read_batch_routing(folder: str, step: int) -> list[np.ndarray]:
+    """[B][N, layers, experts a token] routed experts of the rows of a step's batch, in its order; see Samples.routing.
+
+    Raises:
+        ShardError: a shard cannot be read, or some trajectories' experts are not there.
+    """
+    run = RunFolder(folder)
+    batch = read(run, "batches", ["order", "trajectory_id", "source", "source_step"], step=step).sort_by(
+        "order"
+    )
+    places: dict[tuple[str, int], list[int]] = {}
+    rows = batch.to_pylist()
+    for place, row in enumerate(rows):
+        places.setdefault((row["source"], row["source_step"]), []).append(place)
+    found: dict[int, np.ndarray] = {}
+    for (source, source_step), chosen in places.items():
+        origin = RunFolder(source) if source else run
+        ids = [rows[place]["trajectory_id"] for place in chosen]
+        found |= dict(zip(chosen, read_routing(origin, source_step, ids), strict=True))
+    return [found[place] for place in range(len(rows))]
 
 
 def _samples(rows: pa.Table | None) -> Samples:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from tasks.observe.metrics import MetricTable, Reduced
 from tasks.store.checkpoints import fetch_checkpoint, is_complete, local_checkpoint
 from tasks.store.deliveries import Delivery
 from tasks.store.layout import RunFolder, checkpoint_key
+from tasks.store.routing import read_routing
 from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows
 from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint, save_checkpoint
 from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
+from tasks.train.model_check import check_model
 from tasks.train.objective import Objective
 from tasks.train.other_policies import OtherPolicies, check_stored, stored_logprobs
 from tasks.train.protocol import (
@@ -106,6 +109,7 @@ class Worker:
             if folder and not (Path(folder) / "config.json").is_file():
                 remedy = "there is no model folder (config.json and weights) at this path"
                 raise ConfigError(field, folder, remedy)
+        check_model(self._config, command.model)
         if command.checkpoint is not None:
             fetched = fetch_checkpoint(command.checkpoint)
             read_progress(fetched, self._config, command.run, command.version)
@@ -139,6 +143,7 @@ class Worker:
                 f"step {command.step}: the stored batch is {batch.digest}, asked was {command.digest}"
             )
         check_samples(batch.samples, needs_sampler=self._objective.needs_sampler)
+        self._loaded.check_routing(batch.samples)
         check_stored(batch.samples, batch.stored, self._config)
         self._prepared = batch
         return None
@@ -197,6 +202,9 @@ class Worker:
         stored = stored_logprobs(command.folder, command.step, "trainer")
         new = [each for each in command.trajectory_ids if each not in stored]
         samples = read_rollouts(command.folder, command.step, new)
+        if self._config.replay_routing:
+            routing = read_routing(RunFolder(command.folder), command.step, new)
+            samples = replace(samples, routing=routing)
         return self._other_policies.score(samples, self._place(command))
 
     def _logprobs(self, command: Logprobs) -> list[list[float]]:

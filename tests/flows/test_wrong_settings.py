@@ -53,6 +53,10 @@ from tasks.store.run import OpenRun
             r"there is no such setting; did you mean rollout\.max_refill_groups\?",
         ),
         (["observe.task_runs=group"], r"observe\.task_runs = 'group': .*; did you mean groups\?"),
+        (
+            ["train.replay_routing=true"],
+            r"train\.replay_routing = True: replays the experts stored with the rollouts: set rollout\.keep_routing=true",
+        ),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],
 )
@@ -71,6 +75,10 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
         (
             ["score.overlong_limit_tokens=25", "score.overlong_cache_tokens=9"],
             r"score\.overlong_limit_tokens = 25: .* rollout\.max_completion_tokens = 24 at most",
+        ),
+        (
+            ["train.replay_routing=true", "rollout.keep_routing=true"],
+            r"train\.replay_routing = True: the start model is no mixture of experts",
         ),
         (["rollout.environment=adition"], r"rollout\.environment = 'adition': .* did you mean addition\?"),
         (["train.kl.model=nowhere"], r"train\.kl\.model = 'nowhere': not a model folder"),

@@ -105,8 +105,16 @@ def uneven_rows(n_rows: int, seed: int = 0) -> list[Row]:
     return [*rows, Row(5, 0, 1.0)]
 
 
-def write_step(folder: Path, step: int, rows: list[Row], *, run: str = "r", seed: int = 0) -> str:
-    """Store rollouts and batch of a step; returns the batch's digest."""
+def write_step(
+    folder: Path,
+    step: int,
+    rows: list[Row],
+    *,
+    run: str = "r",
+    seed: int = 0,
+    token_ids: list[np.ndarray] | None = None,
+) -> str:
+    """Store rollouts and batch of a step, of random tokens where none are given; returns the batch's digest."""
     rng = np.random.default_rng([seed, step])
     lengths = [row.n_prompt + row.n_completion for row in rows]
     masks = [np.arange(length) >= row.n_prompt for length, row in zip(lengths, rows, strict=True)]
@@ -125,7 +133,9 @@ def write_step(folder: Path, step: int, rows: list[Row], *, run: str = "r", seed
         "status": ["complete"] * len(rows),
         "finish_reason": ["stop"] * len(rows),
         "outcome": ["{}"] * len(rows),
-        "token_ids": ragged([rng.integers(2, VOCABULARY, n) for n in lengths], kind.field("token_ids").type),
+        "token_ids": ragged(
+            token_ids or [rng.integers(2, VOCABULARY, n) for n in lengths], kind.field("token_ids").type
+        ),
         "loss_mask": ragged(masks, kind.field("loss_mask").type),
         "logprobs": ragged(
             [np.where(mask, rng.normal(-4.0, 0.3, len(mask)), np.nan) for mask in masks],
@@ -171,11 +181,12 @@ class Batches(NamedTuple):
     row: type[Row]
     uneven_rows: Callable[..., list[Row]]
     write_step: Callable[..., str]
+    write_shard: Callable[..., None]
 
 
 @pytest.fixture(scope="session")
 def batches() -> Batches:
-    return Batches(Row, uneven_rows, write_step)
+    return Batches(Row, uneven_rows, write_step, write_shard)
 
 
 @pytest.fixture

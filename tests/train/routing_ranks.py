@@ -1,0 +1,94 @@
+"""Run by torchrun: steps of a mixture of experts that replay stored routing, for every case of JOB.json.
+
+Asserts that the experts were given the stored choice at every token and layer, in every forward pass and every one that
+is made again for the backward pass. Rank 0 writes the gradient of the first update.
+
+JOB.json: {"model", "folder", "output", "cases": [{"name", "replays", "config": TrainConfig}]}
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from safetensors.torch import save_file
+
+from tasks.store.digest import batch_digest
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.train.batch_rows import BatchRows
+from tasks.train.config import TrainConfig
+from tasks.train.engine import Engine, Forward, Update
+from tasks.train.micro_batch import MicroBatch
+from tasks.train.objective import Objective
+from tasks.train.process_group import join_ranks
+from tasks.train.protocol import TrainStep
+from tasks.train.samples import Samples
+from tasks.train.step import StepTraining
+
+
+class WatchedEngine(Engine):
+    """Keeps what every layer's experts were given, and the first update's gradient."""
+
+    samples: Samples
+    gradient: dict[str, torch.Tensor] | None = None
+    same, other, passes = 0, 0, 0
+
+    def watch(self, samples: Samples) -> None:
+        self.samples, self.expected = samples, np.empty(0)
+        experts = [each for name, each in self.model.named_modules() if name.endswith(".experts")]
+        for layer, module in enumerate(experts):
+            module.register_forward_pre_hook(lambda _, inputs, layer=layer: self.compare(layer, inputs[1]))
+
+    def compare(self, layer: int, given: torch.Tensor) -> None:
+        self.passes += 1
+        for place, stored in self.stored:
+            agrees = (given[place[: len(stored)]].numpy() == stored[:, layer]).all(-1)
+            self.same += int(agrees.sum())
+            self.other += int((~agrees).sum())
+
+    def forward(self, batch: MicroBatch, **options: Any) -> Forward:
+        routing = self.samples.routing or []
+        self.stored = [
+            (place, routing[row].astype(np.int64))
+            for row, place in zip(batch.row_numbers, batch.places, strict=True)
+        ]
+        return super().forward(batch, **options)
+
+    def update(self, lr: float) -> Update:
+        if self.gradient is None:
+            self.gradient = {
+                name: safe_get_full_grad(each).clone() for name, each in self.model.named_parameters()
+            }
+        return super().update(lr)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    ranks = join_ranks(120.0)
+    digest = batch_digest(read(RunFolder(job["folder"]), "batches", step=0).sort_by("order"))
+    command = TrainStep(folder=job["folder"], run="r", step=0, digest=digest)
+    for case in job["cases"]:
+        config = TrainConfig(**case["config"], ranks=ranks.world_size, max_grad_norm=0.0)
+        samples = BatchRows.read(command, config.model_copy(update={"replay_routing": True})).samples
+        engine = WatchedEngine.load(config, job["model"], ranks.device)
+        engine.check_routing(samples)
+        engine.watch(samples)
+        training = StepTraining(config, engine, samples, 0, Objective(config))
+        training.run()
+        assert not training.reason
+        assert engine.same > 0
+        assert (engine.other == 0) == case["replays"], (case["name"], engine.same, engine.other)
+        if ranks.rank == 0 and case["replays"]:
+            assert engine.gradient is not None
+            save_file(engine.gradient, Path(job["output"]) / f"{case['name']}.safetensors")
+        engine.close()
+    dist.destroy_process_group()
+
+
+main()
