@@ -108,7 +108,10 @@ async def _check_reference(config: RunConfig, url: str, connection: Connection) 
     if generate == HTTPStatus.NOT_FOUND:
         raise ConfigError("train.kl.urls", url, "start the reference's server with --enable-scale-out")
     if longest < needed:
-        remedy = f"start the reference's server with --max-model-len {needed}: a sequence, and a token more"
+        remedy = (
+            f"start the reference's server with --max-model-len {needed}: a sequence, and a token more; where the model "
+            "itself ends below, with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 in its environment too"
+        )
         raise ConfigError("train.kl.urls", url, remedy)
 
 

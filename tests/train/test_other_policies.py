@@ -97,6 +97,8 @@ async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
 
         result = await train(client, run, digest)
         assert await store(run, *result.deliveries) == [11, 6, 11]
+        divergence = [each.value for each in result.metrics if each.name == "train/kl_reference_nats"]
+        assert np.abs(divergence).max() < 1e-6, "the reference is the start model"
         trained = await weights(client)
         await load(client, tiny_model, run)
         resumed = await train(client, run, digest)
