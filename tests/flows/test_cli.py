@@ -44,6 +44,21 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         (["quickstart", "--set", "serve.urls=[http://x"], ["--set", "not YAML"]),
         (["quickstart", "--set", "score.advantage=rank"], ["score.advantage", "mean, mean_std"]),
         (["quickstart", "--name", "../elsewhere"], ["run name", "../elsewhere", "letters, digits"]),
+        (
+            ["quickstart", "--set", "train.loss=ppo"],
+            ["train.loss", "'ppo'", "reinforce, ppo_clip", "import path"],
+        ),
+        (
+            [
+                "quickstart",
+                "--set",
+                "train.normalization=fixed_length",
+                "--set",
+                "train.normalization_tokens=0",
+            ],
+            ["train.normalization_tokens", "rollout.max_completion_tokens"],
+        ),
+        (["quickstart+dapper"], ["preset", "dapper", "quickstart", "with +: ", "dapo"]),
         (["quickstrat"], ["preset", "quickstrat", "presets are: ", "quickstart"]),
         (["quickstart", "--set", "evaluate.n_prompts=100000"], ["evaluate.n_prompts", "held-out problems"]),
         (

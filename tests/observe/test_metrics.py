@@ -38,3 +38,16 @@ def test_values_add_up_and_a_mean_of_nothing_is_nan() -> None:
 def test_a_mean_is_not_joined_with_a_maximum() -> None:
     with pytest.raises(ValueError, match="mean cannot be joined with a max"):
         Reduced("mean", 1.0).join(Reduced("max", 1.0))
+
+
+def test_a_distribution_is_reported_by_its_mean_deviation_and_extremes() -> None:
+    table = MetricTable()
+    table.add("train/ratio", Reduced("distribution", 2.0, 2, 2.0, 1.0, 1.0))
+    table.add("train/ratio", Reduced("distribution", 4.0, 1, 16.0, 4.0, 4.0))
+
+    assert [(each.stat, each.value) for each in table.metrics()] == [
+        ("mean", 2.0),
+        ("std", math.sqrt(2.0)),
+        ("min", 1.0),
+        ("max", 4.0),
+    ]

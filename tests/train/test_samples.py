@@ -65,6 +65,21 @@ def test_a_row_that_would_poison_the_gradient_is_refused(
         check_samples(dataclasses.replace(samples, **{field: column}))
 
 
+def test_unknown_log_probabilities_of_the_sampler_are_refused_only_where_they_are_needed(
+    samples: Samples,
+) -> None:
+    unknown = dataclasses.replace(samples, logprobs=[np.full_like(each, np.nan) for each in samples.logprobs])
+    check_samples(unknown, needs_sampler=False)
+    with pytest.raises(BatchRefusedError, match=r"r-0-0: .*train\.behaviour=recomputed"):
+        check_samples(unknown)
+
+    infinite = dataclasses.replace(
+        samples, logprobs=[np.full_like(each, -np.inf) for each in samples.logprobs]
+    )
+    with pytest.raises(BatchRefusedError, match="r-0-0: a sampled token's log-probability is not finite"):
+        check_samples(infinite, needs_sampler=False)
+
+
 def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) -> None:
     rows = [4, 8, 0]
     batch = padded(samples, rows, sorted(set(samples.envs)), torch.device("cpu"))

@@ -1,0 +1,83 @@
+"""Losses by name, and of another package by import path."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flows.config import load
+from flows.preflight import preflight
+from tasks.errors import ConfigError
+from tasks.train.config import TrainConfig
+from tasks.train.loss import LOSSES, loss_of
+from tasks.train.losses.token_loss import Tokens
+from tasks.train.objective import Objective
+from tasks.train.rules import HAS_RATIO, options_of
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def test_every_loss_says_whether_it_has_a_ratio() -> None:
+    assert LOSSES.keys() == HAS_RATIO.keys()
+
+
+def test_a_loss_of_another_package_is_called_with_its_options_by_name() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = Tokens(logprobs, logprobs, logprobs, torch.tensor([2.0, -3.0]), torch.tensor([0, 0]), 1)
+
+    loss, has_ratio = loss_of(
+        TrainConfig(loss="planted_losses:signed", loss_options=("power=2", "sides=[a]"))
+    )
+
+    assert loss(tokens).loss.tolist() == [4.0, -18.0]
+    assert has_ratio
+
+
+def test_a_loss_of_another_package_may_say_that_it_has_no_ratio() -> None:
+    truncated = {"mode": "truncated"}
+    config = {"importance": truncated, "loss": "planted_losses:without_ratio"}
+
+    assert not Objective(TrainConfig.model_validate(config)).is_recomputed
+    with pytest.raises(ConfigError, match="would count it twice"):
+        Objective(TrainConfig.model_validate(config | {"loss": "planted_losses:signed"}))
+
+
+def test_options_are_read_as_yaml() -> None:
+    config = TrainConfig(loss="a:b", loss_options=("beta=1.5", "sides=[1, 2]", "name=left", "on=true"))
+    assert options_of(config) == {"beta": 1.5, "sides": [1, 2], "name": "left", "on": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"loss": "ppo"}, "train.loss = 'ppo': give a loss of Rollmill's (reinforce, ppo_clip"),
+        ({"loss": "planted_losses:absent"}, "train.loss = 'planted_losses:absent'"),
+        ({"loss": "planted_losses:__doc__"}, "it is a str"),
+        ({"loss": "planted_losses:raises"}, "it raised KeyError('rows')"),
+        ({"loss": "planted_losses:a_number"}, "it must give a TokenLoss"),
+        ({"loss": "planted_losses:too_few"}, "it must give a TokenLoss of four tensors [N]"),
+        ({"loss": "planted_losses:detached"}, "its loss has no gradient"),
+        (
+            {"loss": "planted_losses:signed", "loss_options": ("powr=2",)},
+            "unexpected keyword argument 'powr'",
+        ),
+        ({"loss": "planted_losses:signed", "loss_options": ("power",)}, "write each as NAME=VALUE"),
+        ({"loss_options": ("power=2",)}, "ppo_clip has its settings in train"),
+    ],
+)
+def test_a_wrong_loss_is_a_wrong_setting_that_says_what_to_do(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Objective(TrainConfig.model_validate(settings))
+    assert told in str(raised.value)
+
+
+def test_a_wrong_loss_of_another_package_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    overrides = ("train.loss=planted_losses:signed", "train.loss_options=[powr=2]")
+    with pytest.raises(ConfigError, match=r"train\.loss_options.*power"):
+        preflight(load("quickstart", overrides))
