@@ -1,10 +1,12 @@
 """Run by torchrun: an update whose gradient is not finite on one rank, for every case of JOB.json.
 
-JOB.json: {"model", "output", "cases": [{"name", "zero_stage", "dtype"}]}. Rank 0 writes {name: facts} to output.
+JOB.json: {"model", "output", "skipped", "cases": [{"name", "zero_stage", "dtype"}]}. Rank 0 writes {name: facts} to output.
+Last, under the name "skipped", a step whose loss is not finite on one rank.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine, Update
 from tasks.train.micro_batch import padded
+from tasks.train.objective import Objective
 from tasks.train.process_group import Ranks, join_ranks
 from tasks.train.samples import Samples
+from tasks.train.step import StepTraining
 from tasks.train.weights import named_weights
 
 
@@ -79,11 +83,27 @@ def facts(job: dict[str, str], case: dict[str, object], ranks: Ranks) -> dict[st
     return found
 
 
+def skipped(job: dict[str, str], ranks: Ranks) -> dict[str, object]:
+    """A step whose loss is not finite on the last rank, though its gradient is."""
+    config = TrainConfig(ranks=ranks.world_size, loss="planted_losses:not_a_number")
+    engine = Engine.load(config, job["model"], ranks.device)
+    before = state(engine)
+    samples = replace(
+        Samples.known([np.arange(2, 11)] * 4, [np.arange(9) > 4] * 4), advantages=np.array([1.0, -1.0] * 2)
+    )
+    training = StepTraining(config, engine, samples, 0, Objective(config))
+    training.run()
+    is_untouched = is_same(state(engine), before)
+    engine.close()
+    return {"reason": training.reason, "n_updates": training.n_updates, "is_untouched": is_untouched}
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     ranks = join_ranks(120.0)
     found = {case["name"]: facts(job, case, ranks) for case in job["cases"]}
+    found[job["skipped"]] = skipped(job, ranks)
     if ranks.rank == 0:
         Path(job["output"]).write_text(json.dumps(found))
     dist.destroy_process_group()

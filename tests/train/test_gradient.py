@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,39 +20,43 @@ OTHERS: dict[str, dict[str, object]] = {
     "sequence": {"normalization": "sequence"},
     "fixed_length": {"normalization": "fixed_length", "normalization_tokens": 90},
     "gspo": {"loss": "gspo", "normalization": "sequence", "clip_low": 0.05, "clip_high": 0.05},
+    "epochs": {"epochs": 2, "updates_per_step": 2, "lr": 1.0, "eps": 1.0, "warmup_steps": 0},
 }
-"""Settings of the objective beside the default."""
+"""Settings of the objective beside the default. With so large an epsilon AdamW does not blow up rounding."""
 
 RANK_BY_RANK = "rank-by-rank"
 
 
 def naive_gradient(model: Path, samples: Samples, config: TrainConfig) -> Gradient:
-    """One row at a time, in double precision, the loss written out as in the papers."""
+    """That of the last update: one row at a time, in double precision, the loss written out as in the papers."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
-    rows = []
-    for row, mask in enumerate(samples.loss_masks):
-        if not mask.any():
-            continue
-        logits = policy(input_ids=torch.tensor(samples.token_ids[row][None].astype("int64"))).logits[0]
-        log_p = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)
-        log_ratios = torch.stack(
-            [
-                log_p[t - 1, int(samples.token_ids[row][t])] - float(samples.logprobs[row][t])
-                for t in mask.nonzero()[0]
-            ]
-        )
-        rows.append(naive_row(log_ratios, float(samples.advantages[row]), config))
-    averaged(rows, config).backward()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.0)
+    updates = config.epochs * samples.split(config.updates_per_step)
+    for number, part in enumerate(updates):
+        optimizer.zero_grad()
+        rows = [naive_row(log_ratios(policy, samples, row), samples.advantages[row], config) for row in part]
+        averaged(rows, config).backward()
+        if number < len(updates) - 1:
+            optimizer.step()
     return {name: each.grad for name, each in policy.named_parameters()}
 
 
-def naive_row(log_ratios: torch.Tensor, advantage: float, config: TrainConfig) -> torch.Tensor:
-    """[T] loss of a row's tokens."""
-    ratios = torch.exp(log_ratios)
+def log_ratios(policy: Any, samples: Samples, row: int) -> torch.Tensor:
+    """[T] of a row's trained tokens, against the sampler's log-probabilities."""
+    ids = samples.token_ids[row]
+    logits = policy(input_ids=torch.tensor(ids[None].astype("int64"))).logits[0]
+    log_p = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)
+    trained = samples.loss_masks[row].nonzero()[0]
+    return torch.stack([log_p[t - 1, int(ids[t])] - float(samples.logprobs[row][t]) for t in trained])
+
+
+def naive_row(found: torch.Tensor, advantage: np.float32, config: TrainConfig) -> torch.Tensor:
+    """[T] loss of a row's tokens with these log-ratios."""
+    ratios = torch.exp(found)
     if config.loss == "gspo":
-        ratios = torch.exp(log_ratios.mean()).expand(len(log_ratios))
+        ratios = torch.exp(found.mean()).expand(len(found))
     bounded = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(ratios * advantage, bounded * advantage)
+    return -torch.minimum(ratios * float(advantage), bounded * float(advantage))
 
 
 def averaged(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A gradient that is not finite, on one rank or on all, changes nothing."""
+"""A gradient or a loss that is not finite, on one rank or on all, changes nothing."""
 
 import json
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tasks.train.step import NON_FINITE_LOSS
+
 
 @pytest.mark.service
 @pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_non_finite_gradient_leaves_weights_and_moments_untouched_on_every_stage(
+def test_a_non_finite_gradient_or_loss_leaves_weights_and_moments_untouched_on_every_stage(
     n_ranks: int, tiny_model: Path, run_ranks: Callable[[str, int, dict[str, object]], None], tmp_path: Path
 ) -> None:
     cases = [
@@ -18,11 +20,12 @@ def test_non_finite_gradient_leaves_weights_and_moments_untouched_on_every_stage
         for stage, dtype in product((0, 1, 2, 3), ("float32", "bfloat16"))
     ]
     output = tmp_path / "facts.json"
-    run_ranks(
-        "non_finite_ranks.py", n_ranks, {"model": str(tiny_model), "output": str(output), "cases": cases}
-    )
+    job = {"model": str(tiny_model), "output": str(output), "skipped": "skipped", "cases": cases}
+    run_ranks("non_finite_ranks.py", n_ranks, job)
+    found = json.loads(output.read_text())
 
-    for name, facts in json.loads(output.read_text()).items():
+    assert found.pop("skipped") == {"reason": NON_FINITE_LOSS, "n_updates": 0, "is_untouched": True}
+    for name, facts in found.items():
         assert facts.pop("n_tensors") >= 4 * 27, name
         assert facts == {
             "applied_non_finite": False,
