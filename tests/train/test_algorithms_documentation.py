@@ -1,0 +1,38 @@
+"""docs/algorithms.md is true: its loss is one, and every preset, loss and advantage is there with its settings."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.config import load
+from flows.presets import ALGORITHMS
+from tasks.score.advantages.registry import ADVANTAGES
+from tasks.train.config import TrainConfig
+from tasks.train.loss import LOSSES, loss_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "documented_losses.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    loss_of(TrainConfig(loss="documented_losses:soft_clip", loss_options=("temperature=2",)))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ALGORITHMS.glob("*.yaml")))
+def test_a_preset_is_what_the_table_says(name: str) -> None:
+    (row,) = re.findall(rf"^\| `{name}`[^|]*\| (.*)$", PAGE, re.MULTILINE)[:1]
+    config = load(f"quickstart+{name}")
+    advantage, loss, normalization, _, _ = row.split("|")
+
+    assert f"`{config.score.advantage}`" in advantage
+    assert f"`{config.train.loss}`" in loss
+    assert f"`{config.train.normalization}`" in normalization
+
+
+def test_every_loss_and_advantage_has_its_formula() -> None:
+    for name in (*LOSSES, *ADVANTAGES):
+        assert len(re.findall(rf"^\| `{name}` \|", PAGE, re.MULTILINE)) >= 1, name
