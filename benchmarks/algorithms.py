@@ -21,7 +21,12 @@ from flows.presets import ALGORITHMS
 from tasks.store.layout import RunFolder
 
 STEPS = 20
-SETTINGS = (f"steps={STEPS}", f"evaluate.every={STEPS}", "train.checkpoint_every=20")
+SETTINGS = (
+    f"steps={STEPS}",
+    f"evaluate.every={STEPS}",
+    f"train.checkpoint_every={STEPS}",
+    "observe.task_runs=events",
+)
 OF_TASK = {"dapo": ("score.overlong_limit_tokens=24", "score.overlong_cache_tokens=4")}
 """What an algorithm needs to know of the task's longest completion, which is 24 tokens."""
 

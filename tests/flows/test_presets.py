@@ -69,3 +69,14 @@ async def test_gsm8k_says_which_file_is_missing_then_which_model(tmp_path: Path)
     environment = environment_of(load("gsm8k", (train, held_out)).rollout)
     example = await environment.example("held_out", 4)
     assert example.content == {"problem": "what is 4 + 1?", "answer": "5"}
+
+
+def test_an_environment_cannot_be_called_as_all_of_them_together_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from tasks.rollout.addition import Addition\n\n\nclass Own(Addition):\n    name = 'all'\n"
+    (tmp_path / "own_environment.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    with pytest.raises(ConfigError, match=r"rollout\.environment = 'all': this name is taken"):
+        preflight(load("quickstart", ("rollout.environment=own_environment:Own",)))
