@@ -94,7 +94,9 @@ def test_plugin_reaches_only_sync_and_errors_among_our_modules(graph: grimp.Impo
     assert side - allowed == set()
 
 
-def test_plugin_side_imports_only_the_standard_library_and_what_vllm_brings_along(graph: grimp.ImportGraph) -> None:
+def test_plugin_side_imports_only_the_standard_library_and_what_vllm_brings_along(
+    graph: grimp.ImportGraph,
+) -> None:
     external = {
         (module, imported)
         for module in plugin_side(graph)

@@ -142,7 +142,6 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
     bucket = float(min(trained, _REDUCE_ELEMENTS) * item if stage in (1, 2) else 0)
     is_offloaded, has_weights = config.offload != "none", config.offload != "optimizer_and_weights"
     host = (optimizer + gradients) * is_offloaded + weights * (not has_weights)
-    has_copy = config.kl.reference == "frozen" and not adapters
     return MemoryPlan(
         weights=weights * has_weights,
         gradients=gradients * (not is_offloaded),
@@ -152,7 +151,7 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
             _LOGIT_COPIES
             * min(config.head_chunk_mib * _MIB, config.micro_batch_tokens * sizes.vocabulary * _SINGLE)
         ),
-        reference=n * item / share[2] if has_copy else 0.0,
+        reference=n * item / share[2] * (config.kl.reference == "frozen"),
         buffers=bucket,
         host=host,
     )

@@ -1,0 +1,88 @@
+"""The plan of memory against models that are there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.lora import add_adapters
+from tasks.train.memory_plan import ModelSizes, activation_items, plan_memory
+from tasks.train.memory_table import MODELS, table
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "scale.md"
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SIZES, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+        Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48),
+    ],
+    ids=["tied", "wide heads", "experts"],
+)
+def test_parameters_are_counted_up_to_biases_and_norms_of_heads(config: Qwen2Config) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = ModelSizes.of(json.loads(config.to_json_string(use_diff=False)))
+    small = sum(
+        each.numel()
+        for name, each in model.named_parameters()
+        if "bias" in name or "q_norm" in name or "k_norm" in name
+    )
+    assert sizes.parameters == sum(each.numel() for each in model.parameters()) - small
+    add_adapters(model, LoraConfig(rank=3))
+    adapters = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert sizes.adapter_parameters(3) == adapters
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_of_a_layer_are_what_autograd_saves(dtype: str) -> None:
+    kind, n_tokens = getattr(torch, dtype), 128
+
+    def saved_bytes(layers: int) -> int:
+        config = Qwen2Config(**{**SIZES, "num_hidden_layers": layers})
+        model = AutoModelForCausalLM.from_config(config).to(kind).eval()
+        weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(input_ids=torch.zeros(1, n_tokens, dtype=torch.int64), use_cache=False)
+        return sum(each.untyped_storage().nbytes() for place, each in saved.items() if place not in weights)
+
+    sizes = ModelSizes.of(json.loads(Qwen2Config(**SIZES).to_json_string(use_diff=False)))
+    measured = (saved_bytes(4) - saved_bytes(2)) / 2
+    assert measured == pytest.approx(activation_items(sizes, dtype) * kind.itemsize * n_tokens, rel=0.05)
+
+
+def test_stages_and_adapters_leave_what_the_paper_says() -> None:
+    sizes = MODELS["Qwen2.5-7B"]
+    n = sizes.parameters
+    plain = plan_memory(sizes, TrainConfig())
+    assert (plain.weights, plain.gradients, plain.optimizer) == (4 * n, 4 * n, 8 * n)
+    for stage, parts in ((1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (2 / 8, 4 / 8, 12 / 8))):
+        plan = plan_memory(sizes, TrainConfig(dtype="bfloat16", zero_stage=stage, ranks=8))
+        assert (plan.weights, plan.gradients, plan.optimizer) == pytest.approx([n * each for each in parts])
+    lora = plan_memory(sizes, TrainConfig(dtype="bfloat16", zero_stage=1, lora=LoraConfig(rank=16)))
+    assert lora.optimizer == 12 * sizes.adapter_parameters(16)
+    away = plan_memory(sizes, TrainConfig(dtype="bfloat16", zero_stage=3, offload="optimizer_and_weights"))
+    assert (away.weights, away.gradients, away.optimizer, away.host) == (0, 0, 0, 18 * n)
+
+
+def test_the_documents_table_is_the_computed_one() -> None:
+    assert "\n".join(table()) in DOCUMENT.read_text()
