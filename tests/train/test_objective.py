@@ -27,6 +27,7 @@ def micro_batch(**columns: Any) -> MicroBatch:
         MicroBatch(
             row_numbers=[0, 1],
             token_ids=torch.zeros(2, 4),
+            places=[np.arange(4), np.arange(4, 8)],
             positions=torch.arange(4),
             rows=torch.tensor([0, 0, 0, 1]),
             targets=torch.zeros(4),
@@ -36,6 +37,7 @@ def micro_batch(**columns: Any) -> MicroBatch:
             reference_logprobs=REFERENCE,
             advantages=ADVANTAGES,
             envs=torch.zeros(4, dtype=torch.int64),
+            routing=None,
         ),
         **columns,
     )
