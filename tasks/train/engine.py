@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from tasks.errors import StoreError
 from tasks.train.config import TrainConfig
+from tasks.train.deepspeed_library import deepspeed
 from tasks.train.lora import add_adapters
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import HeadPositions, load_policy, token_logprobs
@@ -19,9 +19,6 @@ from tasks.train.samples import Samples
 
 # Under ZeRO-3 parameters below this many elements times the hidden size stay on every rank.
 _PERSISTENT_VECTORS = 10
-
-# DeepSpeed would compile, for a minute, an all-reduce that only its inference kernels use.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Update(NamedTuple):

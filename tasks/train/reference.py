@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import deepspeed
 import torch
 from transformers import PreTrainedModel
 
 from tasks.train.config import TrainConfig
+from tasks.train.deepspeed_library import deepspeed
 from tasks.train.engine import Forward
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import HeadPositions, load_policy, token_logprobs

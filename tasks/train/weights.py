@@ -12,13 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-import deepspeed
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tasks.errors import SyncError
 from tasks.sync.adapters import A, AdapterBase, weight_shapes
+from tasks.train.deepspeed_library import deepspeed
 from tasks.train.lora import adapters_of, merged, save_adapters, scale_of
 
 _TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "chat_template*")

@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ import yaml
 from flows import server
 from tasks.serve.process import free_port
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "steps": 8,
     "start_model": {"enabled": True, "hidden_size": 64, "intermediate_size": 64, "heads": 2, "steps": 60},
     "rollout": {"groups_per_step": 6, "group_size": 4, "max_in_flight": 24},
@@ -34,11 +35,12 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Workplace:
     """A folder to run the command in, and what is left of its processes."""
 
-    def __init__(self, folder: Path, api: str) -> None:
+    def __init__(self, folder: Path, api: str, start_models: Path) -> None:
         self.folder = folder
         self.marker = f"workplace-{uuid.uuid4().hex}"
         vllm_python = Path(sys.executable).parent.parent.parent / ".venv-vllm" / "bin" / "python"
-        preset = SMALL | {"serve": {"python": str(vllm_python)}}
+        start_model = SMALL["start_model"] | {"root": str(start_models)}
+        preset = SMALL | {"serve": {"python": str(vllm_python)}, "start_model": start_model}
         (folder / "conf").mkdir()
         (folder / "conf" / "small.yaml").write_text(yaml.safe_dump(preset))
         self.environment = os.environ | {
@@ -77,8 +79,14 @@ class Workplace:
         return found
 
 
+@pytest.fixture(scope="session")
+def start_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where start models are kept: the first run of the session makes the preset's, the others find it."""
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, prefect_api: str) -> Iterator[Workplace]:
-    place = Workplace(tmp_path, prefect_api)
+def workplace(tmp_path: Path, prefect_api: str, start_models: Path) -> Iterator[Workplace]:
+    place = Workplace(tmp_path, prefect_api, start_models)
     yield place
     assert not place.processes(), "a process was left behind"
