@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tasks.config import nearest
 from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
 from tasks.train.losses.cispo import cispo
@@ -59,7 +60,7 @@ def _function(path: str) -> Callable[..., Any]:
 
 def _unknown(path: str, why: str) -> ConfigError:
     names = ", ".join(LOSSES)
-    remedy = f"give a loss of Rollmill's ({names}) or an import path package.module:function ({why})"
+    remedy = f"give a loss of Rollmill's ({names}) or an import path package.module:function ({why}){nearest(path, LOSSES)}"
     return ConfigError("train.loss", path, remedy)
 
 

@@ -49,6 +49,14 @@ from tasks.store.run import OpenRun
             r"rollout\.temperature = 0\.7: must be 1 with train\.kl\.reference: deployment",
         ),
         (
+            ["train.kl.coef=0.1"],
+            r"train\.kl\.reference = 'none': train\.kl\.coef = 0\.1 needs a reference policy: set .* to frozen",
+        ),
+        (
+            ["train.normalization=fixed_length", "train.normalization_tokens=0"],
+            r"train\.normalization_tokens = 0: normalization fixed_length needs the length",
+        ),
+        (
             ["rollout.max_refill_group=2"],
             r"there is no such setting; did you mean rollout\.max_refill_groups\?",
         ),
@@ -82,6 +90,8 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
         ),
         (["rollout.environment=adition"], r"rollout\.environment = 'adition': .* did you mean addition\?"),
         (["train.kl.model=nowhere"], r"train\.kl\.model = 'nowhere': not a model folder"),
+        (["score.advantage=mean_st"], r"score\.advantage = 'mean_st': .* did you mean mean_std\?"),
+        (["train.loss=gpso"], r"train\.loss = 'gpso': .* did you mean gspo\?"),
         (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
     ],
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tasks.config import nearest
 from tasks.errors import ConfigError, ScoreError
 from tasks.score.advantages import reinforce_pp
 from tasks.score.advantages.advantage import Advantage, OfBatch, OfGroup
@@ -71,5 +72,5 @@ def _checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) -> np
 
 def _unknown(name: str, why: str) -> ConfigError:
     names = ", ".join(ADVANTAGES)
-    remedy = f"give a registered name ({names}) or an import path package.module:function ({why})"
+    remedy = f"give a registered name ({names}) or an import path package.module:function ({why}){nearest(name, ADVANTAGES)}"
     return ConfigError("score.advantage", name, remedy)
