@@ -149,7 +149,7 @@ def test_steps_that_overlap_stay_within_their_staleness_also_when_one_of_two_ser
     words = ("run", "small", "--set", "rollout.max_staleness=1", "--set", "rollout.trajectories_per_task=2")
     words += ("--set", "steps=5", "--set", "evaluate.every=1", "--set", "rollout.env_workers=1")
     running = workplace.start(*words, "--set", "serve.servers=2")
-    wait_until(lambda: len(rollouts(run)) > 0, running)
+    wait_until(lambda: len(rollouts(run)) > 0, running, timeout_s=400.0)
     killed, _ = (pid for pid, line in workplace.processes().items() if "VLLM::EngineCore" in line)
     os.kill(killed, signal.SIGKILL)
     output, _ = running.communicate(timeout=400)
