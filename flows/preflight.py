@@ -13,9 +13,9 @@ from pathlib import Path
 from flows.attached import check_attached
 from flows.config import RunConfig
 from flows.recipe import start_model_folder
-from flows.sinks import check_sinks
 from tasks.errors import ConfigError
 from tasks.observe.metrics import ALL
+from tasks.observe.sink_check import check_sinks
 from tasks.rollout.environment import Environment, SingleTurn, WarmUp, environment_of, library_of
 from tasks.rollout.prompts import check_prompts
 from tasks.rollout.state import states_of

@@ -4,15 +4,12 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 
 import polars as pl
 
 from flows.config import RunConfig
 from flows.inspection import held_out
 from flows.progress import say
-from tasks.errors import ConfigError
-from tasks.observe.config import ObserveConfig
 from tasks.observe.metrics import Metric
 from tasks.observe.sink_client import NoSinks, SinkClient, Sinks
 from tasks.observe.sinks import MARKERS, Point, SinkSettings, values_of
@@ -21,16 +18,6 @@ from tasks.store.reader import scan
 
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's files in a run's folder, or in the local one of a run on S3."""
-
-
-def check_sinks(config: ObserveConfig) -> None:
-    """Refuse a sink whose library is not installed; ConfigError says how to install it."""
-    for field, value, module, extra in (
-        ("observe.tensorboard", config.tensorboard, "tensorboardX", "tensorboard"),
-        ("observe.mlflow_uri", config.mlflow_uri, "mlflow", "mlflow"),
-    ):
-        if value and find_spec(module) is None:
-            raise ConfigError(field, value, f"needs {module}: pip install 'rollmill[{extra}]'")
 
 
 @asynccontextmanager

@@ -2,6 +2,8 @@
 
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,9 @@ def test_inspecting_a_folder_without_a_run_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "run.json is missing" in refusal(capsys, monkeypatch, "inspect", str(folder))
+
+
+@pytest.mark.parametrize("module", ["flows.command", "flows.again", "flows.preflight"])
+def test_prefect_is_not_imported_before_it_is_known_which_server_to_lead_it_to(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('prefect' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
