@@ -13,7 +13,7 @@ from tasks.store.fork import fork
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 
-OF_THE_WEIGHTS = ("model", "start_model.", "train.ranks", "train.zero_stage", "train.dtype")
+OF_THE_WEIGHTS = ("model", "start_model.", "train.dtype", "train.lora.")
 """Fixed settings, or sections of them, that a checkpoint is made of; a fork has its source's."""
 OF_THE_NUMBERS = ("rollout.groups_per_step",)
 REFILLS = "rollout.max_refill_groups"

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from flows.checkpointing import Checkpointing
 from flows.evaluate import evaluate_version, is_due, is_evaluated
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
@@ -34,15 +35,23 @@ class Policy:
         run: the run.
         trainer: its trainer.
         servers: those that sample; None for a run that samples nothing.
+        checkpointing: follows the checkpoints that are being written.
 
     Attributes:
         current: what the trainer stands at; its number is how many stored batches it has applied.
     """
 
-    def __init__(self, run: TrainingRun, trainer: TrainerService, servers: Servers | None) -> None:
+    def __init__(
+        self,
+        run: TrainingRun,
+        trainer: TrainerService,
+        servers: Servers | None,
+        checkpointing: Checkpointing,
+    ) -> None:
         self._run, self._trainer, self._servers = run, trainer, servers
+        self._checkpointing = checkpointing
         self._still = asyncio.Lock()  # held while the trainer's weights move or travel
-        self._restarts = 0
+        self._restarts = self._restarts_at_checkpoint = 0
         self._replayed: dict[int, StepResult] = {}
         self._skipped = 0
         self._recomputing = run.recomputing if isinstance(run, Run) else None
@@ -124,20 +133,43 @@ class Policy:
         return [Metric(name, "all", "value", value) for name, value in values.items()]
 
     async def checkpoint_if_due(self) -> None:
-        """Write everything that makes up the current version into the run's folder, now and then and at the end.
+        """Begin to write all that makes up the current version into the run's folder, now and then and at the end.
 
-        The steps below it are compacted from then on, beside the next ones.
+        Training is held while the state is copied. The steps below are compacted once the checkpoint is complete.
+
+        Raises:
+            StoreError: the last one could not be written.
         """
-        config, folder, version = self._run.config, self._run.folder.location, self.current.version
-        if not is_checkpoint_due(config, version):
+        if not is_checkpoint_due(self._run.config, self.current.version):
             return
+        await self.checkpointed()
+        await self._checkpoint()
+
+    async def checkpointed(self) -> None:
+        """Wait until the checkpoint that was begun last is complete; one that its trainer took with it is begun anew.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        while error := await self._checkpointing.ended():
+            if self._restarts == self._restarts_at_checkpoint:
+                if not isinstance(error, ServiceDiedError):
+                    raise error
+                async with self._still:
+                    await self._bring_back_trainer(error)
+            if is_checkpoint_due(self._run.config, self.current.version):
+                await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        folder, version = self._run.folder.location, self.current.version
         async with self._still:
             try:
-                await self._trainer.client.checkpoint(folder, version)
+                begun = await self._trainer.client.checkpoint(folder, version)
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
-                await self._trainer.client.checkpoint(folder, version)
-        self._run.compactor.begin(version)
+                begun = await self._trainer.client.checkpoint(folder, version)
+            self._restarts_at_checkpoint = self._restarts
+        await self._checkpointing.begun(version, begun)
 
     async def watch(self, servers: Servers, server: ServerService) -> None:
         """Watch over a server for ever; see flows.watch."""
@@ -262,11 +294,11 @@ async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
     await asyncio.to_thread(clear, run.store.files)
     say(f"bringing up the trainer{' and the vLLM servers' if is_sampling else ''}")
     opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)
-    async with opened as (trainer, services):
+    async with opened as (trainer, services), Checkpointing(run, trainer.client) as checkpointing:
         servers = (
             await asyncio.to_thread(Servers, run, trainer.client, services) if isinstance(run, Run) else None
         )
-        policy = Policy(run, trainer, servers)
+        policy = Policy(run, trainer, servers, checkpointing)
         async with asyncio.TaskGroup() as watching:
             watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
             if isinstance(run, Run) and run.recomputing is not None:

@@ -58,5 +58,6 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
                 await policy.checkpoint_if_due()
                 await drop_old_routing(run, step + 1)
             await beside.evaluated(config.steps)
+            await policy.checkpointed()
             await report_run(run)
     return run.folder.location

@@ -1,8 +1,9 @@
-"""How long the bulk of a run is kept."""
+"""How long the bulk of a run is kept: routed experts, and checkpoints."""
 
 import asyncio
 
-from flows.run import Run
+from flows.run import Run, TrainingRun
+from tasks.store.checkpoint_retention import remove_checkpoints
 from tasks.store.resume import complete_checkpoints
 from tasks.store.routing import expired_routing
 
@@ -22,3 +23,19 @@ async def drop_old_routing(run: Run, done: int) -> None:
         writer.removed(gone)
         await writer.note()  # a shard that is gone without a note is damage
         await writer.remove(gone)
+
+
+async def drop_old_checkpoints(run: TrainingRun) -> None:
+    """Remove the checkpoints that `train.keep_checkpoints` and `keep_checkpoint_every` leave out; a newer one is complete.
+
+    Raises:
+        StoreError: one could not be removed.
+    """
+    train = run.config.train
+    await asyncio.to_thread(
+        remove_checkpoints,
+        run.folder,
+        run.store.files,
+        keep=train.keep_checkpoints,
+        keep_every=train.keep_checkpoint_every,
+    )

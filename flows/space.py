@@ -6,12 +6,13 @@ from pathlib import Path
 from flows.config import RunConfig
 from flows.run import TrainingRun
 from tasks.store.space import Space
+from tasks.train.config import TrainConfig
 
 BYTES_OF_A_WEIGHT = {"float32": 4, "bfloat16": 2}
-MOMENTS_BYTES = 8
-"""AdamW's two of a weight, in single precision."""
-MASTER_BYTES = 4
-"""A weight in single precision, kept beside one in half."""
+STATE_BYTES = 12
+"""A weight and AdamW's two moments of it, in single precision."""
+_LOOKED_AT = 2
+"""Of the checkpoints that are due so many of the newest: the one being written, and the next."""
 
 
 class StepSpace:
@@ -19,7 +20,7 @@ class StepSpace:
 
     def __init__(self, run: TrainingRun) -> None:
         self._config = run.config
-        first = checkpoint_bytes(run.model, run.config.train.dtype)
+        first = checkpoint_bytes(run.model, run.config.train)
         self._space = Space(run.folder, run.config.store.min_free_bytes, first)
 
     async def check(self, step: int, *, is_collected: bool = False) -> None:
@@ -28,10 +29,8 @@ class StepSpace:
         Raises:
             DiskSpaceError: the disk will not hold it.
         """
-        has_checkpoint = is_checkpoint_due(self._config, step + 1)
-        await asyncio.to_thread(
-            self._space.check, step, has_checkpoint=has_checkpoint, is_collected=is_collected
-        )
+        due = due_checkpoints(self._config, step + 1)[-_LOOKED_AT:]
+        await asyncio.to_thread(self._space.check, step, due=due, is_collected=is_collected)
 
 
 def is_checkpoint_due(config: RunConfig, version: int) -> bool:
@@ -39,11 +38,19 @@ def is_checkpoint_due(config: RunConfig, version: int) -> bool:
     return version % config.train.checkpoint_every == 0 or version == config.steps
 
 
-def checkpoint_bytes(model: Path, dtype: str) -> int:
+def due_checkpoints(config: RunConfig, last: int) -> list[int]:
+    """Versions from 1 to `last` after which a checkpoint is due, ascending."""
+    return [version for version in range(1, last + 1) if is_checkpoint_due(config, version)]
+
+
+def checkpoint_bytes(model: Path, train: TrainConfig) -> int:
     """What a checkpoint of a model is expected to take, by the weight files of its folder, which are of its dtype.
 
-    Example: 1 GB of weights in single precision make 3 GB, with AdamW's two moments; in half precision 7 GB.
+    Adapters alone are small; the first checkpoint of them is expected to take nothing.
+
+    Example: 1 GB of weights in single precision make 3 GB, with AdamW's two moments; in half precision 6 GB.
     """
+    if train.lora.rank:
+        return 0
     weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    state_bytes = MOMENTS_BYTES + (MASTER_BYTES if dtype == "bfloat16" else 0)
-    return weight_bytes * (BYTES_OF_A_WEIGHT[dtype] + state_bytes) // BYTES_OF_A_WEIGHT[dtype]
+    return weight_bytes * STATE_BYTES // BYTES_OF_A_WEIGHT[train.dtype]

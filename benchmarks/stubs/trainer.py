@@ -3,7 +3,6 @@
 import secrets
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tasks.train.config import TrainConfig
@@ -11,7 +10,10 @@ from tasks.train.control import ControlServer, LocalCommands, control_app
 from tasks.train.operations import Operations
 from tasks.train.protocol import (
     COMMANDS,
+    AwaitCheckpoint,
     Checkpoint,
+    CheckpointBegun,
+    CheckpointWritten,
     Load,
     Logprobs,
     Send,
@@ -54,6 +56,7 @@ class StubTrainer:
             "rendezvous": lambda _: {"host": "127.0.0.1", "port": 0},
             "send": self._send,
             "checkpoint": _checkpoint,
+            "await_checkpoint": _await_checkpoint,
         }
         return ControlServer(control_app(Operations(), commands, self._health, self.token), "127.0.0.1", port)
 
@@ -91,5 +94,9 @@ def _logprobs(command: Logprobs) -> list[list[float]]:
     return [[LOGPROB] * (len(each) - 1) for each in command.sequences]
 
 
-def _checkpoint(command: Checkpoint) -> str:
-    return str(Path(command.folder) / "checkpoints")
+def _checkpoint(_: Checkpoint) -> CheckpointBegun:
+    return CheckpointBegun(is_new=True, held_s=0.0)
+
+
+def _await_checkpoint(command: AwaitCheckpoint) -> CheckpointWritten:
+    return CheckpointWritten(command.version, written_s=0.0, n_bytes=0)

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.errors import ShardError, StoreError
 from tasks.store.filesystem import Files
-from tasks.store.layout import CHECKPOINT_MARKER
 
 CHUNK_BYTES = 1 << 24
 
@@ -53,16 +52,10 @@ def read_marker(text: bytes, where: str) -> Marker:
         raise StoreError(f"{where} is damaged: {place}: {first['msg']}") from error
 
 
-def list_files(folder: Path) -> dict[str, StoredFile]:
-    """Size and hash of every file of a checkpoint on this machine, read once, but those of its marker."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and CHECKPOINT_MARKER not in path.name:
-            with pa.OSFile(str(path)) as source:
-                found[path.relative_to(folder).as_posix()] = StoredFile(
-                    bytes=path.stat().st_size, xxh3_64=_hash(source)
-                )
-    return found
+def describe(path: Path) -> StoredFile:
+    """Size and hash of a file on this machine, read once."""
+    with pa.OSFile(str(path)) as source:
+        return StoredFile(bytes=path.stat().st_size, xxh3_64=_hash(source))
 
 
 def check_sizes(folder: Path, files: Mapping[str, StoredFile]) -> None:

@@ -4,10 +4,13 @@ A trainer writes and reads local folders. On S3 a checkpoint is complete with it
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tasks.errors import LeaseLostError
-from tasks.store.filesystem import empty, files_of
+from tasks.errors import LeaseLostError, StoreError
+from tasks.store.checkpoint_files import read_marker
+from tasks.store.filesystem import empty, files_of, reason_of
 from tasks.store.layout import CHECKPOINT_MARKER, S3, RunFolder, checkpoint_key
 from tasks.store.manifest import read_manifest
 
@@ -26,10 +29,11 @@ def local_checkpoint(location: str) -> Path:
 
 
 def fetch_checkpoint(location: str) -> Path:
-    """Bring a complete checkpoint to this machine unless it is there; returns its folder.
+    """Bring what is missing of a complete checkpoint to this machine; returns its folder.
 
     Raises:
         ShardError: it is not there, or cannot be read.
+        StoreError: its marker is damaged.
         OSError: the disk cannot hold it.
     """
     local = local_checkpoint(location)
@@ -39,48 +43,68 @@ def fetch_checkpoint(location: str) -> Path:
 
     stored, marker = objects_of(RunFolder(location)), local / CHECKPOINT_MARKER
     wanted = stored.get(CHECKPOINT_MARKER).content
-    if marker.is_file() and marker.read_bytes() == wanted:
-        return local
-    remove_other_copies(local)
-    empty(local)
-    for key in stored.keys(""):
-        if key != CHECKPOINT_MARKER:
-            (local / key).parent.mkdir(parents=True, exist_ok=True)
-            stored.download(key, local / key)
+    files = read_marker(wanted, stored.path(CHECKPOINT_MARKER)).files or {}
+    if not marker.is_file() or marker.read_bytes() != wanted:
+        remove_other_copies(local)
+        empty(local)
+    for name, told in files.items():
+        path = local / name
+        if not path.is_file() or path.stat().st_size != told.bytes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stored.download(name, path)
     marker.write_bytes(wanted)
     return local
 
 
-def upload_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
-    """Store a checkpoint that lies whole on this machine, and let no older one stay here; nothing on a disk's run.
+def clear_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
+    """Make room for a checkpoint that is to be written: nothing of an unfinished one stays, here or on S3.
 
-    `incarnation` is that of the trainer which uploads; before each request run.json is asked whether it is the newest.
+    Args:
+        folder: of the run.
+        version: of the checkpoint.
+        incarnation: that of the trainer which writes; before a request run.json is asked whether it is the newest.
 
     Raises:
         LeaseLostError: a newer trainer has loaded the run.
-        StoreError: it could not be stored.
+        StoreError: its place could not be made.
     """
+    local = folder.checkpoint(version)
+    try:
+        empty(local)
+    except OSError as error:
+        raise StoreError(f"cannot write {local}: {reason_of(error)}") from error
     if folder.is_local:
         return
+    remove_other_copies(local)
+    stored = _objects(folder, version)
+    stored.remove([CHECKPOINT_MARKER, *stored.keys("")], partial(_check, folder, version, incarnation))
+
+
+def upload_file(folder: RunFolder, version: int, name: str, incarnation: int) -> None:
+    """Store a file of a checkpoint that lies whole on this machine; nothing to do for a run on a disk.
+
+    Raises:
+        LeaseLostError: a newer trainer than that of `incarnation` has loaded the run.
+        StoreError: it could not be stored.
+    """
+    if not folder.is_local:
+        path, check = folder.checkpoint(version) / name, partial(_check, folder, version, incarnation)
+        _objects(folder, version).upload(path, name, check)
+
+
+def _objects(folder: RunFolder, version: int) -> Any:
     from tasks.store.s3 import objects_of
 
-    local, stored = folder.checkpoint(version), objects_of(RunFolder(folder.path(checkpoint_key(version))))
-    keys = {path.relative_to(local).as_posix(): path for path in local.rglob("*") if path.is_file()}
+    return objects_of(RunFolder(folder.path(checkpoint_key(version))))
 
-    def check() -> None:
-        newest = read_manifest(folder).incarnation
-        if newest > incarnation:
-            raise LeaseLostError(
-                f"{stored.path('')} is not written by the trainer of incarnation {incarnation}: "
-                f"one of incarnation {newest} has loaded the run"
-            )
 
-    stored.remove([CHECKPOINT_MARKER, *(key for key in stored.keys("") if key not in keys)], check)
-    for key, path in keys.items():
-        if key != CHECKPOINT_MARKER:
-            stored.upload(path, key, check)
-    stored.upload(keys[CHECKPOINT_MARKER], CHECKPOINT_MARKER, check)
-    remove_other_copies(local)
+def _check(folder: RunFolder, version: int, incarnation: int) -> None:
+    newest = read_manifest(folder).incarnation
+    if newest > incarnation:
+        raise LeaseLostError(
+            f"{folder.path(checkpoint_key(version))} is not written by the trainer of incarnation {incarnation}: "
+            f"one of incarnation {newest} has loaded the run"
+        )
 
 
 def remove_other_copies(local: Path) -> None:

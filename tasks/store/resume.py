@@ -43,6 +43,11 @@ def complete_checkpoints(folder: RunFolder) -> list[int]:
     return _numbers(files_of(folder).keys(f"checkpoints/version=*/{CHECKPOINT_MARKER}"), "version")
 
 
+def stored_checkpoints(folder: RunFolder) -> list[int]:
+    """Versions of which anything of a checkpoint is stored, complete or not, ascending."""
+    return _numbers(files_of(folder).keys("checkpoints/version=*/*"), "version")
+
+
 def stored_batch_steps(folder: RunFolder) -> list[int]:
     """Steps that have a batch, one of zero rows included, ascending."""
     return _numbers(files_of(folder).keys("batches/step=*/*.arrow"), "step")

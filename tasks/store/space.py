@@ -1,7 +1,7 @@
 """Room on the disk: what the next step is expected to need is there before it begins, or it does not begin."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,19 +88,19 @@ class Space:
         self._free = free
         self._stored: dict[int, int] = {}
 
-    def check(self, step: int, *, has_checkpoint: bool, is_collected: bool = False) -> None:
+    def check(self, step: int, *, due: Sequence[int] = (), is_collected: bool = False) -> None:
         """Called before a step is collected, and before it is trained; blocks, so it is called from a thread.
 
         Args:
             step: that is to begin.
-            has_checkpoint: True when a checkpoint is due after it.
+            due: versions up to step + 1 that have a checkpoint, or will; an older one stays until a newer is complete.
             is_collected: True when its rollouts and scores are stored.
 
         Raises:
             DiskSpaceError: the disk will not hold it.
             StoreError: what is stored cannot be listed.
         """
-        checkpoint = self._checkpoint_bytes() if has_checkpoint else 0
+        checkpoint = self._checkpoint_bytes(due) if due else 0
         stored = {} if is_collected else self._bytes_by_step(step)
         need = plan_need(stored, step, checkpoint, self._reserve)
         check_room(need, self._free(self._folder.local), step, self._folder)
@@ -123,10 +123,18 @@ class Space:
         ]
         return sum(sum(files.sizes(pattern).values()) for pattern in patterns)
 
-    def _checkpoint_bytes(self) -> int:
-        if not (versions := complete_checkpoints(self._folder)):
-            return self._first
-        return sum(files_of(self._folder).sizes(f"{checkpoint_key(versions[-1])}/**/*").values())
+    def _checkpoint_bytes(self, due: Sequence[int]) -> int:
+        """What is not written yet of the checkpoints that are due and not complete."""
+        complete, expected = complete_checkpoints(self._folder), self._first
+        if complete:
+            sizes = files_of(self._folder).sizes(f"{checkpoint_key(complete[-1])}/**/*")
+            expected = sum(sizes.values())
+        missing = [version for version in due if version > max(complete, default=-1)]
+        return sum(max(0, expected - self._written_bytes(version)) for version in missing)
+
+    def _written_bytes(self, version: int) -> int:
+        """What lies on this machine of a checkpoint."""
+        return sum(path.stat().st_size for path in self._folder.checkpoint(version).glob("*"))
 
 
 def _text(size: int) -> str:

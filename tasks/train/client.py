@@ -14,7 +14,10 @@ from tasks.errors import RequestError, ServiceDiedError, ServiceStartError
 from tasks.serve.process import LaunchedProcess
 from tasks.store.deliveries import Delivery
 from tasks.train.protocol import (
+    AwaitCheckpoint,
     Checkpoint,
+    CheckpointBegun,
+    CheckpointWritten,
     Command,
     Connect,
     Digests,
@@ -36,7 +39,14 @@ _LONG_POLL_S = 30.0
 _HEALTH_PAUSE_S = 0.2
 _LOST_ANSWERS = 3
 _LAST_WORDS_S = 5.0
-_NAMED_ERRORS = ("BatchRefusedError", "StoreError", "SchemaError", "ShardError", "SyncError")
+_NAMED_ERRORS = (
+    "BatchRefusedError",
+    "StoreError",
+    "LeaseLostError",
+    "SchemaError",
+    "ShardError",
+    "SyncError",
+)
 
 
 class TrainerClient:
@@ -155,9 +165,22 @@ class TrainerClient:
         """Send the weights to servers that have joined; returns statistics."""
         return dict(await self._do(Send(servers=servers)))
 
-    async def checkpoint(self, folder: str, version: int) -> str:
-        """Write the version that the trainer stands at into RUN/checkpoints; returns the checkpoint's folder."""
-        return str(await self._do(Checkpoint(folder=folder, version=version)))
+    async def checkpoint(self, folder: str, version: int) -> CheckpointBegun:
+        """Begin to write the version that the trainer stands at into RUN/checkpoints; it is copied when this returns.
+
+        Raises:
+            StoreError: its place could not be made; or the last one was not written, and nobody has been told so.
+        """
+        return CheckpointBegun(**await self._do(Checkpoint(folder=folder, version=version)))
+
+    async def await_checkpoint(self, version: int) -> CheckpointWritten:
+        """Wait until the checkpoint that was begun last is complete.
+
+        Raises:
+            LeaseLostError: the run is on S3, and a newer trainer has loaded it.
+            StoreError: it could not be written; names the file and what to do. It is as if it had not been begun.
+        """
+        return CheckpointWritten(**await self._do(AwaitCheckpoint(version=version)))
 
     async def export_policy(self, path: str) -> None:
         """Write the weights as a Hugging Face model folder."""

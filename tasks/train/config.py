@@ -65,9 +65,9 @@ class TrainConfig(StageConfig):
     token_env: str = setting(
         "ROLLMILL_TRAINER_TOKEN", "Environment variable with an attached trainer's access token."
     )
-    ranks: int = setting(1, "Trainer processes (W); with GPUs one for each.", ge=1, fixed=True)
+    ranks: int = setting(1, "Trainer processes (W); with GPUs one for each.", ge=1)
     threads: int = setting(1, "CPU threads of each rank.", ge=1)
-    zero_stage: Literal[0, 1, 2, 3] = setting(0, "DeepSpeed ZeRO stage.", fixed=True)
+    zero_stage: Literal[0, 1, 2, 3] = setting(0, "DeepSpeed ZeRO stage.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the trained weights.", fixed=True)
     micro_batch_tokens: int = setting(
         4096, "Most tokens, padding included, of one forward pass of a rank.", ge=1

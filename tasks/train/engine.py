@@ -1,14 +1,12 @@
 """The policy under DeepSpeed: forward, backward, update; one instance on each rank."""
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from tasks.errors import StoreError
 from tasks.train.config import TrainConfig
 from tasks.train.deepspeed_library import deepspeed
 from tasks.train.lora import add_adapters
@@ -16,6 +14,7 @@ from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import HeadPositions, load_policy, token_logprobs
 from tasks.train.routing import RoutingReplay
 from tasks.train.samples import Samples
+from tasks.train.state import OptimizerState
 
 # Under ZeRO-3 parameters below this many elements times the hidden size stay on every rank.
 _PERSISTENT_VECTORS = 10
@@ -135,26 +134,10 @@ class Engine:
         self._engine.step()
         return Update(True, float(norm))
 
-    def save(self, folder: str, tag: str) -> None:
-        """Write weights and moments under FOLDER/TAG; a collective."""
-        self._engine.save_checkpoint(folder, tag=tag, save_latest=False)
-
-    def restore(self, folder: str, tag: str) -> None:
-        """Read what `save` wrote, with the same number of ranks; a collective."""
-        path, _ = self._engine.load_checkpoint(folder, tag=tag)
-        if path is None:
-            raise StoreError(f"checkpoint {folder} has no {tag} that DeepSpeed can read")
-
-    def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank's optimizer keeps, in an order that is the same each time: "exp_avg/3" and the like."""
-        optimizer = self._engine.optimizer
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for number, parameter in enumerate(parameters):
-            yield f"parameter/{number}", parameter
-            for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if torch.is_tensor(value):
-                    yield f"{kind}/{number}", value
+    @property
+    def state(self) -> OptimizerState:
+        """Weights in single precision, moments and counts of updates, as this rank holds them."""
+        return OptimizerState(self._engine, self.model)
 
     def close(self) -> None:
         """Let go of its memory."""

@@ -26,6 +26,11 @@ class Ranks:
     device: torch.device
     store: Store
 
+    def own_connection(self) -> Store:
+        """A further connection to the store, for a thread that waits."""
+        clone: Store = self.store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+        return clone
+
 
 def join_ranks(timeout_s: float) -> Ranks:
     """Open the global process group; DeepSpeed takes it over.
@@ -49,3 +54,8 @@ def join_ranks(timeout_s: float) -> Ranks:
         timeout=timeout,
     )
     return Ranks(rank, world_size, device, PrefixStore("rollmill", store))
+
+
+def is_first_here() -> bool:
+    """True on one rank of each machine."""
+    return int(os.environ["LOCAL_RANK"]) == 0

@@ -126,11 +126,18 @@ class Send(Command):
 
 
 class Checkpoint(Command):
-    """Write everything that makes up a version into RUN/checkpoints."""
+    """Copy everything that makes up a version, and begin to write it into RUN/checkpoints beside what comes next."""
 
     name = "checkpoint"
     is_joined = True
     folder: str
+    version: int
+
+
+class AwaitCheckpoint(Command):
+    """Wait until the checkpoint of a version, which was begun last, is complete."""
+
+    name = "await_checkpoint"
     version: int
 
 
@@ -166,6 +173,7 @@ COMMANDS: dict[str, type[Command]] = {
         Disconnect,
         Send,
         Checkpoint,
+        AwaitCheckpoint,
         ExportPolicy,
         Digests,
         Shutdown,
@@ -199,6 +207,34 @@ class StepResult:
         deliveries = tuple(Delivery.parse(each) for each in values.get("deliveries", ()))
         metrics = [Metric(**each) for each in values["metrics"]]
         return cls(**values | {"metrics": metrics, "deliveries": deliveries})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBegun:
+    """A checkpoint that is being written.
+
+    Attributes:
+        is_new: False when it was complete already, and nothing is written.
+        held_s: seconds that training was held while the state was copied.
+    """
+
+    is_new: bool
+    held_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """A checkpoint that is complete.
+
+    Attributes:
+        version: policy version.
+        written_s: seconds from the end of the copy to the marker.
+        n_bytes: of all its files but the marker.
+    """
+
+    version: int
+    written_s: float
+    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from tasks.errors import ConfigError
+from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.control import ControlServer, LocalCommands, complete, control_app
 from tasks.train.launch import TOKEN_ENV
 from tasks.train.operations import Operations
 from tasks.train.process_group import join_ranks
 from tasks.train.protocol import (
+    AwaitCheckpoint,
     Command,
     Connect,
     Disconnect,
@@ -42,15 +44,16 @@ def main() -> None:
     torch.set_num_threads(config.train.threads)
     ranks = join_ranks(config.train.step_timeout_s)
     timeout_s = config.train.heartbeat_timeout_s
-    own_connection = ranks.store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
-    heartbeats = Heartbeats(own_connection, ranks.rank, ranks.world_size, timeout_s)
+    heartbeats = Heartbeats(ranks.own_connection(), ranks.rank, ranks.world_size, timeout_s)
     channel = CommandChannel(ranks.store, timeout_s)
     transfer = Transfer(config, is_sender=ranks.rank == 0)
-    worker = Worker(config.train, ranks.device, transfer)
+    writer = CheckpointWriter(ranks.own_connection(), ranks.rank, ranks.world_size, timeout_s)
+    worker = Worker(config.train, ranks.device, transfer, writer)
     if ranks.rank == 0:
         lead(config, worker, transfer, channel, heartbeats)
     else:
         follow(worker, channel)
+    writer.join()
     dist.destroy_process_group()
 
 
@@ -77,6 +80,7 @@ def lead(
         )
 
     local: LocalCommands = {
+        AwaitCheckpoint.name: lambda command: worker.writer.written(command.version),
         WeightPlan.name: lambda _: transfer.plan(worker.engine),
         Rendezvous.name: lambda _: transfer.rendezvous(worker.engine),
         Connect.name: lambda command: transfer.sender.connect(command.server, command.prefix),

@@ -11,21 +11,24 @@ import torch.distributed as dist
 
 from tasks.errors import BatchRefusedError, ConfigError, RequestError
 from tasks.observe.metrics import MetricTable, Reduced
-from tasks.store.checkpoints import fetch_checkpoint, is_complete, local_checkpoint
+from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, local_checkpoint
 from tasks.store.deliveries import Delivery
-from tasks.store.layout import RunFolder, checkpoint_key
+from tasks.store.layout import RunFolder
 from tasks.store.routing import read_routing
 from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows
-from tasks.train.checkpoints import Progress, read_progress, restore_checkpoint, save_checkpoint
+from tasks.train.checkpoint_writer import CheckpointWriter
+from tasks.train.checkpoints import Progress, begin_checkpoint, read_progress, restore_checkpoint
 from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
 from tasks.train.model_check import check_model
 from tasks.train.objective import Objective
 from tasks.train.other_policies import OtherPolicies, check_stored, stored_logprobs
+from tasks.train.process_group import is_first_here
 from tasks.train.protocol import (
     Checkpoint,
+    CheckpointBegun,
     Command,
     Digests,
     ExportPolicy,
@@ -36,6 +39,7 @@ from tasks.train.protocol import (
     StepResult,
     TrainStep,
 )
+from tasks.train.random_state import begin_random
 from tasks.train.reference import FrozenPolicy, load_reference
 from tasks.train.samples import check_samples, read_rollouts
 from tasks.train.scoring import sequence_logprobs
@@ -55,12 +59,16 @@ class Worker:
         engine: None before the first load.
         progress: where the trainer stands.
         incarnation: the run's counter at the last load.
+        writer: writes its checkpoints, beside the commands.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device, transfer: Transfer) -> None:
+    def __init__(
+        self, config: TrainConfig, device: torch.device, transfer: Transfer, writer: CheckpointWriter
+    ) -> None:
         self.engine: Engine | None = None
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
+        self.writer = writer
         self._config, self._device, self._transfer = config, device, transfer
         self._objective = Objective(config)
         self._others: OtherPolicies | None = None
@@ -110,20 +118,22 @@ class Worker:
                 remedy = "there is no model folder (config.json and weights) at this path"
                 raise ConfigError(field, folder, remedy)
         check_model(self._config, command.model)
+        self.writer.join()
         if command.checkpoint is not None:
-            fetched = fetch_checkpoint(command.checkpoint)
-            read_progress(fetched, self._config, command.run, command.version)
+            read_progress(fetch_checkpoint(command.checkpoint), command.run, command.version)
 
     def _load(self, command: Load) -> None:
+        self.writer.join()
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        begin_random()
         engine = Engine.load(self._config, command.model, self._device)
         progress = Progress(run=command.run, version=command.version)
         if command.checkpoint is not None:
-            folder = local_checkpoint(command.checkpoint)
-            progress = read_progress(folder, self._config, command.run, command.version)
-            restore_checkpoint(engine, folder)
+            folder = self._on_this_machine(command.checkpoint)
+            progress = read_progress(folder, command.run, command.version)
+            restore_checkpoint(engine, folder, dist.get_rank())
         self.engine, self.progress, self.incarnation = engine, progress, command.incarnation
         self._reference = load_reference(self._config, command.model, self._device, self._reference)
         self._others = OtherPolicies(self._config, engine, self._reference)
@@ -213,22 +223,36 @@ class Worker:
     def _send(self, command: Send) -> dict[str, Any]:
         return self._transfer.send(self._loaded, command.servers)
 
-    def _prepare_checkpoint(self, command: Checkpoint) -> str | None:
+    def _prepare_checkpoint(self, command: Checkpoint) -> CheckpointBegun | None:
         if command.version != self.progress.version:
             raise RequestError(
                 f"the trainer stands at version {self.progress.version}, not {command.version}"
             )
         run = RunFolder(command.folder)
-        return run.path(checkpoint_key(command.version)) if is_complete(run, command.version) else None
+        self.writer.join()
+        if is_complete(run, command.version):
+            return CheckpointBegun(is_new=False, held_s=0.0)
+        clear_checkpoint(run, command.version, self.incarnation)
+        return None
 
-    def _checkpoint(self, command: Checkpoint) -> str:
-        return save_checkpoint(self._loaded, self._config, self.progress, command.folder, self.incarnation)
+    def _checkpoint(self, command: Checkpoint) -> CheckpointBegun:
+        started = time.perf_counter()
+        run = RunFolder(command.folder)
+        self.writer.begin(begin_checkpoint(self._loaded, self._config, self.progress, run, self.incarnation))
+        return CheckpointBegun(is_new=True, held_s=time.perf_counter() - started)
 
     def _export_policy(self, command: ExportPolicy) -> None:
         export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)
 
     def _digests(self, _: Digests) -> dict[str, str]:
         return tensor_digests(self._loaded)
+
+    def _on_this_machine(self, checkpoint: str) -> Path:
+        """The folder of a checkpoint; one rank of each machine fetches it, unless it is there."""
+        if is_first_here():
+            fetch_checkpoint(checkpoint)
+        dist.barrier()
+        return local_checkpoint(checkpoint)
 
     @property
     def _other_policies(self) -> OtherPolicies:

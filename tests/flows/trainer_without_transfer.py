@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.serve.process import free_port
+from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.process_group import join_ranks
 from tasks.train.protocol import ServiceConfig
 from tasks.train.ranks import CommandChannel, Heartbeats
@@ -41,9 +42,10 @@ def main() -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks, timeout_s = join_ranks(config.train.step_timeout_s), config.train.heartbeat_timeout_s
-    heartbeats = Heartbeats(ranks.store.clone(), 0, 1, timeout_s)
+    heartbeats = Heartbeats(ranks.own_connection(), 0, 1, timeout_s)
+    writer = CheckpointWriter(ranks.own_connection(), 0, 1, timeout_s)
     transfer: Any = NoTransfer()
-    worker = Worker(config.train, ranks.device, transfer)
+    worker = Worker(config.train, ranks.device, transfer, writer)
     lead(config, worker, transfer, CommandChannel(ranks.store, timeout_s), heartbeats)
 
 

@@ -1,0 +1,60 @@
+"""Ranks under torchrun that train, save and load states: `python checkpoint_ranks.py JOB.json`; see test_checkpoints.
+
+JOB.json is {"model", "steps": [...]}; a step is {"config": TrainConfig, "load": folder or "", "updates": n, "save":
+folder or "", "digests": path}: an engine is made, loads, trains, saves, and its tensors' digests are written.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tasks.store.layout import RunFolder
+from tasks.train.checkpoints import Progress, begin_checkpoint, restore_checkpoint
+from tasks.train.config import TrainConfig
+from tasks.train.digests import tensor_digests
+from tasks.train.engine import Engine
+from tasks.train.process_group import join_ranks
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    ranks = join_ranks(60.0)
+    for step in job["steps"]:
+        run(job["model"], step, ranks.device)
+    dist.destroy_process_group()
+
+
+def run(model: str, step: dict[str, Any], device: torch.device) -> None:
+    config = TrainConfig.model_validate(step["config"])
+    engine = Engine.load(config, model, device)
+    if step["load"]:
+        restore_checkpoint(engine, RunFolder(step["load"]).checkpoint(1), dist.get_rank())
+    for number in range(step["first"], step["first"] + step["updates"]):
+        update(engine, number)
+    if step["save"]:
+        writing = begin_checkpoint(engine, config, Progress("r", 1), RunFolder(step["save"]), 1)
+        writing.write_own()
+        dist.barrier()
+    digests = tensor_digests(engine)
+    if dist.get_rank() == 0:
+        Path(step["digests"]).write_text(json.dumps(digests))
+    engine.close()
+
+
+def update(engine: Engine, number: int) -> None:
+    """An update whose loss differs by rank and number."""
+    tokens = torch.tensor([[2 + (number * 7 + dist.get_rank() * 3 + place) % 50 for place in range(12)]])
+    engine._head.positions = torch.arange(11)
+    logits = engine._engine(input_ids=tokens, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.float(), tokens[0, 1:])
+    engine.backward(loss, is_last=True)
+    assert engine.update(1e-2).updated
+
+
+if __name__ == "__main__":
+    main()
