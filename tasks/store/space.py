@@ -134,7 +134,8 @@ class Space:
 
     def _written_bytes(self, version: int) -> int:
         """What lies on this machine of a checkpoint."""
-        return sum(path.stat().st_size for path in self._folder.checkpoint(version).glob("*"))
+        local = files_of(RunFolder(self._folder.local))
+        return sum(local.sizes(f"{checkpoint_key(version)}/*").values())
 
 
 def _text(size: int) -> str:

@@ -37,7 +37,11 @@ def begun(root: Path, status: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "change", ["train.lr=1e-6", "steps=50", "rollout.trajectory_timeout_s=9", "serve.max_restarts=1"]
+    "change",
+    [
+        *("train.lr=1e-6", "train.ranks=2", "train.zero_stage=3", "steps=50"),
+        *("rollout.trajectory_timeout_s=9", "serve.max_restarts=1"),
+    ],
 )
 def test_what_may_change_on_resume_may_change(tmp_path: Path, change: str) -> None:
     begun(tmp_path, "running")
@@ -45,7 +49,9 @@ def test_what_may_change_on_resume_may_change(tmp_path: Path, change: str) -> No
     check_resumable(run_folder("quickstart", given), given)
 
 
-@pytest.mark.parametrize("change", ["seed=5", "rollout.group_size=4", "start_model.lr=1e-2", "train.ranks=2"])
+@pytest.mark.parametrize(
+    "change", ["seed=5", "rollout.group_size=4", "start_model.lr=1e-2", "train.epochs=2"]
+)
 def test_what_would_make_another_run_is_refused_with_both_values(tmp_path: Path, change: str) -> None:
     begun(tmp_path, "running")
     given = load("quickstart", (f"store.root={tmp_path}", change))
@@ -94,7 +100,7 @@ def test_addresses_deadlines_and_what_only_the_trainer_goes_by_may_change() -> N
 
 def test_what_rows_and_checkpoints_are_made_of_may_not_change() -> None:
     fixed = {name for name, is_fixed in settings().items() if is_fixed}
-    assert {"seed", "model", "score.scorer", "rollout.temperature", "train.ranks", "serve.dtype"} <= fixed
+    assert {"seed", "model", "score.scorer", "rollout.temperature", "train.dtype", "serve.dtype"} <= fixed
     assert any(line.startswith("seed = 0 (fixed): ") for line in describe())
     assert any(line.startswith("train.lr = 0.001: ") for line in describe())
 

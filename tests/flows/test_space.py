@@ -7,9 +7,10 @@ import pytest
 
 from flows.beside import Beside
 from flows.config import load
-from flows.space import checkpoint_bytes, is_checkpoint_due
+from flows.space import checkpoint_bytes, due_checkpoints
 from tasks.errors import DiskSpaceError
 from tasks.store.layout import RunFolder
+from tasks.train.config import LoraConfig, TrainConfig
 
 
 async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_left_alone(
@@ -26,10 +27,12 @@ async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_le
 
 def test_the_first_checkpoint_is_expected_by_the_weights_and_their_moments(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    assert checkpoint_bytes(tmp_path, "float32") == 3000
-    assert checkpoint_bytes(tmp_path, "bfloat16") == 7000
+    assert checkpoint_bytes(tmp_path, TrainConfig()) == 3000
+    assert checkpoint_bytes(tmp_path, TrainConfig(dtype="bfloat16")) == 6000
+    assert checkpoint_bytes(tmp_path, TrainConfig(lora=LoraConfig(rank=8))) == 0
 
 
 def test_a_checkpoint_is_due_now_and_then_and_after_the_last_step() -> None:
     config = load("quickstart", ("steps=5", "train.checkpoint_every=2"))
-    assert [version for version in range(1, 6) if is_checkpoint_due(config, version)] == [2, 4, 5]
+    assert due_checkpoints(config, 5) == [2, 4, 5]
+    assert due_checkpoints(config, 3) == [2]

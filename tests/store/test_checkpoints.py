@@ -1,24 +1,35 @@
-"""Checkpoints of a run on S3: uploaded with the marker last, fetched where they are missing."""
+"""Checkpoints of a run on S3: uploaded file by file, the marker last; fetched where they are missing; old ones go."""
 
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tasks.errors import LeaseLostError, ShardError
-from tasks.store.checkpoints import fetch_checkpoint, is_complete, upload_checkpoint
+from tasks.store.checkpoint_files import describe
+from tasks.store.checkpoint_retention import expired_checkpoints, remove_checkpoints
+from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, upload_file
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of, publish_text
 from tasks.store.layout import CHECKPOINT_MARKER, SCRATCH_ENV, RunFolder, checkpoint_key
-from tasks.store.resume import complete_checkpoints
+from tasks.store.resume import complete_checkpoints, stored_checkpoints
 from tasks.store.run import OpenRun
 
+FILE = "rank-00000-of-00001.safetensors"
 
-def written(folder: RunFolder, version: int, weights: bytes = b"weights") -> Path:
-    """A checkpoint as the trainer leaves it on its disk."""
+
+def written(folder: RunFolder, version: int, incarnation: int = 1, weights: bytes = b"weights") -> Path:
+    """A checkpoint as a trainer of one rank leaves it on its disk, and on S3."""
+    clear_checkpoint(folder, version, incarnation)
     local = folder.checkpoint(version)
-    (local / "state").mkdir(parents=True)
-    (local / "state" / "rank_0.pt").write_bytes(weights)
-    (local / CHECKPOINT_MARKER).write_text(f'{{"version": {version}, "weights": "{weights!r}"}}')
+    (local / FILE).write_bytes(weights)
+    upload_file(folder, version, FILE, incarnation)
+    assert not is_complete(folder, version)
+    files = {FILE: describe(local / FILE).model_dump()}
+    (local / CHECKPOINT_MARKER).write_text(json.dumps({"version": version, "files": files}))
+    upload_file(folder, version, CHECKPOINT_MARKER, incarnation)
     return local
 
 
@@ -42,63 +53,84 @@ def test_a_checkpoint_is_the_same_on_another_machine(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = written(run, 4)
-    assert not is_complete(run, 4)
-    upload_checkpoint(run, 4, incarnation=1)
     assert complete_checkpoints(run) == [4]
     monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "elsewhere"))
     there = fetch_checkpoint(run.path(checkpoint_key(4)))
     assert there != here
-    contents = [
-        {each.name: each.read_bytes() for each in at.rglob("*.*") if each.is_file()} for at in (here, there)
-    ]
+    contents = [{each.name: each.read_bytes() for each in at.iterdir()} for at in (here, there)]
     assert contents[0] == contents[1]
 
 
 def test_what_a_killed_upload_left_is_no_checkpoint_and_is_gone_with_the_next_one(run: RunFolder) -> None:
-    publish_text(files_of(run), f"{checkpoint_key(4)}/state/rank_1.pt", b"of other ranks")
+    publish_text(files_of(run), f"{checkpoint_key(4)}/rank-00001-of-00002.safetensors", b"of other ranks")
     assert complete_checkpoints(run) == []
     with pytest.raises(ShardError, match=r"COMPLETE\.json: there is no such object"):
         fetch_checkpoint(run.path(checkpoint_key(4)))
     written(run, 4)
-    upload_checkpoint(run, 4, incarnation=1)
     names = files_of(run).keys(f"{checkpoint_key(4)}/**")
-    assert [each.rpartition("/")[2] for each in names] == [CHECKPOINT_MARKER, "rank_0.pt"]
+    assert [each.rpartition("/")[2] for each in names] == [CHECKPOINT_MARKER, FILE]
 
 
-def test_a_copy_that_is_not_the_stored_one_is_fetched_again(run: RunFolder) -> None:
+def test_a_copy_that_is_not_the_stored_one_and_a_file_that_is_missing_here_are_fetched(
+    run: RunFolder,
+) -> None:
     local = written(run, 4)
-    upload_checkpoint(run, 4, incarnation=1)
-    (local / "state" / "rank_0.pt").write_bytes(b"of this machine")
+    (local / FILE).write_bytes(b"changed")
     location = run.path(checkpoint_key(4))
-    assert (fetch_checkpoint(location) / "state" / "rank_0.pt").read_bytes() == b"of this machine"
+    assert (fetch_checkpoint(location) / FILE).read_bytes() == b"changed"
+    (local / FILE).unlink()  # another machine's rank wrote it
+    assert (fetch_checkpoint(location) / FILE).read_bytes() == b"weights"
+    (local / FILE).write_bytes(b"changed")
     (local / CHECKPOINT_MARKER).write_text("{}")
-    assert (fetch_checkpoint(location) / "state" / "rank_0.pt").read_bytes() == b"weights"
+    assert (fetch_checkpoint(location) / FILE).read_bytes() == b"weights"
 
 
 def test_a_machine_keeps_no_more_than_the_last_copy(run: RunFolder) -> None:
     for version in (2, 4):
         written(run, version)
-        upload_checkpoint(run, version, incarnation=1)
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000004"]
     fetch_checkpoint(run.path(checkpoint_key(2)))
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000002"]
 
 
 def test_a_trainer_leaves_the_checkpoint_of_a_newer_one_as_it_is(run: RunFolder) -> None:
-    written(run, 4)
     loaded(run).close()
-    upload_checkpoint(run, 4, incarnation=2)
+    written(run, 4, incarnation=2)
     stored = files_of(run).sizes(f"{checkpoint_key(4)}/**")
-    local = run.checkpoint(4)
-    (local / "state" / "rank_1.pt").write_bytes(b"of the older one")
     with pytest.raises(LeaseLostError, match=r"incarnation 1: one of incarnation 2 has loaded the run"):
-        upload_checkpoint(run, 4, incarnation=1)
+        upload_file(run, 4, FILE, incarnation=1)
+    with pytest.raises(LeaseLostError, match=r"incarnation 1: one of incarnation 2 has loaded the run"):
+        clear_checkpoint(run, 4, incarnation=1)
     assert files_of(run).sizes(f"{checkpoint_key(4)}/**") == stored
 
 
 def test_checkpoints_of_a_run_on_a_disk_stay_where_they_are(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     local = written(run, 4)
-    upload_checkpoint(run, 4, incarnation=1)
     assert fetch_checkpoint(run.path(checkpoint_key(4))) == local
     assert is_complete(run, 4)
+
+
+@given(st.sets(st.integers(0, 200)), st.integers(0, 5), st.integers(0, 20))
+def test_the_newest_and_every_nth_are_kept(complete: set[int], keep: int, keep_every: int) -> None:
+    gone = expired_checkpoints(sorted(complete), keep=keep, keep_every=keep_every)
+    for version in complete:
+        n_newer = sum(each > version for each in complete)
+        is_nth = keep_every > 0 and version % keep_every == 0
+        assert (version not in gone) == (keep == 0 or n_newer < keep or is_nth)
+
+
+@pytest.mark.parametrize("is_on_s3", [False, True])
+def test_old_checkpoints_and_what_kills_left_of_older_ones_go(
+    is_on_s3: bool, run: RunFolder, tmp_path: Path
+) -> None:
+    folder = run if is_on_s3 else RunFolder(tmp_path / "run")
+    folder.tmp.mkdir(parents=True, exist_ok=True)
+    for version in (2, 4, 6, 8):
+        written(folder, version)
+    publish_text(files_of(folder), f"{checkpoint_key(3)}/{FILE}", b"unfinished")
+    publish_text(files_of(folder), f"{checkpoint_key(9)}/{FILE}", b"being written")
+    assert remove_checkpoints(folder, files_of(folder), keep=2, keep_every=4) == [2, 3]
+    assert complete_checkpoints(folder) == [4, 6, 8]
+    assert stored_checkpoints(folder) == [4, 6, 8, 9]
+    assert remove_checkpoints(folder, files_of(folder), keep=2, keep_every=4) == []

@@ -54,15 +54,22 @@ async def test_a_step_that_would_not_fit_is_refused_before_it_begins(
 
     space = Space(folder, reserve_bytes=1000, first_checkpoint_bytes=1 << 30, free=free)
     room = 1000
-    space.check(0, has_checkpoint=False)
+    space.check(0)
     with pytest.raises(DiskSpaceError, match=r"step 2 was not begun.*for rows"):
-        space.check(2, has_checkpoint=False)
-    space.check(2, has_checkpoint=False, is_collected=True)
+        space.check(2)
+    space.check(2, is_collected=True)
     room = 1 << 20
-    space.check(2, has_checkpoint=False)
+    space.check(2)
     with pytest.raises(DiskSpaceError, match=r"1\.1 GB for a checkpoint.*the same command goes on"):
-        space.check(2, has_checkpoint=True)
+        space.check(2, due=[2])
     publish_text(files_of(folder), f"{checkpoint_key(2)}/state/weights", bytes(1000))
     publish_text(files_of(folder), f"{checkpoint_key(2)}/{CHECKPOINT_MARKER}", b"{}")
-    space.check(2, has_checkpoint=True)
+    space.check(2, due=[2, 3])
+    room = 3000
+    with pytest.raises(DiskSpaceError, match=r"2\.0 kB for a checkpoint"):
+        space.check(2, due=[2, 3, 4])
+    folder.checkpoint(3).mkdir(parents=True)
+    (folder.checkpoint(3) / "weights").write_bytes(bytes(900))  # of the one being written
+    with pytest.raises(DiskSpaceError, match=r"1\.1 kB for a checkpoint"):
+        space.check(2, due=[2, 3, 4])
     assert set(asked) == {folder.local}

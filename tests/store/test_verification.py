@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.errors import ShardError, StoreError
-from tasks.store.checkpoint_files import check_sizes, list_files, read_marker
+from tasks.store.checkpoint_files import check_sizes, describe, read_marker
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of, publish_text
 from tasks.store.fork import fork
@@ -37,6 +37,8 @@ CONFIG: dict[str, Any] = {
     "rollout": {"group_size": SIZE, "max_staleness": 0},
     "evaluate": {"every": 2, "n_prompts": 1},
 }
+
+FILE = "rank-00000-of-00001.safetensors"
 
 
 def sampled(step: int) -> dict[str, object]:
@@ -98,9 +100,9 @@ class Story:
     def _checkpoint(self) -> None:
         """That of the last version, as a trainer writes it."""
         checkpoint = self.folder.checkpoint(STEPS)
-        (checkpoint / "state").mkdir(parents=True)
-        (checkpoint / "state" / "rank_0.pt").write_bytes(b"weights and moments")
-        listed = {name: file.model_dump() for name, file in list_files(checkpoint).items()}
+        checkpoint.mkdir(parents=True)
+        (checkpoint / FILE).write_bytes(b"weights and moments")
+        listed = {FILE: describe(checkpoint / FILE).model_dump()}
         (checkpoint / "COMPLETE.json").write_text(json.dumps({"files": listed}))
 
     def _step(self, step: int) -> Iterator[tuple[str, pa.RecordBatch, dict[str, str]]]:
@@ -559,11 +561,11 @@ async def test_a_file_of_a_checkpoint_that_is_not_what_was_written_is_found(
     story: Story, content: bytes | None, what: str
 ) -> None:
     folder = await story.told()
-    path = folder.checkpoint(STEPS) / "state" / "rank_0.pt"
+    path = folder.checkpoint(STEPS) / FILE
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    assert findings(folder) == [f"/checkpoints/version=000002/state/rank_0.pt: {what}"]
+    assert findings(folder) == [f"/checkpoints/version=000002/{FILE}: {what}"]
 
 
 @pytest.mark.parametrize("content", [None, b"weights"])
@@ -575,10 +577,10 @@ async def test_a_checkpoint_without_a_whole_file_is_refused_before_it_is_loaded(
     marker = read_marker((checkpoint / "COMPLETE.json").read_bytes(), "it")
     assert marker.files
     check_sizes(checkpoint, marker.files)
-    (checkpoint / "state" / "rank_0.pt").unlink()
+    (checkpoint / FILE).unlink()
     if content is not None:
-        (checkpoint / "state" / "rank_0.pt").write_bytes(content)
-    with pytest.raises(StoreError, match=r"state/rank_0\.pt"):
+        (checkpoint / FILE).write_bytes(content)
+    with pytest.raises(StoreError, match=FILE):
         check_sizes(checkpoint, marker.files)
 
 

@@ -102,8 +102,9 @@ async def test_resumed_trainer_reaches_the_same_bytes(
     async with run_trainer(config) as (client, _):
         await load(client, tiny_model, run)
         results = [await train(client, step) for step in range(2)]
-        await client.checkpoint(str(run), 2)
+        assert (await client.checkpoint(str(run), 2)).is_new
         results += [await train(client, step) for step in range(2, 4)]
+        assert (await client.await_checkpoint(2)).n_bytes > 0
         straight = await exported(client, tmp_path / "straight")
 
     async with run_trainer(config) as (client, _):
