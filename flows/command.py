@@ -19,6 +19,7 @@ from tasks.serve import vllm
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.store.layout import RunFolder
 from tasks.train import launch
+from tasks.train.launch import Nodes
 
 QUIET_TERMINAL = {
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -92,19 +93,32 @@ def lead_to_prefect() -> None:
     typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
 
 
-def trainer_here(config: RunConfig) -> None:
-    """Run a trainer in the foreground; prints what a flow needs to attach to it.
+def trainer_here(config: RunConfig, nodes: Nodes, host: str) -> None:
+    """Run a trainer, or one node's part of it, in the foreground; node 0 prints what a flow needs to attach to it.
+
+    Args:
+        config: all settings.
+        nodes: the machines that it runs on.
+        host: address of this machine that the control API listens on.
 
     Raises:
         ConfigError: something that it needs is missing; nothing has been started.
     """
+    nodes.check(config.train.ranks)
     check_trainer(config)
     token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
     port = config.train.port or free_port()
-    logs = RunFolder(f"{config.store.root}/trainer").local
-    typer.echo(f"train.url=http://{vllm.LOOPBACK}:{port}\n{config.train.token_env}={token}")
-    command = launch.command(config.train, launch.write_config(config.train, config.sync, port, logs))
-    _foreground(command, launch.environment(config.train, token), config.serve.stop_grace_s)
+    logs = RunFolder(f"{config.store.root}/trainer").local / (
+        f"node-{nodes.number}" if nodes.count > 1 else ""
+    )
+    if nodes.number == 0:
+        typer.echo(f"train.url=http://{host}:{port}\n{config.train.token_env}={token}")
+    file = launch.write_config(config.train, config.sync, port, logs, host)
+    _foreground(
+        launch.command(config.train, file, nodes),
+        launch.environment(config.train, token),
+        config.serve.stop_grace_s,
+    )
 
 
 def vllm_here(config: RunConfig) -> None:

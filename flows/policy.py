@@ -85,6 +85,7 @@ class Policy:
         await self._run.store.writer.note()
         if self.current.version:
             await self.checkpoint_if_due()
+            await self.export_if_due()
         if self._recomputing:
             self._recomputing.begin(self.current.version)
         return self.current.version
@@ -159,6 +160,22 @@ class Policy:
                     await self._bring_back_trainer(error)
             if is_checkpoint_due(self._run.config, self.current.version):
                 await self._checkpoint()
+
+    async def export_if_due(self) -> None:
+        """Write the current version as a Hugging Face folder below the run's policies/, unless it is there.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        every, version = self._run.config.train.export_every, self.current.version
+        if not every or version % every:
+            return
+        async with self._still:
+            try:
+                await self._trainer.client.store_policy(self._run.folder.location, version)
+            except ServiceDiedError as error:
+                await self._bring_back_trainer(error)
+                await self._trainer.client.store_policy(self._run.folder.location, version)
 
     async def _checkpoint(self) -> None:
         folder, version = self._run.folder.location, self.current.version

@@ -56,6 +56,7 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
                 beside.begin(step + 1)
                 await report_step(run, collected, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()
+                await policy.export_if_due()
                 await drop_old_routing(run, step + 1)
             await beside.evaluated(config.steps)
             await policy.checkpointed()

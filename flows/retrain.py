@@ -62,6 +62,7 @@ async def retrain(run_name: str, config: RunConfig) -> str:
                     synced = await show(run, policy, step + 1)
                 await report_draw(run, draw, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()
+                await policy.export_if_due()
             await policy.checkpointed()
             await report_run(run)
     return run.folder.location

@@ -1,5 +1,6 @@
 """Commands that use what was generated before once more: other rewards, other training, the same steps again."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -74,3 +75,18 @@ def replay(
     from flows.folder import existing_run
 
     replay_here(existing_run(run), first, last)
+
+
+@commands.command(rich_help_panel=PANEL)
+def export_policy(
+    run: RunLocation,
+    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.")],
+    version: Annotated[
+        int | None, typer.Option(help="Policy version with a checkpoint; the last one by default.")
+    ] = None,
+) -> None:
+    """Write a policy version of a run as a Hugging Face folder, with its tokenizer; needs no trainer and no GPU."""
+    from flows.exporting import export_policy_here
+    from flows.folder import existing_run
+
+    typer.echo(export_policy_here(existing_run(run), version, output))

@@ -27,12 +27,26 @@ def down() -> None:
 
 
 @commands.command(rich_help_panel=PANEL)
-def trainer(preset: Preset, overrides: Overrides = None) -> None:
-    """Run a trainer in the foreground, for flows to attach to."""
+def trainer(
+    preset: Preset,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Machines that the ranks are spread over; run this on each.")
+    ] = 1,
+    node: Annotated[
+        int, typer.Option(min=0, help="Number of this machine; flows talk to that of number 0.")
+    ] = 0,
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Of machine 0, where several meet.")
+    ] = "127.0.0.1:0",
+    host: Annotated[str, typer.Option(help="Address that the control API listens on.")] = "127.0.0.1",
+) -> None:
+    """Run a trainer in the foreground, for flows to attach to; of several machines one's part of it."""
     from flows.command import trainer_here
     from flows.config import load
+    from tasks.train.launch import Nodes
 
-    trainer_here(load(preset, tuple(overrides or ())))
+    trainer_here(load(preset, tuple(overrides or ())), Nodes(nodes, node, rendezvous), host)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -77,7 +77,8 @@ def clear_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
         return
     remove_other_copies(local)
     stored = _objects(folder, version)
-    stored.remove([CHECKPOINT_MARKER, *stored.keys("")], partial(_check, folder, version, incarnation))
+    check = partial(check_newest, folder, checkpoint_key(version), incarnation)
+    stored.remove([CHECKPOINT_MARKER, *stored.keys("")], check)
 
 
 def upload_file(folder: RunFolder, version: int, name: str, incarnation: int) -> None:
@@ -88,8 +89,8 @@ def upload_file(folder: RunFolder, version: int, name: str, incarnation: int) ->
         StoreError: it could not be stored.
     """
     if not folder.is_local:
-        path, check = folder.checkpoint(version) / name, partial(_check, folder, version, incarnation)
-        _objects(folder, version).upload(path, name, check)
+        check = partial(check_newest, folder, checkpoint_key(version), incarnation)
+        _objects(folder, version).upload(folder.checkpoint(version) / name, name, check)
 
 
 def _objects(folder: RunFolder, version: int) -> Any:
@@ -98,12 +99,19 @@ def _objects(folder: RunFolder, version: int) -> Any:
     return objects_of(RunFolder(folder.path(checkpoint_key(version))))
 
 
-def _check(folder: RunFolder, version: int, incarnation: int) -> None:
+def check_newest(folder: RunFolder, key: str, incarnation: int) -> None:
+    """Refuse a trainer when another has loaded the run since; raises LeaseLostError.
+
+    Args:
+        folder: of the run.
+        key: of what is to be written.
+        incarnation: of the trainer that would write it.
+    """
     newest = read_manifest(folder).incarnation
     if newest > incarnation:
         raise LeaseLostError(
-            f"{folder.path(checkpoint_key(version))} is not written by the trainer of incarnation {incarnation}: "
-            f"one of incarnation {newest} has loaded the run"
+            f"{folder.path(key)} is not written by the trainer of incarnation {incarnation}: one of incarnation "
+            f"{newest} has loaded the run"
         )
 
 

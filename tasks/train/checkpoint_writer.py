@@ -56,6 +56,7 @@ class CheckpointWriter:
         self._number = 0
         self._version = -1
         self._outcome: Future[CheckpointWritten] | None = None
+        self._is_told = True
 
     def begin(self, writing: Writing) -> None:
         """Start writing, when what was begun before has ended; every rank calls it, as often as the others."""
@@ -70,13 +71,18 @@ class CheckpointWriter:
             except Exception as error:  # noqa: BLE001 - whatever it is, `written` tells it
                 outcome.set_exception(error)
 
-        self._outcome = outcome
+        self._outcome, self._is_told = outcome, False
         threading.Thread(target=run, name=key, daemon=True).start()
 
     def join(self) -> None:
         """Wait until nothing is being written, whatever came of it."""
         if self._outcome is not None:
             self._outcome.exception()
+
+    def check(self) -> None:
+        """Wait until nothing is being written; raises the last one's error, as `written`, if nobody has heard of it."""
+        if not self._is_told:
+            self.written(self._version)
 
     def written(self, version: int) -> CheckpointWritten:
         """Wait for the end of the checkpoint that was begun last, which is of `version`; on rank 0 alone.
@@ -88,6 +94,7 @@ class CheckpointWriter:
         if self._outcome is None or self._version != version:
             raise StoreError(f"this trainer has not begun a checkpoint of version {version}")
         error = self._outcome.exception()
+        self._is_told = True
         if error is None or isinstance(error, RollmillError):
             return self._outcome.result()
         raise StoreError(f"checkpoint of version {version}: {type(error).__name__}: {error}") from error

@@ -30,6 +30,7 @@ from tasks.train.protocol import (
     Send,
     Shutdown,
     StepResult,
+    StorePolicy,
     TrainerHealth,
     TrainStep,
     WeightPlan,
@@ -185,6 +186,15 @@ class TrainerClient:
     async def export_policy(self, path: str) -> None:
         """Write the weights as a Hugging Face model folder."""
         await self._do(ExportPolicy(path=path))
+
+    async def store_policy(self, folder: str, version: int) -> str:
+        """Write the version that the trainer stands at into RUN/policies, unless it is there; returns where it is.
+
+        Raises:
+            LeaseLostError: the run is on S3, and a newer trainer has loaded it.
+            StoreError: it could not be stored.
+        """
+        return str(await self._do(StorePolicy(folder=folder, version=version)))
 
     async def digests(self) -> dict[str, str]:
         """SHA-256 of every tensor of weights and moments, 64 hex digits, by name."""

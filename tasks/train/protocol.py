@@ -148,6 +148,15 @@ class ExportPolicy(Command):
     path: str
 
 
+class StorePolicy(Command):
+    """Write the version that the trainer stands at into RUN/policies, as a Hugging Face model folder."""
+
+    name = "store_policy"
+    is_joined = True
+    folder: str
+    version: int
+
+
 class Digests(Command):
     """Digests of every tensor of weights and moments."""
 
@@ -175,6 +184,7 @@ COMMANDS: dict[str, type[Command]] = {
         Checkpoint,
         AwaitCheckpoint,
         ExportPolicy,
+        StorePolicy,
         Digests,
         Shutdown,
     )

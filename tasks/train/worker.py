@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from tasks.errors import BatchRefusedError, ConfigError, RequestError
+from tasks.errors import BatchRefusedError, ConfigError, RequestError, StoreError
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, local_checkpoint
 from tasks.store.deliveries import Delivery
 from tasks.store.layout import RunFolder
+from tasks.store.policies import has_policy, policy_key, publish_policy, unfinished_policy
 from tasks.store.routing import read_routing
 from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows
@@ -37,6 +39,7 @@ from tasks.train.protocol import (
     ScoreRows,
     Send,
     StepResult,
+    StorePolicy,
     TrainStep,
 )
 from tasks.train.random_state import begin_random
@@ -82,6 +85,7 @@ class Worker:
             Send.name: self._send,
             Checkpoint.name: self._checkpoint,
             ExportPolicy.name: self._export_policy,
+            StorePolicy.name: self._store_policy,
             Digests.name: self._digests,
         }
 
@@ -101,6 +105,8 @@ class Worker:
             self._prepare_scoring(command)
         elif isinstance(command, Checkpoint):
             return self._prepare_checkpoint(command)
+        elif isinstance(command, StorePolicy):
+            return self._prepare_policy(command)
         return None
 
     def run(self, command: Command) -> Any:
@@ -224,12 +230,9 @@ class Worker:
         return self._transfer.send(self._loaded, command.servers)
 
     def _prepare_checkpoint(self, command: Checkpoint) -> CheckpointBegun | None:
-        if command.version != self.progress.version:
-            raise RequestError(
-                f"the trainer stands at version {self.progress.version}, not {command.version}"
-            )
+        self._check_version(command.version)
         run = RunFolder(command.folder)
-        self.writer.join()
+        self.writer.check()
         if is_complete(run, command.version):
             return CheckpointBegun(is_new=False, held_s=0.0)
         clear_checkpoint(run, command.version, self.incarnation)
@@ -243,6 +246,24 @@ class Worker:
 
     def _export_policy(self, command: ExportPolicy) -> None:
         export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)
+
+    def _prepare_policy(self, command: StorePolicy) -> str | None:
+        self._check_version(command.version)
+        run = RunFolder(command.folder)
+        return run.path(policy_key(command.version)) if has_policy(run, command.version) else None
+
+    def _store_policy(self, command: StorePolicy) -> str:
+        run, is_writer = RunFolder(command.folder), dist.get_rank() == 0
+        unfinished = unfinished_policy(run, command.version)
+        try:
+            export_policy(self._loaded.model, str(unfinished), is_writer=is_writer)
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"cannot write {unfinished}: {error}; make room") from error
+        return publish_policy(run, command.version, self.incarnation) if is_writer else ""
+
+    def _check_version(self, version: int) -> None:
+        if version != self.progress.version:
+            raise RequestError(f"the trainer stands at version {self.progress.version}, not {version}")
 
     def _digests(self, _: Digests) -> dict[str, str]:
         return tensor_digests(self._loaded)

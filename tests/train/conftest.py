@@ -79,6 +79,31 @@ def run_trainer(
     return running
 
 
+def pids_of_ranks(process: LaunchedProcess) -> dict[int, int]:
+    """Process id of each rank below a launched trainer."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and _is_below(int(folder.name), process.pid):
+            words = (folder / "environ").read_bytes().split(b"\0")
+            ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
+            found |= dict.fromkeys(ranks, int(folder.name))
+    return found
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == ancestor
+
+
+@pytest.fixture(scope="session")
+def rank_pids() -> Callable[[LaunchedProcess], dict[int, int]]:
+    return pids_of_ranks
+
+
 class Row(NamedTuple):
     """A trajectory of `n_prompt` prompt tokens and `n_completion` sampled ones."""
 

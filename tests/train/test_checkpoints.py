@@ -1,20 +1,36 @@
 """A stored state is the same on any number of ranks and under every ZeRO stage, bit for bit."""
 
+import asyncio
 import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tasks.errors import StoreError
+from tasks.store.layout import RunFolder, checkpoint_key
+from tasks.store.resume import complete_checkpoints, resume_point
+from tasks.train.client import TrainerClient
+from tasks.train.config import TrainConfig
+from tasks.train.export_checkpoint import ExportConfig
 from tasks.train.state_files import StateFiles
+
+STEPS = 6
 
 RunRanks = Callable[[str, int, dict[str, object]], None]
 STAGES = [("float32", stage) for stage in range(4)] + [("bfloat16", stage) for stage in (1, 2, 3)]
 
 
-def name_of(dtype: str, stage: int, ranks: int) -> str:
-    return f"{dtype}-{stage}-{ranks}"
+def name_of(dtype: str, stage: int) -> str:
+    return f"{dtype}-{stage}"
 
 
 class Place:
@@ -54,64 +70,119 @@ def place(tmp_path: Path, tiny_model: Path, run_ranks: RunRanks) -> Place:
     return Place(tmp_path, tiny_model, run_ranks)
 
 
-def of_the_optimizer(digests: dict[str, str]) -> dict[str, str]:
-    return {name: each for name, each in digests.items() if not name.startswith("weights/")}
-
-
 @pytest.mark.service
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(STAGES, marks=pytest.mark.long), [("float32", 3), ("bfloat16", 1)]]
+)
 def test_a_state_goes_on_bit_for_bit_and_is_the_same_on_other_ranks_and_under_other_stages(
-    place: Place,
+    kinds: list[tuple[str, int]], place: Place
 ) -> None:
-    saves, ons = [], []
-    for dtype, stage in STAGES:
-        for name, first in (("before", 0), ("after", 2)):
-            saves.append(
-                place.step(dtype, stage, 2, save=f"{name_of(dtype, stage, 2)}-{name}", updates=first + 2)
-            )
-        ons.append(place.step(dtype, stage, 2, load=f"{name_of(dtype, stage, 2)}-before", first=2))
-    two = place.run(2, saves + ons)
-    before, after = two[: len(saves) : 2], two[1 : len(saves) : 2]
-    assert two[len(saves) :] == after, (
-        "updates after a load are not those that would have been made without it"
-    )
-    assert all(x != y for x, y in zip(before, after, strict=True))
+    saves = [place.step(*kind, 2, save=f"{name_of(*kind)}-{n}", updates=n) for kind in kinds for n in (2, 4)]
+    loads = [place.step(*kind, 2, load=f"{name_of(*kind)}-2", first=2) for kind in kinds]
+    on_two = place.run(2, saves + loads)
+    after_2, after_4, gone_on = on_two[: len(saves) : 2], on_two[1 : len(saves) : 2], on_two[len(saves) :]
+    assert gone_on == after_4 != after_2
 
-    loads = [
-        place.step(
-            dtype,
-            other,
-            1,
-            load=f"{name_of(dtype, stage, 2)}-before",
-            save=f"{name_of(dtype, stage, 1)}-{other}",
-            updates=0,
-        )
-        for dtype, stage in STAGES
-        for other in ((0, 1, 2, 3) if dtype == "float32" else (1, 2, 3))
+    elsewhere = [
+        place.step(*other, 1, load=f"{name_of(*kind)}-2", save=f"{name_of(*kind)}-on-1", updates=0)
+        for kind, other in of_one_dtype(kinds)
     ]
-    one = place.run(1, loads)
-    kept = dict(zip([name_of(*each, 2) for each in STAGES], before, strict=True))
-    for step, found in zip(loads, one, strict=True):
-        saved_as = Path(step["load"]).name.removesuffix("-before")
-        assert found == kept[saved_as], (step["load"], step["config"])
+    for step, found in zip(elsewhere, place.run(1, elsewhere), strict=True):
+        assert found == after_2[[f"{name_of(*kind)}-2" for kind in kinds].index(Path(step["load"]).name)]
 
-    backs = [
-        place.step(
-            dtype,
-            (stage + 1) % 4 if dtype == "float32" else 1 + stage % 3,
-            2,
-            load=f"{name_of(dtype, stage, 1)}-{stage}",
-            updates=0,
-        )
-        for dtype, stage in STAGES
-    ]
-    assert place.run(2, backs) == before
-    some = place.run(2, [backs[0] | {"updates": 1}])[0]
-    assert of_the_optimizer(some) != of_the_optimizer(before[0])
+    back = [place.step(*kind, 2, load=f"{name_of(*kind)}-on-1", first=2) for kind in kinds]
+    assert place.run(2, back) == after_4
+
+
+def of_one_dtype(kinds: list[tuple[str, int]]) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Every stored kind with every stage that it may be loaded under."""
+    return [(kind, other) for kind in kinds for other in STAGES if other[0] == kind[0]]
 
 
 def test_files_that_lack_numbers_are_refused(tmp_path: Path) -> None:
     with (
         StateFiles(tmp_path) as files,
-        pytest.raises(Exception, match="has 0 of the 3 numbers of weight/a from 1 on"),
+        pytest.raises(StoreError, match="has 0 of the 3 numbers of weight/a from 1 on"),
     ):
         files.read("weight", "a", 1, 3)
+
+
+@pytest.mark.service
+async def test_a_killed_trainer_ends_where_one_did_that_was_not_killed_and_fewer_ranks_go_on(
+    tiny_model: Path, batches: Any, run_trainer: Any, rank_pids: Any, tmp_path: Path
+) -> None:
+    """Killed while a checkpoint is being written; then its run is gone on with, by two ranks and by one."""
+    config = TrainConfig(ranks=2, zero_stage=2, micro_batch_tokens=512, lr=1e-3)
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    for run in (whole, killed):
+        stored = [
+            batches.write_step(run.local, step, batches.uneven_rows(8, seed=step)) for step in range(STEPS)
+        ]
+
+    async def load(client: TrainerClient, run: RunFolder) -> int:
+        version = resume_point(run).checkpoint_version
+        checkpoint = None if version is None else run.path(checkpoint_key(version))
+        await client.load(
+            run="r",
+            incarnation=1,
+            model=str(tiny_model),
+            folder=run.location,
+            checkpoint=checkpoint,
+            version=version or 0,
+        )
+        return version or 0
+
+    async def train(client: TrainerClient, run: RunFolder, steps: range) -> None:
+        for step in steps:
+            await client.train_step(folder=run.location, run="r", step=step, digest=stored[step])
+            if step % 2:
+                await client.checkpoint(run.location, step + 1)
+
+    async with run_trainer(config) as (client, process):
+        await load(client, whole)
+        await train(client, whole, range(STEPS))
+        straight = await client.digests()
+        assert await load(client, killed) == 0
+        await train(client, killed, range(4))
+        await asyncio.sleep(random.Random(0).uniform(0.0, 0.02))
+        for pid in rank_pids(process).values():
+            os.kill(pid, signal.SIGKILL)
+    assert complete_checkpoints(killed)[:1] == [2]
+
+    async with run_trainer(config) as (client, process):
+        first = await load(client, killed)
+        assert first in (2, 4)
+        await train(client, killed, range(first, STEPS))
+        assert await client.digests() == straight
+        await client.await_checkpoint(STEPS)
+        await load(client, whole)
+        pid = rank_pids(process)[1]
+        shutil.rmtree(whole.checkpoint(STEPS))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
+        assert (await client.checkpoint(whole.location, STEPS)).is_new
+        with pytest.raises(StoreError, match=r"cannot write .*rank-00001-of-00002.*make room"):
+            await client.await_checkpoint(STEPS)
+        assert complete_checkpoints(whole) == [2, 4]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await client.checkpoint(whole.location, STEPS)
+        await client.await_checkpoint(STEPS)
+
+    shutil.rmtree(killed.checkpoint(STEPS))
+    async with run_trainer(config.model_copy(update={"ranks": 1, "zero_stage": 0})) as (client, _):
+        await load(client, whole)
+        assert await client.digests() == straight
+        await client.export_policy(str(tmp_path / "exported"))
+        assert await load(client, killed) == 4
+        await train(client, killed, range(4, STEPS))
+    exported = offline(config, tiny_model, whole.checkpoint(STEPS), tmp_path / "offline")
+    assert exported == (tmp_path / "exported" / "model.safetensors").read_bytes()
+
+
+def offline(config: TrainConfig, model: Path, checkpoint: Path, output: Path) -> bytes:
+    settings = output.with_suffix(".json")
+    told = ExportConfig(
+        train=config, model=str(model), run="r", version=STEPS, checkpoint=str(checkpoint), output=str(output)
+    )
+    settings.write_text(told.model_dump_json())
+    subprocess.run([sys.executable, "-m", "tasks.train.export_checkpoint", str(settings)], check=True)
+    return (output / "model.safetensors").read_bytes()

@@ -22,7 +22,6 @@ from tasks.errors import (
     StoreError,
     SyncError,
 )
-from tasks.serve.process import LaunchedProcess
 from tasks.sync.buckets import TransferPlan
 from tasks.sync.link import RECEIVER, SENDER, join_store, open_link
 from tasks.train.client import TrainerClient
@@ -58,26 +57,6 @@ async def exported(client: TrainerClient, folder: Path) -> bytes:
 def without_times(result: StepResult) -> list[object]:
     metrics = [metric for metric in result.metrics if not metric.name.endswith(("_s", "_rss_bytes"))]
     return [dataclasses.replace(result, metrics=[], duration_s=0.0), *metrics]
-
-
-def rank_pids(process: LaunchedProcess) -> dict[int, int]:
-    """Process id of each rank below a launched trainer."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and _is_below(int(folder.name), process.pid):
-            words = (folder / "environ").read_bytes().split(b"\0")
-            ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-            found |= dict.fromkeys(ranks, int(folder.name))
-    return found
-
-
-def _is_below(pid: int, ancestor: int) -> bool:
-    while pid > 1 and pid != ancestor:
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return pid == ancestor
 
 
 @pytest.mark.parametrize(
@@ -239,7 +218,7 @@ async def test_weights_arrive_from_partitioned_ranks_and_steps_without_update_ke
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
-    victim: int, tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+    victim: int, tiny_model: Path, batches: Any, run_trainer: RunTrainer, rank_pids: Any, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     digest = batches.write_step(run, 0, batches.uneven_rows(4000))
@@ -257,7 +236,7 @@ async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
 
 
 async def test_service_ends_when_a_rank_falls_silent(
-    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, rank_pids: Any, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     digest = batches.write_step(run, 0, batches.uneven_rows(6))

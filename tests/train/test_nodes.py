@@ -1,0 +1,77 @@
+"""A trainer on two nodes, here two agents on one machine that meet by address."""
+
+import asyncio
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.errors import ConfigError, ServiceDiedError
+from tasks.serve.process import LaunchedProcess, free_port
+from tasks.sync.config import SyncConfig
+from tasks.train import launch
+from tasks.train.client import TrainerClient
+from tasks.train.config import TrainConfig
+from tasks.train.launch import Nodes
+
+END_S = 120.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "field"),
+    [
+        (Nodes(3, 0, "head:29400"), "train.ranks"),
+        (Nodes(2, 2, "head:29400"), "--node"),
+        (Nodes(2, 1), "--rendezvous"),
+        (Nodes(2, 1, "head"), "--rendezvous"),
+    ],
+)
+def test_nodes_that_cannot_meet_are_refused(nodes: Nodes, field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        nodes.check(4)
+    assert refused.value.field == field
+
+
+async def until_it_is_gone(client: TrainerClient) -> None:
+    while True:
+        await client.health()
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.service
+async def test_two_nodes_train_write_one_checkpoint_and_end_with_each_other(
+    tiny_model: Path, batches: Any, tmp_path: Path
+) -> None:
+    config, run = TrainConfig(ranks=2, zero_stage=3, heartbeat_timeout_s=6.0), tmp_path / "run"
+    port, token, meeting = free_port(), secrets.token_hex(8), f"127.0.0.1:{free_port()}"
+    digest = batches.write_step(run, 0, batches.uneven_rows(8))
+    processes = []
+    for number in range(2):
+        logs = tmp_path / f"node-{number}"
+        file = launch.write_config(config, SyncConfig(), port, logs)
+        command = launch.command(config, file, Nodes(2, number, meeting))
+        environment = launch.environment(config, token)
+        processes.append(
+            LaunchedProcess.start(
+                f"node {number}", command, log=logs / "trainer.log", env=environment, stop_grace_s=2.0
+            )
+        )
+    try:
+        async with TrainerClient(f"http://127.0.0.1:{port}", token, timeout_s=END_S) as client:
+            assert (await client.wait_until_healthy(END_S, processes[0])).world_size == 2
+            await client.load(
+                run="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
+            )
+            assert (await client.train_step(folder=str(run), run="r", step=0, digest=digest)).updated
+            await client.checkpoint(str(run), 1)
+            await client.await_checkpoint(1)
+            names = sorted(path.name for path in (run / "checkpoints" / "version=000001").iterdir())
+            assert names == ["COMPLETE.json", *(f"rank-0000{rank}-of-00002.safetensors" for rank in range(2))]
+            await processes[1].stop()
+            with pytest.raises(ServiceDiedError, match="trainer"):
+                await until_it_is_gone(client)
+            assert await asyncio.wait_for(processes[0].ended(), END_S) != 0
+            assert "rank 1 has been silent" in processes[0].log_tail()
+    finally:
+        await asyncio.gather(*(each.stop() for each in processes))
