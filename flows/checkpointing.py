@@ -4,11 +4,15 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from flows.config import RunConfig
 from flows.report import store_metrics
 from flows.retention import drop_old_checkpoints
 from flows.run import TrainingRun
 from tasks.errors import RollmillError
 from tasks.observe.metrics import Metric
+from tasks.store.checkpoint_files import read_marker
+from tasks.store.filesystem import files_of, read_text
+from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
 from tasks.train.client import TrainerClient
 from tasks.train.protocol import CheckpointBegun
 
@@ -69,3 +73,16 @@ class Checkpointing:
     async def _use(self, version: int) -> None:
         self._run.compactor.begin(version)
         await drop_old_checkpoints(self._run)
+
+
+def other_ranks(folder: RunFolder, version: int, config: RunConfig) -> str:
+    """What people should know of a checkpoint that was written by other ranks, or under another stage; empty if not."""
+    key = f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}"
+    marker = read_marker(read_text(files_of(folder), key), folder.path(key))
+    ours, theirs = (config.train.ranks, config.train.zero_stage), (marker.ranks, marker.zero_stage)
+    if ours == theirs:
+        return ""
+    return (
+        f"version {version} was stored by {theirs[0]} ranks under ZeRO stage {theirs[1]}, and goes on with {ours[0]} under "
+        f"{ours[1]}: it is taken over bit for bit, and what follows is the same within rounding"
+    )

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from flows.checkpointing import Checkpointing
+from flows.checkpointing import Checkpointing, other_ranks
 from flows.evaluate import evaluate_version, is_due, is_evaluated
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
@@ -234,6 +234,10 @@ class Policy:
             checkpoint=None if version is None else run.folder.path(checkpoint_key(version)),
             version=version or 0,
         )
+        if version is not None and (
+            other := await asyncio.to_thread(other_ranks, run.folder, version, run.config)
+        ):
+            say(other)
         self._replayed = {}
         self.current = PolicyVersion(run.id, incarnation, version or 0)
         return point.stored_batches

@@ -33,12 +33,16 @@ class Marker(BaseModel):
 
     Attributes:
         digest: of the last batch applied; empty when there is none.
+        ranks: that wrote it; 0 in one that does not say.
+        zero_stage: that they trained under; -1 in one that does not say.
         files: by their paths below the checkpoint, the marker itself left out; None in one that lists none.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     digest: str = ""
+    ranks: int = 0
+    zero_stage: int = -1
     files: dict[str, StoredFile] | None = None
 
 
