@@ -11,7 +11,13 @@ from tasks.train.micro_batch import MicroBatch
 from tasks.train.objective import Terms
 
 _NOT_KNOWN_IS_NAN = frozenset(
-    {"train/ratio", "train/kl_nats", "train/kl_sampler_nats", "train/mismatch_nats"}
+    {
+        "train/ratio",
+        "train/first_ratio_deviation",
+        "train/kl_nats",
+        "train/kl_sampler_nats",
+        "train/mismatch_nats",
+    }
 )
 """Metrics over those tokens alone whose sampler's log-probability is known."""
 
