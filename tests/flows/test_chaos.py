@@ -207,22 +207,6 @@ async def test_a_run_completes_while_requests_a_server_and_scorers_fail(
     check_stored(run, urls, course)
 
 
-async def test_one_of_two_launched_servers_dies_and_the_run_goes_on_with_the_other(workplace: Any) -> None:
-    run = workplace.folder / "runs" / "small"
-    process = workplace.start(
-        "run", "small", "--set", "serve.servers=2", "--set", "train.max_skipped_steps=8"
-    )
-    await until(lambda: not rows(run, "rollouts").is_empty(), process)
-    killed, _ = (pid for pid, line in workplace.processes().items() if "VLLM::EngineCore" in line)
-    os.kill(killed, signal.SIGKILL)
-    output, _ = await asyncio.to_thread(process.communicate, timeout=400)
-    assert process.returncode == 0, output
-    assert "starting it again" in output
-    stored = rows(run, "rollouts")
-    assert len(stored) == stored["trajectory_id"].n_unique() == 8 * 6 * 4
-    assert {log.name for log in (run / "logs").glob("vllm-*")} == {"vllm-0.log", "vllm-1.log"}
-
-
 def check_stored(run: Path, urls: list[str], course: Course) -> None:
     """Every trajectory and every score once, each from a server that was there, the planted failures among them."""
     stored = rows(run, "rollouts")

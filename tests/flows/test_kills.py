@@ -40,7 +40,7 @@ from tasks.train.client import TrainerClient
 pytestmark = pytest.mark.service
 
 STEPS, GROUPS, GROUP_SIZE, N_HELD_OUT = 10, 6, 4, 3
-ROWS = STEPS * GROUPS * GROUP_SIZE
+N_REFILLS = 2
 ROLLOUT_S, SLOTS = 0.06, 4
 TOKEN = "kills"
 DEADLINE_S = 120.0
@@ -139,6 +139,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
             "rollout": {
                 "groups_per_step": GROUPS,
                 "group_size": GROUP_SIZE,
+                "max_refill_groups": N_REFILLS,
                 "max_in_flight": SLOTS,
                 "trajectories_per_task": 2,
                 "max_staleness": 1,
@@ -207,6 +208,12 @@ def n_shards(folder: RunFolder, first: int) -> int:
     """How many shards of rollouts there are from a step on."""
     keys = files_of(folder).keys("rollouts/step=*/*.arrow")
     return sum(int(key.split("/")[1].removeprefix("step=")) >= first for key in keys)
+
+
+def n_planned(folder: RunFolder) -> dict[int, int]:
+    """How many groups each step has, its refills included."""
+    plans = rows(folder, "plans").group_by("step").agg(pl.col("n_groups").sum())
+    return dict(plans.rows())
 
 
 def n_trained(folder: RunFolder) -> int:
@@ -280,8 +287,10 @@ def check_each_once(place: Place, name: str, snapshots: list[dict[str, pl.DataFr
         ("annotations", "trajectory_id"),
     ):
         assert final[dataset][key].is_unique().all(), dataset
-    assert len(final["rollouts"]) == len(final["scores"]) == ROWS
-    assert len(final["groups"]) == STEPS * GROUPS
+    planned = n_planned(folder)
+    assert all(GROUPS <= n <= GROUPS + N_REFILLS for n in planned.values())
+    assert len(final["rollouts"]) == len(final["scores"]) == sum(planned.values()) * GROUP_SIZE
+    assert len(final["groups"]) == sum(planned.values()) > STEPS * GROUPS
     assert len(final["evaluations"]) == final["evaluations"]["trajectory_id"].n_unique() == 3 * 2 * N_HELD_OUT
     annotated = final["batches"].filter(pl.col("step") % 2 == 0)
     assert set(final["annotations"]["trajectory_id"]) <= set(annotated["trajectory_id"])
@@ -349,7 +358,8 @@ def test_a_fork_under_the_same_settings_ends_where_its_source_did(
     assert place.weights(tmp_path) == whole
     stored = rows(place.folder("forked"), "rollouts")
     assert stored.group_by("run").agg(pl.col("step").min()).sort("step")["step"].to_list() == [0, 5]
-    n_sampled, n_evaluated = (STEPS - 5) * GROUPS * GROUP_SIZE, 2 * 2 * N_HELD_OUT
+    n_groups = sum(n for step, n in n_planned(place.folder("forked")).items() if step >= 5)
+    n_sampled, n_evaluated = n_groups * GROUP_SIZE, 2 * 2 * N_HELD_OUT
     run = read_manifest(place.folder("forked")).run
     asked = [each for each in place.server.asked if each.version.startswith(f"{run}:")]
     assert len(asked) == n_sampled + n_evaluated

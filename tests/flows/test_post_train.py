@@ -142,12 +142,20 @@ def test_a_server_that_cannot_be_brought_back_ends_the_run_with_its_last_log_lin
     assert inspect(workplace, str(run))["trajectories"] == len(rollouts(run))
 
 
-def test_steps_that_overlap_stay_within_their_staleness(workplace: Any) -> None:
+def test_steps_that_overlap_stay_within_their_staleness_also_when_one_of_two_servers_dies(
+    workplace: Any,
+) -> None:
     run = workplace.folder / "runs" / "small"
     words = ("run", "small", "--set", "rollout.max_staleness=1", "--set", "rollout.trajectories_per_task=2")
     words += ("--set", "steps=5", "--set", "evaluate.every=1", "--set", "rollout.env_workers=1")
-    finished = workplace.run(*words)
-    assert finished.returncode == 0, finished.stdout
+    running = workplace.start(*words, "--set", "serve.servers=2")
+    wait_until(lambda: len(rollouts(run)) > 0, running, timeout_s=400.0)
+    killed, _ = (pid for pid, line in workplace.processes().items() if "VLLM::EngineCore" in line)
+    os.kill(killed, signal.SIGKILL)
+    output, _ = running.communicate(timeout=400)
+    assert running.returncode == 0, output
+    assert "starting it again" in output
+    assert {log.name for log in (run / "logs").glob("vllm-*")} == {"vllm-0.log", "vllm-1.log"}
 
     rows = scanned(run).collect()
     assert len(rows) == rows["trajectory_id"].n_unique() == 5 * GROUPS * GROUP_SIZE
