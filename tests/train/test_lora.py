@@ -167,3 +167,25 @@ def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has(
     assert all(
         each.isfinite().all() for each in load_file(tmp_path / "bfloat16.weights.safetensors").values()
     )
+
+
+@pytest.mark.service
+async def test_a_checkpoint_holds_adapters_alone_and_gives_the_same_policy_again(
+    tiny_model: Path, batches: Any, run_trainer: Callable[[TrainConfig], Any], tmp_path: Path
+) -> None:
+    digest = batches.write_step(tmp_path, 0, batches.uneven_rows(8))
+    stands = {"run": "r", "model": str(tiny_model), "folder": str(tmp_path)}
+    async with run_trainer(TrainConfig(ranks=2, zero_stage=3, lora=LORA)) as trainer:
+        client = trainer.client
+        await client.load(**stands, incarnation=1, checkpoint=None, version=0)
+        await client.train_step(folder=str(tmp_path), run="r", step=0, digest=digest)
+        await client.checkpoint(str(tmp_path), 1)
+        await client.await_checkpoint(1)
+        before = await client.digests()
+        checkpoint = tmp_path / "checkpoints" / "version=000001"
+        await client.load(**stands, incarnation=2, checkpoint=str(checkpoint), version=1)
+        assert await client.digests() == before
+    stored = {name for file in checkpoint.glob("*.safetensors") for name in load_file(file)}
+    weights = {name for name in stored if name.startswith("weight/")}
+    assert weights
+    assert all(".lora_" in name for name in weights)
