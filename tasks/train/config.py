@@ -72,6 +72,11 @@ class TrainConfig(StageConfig):
     micro_batch_tokens: int = setting(
         4096, "Most tokens, padding included, of one forward pass of a rank.", ge=1
     )
+    micro_batch_overhead_tokens: int = setting(
+        64,
+        "What one more forward and backward pass costs beside its tokens, in tokens: padding is weighed against it.",
+        ge=0,
+    )
     lr: float = setting(1e-3, "Learning rate of AdamW.", ge=0.0)
     warmup_steps: int = setting(3, "Updates over which the learning rate rises from 0.", ge=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay.", ge=0.0)
@@ -138,8 +143,8 @@ class TrainConfig(StageConfig):
     )
     layout: Literal["auto", "padded", "varlen"] = setting(
         "auto",
-        "How rows go through the model together: rows of like length padded, or one after another without padding; "
-        "auto: the quicker one here.",
+        "How rows go through the model together: rows of like length padded, or one after another without padding and "
+        "with a common prompt computed once; auto: varlen where the model and the machine can.",
     )
     head_chunk_mib: int = setting(
         512, "Most MiB of logits at a time; more trained tokens go through the head in chunks.", ge=1

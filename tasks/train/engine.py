@@ -7,17 +7,28 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
 from tasks.train.deepspeed_library import deepspeed
+from tasks.train.layout import Packer, choose_layout
 from tasks.train.lora import add_adapters
 from tasks.train.micro_batch import MicroBatch
-from tasks.train.policy import HeadPositions, load_policy, token_logprobs
+from tasks.train.policy import Policy, load_policy, recompute_activations
 from tasks.train.routing import RoutingReplay
 from tasks.train.samples import Samples
 from tasks.train.state import OptimizerState
 
 # Under ZeRO-3 parameters below this many elements times the hidden size stay on every rank.
 _PERSISTENT_VECTORS = 10
+
+_ZERO_3 = 3
+
+# What DeepSpeed calls the parts that it keeps in the machine's memory.
+_OFFLOADED = {
+    "none": (),
+    "optimizer": ("offload_optimizer",),
+    "optimizer_and_weights": ("offload_optimizer", "offload_param"),
+}
 
 
 class Update(NamedTuple):
@@ -51,13 +62,16 @@ class Engine:
         model: the model itself; under ZeRO-3 its parameters are partitioned.
         device: where this rank computes.
         world_size: ranks (W).
+        packer: makes its micro-batches.
     """
 
     def __init__(self, config: TrainConfig, model: PreTrainedModel, device: torch.device) -> None:
         self.model, self.device = model, device
         self.world_size = dist.get_world_size()
-        self._head = HeadPositions(model)
         self._replay = RoutingReplay(model) if config.replay_routing else None
+        _check_offload(config, device)
+        self.packer = Packer(config, choose_layout(model, config, device), device)
+        self._policy = Policy(model, config.head_chunk_mib, is_partitioned=config.zero_stage == _ZERO_3)
         self._max_grad_norm = config.max_grad_norm
         self._is_plain = config.zero_stage == 0 and config.dtype == "float32"
         optimizer = torch.optim.AdamW(
@@ -71,6 +85,8 @@ class Engine:
         settings = _deepspeed_settings(config, model.config.get_text_config().hidden_size)
         self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self._engine.eval()
+        if config.gradient_checkpointing:
+            recompute_activations(model)
 
     @classmethod
     def load(cls, config: TrainConfig, folder: str, device: torch.device) -> "Engine":
@@ -92,15 +108,9 @@ class Engine:
             batch: the micro-batch.
             entropy_gradient: True for entropies with a gradient, for a loss that has them in it.
         """
-        if self._replay:
-            self._replay.experts = (
-                batch.routing
-            )  # until the next forward pass: the backward pass may compute again
-        self._head.positions = batch.positions
-        logits = self._engine(input_ids=batch.token_ids, use_cache=False).logits
-        return Forward(
-            *token_logprobs(logits, batch.targets, batch.temperatures, entropy_gradient=entropy_gradient)
-        )
+        if self._replay:  # until the next forward pass: the backward pass may compute again
+            self._replay.experts = batch.routing
+        return Forward(*self._policy.values(self._engine, batch, entropy_gradient=entropy_gradient))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add a micro-batch's gradient, divided by the number of ranks; the last one joins those of all ranks.
@@ -144,6 +154,17 @@ class Engine:
         self._engine.destroy()
 
 
+def _check_offload(config: TrainConfig, device: torch.device) -> None:
+    """Refuse to offload what is not on a GPU.
+
+    Raises:
+        ConfigError: this rank computes on the CPU.
+    """
+    if config.offload != "none" and device.type == "cpu":
+        remedy = "this trainer computes on the CPU, whose memory everything is in already; set it to none"
+        raise ConfigError("train.offload", config.offload, remedy)
+
+
 def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration; bfloat16 needs stage 1 at least, which keeps the weights in single precision."""
     is_plain = config.zero_stage == 0 and config.dtype == "float32"
@@ -155,8 +176,10 @@ def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.dtype == "bfloat16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": stage,
+            **{part: {"device": "cpu", "pin_memory": True} for part in _OFFLOADED[config.offload]},
             "overlap_comm": False,
             "stage3_param_persistence_threshold": _PERSISTENT_VECTORS * hidden_size,
         },

@@ -1,7 +1,9 @@
-"""Micro-batches as tensors: rows of like length, padded together on the right.
+"""Micro-batches as tensors, in two layouts.
 
-With causal attention no real token sees what is to its right, so padding needs neither an attention mask nor
-position ids, and its outputs are never selected.
+`padded`: rows of like length, padded together on the right. With causal attention no real token sees what is to its
+right, so padding needs neither an attention mask nor position ids, and its outputs are never selected.
+
+`varlen`: rows one after another, what they share written once (see line).
 """
 
 from dataclasses import dataclass
@@ -9,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tasks.train.line import Line, line_of, line_places
+from tasks.train.packing import Layout
+from tasks.train.prefixes import units_of
 from tasks.train.routing import experts_at
 from tasks.train.samples import Samples
 
@@ -20,6 +25,7 @@ class MicroBatch:
     Attributes:
         row_numbers: [M] which rows of the batch they are.
         token_ids: [B, T] int64, what the model is given.
+        line: how its rows lie in it; None when they are padded.
         places: [M][tokens of the row] where each row's tokens are in the flattened [B * T].
         positions: [N] int64, places in the flattened [B * T] of the tokens *before* the trained ones: the
             positions whose logits predict them. Row by row, in the order of `row_numbers`.
@@ -37,6 +43,7 @@ class MicroBatch:
 
     row_numbers: list[int]
     token_ids: torch.Tensor
+    line: Line | None
     places: list[np.ndarray]
     positions: torch.Tensor
     rows: torch.Tensor
@@ -50,14 +57,19 @@ class MicroBatch:
     routing: torch.Tensor | None
 
 
-def padded(samples: Samples, rows: list[int], env_names: list[str], device: torch.device) -> MicroBatch:
-    """Tensors of one micro-batch; without rows, two tokens of which none is trained."""
-    lengths = [len(samples.token_ids[row]) for row in rows]
-    width = max(lengths, default=2)
-    token_ids = np.zeros((max(len(rows), 1), width), np.int64)
-    for place, row in enumerate(rows):
-        token_ids[place, : lengths[place]] = samples.token_ids[row]
-    places = [place * width + np.arange(length) for place, length in enumerate(lengths)]
+def micro_batch(
+    samples: Samples, rows: list[int], env_names: list[str], device: torch.device, layout: Layout
+) -> MicroBatch:
+    """Tensors of one micro-batch; without rows, two tokens of which none is trained.
+
+    Args:
+        samples: the batch.
+        rows: which of its rows, in the order of the plan.
+        env_names: the batch's environments, sorted.
+        device: where the tensors are.
+        layout: how the rows lie together.
+    """
+    token_ids, places, line = (_padded if layout == "padded" else _in_line)(samples, rows, device)
     trained = [np.flatnonzero(samples.loss_masks[row]) for row in rows]
     counts = [len(each) for each in trained]
 
@@ -68,11 +80,13 @@ def padded(samples: Samples, rows: list[int], env_names: list[str], device: torc
     def repeated(values: np.ndarray, kind: type) -> torch.Tensor:
         return torch.from_numpy(np.repeat(values, counts).astype(kind)).to(device)
 
+    before = [place[each - 1] for place, each in zip(places, trained, strict=True)]
     return MicroBatch(
         row_numbers=rows,
         token_ids=torch.from_numpy(token_ids).to(device),
+        line=line,
         places=places,
-        positions=_joined([place * width + each - 1 for place, each in enumerate(trained)], np.int64, device),
+        positions=_joined(before, np.int64, device),
         rows=repeated(np.arange(len(rows)), np.int64),
         targets=at_trained(samples.token_ids, np.int64),
         temperatures=repeated(samples.temperatures[rows], np.float32),
@@ -93,6 +107,27 @@ def _routing(
     if samples.routing is None or not rows:
         return None
     return experts_at([samples.routing[row] for row in rows], places, n_tokens).to(device)
+
+
+_Laid = tuple[np.ndarray, list[np.ndarray], Line | None]
+
+
+def _padded(samples: Samples, rows: list[int], _: torch.device) -> _Laid:
+    lengths = [len(samples.token_ids[row]) for row in rows]
+    width = max(lengths, default=2)
+    token_ids = np.zeros((max(len(rows), 1), width), np.int64)
+    for place, row in enumerate(rows):
+        token_ids[place, : lengths[place]] = samples.token_ids[row]
+    return token_ids, [place * width + np.arange(length) for place, length in enumerate(lengths)], None
+
+
+def _in_line(samples: Samples, rows: list[int], device: torch.device) -> _Laid:
+    found = line_places(units_of(samples, rows))
+    places = [found[row] for row in rows]
+    token_ids = np.zeros((1, max((int(each[-1]) + 1 for each in places), default=2)), np.int64)
+    for place, row in zip(places, rows, strict=True):
+        token_ids[0, place] = samples.token_ids[row]
+    return token_ids, places, line_of(places or [np.arange(2)], device)
 
 
 def _joined(parts: list[np.ndarray], kind: type, device: torch.device) -> torch.Tensor:

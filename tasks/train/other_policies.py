@@ -23,7 +23,6 @@ from tasks.store.logprobs import at_trained, logprob_rows
 from tasks.store.reader import read
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
-from tasks.train.packing import pack
 from tasks.train.reference import FrozenPolicy
 from tasks.train.row_logprobs import ForwardPolicy, RowLogprobs, row_by_row, row_logprobs
 from tasks.train.samples import Samples, arrays
@@ -159,9 +158,8 @@ class OtherPolicies:
             plan = row_by_row(rows, lengths, n_ranks)[dist.get_rank()]
         else:
             assert self._reference is not None, "a deployment's missing rows are refused before"
-            speaker, budget = self._reference, self._config.micro_batch_tokens
-            share = pack([lengths[row] for row in rows], n_ranks, budget)[dist.get_rank()]
-            plan = [[rows[place] for place in places] for places in share]
+            speaker = self._reference
+            plan = speaker.packer.plan(samples, rows, n_ranks)[dist.get_rank()]
         return row_logprobs(speaker, samples, plan)
 
     def _hand_over(

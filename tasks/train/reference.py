@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from tasks.train.config import TrainConfig
 from tasks.train.deepspeed_library import deepspeed
 from tasks.train.engine import Forward
+from tasks.train.layout import Packer, choose_layout
 from tasks.train.micro_batch import MicroBatch
-from tasks.train.policy import HeadPositions, load_policy, token_logprobs
+from tasks.train.policy import Policy, load_policy
 
 _ZERO_3 = 3
 
@@ -19,13 +20,14 @@ class FrozenPolicy:
 
     Attributes:
         folder: the model's.
-        device: where this rank computes.
+        packer: makes its micro-batches.
     """
 
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
-        self.folder, self.device = folder, device
+        self.folder = folder
         model = load_policy(folder, config.dtype)
-        self._head = HeadPositions(model)
+        self.packer = Packer(config, choose_layout(model, config, device), device)
+        self._policy = Policy(model, config.head_chunk_mib, is_partitioned=config.zero_stage == _ZERO_3)
         model.requires_grad_(False)
         self._model: Any = (
             _partitioned(config, model) if config.zero_stage == _ZERO_3 else torch.nn.Module.to(model, device)
@@ -33,9 +35,7 @@ class FrozenPolicy:
 
     def forward(self, batch: MicroBatch) -> Forward:
         """What it says of the trained tokens of a micro-batch; under ZeRO-3 a collective."""
-        self._head.positions = batch.positions
-        logits = self._model(input_ids=batch.token_ids, use_cache=False).logits
-        return Forward(*token_logprobs(logits, batch.targets, batch.temperatures))
+        return Forward(*self._policy.values(self._model, batch, entropy_gradient=False))
 
 
 def load_reference(

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tasks.store.logprobs import at_trained
 from tasks.train.engine import Forward
-from tasks.train.micro_batch import MicroBatch, padded
+from tasks.train.layout import Packer
+from tasks.train.micro_batch import MicroBatch
 from tasks.train.samples import Samples
 
 RowLogprobs: TypeAlias = dict[int, np.ndarray]
@@ -20,10 +21,10 @@ class ForwardPolicy(Protocol):
     """What says how likely tokens are.
 
     Attributes:
-        device: where this rank computes.
+        packer: makes its micro-batches.
     """
 
-    device: torch.device
+    packer: Packer
 
     def forward(self, batch: MicroBatch) -> Forward:
         """What the policy says of the trained tokens of a micro-batch; it may be a collective."""
@@ -51,7 +52,7 @@ def row_logprobs(policy: ForwardPolicy, samples: Samples, plan: Sequence[list[in
     """
     envs, found = sorted(set(samples.envs)), {}
     for rows in plan:
-        batch = padded(samples, rows, envs, policy.device)
+        batch = policy.packer.micro_batch(samples, rows, envs)
         logprobs = policy.forward(batch).logprobs.float().cpu().numpy()
         counts = [int(samples.loss_masks[row].sum()) for row in rows]
         parts = np.split(logprobs, np.cumsum(counts)[:-1]) if rows else []

@@ -13,10 +13,9 @@ from tasks.train.annotations import Annotations
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine, Forward
 from tasks.train.measures import add_metrics, token_metrics
-from tasks.train.micro_batch import MicroBatch, padded
+from tasks.train.micro_batch import MicroBatch
 from tasks.train.normalization import backward_scale, denominator, learning_rate, normalized, totals
 from tasks.train.objective import Objective, tokens_of
-from tasks.train.packing import pack
 from tasks.train.samples import Samples
 
 EMPTY_BATCH = "empty batch"
@@ -92,15 +91,13 @@ class StepTraining:
 
     def _plan(self, part: list[int], rank: int) -> list[list[int]]:
         """This rank's micro-batches of one update, as row numbers of the batch."""
-        lengths = [len(self._samples.token_ids[row]) for row in part]
-        share = pack(lengths, self._engine.world_size, self._config.micro_batch_tokens)[rank]
-        return [[part[place] for place in rows] for rows in share]
+        return self._engine.packer.plan(self._samples, part, self._engine.world_size)[rank]
 
     def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
         scale = backward_scale(denominator, self._engine.world_size)
         for place, rows in enumerate(plan):
             with self._timed("pack"):
-                batch = padded(self._samples, rows, self._envs, self._engine.device)
+                batch = self._engine.packer.micro_batch(self._samples, rows, self._envs)
             with self._timed("forward"):
                 forward = self._engine.forward(batch, entropy_gradient=self._objective.entropy_gradient)
                 terms = self._objective(batch, forward)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tasks.config import StageConfig
 from tasks.train.config import StartModelConfig
-from tasks.train.micro_batch import padded
+from tasks.train.micro_batch import micro_batch
 from tasks.train.policy import HeadPositions
 from tasks.train.samples import Samples, arrays
 
@@ -86,7 +86,7 @@ def train(model: PreTrainedModel, recipe: StartModelConfig, examples: Samples, s
     head, device = HeadPositions(model), torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
     for step, rows in enumerate(_batches(len(examples.token_ids), recipe, seed)):
-        batch = padded(examples, rows, [""], device)
+        batch = micro_batch(examples, rows, [""], device, "padded")
         head.positions = batch.positions
         logits = model(input_ids=batch.token_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits, batch.targets)

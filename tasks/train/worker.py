@@ -224,7 +224,7 @@ class Worker:
         return self._other_policies.score(samples, self._place(command))
 
     def _logprobs(self, command: Logprobs) -> list[list[float]]:
-        return sequence_logprobs(self._loaded, command.sequences, self._config.micro_batch_tokens)
+        return sequence_logprobs(self._loaded, command.sequences)
 
     def _send(self, command: Send) -> dict[str, Any]:
         return self._transfer.send(self._loaded, command.servers)

@@ -16,7 +16,6 @@ from tasks.store.schemas import ragged
 from tasks.sync.config import SyncConfig
 from tasks.sync.drive import join, send_weights
 from tasks.train.config import KLConfig, TrainConfig
-from tasks.train.micro_batch import padded
 from tasks.train.reference import load_reference
 from tasks.train.samples import Samples
 
@@ -37,7 +36,7 @@ async def test_a_deployment_says_what_the_frozen_copy_says(
     )
     assert frozen is not None
     with torch.no_grad():
-        expected = frozen.forward(padded(samples, [0, 1, 2], [""], frozen.device)).logprobs.numpy()
+        expected = frozen.forward(frozen.packer.micro_batch(samples, [0, 1, 2], [""])).logprobs.numpy()
     rollouts = pa.record_batch(
         {
             "trajectory_id": ["a", "b", "c"],

@@ -16,7 +16,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine, Update
-from tasks.train.micro_batch import padded
 from tasks.train.objective import Objective
 from tasks.train.process_group import Ranks, join_ranks
 from tasks.train.samples import Samples
@@ -28,7 +27,7 @@ def updated(engine: Engine, ranks: Ranks, factor: float) -> Update:
     """Two micro-batches of the same rows; the last rank's second one has its loss multiplied by `factor`."""
     token_ids = np.arange(2, 20).reshape(2, 9)
     masks = np.isin(np.arange(18).reshape(2, 9), (4, 5, 13))
-    batch = padded(Samples.known(list(token_ids), list(masks)), [0, 1], [""], ranks.device)
+    batch = engine.packer.micro_batch(Samples.known(list(token_ids), list(masks)), [0, 1], [""])
     for is_last in (False, True):
         logprobs = engine.forward(batch).logprobs
         is_hit = is_last and ranks.rank == ranks.world_size - 1

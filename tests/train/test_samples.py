@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tasks.errors import BatchRefusedError, ShardError
-from tasks.train.micro_batch import padded
+from tasks.train.micro_batch import micro_batch
 from tasks.train.samples import Samples, check_samples, read_samples
 
 
@@ -82,7 +82,7 @@ def test_unknown_log_probabilities_of_the_sampler_are_refused_only_where_they_ar
 
 def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) -> None:
     rows = [4, 8, 0]
-    batch = padded(samples, rows, sorted(set(samples.envs)), torch.device("cpu"))
+    batch = micro_batch(samples, rows, sorted(set(samples.envs)), torch.device("cpu"), "padded")
     flat = batch.token_ids.flatten()
     expected = np.concatenate([samples.token_ids[row][samples.loss_masks[row]] for row in rows])
 
@@ -91,7 +91,7 @@ def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) 
 
 
 def test_a_micro_batch_without_rows_trains_nothing(samples: Samples) -> None:
-    batch = padded(samples, [], ["addition"], torch.device("cpu"))
+    batch = micro_batch(samples, [], ["addition"], torch.device("cpu"), "padded")
 
     assert batch.token_ids.shape == (1, 2)
     assert batch.positions.numel() == batch.targets.numel() == batch.advantages.numel() == 0

@@ -1,0 +1,156 @@
+"""Both layouts against one row at a time, without DeepSpeed: what rows of a micro-batch have to do with each other."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+from tasks.errors import ConfigError
+from tasks.train.config import TrainConfig
+from tasks.train.layout import Packer, choose_layout
+from tasks.train.policy import Policy
+from tasks.train.samples import Samples
+
+V, CPU = 1024, torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "grouped heads": Qwen2Config(**SIZES),
+    "sliding window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=0),
+    "learned positions": GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+}
+CAPPED = Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0)
+
+
+def model_of(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def rows_with_prompts(seed: int = 0) -> Samples:
+    """Two groups of three rows with a prompt of their own, and three rows of theirs."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, V, 40)] * 3 + [rng.integers(0, V, 12)] * 3
+    prompts += [rng.integers(0, V, n) for n in (1, 5, 30)]
+    completions = [rng.integers(0, V, n) for n in (30, 7, 7, 20, 1, 50, 60, 3, 3)]
+    token_ids = [np.concatenate(both) for both in zip(prompts, completions, strict=True)]
+    masks = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
+    return Samples.known(token_ids, masks)
+
+
+def outcome(
+    model: PreTrainedModel, samples: Samples, cuts: list[list[int]], config: TrainConfig
+) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probabilities by row, and the gradient of a weighted sum of them and of the entropies."""
+    packer = Packer(config, choose_layout(model, config, CPU), CPU)
+    policy, found = Policy(model, config.head_chunk_mib, is_partitioned=False), {}
+    model.zero_grad()
+    for rows in cuts:
+        batch = packer.micro_batch(samples, rows, [""])
+        logprobs, entropies = policy.values(model, batch, entropy_gradient=True)
+        weights = torch.cat([torch.linspace(-1, 2, int(samples.loss_masks[row].sum())) for row in rows])
+        (weights * logprobs + 0.3 * entropies).sum().backward()
+        for place, row in enumerate(rows):
+            found[row] = logprobs.detach()[batch.rows == place]
+    return found, {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
+def distance(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / (other[name].norm() + 1e-9)) for name in other)
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packed_rows_are_what_they_are_alone(kind: str, layout: Any) -> None:
+    samples = rows_with_prompts()
+    config = TrainConfig(layout=layout, micro_batch_tokens=300)
+    alone = outcome(
+        model_of(CONFIGS[kind]), samples, [[row] for row in range(9)], TrainConfig(layout="padded")
+    )
+    packer = Packer(config, layout, CPU)
+    (cuts,) = packer.plan(samples, list(range(9)), 1)
+    together = outcome(model_of(CONFIGS[kind]), samples, cuts, config)
+
+    assert len(cuts) < 9
+    assert distance(together[0], alone[0]) < 1e-5
+    assert distance(together[1], alone[1]) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+def test_no_other_row_notices_when_one_changes(layout: Any) -> None:
+    samples, config, model = (
+        rows_with_prompts(),
+        TrainConfig(layout=layout),
+        model_of(CONFIGS["grouped heads"]),
+    )
+    before, _ = outcome(model, samples, [list(range(9))], config)
+    changed = samples.token_ids[4].copy()
+    changed[-1] = (changed[-1] + 1) % V
+    samples.token_ids[4] = changed
+    after, _ = outcome(model_of(kind), samples, [list(range(9))], config)
+
+    assert [row for row in range(9) if not torch.equal(before[row], after[row])] == [4]
+
+
+def test_a_common_prompt_is_computed_once() -> None:
+    samples = rows_with_prompts()
+    packer = Packer(TrainConfig(), "varlen", CPU)
+
+    batch = packer.micro_batch(samples, list(range(9)), [""])
+
+    assert batch.token_ids.numel() == sum(len(each) for each in samples.token_ids) - 2 * 40 - 2 * 12
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+def test_head_in_chunks_gives_what_it_gives_at_once(layout: Any) -> None:
+    samples = rows_with_prompts()
+    samples.token_ids.extend(rows_with_prompts(1).token_ids)
+    samples.loss_masks.extend(rows_with_prompts(1).loss_masks)
+    both = Samples.known(samples.token_ids, samples.loss_masks)
+    cuts = [list(range(18))]
+    whole = outcome(model_of(CONFIGS["grouped heads"]), both, cuts, TrainConfig(layout=layout))
+    parts = outcome(
+        model_of(CONFIGS["grouped heads"]), both, cuts, TrainConfig(layout=layout, head_chunk_mib=1)
+    )
+
+    assert sum(int(mask.sum()) for mask in both.loss_masks) * V * 4 > 2**20
+    assert distance(parts[0], whole[0]) < 1e-6
+    assert distance(parts[1], whole[1]) < 1e-6
+
+
+def test_what_a_model_does_to_its_logits_is_done_in_every_chunk() -> None:
+    first, second = rows_with_prompts(), rows_with_prompts(1)
+    samples = Samples.known(first.token_ids + second.token_ids, first.loss_masks + second.loss_masks)
+    cuts = [list(range(18))]
+    whole = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded"))
+    parts = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded", head_chunk_mib=1))
+
+    assert distance(parts[0], whole[0]) < 1e-6
+    assert distance(parts[1], whole[1]) < 1e-6
+
+
+def test_models_that_cannot_have_rows_in_a_line_are_padded_or_refused() -> None:
+    states = Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1)
+    for config, cause in ((CAPPED, "caps the scores"), (states, "layers of linear_attention|a state")):
+        model = model_of(config)
+        assert choose_layout(model, TrainConfig(), CPU) == "padded"
+        with pytest.raises(ConfigError, match=cause):
+            choose_layout(model, TrainConfig(layout="varlen"), CPU)
