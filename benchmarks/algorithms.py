@@ -16,8 +16,8 @@ import polars as pl
 from matplotlib.figure import Figure
 
 from benchmarks.stubs.prefect_server import prefect_server
-from flows.config import load
 from flows.presets import ALGORITHMS
+from flows.settings import load
 from tasks.store.layout import RunFolder
 
 STEPS = 20

@@ -33,8 +33,8 @@ RUN = "endurance"
 
 def flow(folder: Path, steps: int, task_runs: str, urls: tuple[str, str]) -> None:
     """Run post-train over the stubs; this is the process that is measured."""
-    from flows.config import validate
     from flows.post_train import post_train  # Prefect reads its settings when it is imported
+    from flows.settings import validate
 
     config = validate(
         {

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from benchmarks.stubs.prefect_server import prefect_server
 from benchmarks.stubs.trainer import StubTrainer
 from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
+from flows.settings import validate
 from tasks.rollout.tokens import save_character_tokenizer
 from tasks.serve.process import free_port
 

@@ -9,11 +9,12 @@ import typer
 
 from flows.command import lead_to_prefect, train_here
 from flows.comparison import versions_of
-from flows.config import RescoreConfig, RunConfig, overridden, parsed, validate
+from flows.config import RescoreConfig, RunConfig
 from flows.folder import existing_run, run_folder
 from flows.offline import check_offline, check_tokenizers, steps_of_sources
 from flows.preflight import check_trainer, preflight
 from flows.presets import preset_values
+from flows.settings import overridden, parsed, validate
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest

@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flows.config import validate
 from flows.recipe import start_model_folder
+from flows.settings import validate
 from tasks.errors import ConfigError, TrainError
 from tasks.store.checkpoints import fetch_checkpoint
 from tasks.store.layout import RunFolder, checkpoint_key

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from flows.config import RunConfig, fixed_settings
+from flows.config import RunConfig
+from flows.settings import fixed_settings
 from tasks.errors import ConfigError, RunFinishedError
 from tasks.store.config import StoreConfig
 from tasks.store.fixed import check_fixed

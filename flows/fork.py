@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.config import RunConfig, fixed_settings, overridden, validate
+from flows.config import RunConfig
 from flows.folder import run_folder
 from flows.recipe import start_model_folder
+from flows.settings import fixed_settings, overridden, validate
 from tasks.errors import RunMismatchError
 from tasks.store.fixed import differences, value_of
 from tasks.store.fork import fork

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from flows.config import RunConfig, parsed
+from flows.config import RunConfig
 from flows.folder import existing_run
 from flows.recipe import start_model_folder
+from flows.settings import parsed
 from tasks.errors import ConfigError
 from tasks.score.advantages.registry import advantage_of
 from tasks.score.check import check_scorer

@@ -6,12 +6,13 @@ from prefect import flow
 
 from flows.beside import Beside
 from flows.collect import store_batch
-from flows.config import RunConfig, check
+from flows.config import RunConfig
 from flows.failure import one_error
 from flows.folder import check_resumable, run_folder
 from flows.policy import open_policy
 from flows.report import report_run, report_step, train_metrics
 from flows.retention import drop_old_routing
+from flows.rules import check
 from flows.run import open_run
 from flows.start_model import ensure_start_model
 from tasks.observe.spans import StepClock

@@ -8,9 +8,10 @@ from prefect import flow
 from rich.console import Console
 
 from flows.comparison import StepComparison, first_difference, table_of, versions_of
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
 from flows.failure import one_error
 from flows.services import open_services
+from flows.settings import validate
 from flows.start_model import ensure_start_model
 from tasks.errors import ReplayError
 from tasks.store.batch import stored_digest

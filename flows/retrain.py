@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from prefect import flow
 
-from flows.config import RunConfig, check
+from flows.config import RunConfig
 from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
 from flows.failure import one_error
@@ -15,6 +15,7 @@ from flows.policy import Policy, open_policy
 from flows.progress import say
 from flows.recording import forget_results
 from flows.report import report_run, store_metrics, train_metrics
+from flows.rules import check
 from flows.run import Run, TrainingRun, open_offline_run, open_run
 from flows.space import StepSpace
 from flows.start_model import ensure_start_model

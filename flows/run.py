@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.config import RunConfig, fixed_settings
+from flows.config import RunConfig
 from flows.folder import run_folder
 from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
@@ -16,6 +16,7 @@ from flows.progress import RunProgress, say
 from flows.recomputing import Recomputing
 from flows.recording import Recording
 from flows.reference_deployment import ReferenceDeployment, open_reference
+from flows.settings import fixed_settings
 from flows.sinks import open_sinks
 from tasks.observe.memory import keep_for_good
 from tasks.observe.sink_client import NoSinks, Sinks

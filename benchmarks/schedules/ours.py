@@ -11,8 +11,9 @@ from benchmarks.schedules.sleeping import STOPWATCH, SleepingSampler, score_grou
 from benchmarks.schedules.stopwatch import Stopwatch
 from benchmarks.schedules.timeline import Timeline
 from flows.collect import collect_step
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
 from flows.run import Run, open_run
+from flows.settings import validate
 from tasks.rollout.tokens import save_character_tokenizer
 
 Mode = Literal["trajectory", "group"]

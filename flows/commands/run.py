@@ -30,7 +30,7 @@ def run(
     ] = False,
 ) -> None:
     """Run the flow post-train here; an unfinished run of that name is gone on with."""
-    from flows.config import load
+    from flows.settings import load
 
     config = load(preset, tuple(overrides or ()))
     from flows.command import run_here
@@ -79,7 +79,7 @@ def compact(
 @commands.command(rich_help_panel=PANEL)
 def settings() -> None:
     """List every setting with its default and meaning."""
-    from flows.config import describe
+    from flows.settings import describe
 
     for line in describe():
         typer.echo(line)
@@ -88,8 +88,8 @@ def settings() -> None:
 @commands.command(rich_help_panel=PANEL)
 def memory(preset: Preset, overrides: Overrides = None) -> None:
     """Compute what a trainer rank of a preset keeps in memory, and a server of weights and cache (docs/scale.md)."""
-    from flows.config import load
     from flows.memory import memory_lines
+    from flows.settings import load
 
     for line in memory_lines(load(preset, tuple(overrides or ()))):
         typer.echo(line)

@@ -43,7 +43,7 @@ def trainer(
 ) -> None:
     """Run a trainer in the foreground, for flows to attach to; of several machines one's part of it."""
     from flows.command import trainer_here
-    from flows.config import load
+    from flows.settings import load
     from tasks.train.launch import Nodes
 
     trainer_here(load(preset, tuple(overrides or ())), Nodes(nodes, node, rendezvous), host)
@@ -53,6 +53,6 @@ def trainer(
 def vllm(preset: Preset, overrides: Overrides = None) -> None:
     """Run a vLLM server in the foreground, for flows to attach to."""
     from flows.command import vllm_here
-    from flows.config import load
+    from flows.settings import load
 
     vllm_here(load(preset, tuple(overrides or ())))

@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from flows.attached import check_attached
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
+from flows.settings import validate
 from tasks.errors import ConfigError
 from tasks.serve.process import free_port
 

@@ -8,10 +8,11 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
 from flows.draws import GroupPool, store_draw
 from flows.offline import check_tokenizers, steps_of_sources
 from flows.run import TrainingRun
+from flows.settings import validate
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig
 from tasks.store.fork import fork

@@ -22,8 +22,9 @@ import pytest
 
 from benchmarks.stubs.vllm_server import Asked, StubVllmServer
 from flows.command import QUIET_TERMINAL, SHORT_RETRIES
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
 from flows.fork import prepare_fork
+from flows.settings import validate
 from tasks.rollout.pool_sampler import turn_seed
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.serve.version import PolicyVersion

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from flows.again import rescore_config
-from flows.config import RunConfig, validate
+from flows.config import RunConfig
 from flows.offline import check_offline
+from flows.settings import validate
 from flows.unscored import check_rescoring
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig

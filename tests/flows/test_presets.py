@@ -5,9 +5,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from flows.config import load
 from flows.preflight import preflight
 from flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
+from flows.settings import load
 from tasks.errors import ConfigError
 from tasks.rollout.environment import environment_of
 from tasks.rollout.prompts import check_prompts

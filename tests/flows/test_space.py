@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.beside import Beside
-from flows.config import load
+from flows.settings import load
 from flows.space import checkpoint_bytes, due_checkpoints
 from tasks.errors import DiskSpaceError
 from tasks.store.layout import RunFolder

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flows.config import load
 from flows.fork import forked_config
 from flows.preflight import preflight
+from flows.settings import load
 from tasks.errors import ConfigError, RunMismatchError
 from tasks.store.config import StoreConfig
 from tasks.store.layout import RunFolder

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import load
 from flows.presets import ALGORITHMS
+from flows.settings import load
 from tasks.score.advantages.registry import ADVANTAGES
 from tasks.train.config import TrainConfig
 from tasks.train.loss import LOSSES, loss_of

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.config import load
 from flows.preflight import preflight
+from flows.settings import load
 from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
 from tasks.train.loss import LOSSES, loss_of
