@@ -27,6 +27,7 @@ def micro_batch(**columns: Any) -> MicroBatch:
         MicroBatch(
             row_numbers=[0, 1],
             token_ids=torch.zeros(2, 4),
+            line=None,
             places=[np.arange(4), np.arange(4, 8)],
             positions=torch.arange(4),
             rows=torch.tensor([0, 0, 0, 1]),
