@@ -153,10 +153,10 @@ class Policy:
             StoreError: it could not be written.
         """
         while error := await self._checkpointing.ended():
-            if self._restarts == self._restarts_at_checkpoint:
-                if not isinstance(error, ServiceDiedError):
-                    raise error
-                async with self._still:
+            async with self._still:  # another call may be bringing the trainer back
+                if self._restarts == self._restarts_at_checkpoint:
+                    if not isinstance(error, ServiceDiedError):
+                        raise error
                     await self._bring_back_trainer(error)
             if is_checkpoint_due(self._run.config, self.current.version):
                 await self._checkpoint()

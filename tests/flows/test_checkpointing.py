@@ -1,0 +1,130 @@
+"""A checkpoint that is being written when its trainer dies, or that cannot be; the trainer is one that is told what happens."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_run import PlannedSampler, PlannedScoring, opened
+from prefect.logging import disable_run_logger
+
+from flows.checkpointing import Checkpointing
+from flows.collect import collect_step, store_batch
+from flows.policy import Policy
+from tasks.errors import RequestError, RollmillError, ServiceDiedError, StoreError
+from tasks.serve.version import PolicyVersion
+from tasks.store.layout import CHECKPOINT_MARKER, RunFolder
+from tasks.store.resume import complete_checkpoints
+from tasks.train.protocol import CheckpointBegun, CheckpointWritten, StepResult
+
+DIED = ServiceDiedError("trainer", "its process ended with status -9")
+
+
+class Trainer:
+    """Service, process and client in one.
+
+    Attributes:
+        fates: the error that each write ends with, one after another; None or none left: it is complete.
+        begun: versions whose checkpoints were begun.
+        starts: how often it was started again.
+    """
+
+    name = "trainer"
+
+    def __init__(self, folder: RunFolder, *fates: RollmillError | None) -> None:
+        self.folder, self.fates = folder, list(fates)
+        self.begun: list[int] = []
+        self.starts = 0
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.client = self.process = self
+
+    def log_tail(self) -> str:
+        return ""
+
+    async def stop(self) -> None:
+        pass
+
+    async def start(self) -> None:
+        await self.may_start.wait()
+        self.starts += 1
+
+    async def load(self, **_: Any) -> None:
+        pass
+
+    async def train_step(self, *, step: int, **_: Any) -> StepResult:
+        return StepResult(step + 1, updated=True, reason="", metrics=[], duration_s=0.0)
+
+    async def checkpoint(self, _: str, version: int) -> CheckpointBegun:
+        self.begun.append(version)
+        return CheckpointBegun(is_new=version not in complete_checkpoints(self.folder), held_s=0.0)
+
+    async def await_checkpoint(self, version: int) -> CheckpointWritten:
+        if error := self.fates.pop(0) if self.fates else None:
+            raise error
+        self.folder.checkpoint(version).mkdir(parents=True)
+        (self.folder.checkpoint(version) / CHECKPOINT_MARKER).write_text("{}")
+        return CheckpointWritten(version, written_s=0.0, n_bytes=0)
+
+
+@asynccontextmanager
+async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[tuple[Policy, Trainer]]:
+    """A policy at version 1, of which a checkpoint is due and may be begun."""
+    settings = {"steps": 1, "serve": {"max_restarts": 1}, "evaluate": {"enabled": False}}
+    async with opened(folder, PlannedSampler(), PlannedScoring(), **settings) as run:
+        trainer = Trainer(run.folder, *fates)
+        with disable_run_logger():
+            await store_batch(run, await collect_step(run, 0))
+            async with Checkpointing(run, trainer.client) as checkpointing:  # type: ignore[arg-type]
+                policy = Policy(run, trainer, None, checkpointing)  # type: ignore[arg-type]
+                policy.current = PolicyVersion(run.id, 1, 1)
+                yield policy, trainer
+
+
+async def test_one_that_its_trainer_took_with_it_is_begun_anew(tmp_path: Path) -> None:
+    async with trained(tmp_path, DIED) as (policy, trainer):
+        await policy.checkpoint_if_due()
+        await policy.checkpointed()
+    assert (trainer.starts, trainer.begun) == (1, [1, 1])
+    assert complete_checkpoints(trainer.folder) == [1]
+
+
+async def test_whatever_is_said_of_one_that_was_begun_before_a_restart_it_is_begun_anew(
+    tmp_path: Path,
+) -> None:
+    """Another call finds the trainer dead; the new one knows nothing of the write, while it still is being brought back."""
+    async with trained(tmp_path, RequestError("trainer: no such operation")) as (policy, trainer):
+        await policy.checkpoint_if_due()
+        trainer.may_start.clear()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(brought_back(policy))
+            await asyncio.sleep(0.05)
+            tasks.create_task(policy.checkpointed())
+            await asyncio.sleep(0.05)
+            trainer.may_start.set()
+    assert (trainer.starts, trainer.begun) == (1, [1, 1])
+    assert complete_checkpoints(trainer.folder) == [1]
+
+
+async def brought_back(policy: Policy) -> None:
+    """As any command does that finds the trainer dead."""
+    async with policy._still:
+        await policy._bring_back_trainer(DIED)
+
+
+async def test_one_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_path: Path) -> None:
+    async with trained(tmp_path, StoreError("disk full")) as (policy, trainer):
+        await policy.checkpoint_if_due()
+        with pytest.raises(StoreError, match="disk full"):
+            await policy.checkpointed()
+    assert (trainer.starts, trainer.begun) == (0, [1])
+
+
+async def test_a_trainer_that_dies_at_every_write_is_given_up(tmp_path: Path) -> None:
+    async with trained(tmp_path, DIED, DIED, DIED) as (policy, trainer):
+        await policy.checkpoint_if_due()
+        with pytest.raises(ServiceDiedError, match="after 1 restarts"):
+            await policy.checkpointed()
+    assert trainer.begun == [1, 1]
