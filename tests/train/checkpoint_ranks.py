@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
 from tasks.train.process_group import join_ranks
+from tasks.train.samples import Samples
 
 
 def main() -> None:
@@ -48,10 +50,10 @@ def run(model: str, step: dict[str, Any], device: torch.device) -> None:
 
 def update(engine: Engine, number: int) -> None:
     """An update whose loss differs by rank and number."""
-    tokens = torch.tensor([[2 + (number * 7 + dist.get_rank() * 3 + place) % 50 for place in range(12)]])
-    engine._head.positions = torch.arange(11)
-    logits = engine._engine(input_ids=tokens, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.float(), tokens[0, 1:])
+    tokens = np.array([2 + (number * 7 + dist.get_rank() * 3 + place) % 50 for place in range(12)])
+    samples = Samples.known([tokens], [np.arange(12) > 0])
+    forward = engine.forward(engine.packer.micro_batch(samples, [0], [""]))
+    loss = -forward.logprobs.mean()
     engine.backward(loss, is_last=True)
     assert engine.update(1e-2).updated
 
