@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from tasks.errors import StoreError
 from tasks.store.checkpoint_files import StoredFile, check_sizes, describe, read_marker
-from tasks.store.checkpoints import upload_file
+from tasks.store.checkpoints import remove_other_copies, upload_file
 from tasks.store.layout import CHECKPOINT_MARKER, RunFolder
 from tasks.train.checkpoint_writer import Writing
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
+from tasks.train.process_group import is_first_here
 from tasks.train.protocol import StepResult
 from tasks.train.random_state import random_state, restore_random
 from tasks.train.state_files import SUFFIX, Snapshot, StateFiles, restore
@@ -66,6 +67,10 @@ def begin_checkpoint(
     folder = run.checkpoint(version)
 
     def write_own() -> dict[str, StoredFile]:
+        if is_first_here() and not run.is_local:
+            remove_other_copies(
+                folder
+            )  # rank 0's machine has no others, each further one has what it wrote before
         snapshot.write(folder / name)
         upload_file(run, version, name, incarnation)
         return {name: describe(folder / name)}

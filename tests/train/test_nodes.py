@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 
 from tasks.errors import ConfigError, ServiceDiedError
 from tasks.serve.process import LaunchedProcess, free_port
+from tasks.store.config import StoreConfig
+from tasks.store.layout import SCRATCH_ENV, RunFolder, checkpoint_key
+from tasks.store.run import OpenRun
 from tasks.sync.config import SyncConfig
 from tasks.train import launch
 from tasks.train.client import TrainerClient
@@ -39,40 +44,75 @@ async def until_it_is_gone(client: TrainerClient) -> None:
         await asyncio.sleep(0.2)
 
 
+@asynccontextmanager
+async def two_nodes(
+    config: TrainConfig, folder: Path
+) -> AsyncIterator[tuple[TrainerClient, list[LaunchedProcess]]]:
+    """A trainer of two agents, each with logs, and with its machine's folder for unfinished files, of its own."""
+    port, token, meeting = free_port(), secrets.token_hex(8), f"127.0.0.1:{free_port()}"
+    processes = []
+    for number in range(2):
+        logs = folder / f"node-{number}"
+        file = launch.write_config(config, SyncConfig(), port, logs)
+        command = launch.command(config, file, Nodes(2, number, meeting))
+        environment = launch.environment(config, token) | {SCRATCH_ENV: str(logs / "scratch")}
+        log = logs / "trainer.log"
+        processes.append(
+            LaunchedProcess.start(f"node {number}", command, log=log, env=environment, stop_grace_s=2.0)
+        )
+    try:
+        async with TrainerClient(f"http://127.0.0.1:{port}", token, timeout_s=END_S) as client:
+            assert (await client.wait_until_healthy(END_S, processes[0])).world_size == 2
+            yield client, processes
+    finally:
+        await asyncio.gather(*(each.stop() for each in processes))
+
+
 @pytest.mark.service
 async def test_two_nodes_train_write_one_checkpoint_and_end_with_each_other(
     tiny_model: Path, batches: Any, tmp_path: Path
 ) -> None:
     config, run = TrainConfig(ranks=2, zero_stage=3, heartbeat_timeout_s=6.0), tmp_path / "run"
-    port, token, meeting = free_port(), secrets.token_hex(8), f"127.0.0.1:{free_port()}"
     digest = batches.write_step(run, 0, batches.uneven_rows(8))
-    processes = []
-    for number in range(2):
-        logs = tmp_path / f"node-{number}"
-        file = launch.write_config(config, SyncConfig(), port, logs)
-        command = launch.command(config, file, Nodes(2, number, meeting))
-        environment = launch.environment(config, token)
-        processes.append(
-            LaunchedProcess.start(
-                f"node {number}", command, log=logs / "trainer.log", env=environment, stop_grace_s=2.0
-            )
+    async with two_nodes(config, tmp_path) as (client, processes):
+        await client.load(
+            run="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
         )
-    try:
-        async with TrainerClient(f"http://127.0.0.1:{port}", token, timeout_s=END_S) as client:
-            assert (await client.wait_until_healthy(END_S, processes[0])).world_size == 2
-            await client.load(
-                run="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
-            )
-            assert (await client.train_step(folder=str(run), run="r", step=0, digest=digest)).updated
-            await client.checkpoint(str(run), 1)
-            await client.await_checkpoint(1)
-            names = sorted(path.name for path in (run / "checkpoints" / "version=000001").iterdir())
-            assert names == ["COMPLETE.json", *(f"rank-0000{rank}-of-00002.safetensors" for rank in range(2))]
-            await processes[1].stop()
-            with pytest.raises(ServiceDiedError, match="trainer"):
-                await until_it_is_gone(client)
-            assert await asyncio.wait_for(processes[0].ended(), END_S) != 0
-            log = (tmp_path / "node-0" / "trainer.log").read_text()
-            assert "rank 1 has been silent" in log
-    finally:
-        await asyncio.gather(*(each.stop() for each in processes))
+        assert (await client.train_step(folder=str(run), run="r", step=0, digest=digest)).updated
+        await client.checkpoint(str(run), 1)
+        await client.await_checkpoint(1)
+        names = sorted(path.name for path in (run / "checkpoints" / "version=000001").iterdir())
+        assert names == ["COMPLETE.json", *(f"rank-0000{rank}-of-00002.safetensors" for rank in range(2))]
+        await processes[1].stop()
+        with pytest.raises(ServiceDiedError, match="trainer"):
+            await until_it_is_gone(client)
+        assert await asyncio.wait_for(processes[0].ended(), END_S) != 0
+        log = (tmp_path / "node-0" / "trainer.log").read_text()
+        assert "rank 1 has been silent" in log
+
+
+@pytest.mark.service
+async def test_nodes_keep_their_files_of_the_last_checkpoint_alone_and_fetch_the_others(
+    tiny_model: Path, s3_root: str, tmp_path: Path
+) -> None:
+    run = RunFolder(f"{s3_root}/run")
+    begun = OpenRun.open(run, config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig())
+    here = {"run": "r", "model": str(tiny_model), "folder": run.location}
+
+    def kept() -> list[list[str]]:
+        folders = [tmp_path / f"node-{number}" / "scratch" for number in range(2)]
+        return [sorted(f"{each.parent.name}/{each.name}" for each in at.rglob("rank-*")) for at in folders]
+
+    names = [f"version=000001/rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    async with two_nodes(TrainConfig(ranks=2), tmp_path) as (client, _):
+        for version in range(2):
+            await client.load(**here, incarnation=begun.next_incarnation(), checkpoint=None, version=version)
+            await client.checkpoint(run.location, version)
+            await client.await_checkpoint(version)
+        assert kept() == [[names[0]], [names[1]]]
+        before = await client.digests()
+        stored = run.path(checkpoint_key(1))
+        await client.load(**here, incarnation=begun.next_incarnation(), checkpoint=stored, version=1)
+        assert kept() == [names, names]
+        assert await client.digests() == before
+    begun.close()
