@@ -10,7 +10,7 @@ from pathlib import Path
 from flows.recipe import start_model_folder
 from flows.settings import validate
 from tasks.errors import ConfigError, TrainError
-from tasks.store.checkpoints import fetch_checkpoint
+from tasks.store.checkpoints import copy_checkpoint
 from tasks.store.layout import RunFolder, checkpoint_key
 from tasks.store.manifest import read_manifest
 from tasks.store.resume import complete_checkpoints
@@ -41,15 +41,17 @@ def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> 
     model = start_model_folder(config)
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "the run's start model is not there any more; bring it back")
-    told = {
-        "train": config.train.model_dump(mode="json"),
-        "model": str(model),
-        "run": manifest.run,
-        "version": chosen,
-        "checkpoint": str(fetch_checkpoint(folder.path(checkpoint_key(chosen)))),
-        "output": str(output),
-    }
-    _export(told)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = copy_checkpoint(folder.path(checkpoint_key(chosen)), Path(scratch))
+        told = {
+            "train": config.train.model_dump(mode="json"),
+            "model": str(model),
+            "run": manifest.run,
+            "version": chosen,
+            "checkpoint": str(checkpoint),
+            "output": str(output),
+        }
+        _export(told)
     return f"version {chosen} of {folder.location} is in {output}"
 
 

@@ -78,6 +78,21 @@ def check_sizes(folder: Path, files: Mapping[str, StoredFile]) -> None:
             )
 
 
+def check_bytes(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """Refuse a checkpoint on this machine of which a file is not what was written; every byte is read.
+
+    Raises:
+        StoreError: names the file.
+    """
+    check_sizes(folder, files)
+    for name, told in files.items():
+        if describe(folder / name) != told:
+            raise StoreError(
+                f"checkpoint {folder} is damaged: the bytes of {folder / name} are not those that were written; restore it "
+                "from a copy, or take another version"
+            )
+
+
 def wrong_files(files: Files, folder: str, listed: Mapping[str, StoredFile]) -> Iterator[tuple[str, str]]:
     """The key of each file of a stored checkpoint that is not what was written, and what is wrong with it.
 

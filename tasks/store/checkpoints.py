@@ -4,12 +4,13 @@ A trainer writes and reads local folders. On S3 a checkpoint is complete with it
 """
 
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tasks.errors import LeaseLostError, StoreError
-from tasks.store.checkpoint_files import read_marker
+from tasks.store.checkpoint_files import StoredFile, read_marker
 from tasks.store.filesystem import empty, files_of, reason_of
 from tasks.store.layout import CHECKPOINT_MARKER, S3, RunFolder, checkpoint_key
 from tasks.store.manifest import read_manifest
@@ -31,6 +32,8 @@ def local_checkpoint(location: str) -> Path:
 def fetch_checkpoint(location: str) -> Path:
     """Bring what is missing of a complete checkpoint to this machine; returns its folder.
 
+    It is for the run's one trainer, which writes its checkpoints beside that folder: those that lie there go.
+
     Raises:
         ShardError: it is not there, or cannot be read.
         StoreError: its marker is damaged.
@@ -47,13 +50,35 @@ def fetch_checkpoint(location: str) -> Path:
     if not marker.is_file() or marker.read_bytes() != wanted:
         remove_other_copies(local)
         empty(local)
+    _download(stored, files, local)
+    marker.write_bytes(wanted)
+    return local
+
+
+def copy_checkpoint(location: str, scratch: Path) -> Path:
+    """The folder of a complete checkpoint, for a reader beside the run's trainer: on S3 a copy of its own in `scratch`.
+
+    Raises:
+        ShardError, StoreError, OSError: as of `fetch_checkpoint`.
+    """
+    if not location.startswith(S3):
+        return local_checkpoint(location)
+    from tasks.store.s3 import objects_of
+
+    stored = objects_of(RunFolder(location))
+    wanted = stored.get(CHECKPOINT_MARKER).content
+    _download(stored, read_marker(wanted, stored.path(CHECKPOINT_MARKER)).files or {}, scratch)
+    (scratch / CHECKPOINT_MARKER).write_bytes(wanted)
+    return scratch
+
+
+def _download(stored: Any, files: Mapping[str, StoredFile], local: Path) -> None:
+    """Fetch the files that a marker lists, those that are there left out."""
     for name, told in files.items():
         path = local / name
         if not path.is_file() or path.stat().st_size != told.bytes:
             path.parent.mkdir(parents=True, exist_ok=True)
             stored.download(name, path)
-    marker.write_bytes(wanted)
-    return local
 
 
 def clear_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:

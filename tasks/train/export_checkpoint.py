@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from tasks.config import StageConfig
 from tasks.errors import StoreError
+from tasks.store.checkpoint_files import check_bytes, read_marker
+from tasks.store.layout import CHECKPOINT_MARKER
 from tasks.train.checkpoints import read_progress
 from tasks.train.config import TrainConfig
 from tasks.train.lora import add_adapters
@@ -43,7 +45,10 @@ def main() -> None:
     config = ExportConfig.model_validate_json(Path(sys.argv[1]).read_text())
     torch.set_num_threads(config.train.threads)
     try:
-        read_progress(Path(config.checkpoint), config.run, config.version)
+        folder = Path(config.checkpoint)
+        read_progress(folder, config.run, config.version)
+        marker = folder / CHECKPOINT_MARKER
+        check_bytes(folder, read_marker(marker.read_bytes(), str(marker)).files or {})
         model = stored_policy(config)
     except StoreError as error:
         sys.exit(str(error))

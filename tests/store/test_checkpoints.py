@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import LeaseLostError, ShardError
-from tasks.store.checkpoint_files import describe
+from tasks.errors import LeaseLostError, ShardError, StoreError
+from tasks.store.checkpoint_files import check_bytes, describe
 from tasks.store.checkpoint_retention import expired_checkpoints, remove_checkpoints
-from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, upload_file
+from tasks.store.checkpoints import (
+    clear_checkpoint,
+    copy_checkpoint,
+    fetch_checkpoint,
+    is_complete,
+    upload_file,
+)
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of, publish_text
 from tasks.store.layout import CHECKPOINT_MARKER, SCRATCH_ENV, RunFolder, checkpoint_key
@@ -91,6 +97,26 @@ def test_a_machine_keeps_no_more_than_the_last_copy(run: RunFolder) -> None:
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000004"]
     fetch_checkpoint(run.path(checkpoint_key(2)))
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000002"]
+
+
+def test_a_byte_that_is_not_what_was_written_is_found(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"weights")
+    told = {FILE: describe(tmp_path / FILE)}
+    check_bytes(tmp_path, told)
+    (tmp_path / FILE).write_bytes(b"wEights")
+    with pytest.raises(StoreError, match=rf"the bytes of .*{FILE} are not those that were written"):
+        check_bytes(tmp_path, told)
+
+
+def test_a_reader_beside_the_trainer_leaves_what_that_is_writing(run: RunFolder, tmp_path: Path) -> None:
+    written(run, 4)
+    clear_checkpoint(run, 8, 1)
+    unfinished = run.checkpoint(8) / FILE
+    unfinished.write_bytes(b"half")
+    copy = copy_checkpoint(run.path(checkpoint_key(4)), tmp_path / "copy")
+    assert (copy / FILE).read_bytes() == b"weights"
+    assert (copy / CHECKPOINT_MARKER).is_file()
+    assert unfinished.read_bytes() == b"half"
 
 
 def test_a_trainer_leaves_the_checkpoint_of_a_newer_one_as_it_is(run: RunFolder) -> None:
