@@ -153,7 +153,8 @@ class TrainConfig(StageConfig):
         False, "Compute activations again in the backward pass instead of keeping them."
     )
     offload: Literal["none", "optimizer", "optimizer_and_weights"] = setting(
-        "none", "What DeepSpeed keeps in the machine's memory instead of the GPU's.", fixed=True
+        "none",
+        "What DeepSpeed keeps in the machine's memory instead of the GPU's: under ZeRO stage 1 at least, weights under 3.",
     )
     lora: LoraConfig = setting(LoraConfig(), "Train low-rank adapters instead of all weights.")
     replay_routing: bool = setting(
