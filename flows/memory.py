@@ -19,7 +19,11 @@ def memory_lines(config: RunConfig) -> Iterator[str]:
     path = start_model_folder(config) / "config.json"
     if not path.is_file():
         raise ConfigError("model", config.model, f"there is no {path} to read the model's sizes from")
-    sizes = ModelSizes.of(json.loads(path.read_text()))
+    try:
+        sizes = ModelSizes.of(json.loads(path.read_text()))
+    except KeyError as error:
+        remedy = f"its config.json has no {error}: the plan is of decoders with the sizes that Llama has"
+        raise ConfigError("model", config.model, remedy) from error
     plan = plan_memory(sizes, config.train)
     train = config.train
     yield f"{sizes.parameters / 1e9:.3f} G parameters; one of {train.ranks} trainer ranks, in GiB:"

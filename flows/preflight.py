@@ -26,9 +26,8 @@ from tasks.score.check import check_scorer
 from tasks.serve.vllm import is_cpu_build
 from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
 from tasks.train.config import TrainConfig
+from tasks.train.memory_plan import NUMBERS_OF_EXPERTS
 from tasks.train.rules import HAS_RATIO
-
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def preflight(config: RunConfig, *, samples: bool = True) -> None:
@@ -138,7 +137,7 @@ def _has_experts(config: RunConfig) -> bool:
     if config.start_model.enabled or not path.is_file():
         return False
     settings = json.loads(path.read_text())
-    return any((settings | settings.get("text_config", {})).get(name) for name in _NUMBERS_OF_EXPERTS)
+    return any((settings | settings.get("text_config", {})).get(name) for name in NUMBERS_OF_EXPERTS)
 
 
 def _check_store(root: str) -> None:

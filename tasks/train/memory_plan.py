@@ -17,6 +17,8 @@ _SINGLE = 4
 _MOMENTS = 2
 _REDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's default reduce_bucket_size: under ZeRO 1 and 2 gradients pass through a buffer of so many."""
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What models call the number of a layer's experts in their config.json."""
 _LOGIT_COPIES = 3
 """Of a chunk of logits: itself, its log-softmax and the gradient, in single precision."""
 
@@ -53,7 +55,7 @@ class ModelSizes:
         config = {**config, **config.get("text_config", {})}
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         width = config.get("head_dim") or hidden // heads
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        experts = next((config[name] for name in NUMBERS_OF_EXPERTS if config.get(name)), 0)
         return cls(
             hidden=hidden,
             layers=config["num_hidden_layers"],

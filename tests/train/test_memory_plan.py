@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.lora import add_adapters
@@ -29,8 +29,9 @@ SIZES = {
         Qwen2Config(**SIZES, tie_word_embeddings=True),
         Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
         Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48),
+        MixtralConfig(**SIZES, num_local_experts=4),
     ],
-    ids=["tied", "wide heads", "experts"],
+    ids=["tied", "wide heads", "experts", "local experts"],
 )
 def test_parameters_are_counted_up_to_biases_and_norms_of_heads(config: Qwen2Config) -> None:
     with torch.device("meta"):
