@@ -3,7 +3,7 @@
 from flows.config import RunConfig
 from tasks.errors import ConfigError
 from tasks.rollout.environment import library_of
-from tasks.train.rules import check_objective
+from tasks.train.rules import check_objective, check_offload
 
 Rule = tuple[str, object, bool, str]
 """Field, its value, whether that is wrong, and what to do then."""
@@ -18,6 +18,7 @@ def check(config: RunConfig) -> None:
         if is_wrong:
             raise ConfigError(field, value, remedy)
     check_objective(config.train)
+    check_offload(config.train)
 
 
 def _rules(config: RunConfig) -> list[Rule]:

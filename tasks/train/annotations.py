@@ -41,7 +41,9 @@ class Annotations:
         self.seen.append((batch.row_numbers, torch.stack([each.detach().float() for each in values])))
 
     def hand_over(self, place: StepPlace) -> tuple[Delivery, ...]:
-        """All ranks' annotations as one file of rank 0's, which names it; a collective."""
+        """All ranks' annotations as one file of rank 0's, which names it; none of a step applied again. A collective."""
+        if not place.hands_over:
+            return ()
         own = self._by_row()
         shares = [own] * dist.get_world_size()
         if len(shares) > 1:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
 from tasks.train.deepspeed_library import deepspeed
 from tasks.train.layout import Packer, choose_layout
@@ -15,6 +14,7 @@ from tasks.train.lora import add_adapters
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import Policy, load_policy, recompute_activations
 from tasks.train.routing import RoutingReplay
+from tasks.train.rules import check_offload
 from tasks.train.samples import Samples
 from tasks.train.state import OptimizerState
 
@@ -69,7 +69,7 @@ class Engine:
         self.model, self.device = model, device
         self.world_size = dist.get_world_size()
         self._replay = RoutingReplay(model) if config.replay_routing else None
-        _check_offload(config, device)
+        check_offload(config, device.type)
         self.packer = Packer(config, choose_layout(model, config, device), device)
         self._policy = Policy(model, config.head_chunk_mib, is_partitioned=config.zero_stage == _ZERO_3)
         self._max_grad_norm = config.max_grad_norm
@@ -152,17 +152,6 @@ class Engine:
     def close(self) -> None:
         """Let go of its memory."""
         self._engine.destroy()
-
-
-def _check_offload(config: TrainConfig, device: torch.device) -> None:
-    """Refuse to offload what is not on a GPU.
-
-    Raises:
-        ConfigError: this rank computes on the CPU.
-    """
-    if config.offload != "none" and device.type == "cpu":
-        remedy = "this trainer computes on the CPU, whose memory everything is in already; set it to none"
-        raise ConfigError("train.offload", config.offload, remedy)
 
 
 def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]:

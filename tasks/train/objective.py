@@ -20,7 +20,7 @@ from tasks.train.importance import Correction, correction
 from tasks.train.loss import loss_of
 from tasks.train.losses.token_loss import TokenLoss, Tokens
 from tasks.train.micro_batch import MicroBatch
-from tasks.train.rules import check_objective
+from tasks.train.rules import HAS_RATIO, check_objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Objective:
         entropy_gradient: True when the entropies need a gradient.
         is_recomputed: True when the old policy is the trainer's before the step, not the sampler.
         is_without_advantage: True when tokens without an advantage have a gradient too.
+        skips_without_advantage: True when they are known to have none: with a loss of this package.
 
     Raises:
         ConfigError: settings contradict each other, or there is no such loss.
@@ -64,6 +65,7 @@ class Objective:
         self.needs_reference = config.kl.coef > 0.0
         self.entropy_gradient = config.entropy_coef > 0.0
         self.is_without_advantage = self.needs_reference or self.entropy_gradient
+        self.skips_without_advantage = config.loss in HAS_RATIO and not self.is_without_advantage
 
     def __call__(self, batch: MicroBatch, forward: Forward) -> Terms:
         """The terms of a micro-batch's trained tokens.

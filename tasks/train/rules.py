@@ -1,4 +1,4 @@
-"""What the settings of the objective must hold to, before anything is started; torch is not imported here."""
+"""What settings of training must hold to, before anything is started; torch is not imported here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,11 @@ import yaml
 
 from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
+
+_LEAST_STAGES = {
+    "optimizer": (1, "the optimizer's state, which ZeRO stage 1 and above alone know how to keep elsewhere"),
+    "optimizer_and_weights": (3, "the weights too, which ZeRO stage 3 alone partitions"),
+}
 
 HAS_RATIO: Mapping[str, bool] = {"reinforce": False, "ppo_clip": True, "cispo": True, "gspo": True}
 """The losses of this package; True for those whose gradient is weighted by pi / mu."""
@@ -29,6 +34,27 @@ def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> No
     for field, value, is_wrong, remedy in _rules(config, HAS_RATIO.get(config.loss, has_ratio)):
         if is_wrong:
             raise ConfigError(field, value, remedy)
+
+
+def check_offload(config: TrainConfig, device_type: str = "cuda") -> None:
+    """Refuse to offload what the ZeRO stage does not partition, or what is not on a GPU.
+
+    Args:
+        config: the settings.
+        device_type: "cpu" or "cuda", where a rank computes; the default where that is not known yet.
+
+    Raises:
+        ConfigError: names train.offload and what to change.
+    """
+    if config.offload == "none":
+        return
+    least, what = _LEAST_STAGES[config.offload]
+    if config.zero_stage < least:
+        remedy = f"it takes away {what}: set train.zero_stage to {least} at least, which is {config.zero_stage}, or it to none"
+        raise ConfigError("train.offload", config.offload, remedy)
+    if device_type == "cpu":
+        remedy = "this trainer computes on the CPU, whose memory everything is in already; set it to none"
+        raise ConfigError("train.offload", config.offload, remedy)
 
 
 def options_of(config: TrainConfig) -> dict[str, Any]:

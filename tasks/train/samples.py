@@ -188,3 +188,17 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
                 f"trajectory {name}: advantage {samples.advantages[row]}, temperature {samples.temperatures[row]}; "
                 "expected a finite advantage and a temperature above 0"
             )
+
+
+def check_lengths(samples: Samples, most_tokens: int) -> None:
+    """Refuse a row that does not fit into a micro-batch; one without a trained token is never in one.
+
+    Raises:
+        BatchRefusedError: names the trajectory, its length and the setting.
+    """
+    for row in samples.split(1)[0]:
+        if (n_tokens := len(samples.token_ids[row])) > most_tokens:
+            raise BatchRefusedError(
+                f"trajectory {samples.trajectory_ids[row]}: it has {n_tokens} tokens, and train.micro_batch_tokens is "
+                f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len)"
+            )

@@ -68,8 +68,14 @@ class StepTraining:
         with self._timed("pack"):
             parts = self._samples.split(self._config.updates_per_step)
             kept = [part for part in parts if self._has_gradient(part)]
-            plans = [self._plan(part, rank) for part in kept]
-            own = [[row for rows in plan for row in rows] for plan in plans]
+            plans = [self._plan(self._computed(part), rank) for part in kept]
+            own = [
+                [
+                    *(row for rows in plan for row in rows),
+                    *self._skipped(part)[rank :: self._engine.world_size],
+                ]
+                for part, plan in zip(kept, plans, strict=True)
+            ]
             counts = [(self._n_trained(rows), len(rows)) for rows in own]
             over_ranks = totals(counts, self._engine.device)
         applied = [
@@ -85,6 +91,15 @@ class StepTraining:
 
     def _has_gradient(self, part: list[int]) -> bool:
         return bool(part) and (self._objective.is_without_advantage or self._samples.has_spread(part))
+
+    def _computed(self, part: list[int]) -> list[int]:
+        """Rows of an update that go through the model: a row without an advantage may have nothing to give."""
+        if self._annotations is not None or not self._objective.skips_without_advantage:
+            return part
+        return [row for row in part if self._samples.advantages[row]]
+
+    def _skipped(self, part: list[int]) -> list[int]:
+        return sorted(set(part) - set(self._computed(part)))
 
     def _n_trained(self, rows: list[int]) -> int:
         return sum(int(self._samples.loss_masks[row].sum()) for row in rows)
@@ -144,11 +159,18 @@ class StepTraining:
 
     def _report(self, kept: list[list[int]], n_dropped: int, seconds: float) -> None:
         """What is known of the whole step on every rank, told by one."""
-        n_tokens = self._config.epochs * sum(
-            len(self._samples.token_ids[row]) for part in kept for row in part
-        )
+        epochs, computed = self._config.epochs, [row for part in kept for row in self._computed(part)]
+        n_tokens = epochs * sum(len(self._samples.token_ids[row]) for row in computed)
         self.table.add("train/tokens_per_s", Reduced("value", n_tokens / seconds))
         self.table.add("train/dropped_tokens", Reduced("value", float(n_dropped)))
+        self.table.add("train/layout_varlen", Reduced("max", float(self._engine.packer.layout == "varlen")))
+        skipped = [row for part in kept for row in self._skipped(part)]
+        for env in self._envs:
+            rows = [row for row in skipped if self._samples.envs[row] == env]
+            self.table.add("train/skipped_rows", Reduced("value", float(epochs * len(rows))), env)
+            self.table.add(
+                "train/skipped_tokens", Reduced("value", float(epochs * self._n_trained(rows))), env
+            )
 
     def _report_rank(self) -> None:
         """Seconds of each part, and the most memory that this process has had; the largest of all ranks counts."""

@@ -24,6 +24,7 @@ from tasks.train.checkpoints import Progress, begin_checkpoint, read_progress, r
 from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
+from tasks.train.measures import of_all_ranks
 from tasks.train.model_check import check_model
 from tasks.train.objective import Objective
 from tasks.train.other_policies import OtherPolicies, check_stored, stored_logprobs
@@ -44,7 +45,8 @@ from tasks.train.protocol import (
 )
 from tasks.train.random_state import begin_random
 from tasks.train.reference import FrozenPolicy, load_reference
-from tasks.train.samples import check_samples, read_rollouts
+from tasks.train.rules import check_offload
+from tasks.train.samples import check_lengths, check_samples, read_rollouts
 from tasks.train.scoring import sequence_logprobs
 from tasks.train.step import StepTraining, reason_to_skip
 from tasks.train.step_place import StepPlace
@@ -123,6 +125,7 @@ class Worker:
             if folder and not (Path(folder) / "config.json").is_file():
                 remedy = "there is no model folder (config.json and weights) at this path"
                 raise ConfigError(field, folder, remedy)
+        check_offload(self._config, self._device.type)
         check_model(self._config, command.model)
         self.writer.join()
         if command.checkpoint is not None:
@@ -159,6 +162,7 @@ class Worker:
                 f"step {command.step}: the stored batch is {batch.digest}, asked was {command.digest}"
             )
         check_samples(batch.samples, needs_sampler=self._objective.needs_sampler)
+        check_lengths(batch.samples, self._config.micro_batch_tokens)
         self._loaded.check_routing(batch.samples)
         check_stored(batch.samples, batch.stored, self._config)
         self._prepared = batch
@@ -178,7 +182,7 @@ class Worker:
                 self._config, self._loaded, samples, n_updates, self._objective, annotations
             )
             training.run()
-            table, n_updates, reason = _joined(training.table), training.n_updates, training.reason
+            table, n_updates, reason = of_all_ranks(training.table), training.n_updates, training.reason
             computed.measure(table)
             deliveries += [*computed.deliveries, *(annotations.hand_over(place) if annotations else ())]
         table.add("train/read_s", Reduced("max", batch.read_s))
@@ -201,7 +205,7 @@ class Worker:
 
     def _is_annotated(self, command: TrainStep) -> bool:
         every = self._config.annotate_every
-        return command.hands_over and every > 0 and command.step % every == 0
+        return every > 0 and command.step % every == 0
 
     def _place(self, command: TrainStep | ScoreRows, *, hands_over: bool = True) -> StepPlace:
         return StepPlace(command.folder, command.run, command.step, self.incarnation, hands_over)
@@ -286,12 +290,3 @@ class Worker:
         if self.engine is None:
             raise RuntimeError("a command that needs a loaded model reached this rank before `load`")
         return self.engine
-
-
-def _joined(table: MetricTable) -> MetricTable:
-    """All ranks' metrics on rank 0; a collective."""
-    tables: list[MetricTable] | None = [table] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(table, tables)
-    joined = MetricTable()
-    joined.join(tables or [])
-    return joined

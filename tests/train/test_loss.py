@@ -81,3 +81,7 @@ def test_a_wrong_loss_of_another_package_is_told_before_anything_starts(
     overrides = ("train.loss=planted_losses:signed", "train.loss_options=[powr=2]")
     with pytest.raises(ConfigError, match=r"train\.loss_options.*power"):
         preflight(load("quickstart", overrides))
+
+
+def test_rows_without_an_advantage_are_computed_for_a_loss_of_another_package() -> None:
+    assert not Objective(TrainConfig(loss="planted_losses:signed")).skips_without_advantage

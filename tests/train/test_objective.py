@@ -14,6 +14,7 @@ from tasks.train.divergence import DIVERGENCES
 from tasks.train.engine import Forward
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.objective import Objective
+from tasks.train.rules import HAS_RATIO
 
 SAMPLER = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
 OLD = torch.tensor([-1.1, -1.2, -0.6, -3.1], dtype=torch.float64)
@@ -196,3 +197,34 @@ def test_tokens_without_the_samplers_log_probability_are_trained_on_where_nothin
 
     assert what.needs_sampler is needs_sampler
     assert bool(torch.isfinite(total).all()) is not needs_sampler
+
+
+@pytest.mark.parametrize("mode", ["none", "truncated", "masked"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss", HAS_RATIO)
+def test_a_row_without_an_advantage_has_no_gradient_in_any_loss_of_ours(
+    loss: str, level: str, mode: str
+) -> None:
+    advantages = torch.tensor([0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
+    importance = {"mode": mode, "level": level, "cap": 100.0}
+    what = objective(loss=loss, behaviour="recomputed", importance=importance)
+    batch = micro_batch(advantages=advantages, old_logprobs=OLD)
+
+    assert what.skips_without_advantage
+    *without, last = gradient_of(what, batch, forward())
+    assert without == [0.0, 0.0, 0.0]
+    assert last != 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl": {"coef": 0.1, "reference": "frozen"}},
+        {"kl": {"coef": 0.1, "reference": "frozen", "place": "advantage"}},
+        {"entropy_coef": 0.1},
+    ],
+)
+def test_rows_without_an_advantage_are_computed_where_something_else_has_a_gradient(
+    settings: dict[str, Any],
+) -> None:
+    assert not objective(**settings).skips_without_advantage

@@ -6,7 +6,7 @@ import pytest
 
 from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
-from tasks.train.rules import check_objective
+from tasks.train.rules import check_objective, check_offload
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,29 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 )
 def test_settings_that_go_together_are_not(settings: dict[str, Any]) -> None:
     check_objective(TrainConfig.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("offload", "zero_stage", "device", "told"),
+    [
+        ("optimizer", 0, "cuda", "the optimizer's state, .* set train.zero_stage to 1 at least, which is 0"),
+        (
+            "optimizer_and_weights",
+            2,
+            "cuda",
+            "the weights too, .* set train.zero_stage to 3 at least, which is 2",
+        ),
+        ("optimizer", 1, "cpu", "this trainer computes on the CPU"),
+        ("optimizer_and_weights", 3, "cpu", "this trainer computes on the CPU"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(offload: Any, zero_stage: Any, device: str, told: str) -> None:
+    config = TrainConfig(offload=offload, zero_stage=zero_stage)
+    with pytest.raises(ConfigError, match=rf"train\.offload = '{offload}': .*{told}"):
+        check_offload(config, device)
+
+
+def test_what_can_be_offloaded_is_not() -> None:
+    check_offload(TrainConfig(), "cpu")
+    check_offload(TrainConfig(offload="optimizer", zero_stage=1), "cuda")
+    check_offload(TrainConfig(offload="optimizer_and_weights", zero_stage=3))

@@ -8,7 +8,7 @@ import torch
 
 from tasks.errors import BatchRefusedError, ShardError
 from tasks.train.micro_batch import micro_batch
-from tasks.train.samples import Samples, check_samples, read_samples
+from tasks.train.samples import Samples, check_lengths, check_samples, read_samples
 
 
 @pytest.fixture
@@ -78,6 +78,17 @@ def test_unknown_log_probabilities_of_the_sampler_are_refused_only_where_they_ar
     )
     with pytest.raises(BatchRefusedError, match="r-0-0: a sampled token's log-probability is not finite"):
         check_samples(infinite, needs_sampler=False)
+
+
+def test_a_row_longer_than_a_micro_batch_is_refused_by_name(samples: Samples) -> None:
+    lengths = [len(each) for each in samples.token_ids]
+    longest = int(np.argmax(lengths))
+    check_lengths(samples, max(lengths))
+    with pytest.raises(
+        BatchRefusedError,
+        match=rf"r-0-{longest}: it has {lengths[longest]} tokens, and train\.micro_batch_tokens is {lengths[longest] - 1};",
+    ):
+        check_lengths(samples, lengths[longest] - 1)
 
 
 def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) -> None:
