@@ -18,7 +18,7 @@ class KLConfig(StageConfig):
         "Where the reference's log-probabilities come from: a frozen copy in the trainer, or vLLM servers.",
         fixed=True,
     )
-    model: str = setting("", "Folder of the frozen copy's model; empty: the start model.", fixed=True)
+    model: str = setting("", "Folder of the frozen model; empty: the start model.", fixed=True)
     urls: tuple[str, ...] = setting(
         (), "Addresses (http://host:port) of the vLLM servers with the reference policy, for `deployment`."
     )

@@ -102,7 +102,7 @@ class MemoryPlan:
         optimizer: AdamW's moments, and the single-precision weights that ZeRO keeps beside them.
         activations: of one micro-batch, between forward and backward.
         logits: of one chunk of the head.
-        reference: the frozen copy.
+        reference: the frozen copy; none of the start model where adapters are trained on it.
         buffers: DeepSpeed's, for joining the ranks' gradients.
         host: in the machine's memory instead of the GPU's.
     """
@@ -143,6 +143,7 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
     optimizer = trained * _SINGLE * (_MOMENTS + (stage > 0)) / share[0]
     bucket = float(min(trained, _REDUCE_ELEMENTS) * item if stage in (1, 2) else 0)
     is_offloaded, has_weights = config.offload != "none", config.offload != "optimizer_and_weights"
+    has_copy = config.kl.reference == "frozen" and bool(config.kl.model or not adapters)
     host = (optimizer + gradients) * is_offloaded + weights * (not has_weights)
     return MemoryPlan(
         weights=weights * has_weights,
@@ -153,7 +154,7 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
             _LOGIT_COPIES
             * min(config.head_chunk_mib * _MIB, config.micro_batch_tokens * sizes.vocabulary * _SINGLE)
         ),
-        reference=n * item / share[2] * (config.kl.reference == "frozen"),
+        reference=n * item / share[2] * has_copy,
         buffers=bucket,
         host=host,
     )

@@ -23,7 +23,7 @@ from tasks.store.logprobs import at_trained, logprob_rows
 from tasks.store.reader import read
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine
-from tasks.train.reference import FrozenPolicy
+from tasks.train.reference import Reference
 from tasks.train.row_logprobs import ForwardPolicy, RowLogprobs, row_by_row, row_logprobs
 from tasks.train.samples import Samples, arrays
 from tasks.train.step_place import StepPlace
@@ -109,10 +109,10 @@ class OtherPolicies:
     Args:
         config: settings of training.
         engine: the policy.
-        reference: the frozen copy; None without one.
+        reference: the frozen model; None without one.
     """
 
-    def __init__(self, config: TrainConfig, engine: Engine, reference: FrozenPolicy | None) -> None:
+    def __init__(self, config: TrainConfig, engine: Engine, reference: Reference | None) -> None:
         self._config, self._engine, self._reference = config, engine, reference
 
     def complete(

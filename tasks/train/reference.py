@@ -1,13 +1,14 @@
-"""The reference policy in the trainer: a copy whose weights never change."""
+"""The reference policy in the trainer: a copy whose weights never change, or the policy without its adapters."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
+from tasks.train.adapterless import WithoutAdapters
 from tasks.train.config import TrainConfig
 from tasks.train.deepspeed_library import deepspeed
-from tasks.train.engine import Forward
+from tasks.train.engine import Engine, Forward
 from tasks.train.layout import Packer, choose_layout
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.policy import Policy, load_policy
@@ -38,22 +39,33 @@ class FrozenPolicy:
         return Forward(*self._policy.values(self._model, batch, entropy_gradient=False))
 
 
-def load_reference(
-    config: TrainConfig, start_model: str, device: torch.device, loaded: FrozenPolicy | None = None
-) -> FrozenPolicy | None:
-    """The frozen copy, if `train.kl.reference` asks for one: of `train.kl.model`, or of the start model.
+Reference: TypeAlias = FrozenPolicy | WithoutAdapters
 
-    `loaded` is the one that is there; it stays when it is of the same folder.
+
+def load_reference(
+    config: TrainConfig, engine: Engine, start_model: str, loaded: FrozenPolicy | None = None
+) -> Reference | None:
+    """The frozen model, if `train.kl.reference` asks for one: `train.kl.model`, or the start model.
+
+    With adapters the start model is there already, so that it takes no copy.
+
+    Args:
+        config: settings of training.
+        engine: the policy.
+        start_model: folder of the model that the policy began as.
+        loaded: the copy that is there, which stays when it is of the same folder.
 
     Raises:
         ConfigError: there is no such model.
     """
     if config.kl.reference != "frozen":
         return None
+    if config.lora.rank and not config.kl.model:
+        return WithoutAdapters(engine, start_model)
     folder = config.kl.model or start_model
     if loaded is not None and loaded.folder == folder:
         return loaded
-    return FrozenPolicy(config, folder, device)
+    return FrozenPolicy(config, folder, engine.device)
 
 
 def _partitioned(config: TrainConfig, model: PreTrainedModel) -> Any:

@@ -77,7 +77,7 @@ class Worker:
         self._config, self._device, self._transfer = config, device, transfer
         self._objective = Objective(config)
         self._others: OtherPolicies | None = None
-        self._reference: FrozenPolicy | None = None
+        self._copy: FrozenPolicy | None = None
         self._prepared: BatchRows | None = None
         self._methods: dict[str, Callable[[Any], Any]] = {
             Load.name: self._load,
@@ -135,7 +135,7 @@ class Worker:
         self.writer.join()
         if self.engine is not None:
             self.engine.close()
-            self.engine = None
+            self.engine = self._others = None  # both hold its weights
         begin_random()
         engine = Engine.load(self._config, command.model, self._device)
         progress = Progress(run=command.run, version=command.version)
@@ -144,8 +144,9 @@ class Worker:
             progress = read_progress(folder, command.run, command.version)
             restore_checkpoint(engine, folder, dist.get_rank())
         self.engine, self.progress, self.incarnation = engine, progress, command.incarnation
-        self._reference = load_reference(self._config, command.model, self._device, self._reference)
-        self._others = OtherPolicies(self._config, engine, self._reference)
+        reference = load_reference(self._config, engine, command.model, self._copy)
+        self._copy = reference if isinstance(reference, FrozenPolicy) else None
+        self._others = OtherPolicies(self._config, engine, reference)
 
     def _prepare_step(self, command: TrainStep) -> StepResult | None:
         at, self._prepared = self.progress, None

@@ -16,7 +16,7 @@ from tasks.store.schemas import ragged
 from tasks.sync.config import SyncConfig
 from tasks.sync.drive import join, send_weights
 from tasks.train.config import KLConfig, TrainConfig
-from tasks.train.reference import load_reference
+from tasks.train.reference import FrozenPolicy
 from tasks.train.samples import Samples
 
 pytestmark = pytest.mark.service
@@ -31,10 +31,8 @@ async def test_a_deployment_says_what_the_frozen_copy_says(
 
     masks = [np.arange(len(each)) > 1 for each in sequences]
     samples = Samples.known(sequences, masks)
-    frozen = load_reference(
-        TrainConfig(kl=KLConfig(reference="frozen")), str(vllm_server.model), torch.device("cpu")
-    )
-    assert frozen is not None
+    config = TrainConfig(kl=KLConfig(reference="frozen"))
+    frozen = FrozenPolicy(config, str(vllm_server.model), torch.device("cpu"))
     with torch.no_grad():
         expected = frozen.forward(frozen.packer.micro_batch(samples, [0, 1, 2], [""])).logprobs.numpy()
     rollouts = pa.record_batch(

@@ -1,4 +1,5 @@
-"""Run by torchrun: a step with adapters under every ZeRO stage: gradients before, whole weights after, by rank 0.
+"""Run by torchrun: a step with adapters under every ZeRO stage: the reference's log-probabilities and gradients before it,
+whole weights after, by rank 0.
 
 JOB.json: {"model", "folder", "output", "lora", "cases": [{"name", "zero_stage", "dtype"}]}
 """
@@ -7,17 +8,21 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
-from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.adapterless import WithoutAdapters
+from tasks.train.config import KLConfig, LoraConfig, TrainConfig
 from tasks.train.engine import Engine, Update
 from tasks.train.lora import add_adapters
 from tasks.train.objective import Objective
 from tasks.train.policy import load_policy
 from tasks.train.process_group import join_ranks
+from tasks.train.reference import load_reference
+from tasks.train.row_logprobs import row_logprobs
 from tasks.train.samples import read_samples
 from tasks.train.step import StepTraining
 from tasks.train.weights import named_weights
@@ -56,11 +61,19 @@ def main() -> None:
             if ".lora_B." in name:  # which begin as zero, and leave A without a gradient
                 each.data.copy_(torch.randn(each.shape, generator=generator) * 0.1)
         engine = RecordingEngine(config, model, ranks.device)
+        frozen = config.model_copy(update={"kl": KLConfig(reference="frozen")})
+        reference = load_reference(frozen, engine, job["model"])
+        assert isinstance(reference, WithoutAdapters), "the start model is not loaded again"
+        (rows,) = samples.split(1)
+        plan = reference.packer.plan(samples, rows, ranks.world_size)[ranks.rank]
+        said = row_logprobs(reference, samples, plan)
         training = StepTraining(config, engine, samples, 0, Objective(config))
         training.run()
         assert not training.reason
         weights = {name: each.clone() for name, each in named_weights(engine.model)}
         if ranks.rank == 0:
+            stored = {samples.trajectory_ids[row]: each for row, each in said.items()}
+            np.savez(Path(job["output"]) / f"{case['name']}.reference.npz", **stored)
             for kind, tensors in (("gradient", engine.gradient), ("weights", weights)):
                 save_file(tensors, Path(job["output"]) / f"{case['name']}.{kind}.safetensors")
         engine.close()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -128,9 +129,22 @@ def naive_gradient(policy: torch.nn.Module, samples: Samples) -> dict[str, torch
     return {name: each.grad for name, each in policy.named_parameters() if each.requires_grad}
 
 
+@torch.no_grad()
+def naive_logprobs(policy: torch.nn.Module, samples: Samples) -> dict[str, np.ndarray]:
+    """Of the trained tokens of each trajectory that has some, in the policy's precision."""
+    found = {}
+    for row, mask in enumerate(samples.loss_masks):
+        ids = torch.tensor(samples.token_ids[row].astype("int64"))
+        scaled = policy(input_ids=ids[None]).logits[0, :-1] / float(samples.temperatures[row])
+        each = torch.log_softmax(scaled, -1).gather(1, ids[1:, None])[:, 0]
+        if mask.any():
+            found[samples.trajectory_ids[row]] = each[torch.tensor(mask[1:])].numpy()
+    return found
+
+
 @pytest.mark.service
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has(
+def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has_and_their_start_model_is_the_reference(
     n_ranks: int,
     tiny_model: Path,
     batches: Any,
@@ -146,6 +160,8 @@ def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has(
 
     policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     start = {name: each.clone() for name, each in policy.state_dict().items()}
+    samples = read_samples(str(tmp_path), 0)[1]
+    reference = naive_logprobs(policy, samples)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -154,8 +170,12 @@ def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has(
     for name, each in adapted.named_parameters():
         if ".lora_B." in name:
             each.data.copy_(torch.randn(each.shape, generator=generator) * 0.1)
-    expected = naive_gradient(adapted.double(), read_samples(str(tmp_path), 0)[1])
+    expected = naive_gradient(adapted.double(), samples)
     for stage in range(4):
+        said = np.load(tmp_path / f"zero{stage}.reference.npz")
+        assert set(said) == reference.keys()
+        for name, each in reference.items():
+            np.testing.assert_allclose(said[name][~np.isnan(said[name])], each, atol=1e-5)
         found = load_file(tmp_path / f"zero{stage}.gradient.safetensors")
         assert {f"base_model.model.{name}" for name in found} == expected.keys()
         for name, each in found.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.config import KLConfig, LoraConfig, TrainConfig
 from tasks.train.lora import add_adapters
 from tasks.train.memory_plan import ModelSizes, activation_items, plan_memory
 from tasks.train.memory_table import MODELS, table
@@ -83,6 +83,17 @@ def test_stages_and_adapters_leave_what_the_paper_says() -> None:
     assert lora.optimizer == 12 * sizes.adapter_parameters(16)
     away = plan_memory(sizes, TrainConfig(dtype="bfloat16", zero_stage=3, offload="optimizer_and_weights"))
     assert (away.weights, away.gradients, away.optimizer, away.host) == (0, 0, 0, 18 * n)
+
+
+def test_a_frozen_reference_is_the_weights_again_but_not_those_that_adapters_are_added_to() -> None:
+    sizes = MODELS["Qwen2.5-7B"]
+
+    def reference(rank: int, model: str = "") -> float:
+        config = TrainConfig(lora=LoraConfig(rank=rank), kl=KLConfig(reference="frozen", model=model))
+        return plan_memory(sizes, config).reference
+
+    assert reference(0) == reference(16, "another") == 4 * sizes.parameters
+    assert reference(16) == 0
 
 
 def test_the_documents_table_is_the_computed_one() -> None:
