@@ -108,6 +108,7 @@ class Policy:
                 await self._bring_back_trainer(error)
                 result = self._replayed[step]
             self.current = replace(self.current, version=result.version)
+        _tell_skipped(step, result)
         self._count_skipped(result)
         return self._with_recomputing(result, waited_s)
 
@@ -306,6 +307,15 @@ class Policy:
                 f"{self._skipped} steps in a row made no update, train.max_skipped_steps allows {allowed}; "
                 f"the reason of the last one: {result.reason}"
             )
+
+
+def _tell_skipped(step: int, result: StepResult) -> None:
+    """Say of a step that it made no update, or not all of them, and why."""
+    n_skipped = sum(each.value for each in result.metrics if each.name == "train/skipped_updates")
+    if not result.updated:
+        say(f"step {step}: no update was made: {result.reason}")
+    elif n_skipped:
+        say(f"step {step}: {n_skipped:g} updates were skipped: a loss or a gradient was not finite")
 
 
 @asynccontextmanager

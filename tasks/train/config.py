@@ -127,7 +127,9 @@ class TrainConfig(StageConfig):
     )
     epochs: int = setting(1, "Passes over a batch, each in updates_per_step updates.", ge=1, fixed=True)
     updates_per_step: int = setting(1, "Optimizer updates that one batch is split into.", ge=1, fixed=True)
-    max_skipped_steps: int = setting(5, "Steps in a row without an update before the run stops.", ge=1)
+    max_skipped_steps: int = setting(
+        5, "Steps in a row that may make no update; one more stops the run.", ge=1
+    )
     checkpoint_every: int = setting(
         10, "Steps between two checkpoints; the last step always makes one.", ge=1
     )

@@ -30,7 +30,7 @@ def token_metrics(
     """[N] float64 values by metric.
 
     The divergence of the old policy from ours, and of the sampler's, is the mean of (r - 1) - log r over their tokens,
-    r our probability over theirs; that of ours from the reference the same with r the reference's over ours: k3 of Schulman
+    r a token's probability by us over theirs, whatever ratio the loss goes by; that of ours from the reference the same with r the reference's over ours: k3 of Schulman
     2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
 
     Args:
@@ -47,7 +47,7 @@ def token_metrics(
         "train/clip_fraction": terms.policy.clipped,
         "train/entropy_nats": forward.entropies,
         "train/ratio": ratio,
-        "train/kl_nats": ratio - 1.0 - ratio.log(),
+        "train/kl_nats": k3(batch.old_logprobs.double(), logprobs),
         "train/kl_sampler_nats": k3(batch.sampler_logprobs.double(), logprobs),
         "train/importance_weight": terms.correction.weight,
         "train/masked_tokens": terms.correction.masked,

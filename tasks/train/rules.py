@@ -95,6 +95,12 @@ def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, objec
             f"must be below train.importance.cap, which is {cap:g}",
         ),
         (
+            "train.importance.floor",
+            floor,
+            mode != "masked" and floor > 0.0,
+            f"is for train.importance.mode masked, which leaves smaller ratios out; the mode is {mode}",
+        ),
+        (
             "train.normalization_tokens",
             config.normalization_tokens,
             config.normalization == "fixed_length" and config.normalization_tokens == 0,
@@ -107,5 +113,25 @@ def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, objec
             config.lr_decay != "none" and config.lr_decay_updates <= config.warmup_steps,
             f"lr_decay {config.lr_decay} needs a number of updates above train.warmup_steps, which is "
             f"{config.warmup_steps}",
+        ),
+        (
+            "train.lr_decay_updates",
+            config.lr_decay_updates,
+            config.lr_decay == "none" and config.lr_decay_updates > 0,
+            "the rate falls with train.lr_decay linear or cosine alone: set it, or give 0",
+        ),
+        (
+            "train.kl.model",
+            config.kl.model,
+            bool(config.kl.model) and config.kl.reference != "frozen",
+            f"is the model of a frozen reference, and train.kl.reference is {config.kl.reference}: set it to frozen, or "
+            "give no model",
+        ),
+        (
+            "train.kl.urls",
+            list(config.kl.urls),
+            bool(config.kl.urls) and config.kl.reference != "deployment",
+            f"are servers of a reference deployment, and train.kl.reference is {config.kl.reference}: set it to "
+            "deployment, or give none",
         ),
     ]

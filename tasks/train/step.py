@@ -86,7 +86,8 @@ class StepTraining:
         self.reason = "" if any(applied) else self._why_not_finite()
         if rank == 0:
             dropped = [row for part in parts if not self._has_gradient(part) for row in part]
-            self._report(kept, self._n_trained(dropped), time.perf_counter() - started)
+            n_dropped = self._config.epochs * self._n_trained(dropped)
+            self._report(kept, n_dropped, time.perf_counter() - started)
         self._report_rank()
 
     def _has_gradient(self, part: list[int]) -> bool:
@@ -149,6 +150,7 @@ class StepTraining:
             self.table.add("train/gradient_norm", Reduced("mean", update.grad_norm))
             self.table.add("train/learning_rate", Reduced("max", lr))
             self.table.add("train/updates", Reduced("value", float(update.updated)))
+            self.table.add("train/skipped_updates", Reduced("value", float(not update.updated)))
         return update.updated
 
     def _why_not_finite(self) -> str:

@@ -97,8 +97,15 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
             r"train\.replay_routing = True: the start model is no mixture of experts",
         ),
         (["rollout.environment=adition"], r"rollout\.environment = 'adition': .* did you mean addition\?"),
-        (["train.kl.model=nowhere"], r"train\.kl\.model = 'nowhere': not a model folder"),
+        (
+            ["train.kl.reference=frozen", "train.kl.model=nowhere"],
+            r"train\.kl\.model = 'nowhere': not a model folder",
+        ),
         (["score.advantage=mean_st"], r"score\.advantage = 'mean_st': .* did you mean mean_std\?"),
+        (
+            ["score.advantage=math:sqrt"],
+            r"score\.advantage = 'math:sqrt': tried on the rewards \[0\.0, 1\.0\]",
+        ),
         (["train.loss=gpso"], r"train\.loss = 'gpso': .* did you mean gspo\?"),
         (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
     ],

@@ -12,6 +12,7 @@ from tasks.errors import BatchRefusedError
 from tasks.train.config import TrainConfig
 from tasks.train.divergence import DIVERGENCES
 from tasks.train.engine import Forward
+from tasks.train.measures import token_metrics
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.objective import Objective
 from tasks.train.rules import HAS_RATIO
@@ -228,3 +229,13 @@ def test_rows_without_an_advantage_are_computed_where_something_else_has_a_gradi
     settings: dict[str, Any],
 ) -> None:
     assert not objective(**settings).skips_without_advantage
+
+
+def test_the_divergence_that_is_measured_is_by_token_when_the_ratio_is_an_answers() -> None:
+    said = forward()
+    batch = micro_batch(old_logprobs=OLD)
+    terms = objective(loss="gspo", behaviour="recomputed")(batch, said)
+    found = token_metrics(batch, said, terms, None, is_first=False)["train/kl_nats"]
+
+    log_ratio = (said.logprobs.detach() - OLD).numpy()
+    assert found.tolist() == pytest.approx((np.exp(log_ratio) - 1.0 - log_ratio).tolist())

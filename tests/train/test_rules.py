@@ -19,6 +19,10 @@ from tasks.train.rules import check_objective, check_offload
             "train.normalization_tokens = 0: normalization fixed_length needs",
         ),
         ({"lr_decay": "linear"}, "train.lr_decay_updates = 0: lr_decay linear needs"),
+        ({"lr_decay_updates": 40}, "train.lr_decay_updates = 40: the rate falls with train.lr_decay"),
+        ({"importance": {"floor": 0.5}}, "train.importance.floor = 0.5: is for train.importance.mode masked"),
+        ({"kl": {"model": "models/a"}}, "train.kl.model = 'models/a': is the model of a frozen reference"),
+        ({"kl": {"urls": ["http://a:1"]}}, "train.kl.urls = ['http://a:1']: are servers of a reference"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], told: str) -> None:
