@@ -20,8 +20,8 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 def choose_layout(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Layout:
     """The layout that `train.layout` asks for, and the model's attention made ready for it.
 
-    `auto` is varlen wherever that is possible: on CPU, and in bfloat16 on CUDA, whose kernels know no other type;
-    measured in docs/performance.md.
+    `auto` is varlen wherever that is possible: on CPU, where it was measured (docs/performance.md) as quicker when rows share
+    a prompt and as quick when they do not, and in bfloat16 on CUDA, whose kernels know no other type.
 
     Raises:
         ConfigError: varlen is asked for, and the model or the machine cannot.
