@@ -2,10 +2,11 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from flows.checkpointing import Checkpointing, other_ranks
 from flows.evaluate import evaluate_version, is_due, is_evaluated
@@ -26,6 +27,8 @@ from tasks.store.resume import resume_point
 from tasks.sync.drive import SyncReport
 from tasks.train.protocol import StepResult
 from tasks.train.task import train_step
+
+Result = TypeVar("Result")
 
 
 class Policy:
@@ -110,7 +113,11 @@ class Policy:
             self.current = replace(self.current, version=result.version)
         _tell_skipped(step, result)
         self._count_skipped(result)
-        return self._with_recomputing(result, waited_s)
+        if self._recomputing is None:
+            return result
+        return replace(
+            result, metrics=[*result.metrics, *self._recomputing.metrics(result.metrics, waited_s)]
+        )
 
     async def sync(self, *, only_name: bool) -> list[Metric]:
         """Give every server the current version: its weights, or its name alone when it has those already.
@@ -133,6 +140,19 @@ class Policy:
             "sync/logprob_difference": max((report.difference for report in reports), default=math.nan),
         }
         return [Metric(name, "all", "value", value) for name, value in values.items()]
+
+    async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
+        """Have the trainer compute its log-probabilities of stored rollouts, and store them.
+
+        Raises:
+            RollmillError: it does not stand at that step, or is gone.
+        """
+        store = self._run.store
+        delivery = await self._trainer.client.score_rows(
+            folder=self._run.folder.location, run=self._run.id, step=step, trajectory_ids=list(trajectory_ids)
+        )
+        if delivery is not None:
+            await take_in(store.folder, store.files, store.writer, delivery)
 
     async def checkpoint_if_due(self) -> None:
         """Begin to write all that makes up the current version into the run's folder, now and then and at the end.
@@ -172,37 +192,25 @@ class Policy:
         if not every or version % every:
             return
         async with self._still:
-            try:
-                await self._trainer.client.store_policy(self._run.folder.location, version)
-            except ServiceDiedError as error:
-                await self._bring_back_trainer(error)
-                await self._trainer.client.store_policy(self._run.folder.location, version)
-
-    async def _checkpoint(self) -> None:
-        folder, version = self._run.folder.location, self.current.version
-        async with self._still:
-            try:
-                begun = await self._trainer.client.checkpoint(folder, version)
-            except ServiceDiedError as error:
-                await self._bring_back_trainer(error)
-                begun = await self._trainer.client.checkpoint(folder, version)
-            self._restarts_at_checkpoint = self._restarts
-        await self._checkpointing.begun(version, begun)
+            await self._survived(
+                lambda: self._trainer.client.store_policy(self._run.folder.location, version)
+            )
 
     async def watch(self, servers: Servers, server: ServerService) -> None:
         """Watch over a server for ever; see flows.watch."""
         await watch(servers, server, self._run.config.serve, partial(self._rejoin, servers))
 
+    async def _checkpoint(self) -> None:
+        folder, version = self._run.folder.location, self.current.version
+        async with self._still:
+            begun = await self._survived(lambda: self._trainer.client.checkpoint(folder, version))
+            self._restarts_at_checkpoint = self._restarts
+        await self._checkpointing.begun(version, begun)
+
     async def _rejoin(self, servers: Servers, server: ServerService) -> None:
         """Bring a server that answers again to the current version."""
         async with self._still:
-            try:
-                await servers.rejoin(server, self.current)
-            except ServiceDiedError as error:
-                if error.service != self._trainer.name:
-                    raise
-                await self._bring_back_trainer(error)
-                await servers.rejoin(server, self.current)
+            await self._survived(lambda: servers.rejoin(server, self.current))
 
     async def _bring_up(self, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server, if there are any, the current version; the trainer's weights are held still."""
@@ -255,42 +263,26 @@ class Policy:
         self._replayed[step] = result
         self.current = replace(self.current, version=result.version)
 
-    async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
-        """Have the trainer compute its log-probabilities of stored rollouts, and store them.
-
-        Raises:
-            RollmillError: it does not stand at that step, or is gone.
-        """
-        store = self._run.store
-        delivery = await self._trainer.client.score_rows(
-            folder=self._run.folder.location, run=self._run.id, step=step, trajectory_ids=list(trajectory_ids)
-        )
-        if delivery is not None:
-            await take_in(store.folder, store.files, store.writer, delivery)
-
     async def _complete(self, step: int) -> None:
         """Ask the reference deployment for what a step's batch lacks."""
         if self._run.reference is not None:
             await self._run.reference.complete(step)
-
-    def _with_recomputing(self, result: StepResult, waited_s: float) -> StepResult:
-        """What recomputing log-probabilities took of the trainer's spare time, and of the step's."""
-        if self._recomputing is None:
-            return result
-        in_step = sum(each.value for each in result.metrics if each.name == "train/trainer_logprobs_s")
-        values = {
-            "train/recompute_hidden_s": max(0.0, self._recomputing.hidden_s - waited_s),
-            "train/recompute_exposed_s": waited_s + in_step,
-            "train/recompute_failures_so_far": float(self._recomputing.n_failed),
-        }
-        own = [Metric(name, "all", "value", value) for name, value in values.items()]
-        return replace(result, metrics=[*result.metrics, *own])
 
     async def _take_in(self, result: StepResult) -> None:
         """Store the rows that the trainer has made in a step, before any checkpoint says that the step is done."""
         store = self._run.store
         for delivery in result.deliveries:
             await take_in(store.folder, store.files, store.writer, delivery)
+
+    async def _survived(self, command: Callable[[], Awaitable[Result]]) -> Result:
+        """What a command returns; given once more when the trainer died of it, with the weights held still."""
+        try:
+            return await command()
+        except ServiceDiedError as error:
+            if error.service != self._trainer.name:
+                raise
+            await self._bring_back_trainer(error)
+            return await command()
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Start a launched trainer again, go on from the folder, and bring the servers to it."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 from tasks.errors import RollmillError
+from tasks.observe.metrics import Metric
 
 NO_STEP = -1
 
@@ -52,6 +53,21 @@ class Recomputing:
         self._step, started = NO_STEP, time.perf_counter()
         async with self._busy:
             return time.perf_counter() - started
+
+    def metrics(self, of_step: Sequence[Metric], waited_s: float) -> list[Metric]:
+        """What recomputing took of the trainer's spare time, and of a step's.
+
+        Args:
+            of_step: the trainer's own, with the seconds in which it computed what was left.
+            waited_s: seconds that the step waited for a bundle.
+        """
+        in_step_s = sum(each.value for each in of_step if each.name == "train/trainer_logprobs_s")
+        values = {
+            "train/recompute_hidden_s": max(0.0, self.hidden_s - waited_s),
+            "train/recompute_exposed_s": waited_s + in_step_s,
+            "train/recompute_failures_so_far": float(self.n_failed),
+        }
+        return [Metric(name, "all", "value", value) for name, value in values.items()]
 
     async def work(self, score: Score) -> None:
         """Hand over bundles for ever."""
