@@ -213,7 +213,7 @@ class StepResult:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "StepResult":
-        """The inverse of dataclasses.asdict; a checkpoint of an older release has no deliveries."""
+        """The inverse of dataclasses.asdict; without deliveries where none are named."""
         deliveries = tuple(Delivery.parse(each) for each in values.get("deliveries", ()))
         metrics = [Metric(**each) for each in values["metrics"]]
         return cls(**values | {"metrics": metrics, "deliveries": deliveries})
