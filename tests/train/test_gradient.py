@@ -1,14 +1,18 @@
-"""The gradient of a very uneven batch, however it is split, against plain double precision."""
+"""Gradient and metrics of a very uneven batch, however it is split, against plain double precision."""
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
@@ -16,6 +20,11 @@ from tasks.train.config import TrainConfig
 from tasks.train.samples import Samples, read_samples
 
 Gradient = dict[str, torch.Tensor]
+Metrics = dict[tuple[str, str, str], float]
+
+N_ROWS, VOCABULARY = 24, 4096
+SHIFT_NATS = 4.0 - math.log(VOCABULARY)
+"""Brings the sampler's log-probabilities near those of a new model, so that ratios lie about 1, within bounds and not."""
 
 OBJECTIVES: dict[str, dict[str, object]] = {
     "token": {},
@@ -26,37 +35,140 @@ OBJECTIVES: dict[str, dict[str, object]] = {
 }
 """Settings of the objective by name; the first is the default. With so large an epsilon AdamW does not blow up rounding."""
 
+WAYS = st.fixed_dictionaries(
+    {
+        "layout": st.sampled_from(["padded", "varlen"]),
+        "micro_batch_tokens": st.sampled_from([120, 300, 700, 10_000]),
+        "micro_batch_overhead_tokens": st.sampled_from([0, 64]),
+        "head_chunk_mib": st.sampled_from([1, 512]),
+        "gradient_checkpointing": st.booleans(),
+    }
+)
 
-def naive_gradient(model: Path, samples: Samples, config: TrainConfig) -> Gradient:
-    """That of the last update: one row at a time, in double precision, the loss written out as in the papers."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.0)
-    updates = config.epochs * samples.split(config.updates_per_step)
-    for number, part in enumerate(updates):
-        optimizer.zero_grad()
-        rows = [naive_row(log_ratios(policy, samples, row), samples.advantages[row], config) for row in part]
-        averaged(rows, config).backward()
-        if number < len(updates) - 1:
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train the batch.
+
+    Attributes:
+        way: settings that must not matter.
+        order: of the rows; where a batch makes several updates it says of which a row is, and stays.
+    """
+
+    objective: str
+    way: dict[str, object]
+    order: list[int] = field(default_factory=lambda: list(range(N_ROWS)))
+    model: str = "own"
+    annotated: bool = False
+    rank_by_rank: bool = False
+
+    def job(self, models: dict[str, Path]) -> dict[str, object]:
+        return {
+            "model": str(models[self.model]),
+            "order": self.order,
+            "annotated": self.annotated,
+            "rank_by_rank": self.rank_by_rank,
+            "config": OBJECTIVES[self.objective] | self.way,
+        }
+
+
+CHUNKED = {"zero_stage": 3, "layout": "padded", "micro_batch_tokens": 10_000, "head_chunk_mib": 1}
+TOKENS_OF_A_CHUNK = 2**20 // (4 * VOCABULARY)
+WRONG = Case("token", {"layout": "padded", "micro_batch_tokens": 700}, rank_by_rank=True)
+
+
+def cases_of(n_ranks: int, n_drawn: int) -> list[Case]:
+    """Those that are drawn, ZeRO stages and objectives in turn, and some that are always there."""
+    cases: list[Case] = []
+
+    @settings(max_examples=n_drawn, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(WAYS, st.permutations(range(N_ROWS)))
+    def draw(way: dict[str, object], order: list[int]) -> None:
+        objective = list(OBJECTIVES)[len(cases) % len(OBJECTIVES)]
+        kept = list(range(N_ROWS)) if objective == "epochs" else order
+        cases.append(Case(objective, {"zero_stage": len(cases) % 4, **way}, kept))
+
+    draw()
+    chunked = [Case("token", CHUNKED), Case("token", CHUNKED, model="tied")]
+    half = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    halved = [Case("token", {"zero_stage": stage, **half}) for stage in (1, 2, 3)] if n_ranks == 2 else []
+    return [*cases, *chunked, Case("token", {}, annotated=True), *halved, *([WRONG] if n_ranks == 4 else [])]
+
+
+@dataclass
+class Naive:
+    """A step, one row at a time, in double precision, the loss written out as in the papers.
+
+    Attributes:
+        gradient: of the last update.
+        seen: values of the trained tokens by metric, with the environment of each, and whether its row has an advantage.
+    """
+
+    model: Path
+    samples: Samples
+    config: TrainConfig
+    seen: dict[str, list[tuple[str, bool, float]]] = field(default_factory=lambda: defaultdict(list))
+    gradient: Gradient = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        policy = AutoModelForCausalLM.from_pretrained(
+            self.model, dtype=torch.float64, experts_implementation="eager"
+        )
+        config, samples = self.config, self.samples
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.0)
+        for number, part in enumerate(config.epochs * samples.split(config.updates_per_step)):
+            optimizer.zero_grad()
+            averaged([self._row(policy, row, number) for row in part], config).backward()
+            self.gradient = {name: each.grad.clone() for name, each in policy.named_parameters()}
             optimizer.step()
-    return {name: each.grad for name, each in policy.named_parameters()}
 
+    def _row(self, policy: Any, row: int, number: int) -> torch.Tensor:
+        """[T] loss of a row's trained tokens."""
+        samples, advantage = self.samples, float(self.samples.advantages[row])
+        ids, trained = samples.token_ids[row], samples.loss_masks[row].nonzero()[0]
+        logits = policy(input_ids=torch.tensor(ids[None].astype("int64"))).logits[0]
+        every = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)[trained - 1]
+        log_p = every[range(len(trained)), ids[trained].astype("int64")]
+        sampler = torch.tensor(samples.logprobs[row][trained], dtype=torch.float64)
+        found = log_p - sampler
+        ratio = torch.exp(found)
+        if self.config.loss == "gspo":
+            ratio = torch.exp(found.mean()).expand(len(found))
+        bounded = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high) * advantage
+        loss = -torch.minimum(ratio * advantage, bounded)
+        values = {
+            "loss": loss,
+            "ratio": ratio,
+            "entropy_nats": -(every.exp() * every).sum(1),
+            "kl_nats": ratio - 1 - ratio.log(),
+            "kl_sampler_nats": torch.exp(found) - 1 - found,
+            "clip_fraction": (bounded < ratio * advantage).double(),
+        } | ({} if number else {"mismatch_nats": found.abs()})
+        for name, tokens in values.items():
+            self.seen[name] += [(samples.envs[row], advantage != 0.0, each) for each in tokens.tolist()]
+        return loss
 
-def log_ratios(policy: Any, samples: Samples, row: int) -> torch.Tensor:
-    """[T] of a row's trained tokens, against the sampler's log-probabilities."""
-    ids = samples.token_ids[row]
-    logits = policy(input_ids=torch.tensor(ids[None].astype("int64"))).logits[0]
-    log_p = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)
-    trained = samples.loss_masks[row].nonzero()[0]
-    return torch.stack([log_p[t - 1, int(ids[t])] - float(samples.logprobs[row][t]) for t in trained])
+    def metrics(self, *, annotated: bool) -> Metrics:
+        """What the trainer reports of the tokens: those of rows with an advantage, or of all when they are annotated."""
+        return dict(self._metrics(annotated=annotated))
 
-
-def naive_row(found: torch.Tensor, advantage: np.float32, config: TrainConfig) -> torch.Tensor:
-    """[T] loss of a row's tokens with these log-ratios."""
-    ratios = torch.exp(found)
-    if config.loss == "gspo":
-        ratios = torch.exp(found.mean()).expand(len(found))
-    bounded = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(ratios * float(advantage), bounded * float(advantage))
+    def _metrics(self, *, annotated: bool) -> Iterator[tuple[tuple[str, str, str], float]]:
+        for env in (*sorted(set(self.samples.envs)), "all"):
+            of_env = {
+                name: [each for each in seen if env in (each[0], "all")] for name, seen in self.seen.items()
+            }
+            for name, seen in of_env.items():
+                values = np.array([value for _, has_advantage, value in seen if has_advantage or annotated])
+                stats = {"mean": values.mean()}
+                if name != "clip_fraction":
+                    stats |= {"std": values.std(), "min": values.min(), "max": values.max()}
+                yield from (((f"train/{name}", env, stat), value) for stat, value in stats.items())
+            n_skipped = 0 if annotated else sum(not has_advantage for _, has_advantage, _ in of_env["loss"])
+            yield ("train/skipped_tokens", env, "value"), n_skipped
+            yield ("train/trained_tokens", env, "value"), len(of_env["loss"]) - n_skipped
+        rows = self.samples.split(1)[0]
+        n_without = sum(not self.samples.advantages[row] for row in rows)
+        yield ("train/skipped_rows", "all", "value"), 0 if annotated else n_without * self.config.epochs
 
 
 def averaged(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:
@@ -73,12 +185,14 @@ def distance(one: Gradient, other: Gradient) -> float:
     return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
 
 
-def whole(gradient: Gradient) -> torch.Tensor:
-    return torch.cat([gradient[name].flatten().double() for name in sorted(gradient)])
+def apart(one: Gradient, other: Gradient) -> float:
+    """Norm of the whole difference, to the norm of the whole."""
+    flat = [torch.cat([each[name].flatten().double() for name in sorted(other)]) for each in (one, other)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
 SIZES = {
-    "vocab_size": 1024,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -95,55 +209,70 @@ MODELS = {
 }
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.service
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("kind", "n_cases"),
+    ("kind", "n_drawn"),
     [
-        ("dense", 8),
-        pytest.param("tied", 24, marks=pytest.mark.long),
-        pytest.param("experts", 24, marks=pytest.mark.long),
+        ("dense", 5),
+        pytest.param("dense", 40, marks=pytest.mark.long),
+        pytest.param("tied", 20, marks=pytest.mark.long),
+        pytest.param("experts", 20, marks=pytest.mark.long),
     ],
-    ids=["dense", "tied", "experts"],
 )
-def test_gradient_does_not_depend_on_how_a_batch_is_split(
+def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
     kind: str,
-    n_cases: int,
+    n_drawn: int,
     batches: Any,
     run_ranks: Callable[[str, int, dict[str, object]], None],
     tmp_path: Path,
 ) -> None:
-    torch.manual_seed(0)
-    model = tmp_path / "model"
-    AutoModelForCausalLM.from_config(MODELS[kind]).save_pretrained(model)
-    batches.write_step(tmp_path, 0, batches.uneven_rows(24))
-    found: dict[str, dict[str, Gradient]] = defaultdict(dict)
-    for n_ranks in (1, 2, 4):
-        output = tmp_path / f"ranks{n_ranks}"
-        output.mkdir()
-        job = {
-            "model": str(model),
-            "folder": str(tmp_path),
-            "output": str(output),
-            "n_cases": n_cases,
-            "objectives": OBJECTIVES,
-        }
-        run_ranks("gradient_ranks.py", n_ranks, job)
-        cases = json.loads((output / "cases.json").read_text())
-        assert len(cases) == n_cases
-        for number, case in enumerate(cases):
-            gradient = load_file(output / f"{number}.safetensors")
-            found[case["objective"]][f"{n_ranks} ranks: {case}"] = gradient
-    samples = read_samples(str(tmp_path), 0)[1]
-    references = {
-        name: naive_gradient(model, samples, TrainConfig.model_validate(settings))
-        for name, settings in OBJECTIVES.items()
-    }
+    models = {"own": tmp_path / "own", "tied": tmp_path / "tied"}
+    for folder, config in zip(models.values(), (MODELS[kind], MODELS["tied"]), strict=True):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    rows = [
+        each._replace(advantage=0.0) if row % 3 == 1 else each
+        for row, each in enumerate(batches.uneven_rows(N_ROWS))
+    ]
+    batches.write_step(tmp_path, 0, rows)
+    stored = read_samples(str(tmp_path), 0)[1]
+    samples = replace(stored, logprobs=[each + SHIFT_NATS for each in stored.logprobs])
+    naive: dict[tuple[str, str], Naive] = {}
+    first: dict[tuple[str, str], Gradient] = {}
 
-    for name, gradients in found.items():
-        first = whole(next(iter(gradients.values())))
-        for way, gradient in gradients.items():
-            assert distance(gradient, references[name]) < 1e-5, way
-            assert (whole(gradient) - first).norm() / first.norm() < 1e-6, way
-    wrong = load_file(tmp_path / "ranks2" / "rank-by-rank.safetensors")
-    for name, reference in references.items():
-        assert distance(wrong, reference) > 1e-3, name
+    for n_ranks in (1, 2, 4):
+        cases, output = cases_of(n_ranks, n_drawn), tmp_path / f"ranks{n_ranks}"
+        output.mkdir()
+        job = {"folder": str(tmp_path), "output": str(output), "shift_nats": SHIFT_NATS}
+        run_ranks("gradient_ranks.py", n_ranks, job | {"cases": [each.job(models) for each in cases]})
+        facts = json.loads((output / "facts.json").read_text())
+        for number, (case, found) in enumerate(zip(cases, facts, strict=True)):
+            key, way = (case.model, case.objective), f"{n_ranks} ranks: {case}"
+            gradient = load_file(output / f"{number}.safetensors")
+            if key not in naive:
+                settings = TrainConfig.model_validate(OBJECTIVES[case.objective])
+                naive[key] = Naive(models[case.model], samples, settings)
+            expected = naive[key]
+            if case.rank_by_rank:
+                assert distance(gradient, expected.gradient) > 1e-2, way
+            elif "dtype" in case.way:
+                assert apart(gradient, expected.gradient) < 0.05, way
+            else:
+                assert distance(gradient, expected.gradient) < 1e-5, way
+                assert apart(gradient, first.setdefault(key, gradient)) < 1e-6, way
+                told = {tuple(each[:3]): each[3] for each in found["metrics"]}
+                wanted = expected.metrics(annotated=case.annotated)
+                assert {name: told[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6), way
+            if case.way is CHUNKED:
+                n_chunks = {-(-each // TOKENS_OF_A_CHUNK) for each in found["most_trained"]}
+                assert max(n_chunks) > 1, way
+                assert len(n_chunks) > 1 or n_ranks < 4, way
