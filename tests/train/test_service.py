@@ -133,8 +133,9 @@ async def test_a_batch_is_applied_once_and_anything_else_is_refused(
 ) -> None:
     run = tmp_path / "run"
     digests = [batches.write_step(run, step, batches.uneven_rows(6, seed=step)) for step in range(3)]
+    too_long = batches.write_step(tmp_path / "long", 1, [batches.row(4, 5, 1.0), batches.row(500, 40, 1.0)])
 
-    async with run_trainer(TrainConfig()) as (client, process):
+    async with run_trainer(TrainConfig(micro_batch_tokens=512)) as (client, process):
 
         async def train(step: int, digest: str, run_id: str = "r", folder: Path = run) -> StepResult:
             return await client.train_step(folder=str(folder), run=run_id, step=step, digest=digest)
@@ -157,6 +158,10 @@ async def test_a_batch_is_applied_once_and_anything_else_is_refused(
                 await train(step, digest, run_id)
         with pytest.raises(BatchRefusedError, match=f"stored batch is {digests[1]}, asked was {digests[2]}"):
             await train(1, digests[2])
+        with pytest.raises(
+            BatchRefusedError, match=r"r-1-1: it has 540 tokens, and train\.micro_batch_tokens is 512"
+        ):
+            await train(1, too_long, folder=tmp_path / "long")
         (run / "rollouts" / "step=000001" / "000001-000001.arrow").write_bytes(b"torn")
         with pytest.raises(ShardError, match="cannot read"):
             await train(1, digests[1])
