@@ -16,7 +16,7 @@ def token_logprobs(
         temperatures: [N].
         entropy_gradient: True for entropies with a gradient.
     """
-    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperatures)  # type: ignore[no-untyped-call]
+    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperatures)  # type: ignore[no-untyped-call]  # torch gives `apply` no type
     return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
