@@ -1,0 +1,100 @@
+"""What comes out of a run: folders that others read without Rollmill."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from flows.config import RunConfig
+from flows.exporting import export_policy_here
+from tasks.errors import ConfigError
+from tasks.rollout.tokens import save_character_tokenizer
+from tasks.store.config import StoreConfig
+from tasks.store.layout import RunFolder
+from tasks.store.run import OpenRun
+from tasks.train.config import TrainConfig
+
+pytestmark = pytest.mark.service
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+SEQUENCE = list(range(2, 40))
+
+
+@pytest.fixture
+def start(tiny_model: Path, tmp_path: Path) -> Path:
+    folder = save_character_tokenizer(tmp_path / "start")
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(folder)
+    GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=1).save_pretrained(folder)
+    return folder
+
+
+async def test_a_policy_is_the_same_from_the_trainer_from_the_command_and_from_the_documented_lines(
+    start: Path, batches: Any, run_trainer: Callable[[TrainConfig], Any], tmp_path: Path
+) -> None:
+    train = TrainConfig(ranks=2, zero_stage=3, lr=1e-2, warmup_steps=0)
+    run = RunFolder(tmp_path / "run")
+    opened = OpenRun.open(
+        run,
+        config=RunConfig(model=str(start), train=train).model_dump(mode="json"),
+        fixed={},
+        versions={},
+        git_commit="",
+        config_of=StoreConfig(),
+    )
+    opened.close()
+    name = opened.manifest.run
+    digest = batches.write_step(run.local, 0, batches.uneven_rows(8), run=name)
+    async with run_trainer(train) as (client, _):
+        await client.load(
+            run=name, incarnation=1, model=str(start), folder=run.location, checkpoint=None, version=0
+        )
+        assert (await client.train_step(folder=run.location, run=name, step=0, digest=digest)).updated
+        await client.checkpoint(run.location, 1)
+        stored = Path(await client.store_policy(run.location, 1))
+        (said,) = await client.logprobs([SEQUENCE])
+        await client.await_checkpoint(1)
+    assert stored == run.local / "policies" / "version=000001"
+
+    exported = tmp_path / "exported"
+    done = export(run, exported)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"version 1 of {run.location} is in {exported}" in done.stdout
+    with pytest.raises(ConfigError, match="it is there already"):
+        export_policy_here(run, None, exported)
+
+    before = logprobs(AutoModelForCausalLM.from_pretrained(start))
+    parameter = documented()
+    for folder in (stored, exported):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(logprobs(model), torch.tensor(said), atol=1e-5, rtol=0)
+        assert not torch.allclose(logprobs(model), before, atol=1e-3)
+        assert AutoTokenizer.from_pretrained(folder)("1+1=") == AutoTokenizer.from_pretrained(start)("1+1=")
+        assert GenerationConfig.from_pretrained(folder).temperature == 0.7
+        for each, value in model.named_parameters():
+            assert torch.equal(parameter(str(run.checkpoint(1)), each), value), each
+
+
+def export(run: RunFolder, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [str(Path(sys.executable).parent / "rollmill"), "export-policy", run.location, str(folder)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module) -> torch.Tensor:
+    """Of a sequence's tokens but the first."""
+    ids = torch.tensor(SEQUENCE)
+    said = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float(), -1)
+    return said.gather(1, ids[1:, None])[:, 0]
+
+
+def documented() -> Callable[[str, str], torch.Tensor]:
+    """The function that the document gives for reading a parameter out of a checkpoint."""
+    lines: dict[str, Any] = {}
+    exec(DOCUMENT.read_text().split("```python\n")[1].split("```")[0], lines)
+    function: Callable[[str, str], torch.Tensor] = lines["parameter"]
+    return function
