@@ -140,7 +140,7 @@ class Naive:
             "loss": loss,
             "ratio": ratio,
             "entropy_nats": -(every.exp() * every).sum(1),
-            "kl_nats": ratio - 1 - ratio.log(),
+            "kl_nats": torch.exp(found) - 1 - found,
             "kl_sampler_nats": torch.exp(found) - 1 - found,
             "clip_fraction": (bounded < ratio * advantage).double(),
         } | ({} if number else {"mismatch_nats": found.abs()})
