@@ -3,11 +3,15 @@
 import os
 import re
 import time
+from collections.abc import Mapping
 
-from tasks.observe.sinks import MARKERS, Kind, Point, SinkSettings
+from tasks.observe.sinks import MARKERS, End, Kind, Point, SinkSettings
 
 RUN_TAG = "rollmill.run"
 """Tag that holds a run's random id: by it a run that is gone on with finds its MLflow run."""
+STATUSES: Mapping[End, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+"""MLflow's words for how a run ended."""
+RUNNING = "RUNNING"
 MAX_BATCH = 1000
 """Metrics that MLflow takes in one request."""
 
@@ -33,6 +37,8 @@ class MlflowSink:
             else self._client.create_run(number, run_name=settings.name, tags={RUN_TAG: settings.run})
         )
         self._run_id = run.info.run_id
+        if run.info.status != RUNNING:
+            self._client.update_run(self._run_id, RUNNING)
         self._written = {
             (kind, metric.step)
             for kind, marker in MARKERS.items()
@@ -50,6 +56,9 @@ class MlflowSink:
         for first in range(0, len(metrics), MAX_BATCH):
             self._client.log_batch(self._run_id, metrics[first : first + MAX_BATCH])
         self._written.add((point.kind, point.step))
+
+    def end(self, how: End) -> None:
+        self._client.set_terminated(self._run_id, STATUSES[how])
 
 
 def _key(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from tasks.observe.sinks import Point, SinkSettings
 
@@ -80,10 +80,12 @@ class SinkClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the input, and wait for what is left, `timeout_s` at most."""
+        """Say how the run ended, end the input, and wait for what is left, `timeout_s` at most."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
+        if not process.stdin.is_closing() and (error is None or isinstance(error, Exception)):
+            self._write({"end": "failed" if error else "finished"})
         process.stdin.close()
         try:
             async with asyncio.timeout(self._settings.timeout_s + EXIT_GRACE_S):
@@ -103,7 +105,12 @@ class SinkClient:
         if process.stdin.is_closing():
             self.n_failures += 1
             return
-        process.stdin.write(json.dumps(asdict(point)).encode() + b"\n")
+        self._write(asdict(point))
+
+    def _write(self, values: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(values).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None

@@ -1,6 +1,7 @@
 """The process that has the sinks: points come in as lines of JSON, failures go out as such.
 
-It ends when its input does, which it does however the run ends: with what is left, within `timeout_s`.
+It ends when its input does, which it does however the run ends: with what is left, within `timeout_s`. The last line says
+how the run ended, {"end": "finished"} for example; a run that is killed says nothing.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tasks.observe.mlflow_sink import MlflowSink
-from tasks.observe.sinks import Point, Sink, SinkSettings
+from tasks.observe.sinks import End, Point, Sink, SinkSettings
 from tasks.observe.tensorboard_sink import TensorBoardSink
 
 Report = Callable[[str, int, str], None]
@@ -45,7 +46,19 @@ class Feed:
                     self._sink.write(point)
                 self._waiting.popleft()
         except Exception as error:  # noqa: BLE001 - whatever a library raises: reported, and tried again
-            self._report(self._name, len(self._waiting), f"{type(error).__name__}: {error}")
+            self._tell(error)
+
+    def end(self, how: End) -> None:
+        """Hand over what waits, and say how the run ended."""
+        self.add([])
+        try:
+            if self._sink is not None:
+                self._sink.end(how)
+        except Exception as error:  # noqa: BLE001 - whatever a library raises: reported
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        self._report(self._name, len(self._waiting), f"{type(error).__name__}: {error}")
 
 
 def feeds_of(settings: SinkSettings, report: Report) -> list[Feed]:
@@ -70,12 +83,16 @@ def main() -> None:
 
     def work() -> None:
         feeds = feeds_of(settings, report)
+        end: End = "killed"
         while line := lines.get():
-            points = [Point(**json.loads(line))]
+            values = json.loads(line)
+            if "end" in values:
+                end = values["end"]
+                continue
             for feed in feeds:
-                feed.add(points)
+                feed.add([Point(**values)])
         for feed in feeds:
-            feed.add([])
+            feed.end(end)
 
     worker = threading.Thread(target=work, daemon=True)
     worker.start()

@@ -6,7 +6,7 @@ like; the run hands it one point after another (tasks.observe.sink_client).
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from tasks.observe.metrics import ALL, Metric
 
@@ -14,6 +14,10 @@ Kind = Literal["step", "evaluation"]
 
 MARKERS: Mapping[Kind, str] = {"step": "train/updated", "evaluation": "evaluation/reward"}
 """A name that every point of a kind has: a sink that has it at a step has the whole point."""
+
+
+End: TypeAlias = Literal["finished", "failed", "killed"]
+"""How a run ended: done, with an error, or else: by Ctrl-C, or without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class Sink(Protocol):
 
     def write(self, point: Point) -> None:
         """Take a point; it is kept when this returns."""
+
+    def end(self, how: End) -> None:
+        """The run has ended, for now at least; nothing is written after it."""
 
 
 def values_of(metrics: Iterable[Metric]) -> dict[str, float]:

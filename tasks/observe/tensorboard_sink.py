@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from tasks.observe.sinks import Kind, Point
+from tasks.observe.sinks import End, Kind, Point
 
 
 class TensorBoardSink:
@@ -39,3 +39,6 @@ class TensorBoardSink:
         self._writer.write_event(event)
         self._writer.flush()
         self._written.add((point.kind, point.step))
+
+    def end(self, how: End) -> None:
+        self._writer.close()

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tasks.observe.metrics import Metric
 from tasks.observe.mlflow_sink import MlflowSink
 from tasks.observe.sink_client import SinkClient
 from tasks.observe.sink_process import Feed
-from tasks.observe.sinks import Kind, Point, SinkSettings, values_of
+from tasks.observe.sinks import End, Kind, Point, SinkSettings, values_of
 
 
 def step(number: int, **values: float) -> Point:
@@ -71,6 +72,29 @@ def test_mlflow_goes_on_with_the_run_of_the_same_id_and_takes_no_step_twice(tmp_
         assert [(each.step, each.value) for each in history] == [(0, value), (1, value)]
 
 
+async def test_mlflow_says_how_a_run_ended_and_that_it_goes_on_again(tmp_path: Path) -> None:
+    settings = SinkSettings("ab", "small", mlflow_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="tests")
+
+    async def run(error: BaseException | None) -> str:
+        with suppress(type(error or OSError())):
+            async with SinkClient(settings, print) as sinks:
+                sinks.put(step(0))
+                if error:
+                    raise error
+        return status()
+
+    def status() -> str:
+        client = MlflowClient(settings.mlflow_uri)
+        (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+        return str(found.info.status)
+
+    assert await run(RuntimeError()) == "FAILED"
+    assert await run(KeyboardInterrupt()) == "KILLED"
+    MlflowSink(settings)
+    assert status() == "RUNNING"
+    assert await run(None) == "FINISHED"
+
+
 async def test_a_sink_that_cannot_be_reached_is_said_once_and_counted_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -102,6 +126,7 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
         "class Hanging:\n"
         "    def has(self, kind, step): return False\n"
         "    def write(self, point): __import__('time').sleep(600)\n"
+        "    def end(self, how): pass\n"
         "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
         "p.main()\n"
     )
@@ -117,6 +142,7 @@ class Flaky:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.ended: list[End] = []
         self.has_failed = False
 
     def has(self, kind: Kind, step: int) -> bool:
@@ -128,13 +154,18 @@ class Flaky:
             raise OSError("not now")
         self.steps.append(point.step)
 
+    def end(self, how: End) -> None:
+        self.ended.append(how)
+
 
 def test_what_a_sink_could_not_take_it_gets_with_the_next_point_in_order() -> None:
     sink, reports = Flaky(), []
     feed = Feed("flaky", lambda: sink, lambda *report: reports.append(report))
     feed.add([step(0)])
     feed.add([step(1)])
+    feed.end("finished")
     assert sink.steps == [0, 1]
+    assert sink.ended == ["finished"]
     assert reports == [("flaky", 1, "OSError: not now")]
 
 
