@@ -35,6 +35,12 @@ def preset_name(preset: str) -> str:
     return "-".join(Path(part).stem if part.endswith(_SUFFIXES) else part for part in parts)
 
 
+def are_algorithms(preset: str) -> bool:
+    """True when a preset has no task's settings: all its parts are names in conf/algorithms/."""
+    parts = [preset] if Path(preset).is_file() else preset.split("+")
+    return all(_path_of(part).parent == ALGORITHMS for part in parts)
+
+
 def _values_of(part: str) -> dict[str, Any]:
     path = _path_of(part)
     try:

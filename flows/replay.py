@@ -15,7 +15,7 @@ from flows.settings import validate
 from flows.start_model import ensure_start_model
 from tasks.errors import ReplayError
 from tasks.store.batch import stored_digest
-from tasks.store.layout import RunFolder, checkpoint_key
+from tasks.store.layout import SCRATCH_ENV, RunFolder, checkpoint_key
 from tasks.store.manifest import read_manifest
 from tasks.store.resume import complete_checkpoints
 from tasks.train.client import TrainerClient
@@ -44,9 +44,11 @@ async def replay(run: str, first: int, last: int) -> str:
     manifest = await asyncio.to_thread(read_manifest, folder)
     config = _launched_here(validate(manifest.config))
     versions = versions_of(await asyncio.to_thread(complete_checkpoints, folder), first, last)
-    with one_error(), tempfile.TemporaryDirectory() as logs:
+    with one_error(), workplace(folder) as place:
         model = await ensure_start_model(config)
-        async with open_services(config, model, Path(logs), with_servers=False) as (trainer, _):
+        variables = {SCRATCH_ENV: str(Path(place) / "scratch")}
+        services = open_services(config, model, Path(place), with_servers=False, variables=variables)
+        async with services as (trainer, _):
             replaying = Replaying(folder, manifest.run, trainer.client, model)
             await replaying.load(versions.first)
             results = [await replaying.step(step) for step in range(versions.first, versions.last)]
@@ -58,6 +60,18 @@ async def replay(run: str, first: int, last: int) -> str:
     if difference := first_difference(steps, stored, replayed):
         raise ReplayError(f"{folder.location}, versions {first} to {last}: {difference}")
     return f"{len(stored)} tensors of version {last} are the same, byte for byte"
+
+
+def workplace(folder: RunFolder) -> tempfile.TemporaryDirectory[str]:
+    """A folder for the trainer's log, and for its copies of checkpoints: none of those of a trainer that trains the run.
+
+    That of a run on S3 lies on the disk that ROLLMILL_SCRATCH names, since checkpoints are large.
+    """
+    if folder.is_local:
+        return tempfile.TemporaryDirectory()
+    beside = folder.local.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="replay-", dir=beside)
 
 
 class Replaying:

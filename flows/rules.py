@@ -9,7 +9,6 @@ Rule = tuple[str, object, bool, str]
 """Field, its value, whether that is wrong, and what to do then."""
 HEAD_MULTIPLE = 32
 """Widths of an attention head that vLLM's CPU kernels have are multiples of this."""
-_ZERO_3 = 3
 
 
 def check(config: RunConfig) -> None:
@@ -146,19 +145,6 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
             train.replay_routing,
             train.replay_routing and not (rollout.keep_routing or config.retrain.sources),
             "replays the experts stored with the rollouts: set rollout.keep_routing=true, or set it to false",
-        ),
-        (
-            "train.offload",
-            train.offload,
-            train.offload == "optimizer_and_weights" and train.zero_stage != _ZERO_3,
-            f"DeepSpeed keeps weights in the machine's memory under ZeRO stage {_ZERO_3} alone, and train.zero_stage is "
-            f"{train.zero_stage}: set that to {_ZERO_3}, or this to optimizer",
-        ),
-        (
-            "train.offload",
-            train.offload,
-            train.offload == "optimizer" and train.zero_stage == 0 and train.dtype == "float32",
-            "DeepSpeed offloads nothing under train.zero_stage = 0: set that to 1, 2 or 3, or this to none",
         ),
     ]
 

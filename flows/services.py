@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,19 @@ OF_THE_FLOW = {
 
 
 class TrainerService:
-    """The trainer; `process` is None when it was attached to."""
+    """The trainer; `process` is None when it was attached to.
+
+    Args:
+        config: settings of the run.
+        logs: folder for a launched trainer's log and configuration.
+        variables: of its environment, besides ours.
+    """
 
     name = "trainer"
 
-    def __init__(self, config: RunConfig, logs: Path) -> None:
+    def __init__(self, config: RunConfig, logs: Path, variables: Mapping[str, str]) -> None:
         settings = config.train
-        self._config, self._logs = config, logs
+        self._config, self._logs, self._variables = config, logs, variables
         self._token = os.environ.get(settings.token_env, "") if settings.url else secrets.token_urlsafe(24)
         self._port = settings.port or free_port()
         if not self._token:
@@ -58,7 +64,7 @@ class TrainerService:
                 self.name,
                 launch.command(settings, file),
                 log=self._logs / "trainer.log",
-                env=launch.environment(settings, self._token),
+                env={**launch.environment(settings, self._token), **self._variables},
                 stop_grace_s=self._config.serve.stop_grace_s,
             )
         health = await self.client.wait_until_healthy(settings.start_timeout_s, self.process)
@@ -166,10 +172,13 @@ async def restart(
 
 @asynccontextmanager
 async def open_services(
-    config: RunConfig, model: Path, logs: Path, *, with_servers: bool
+    config: RunConfig, model: Path, logs: Path, *, with_servers: bool, variables: Mapping[str, str] = {}
 ) -> AsyncIterator[tuple[TrainerService, tuple[ServerService, ...]]]:
-    """Start the trainer, and the servers if asked for, side by side; on the way out, however it is taken, what was launched ends."""
-    trainer = TrainerService(config, logs)
+    """Start the trainer, and the servers if asked for, side by side; on the way out, however it is taken, what was launched ends.
+
+    `variables` are those of the trainer's environment, besides ours.
+    """
+    trainer = TrainerService(config, logs, variables)
     n_servers = (len(config.serve.urls) or config.serve.servers) if with_servers else 0
     servers = tuple(ServerService(config, model, logs, number) for number in range(n_servers))
     every: tuple[TrainerService | ServerService, ...] = (trainer, *servers)

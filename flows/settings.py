@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from flows.config import RunConfig
-from flows.presets import preset_values
+from flows.presets import are_algorithms, preset_values
 from flows.rules import check
 from tasks.config import StageConfig, nearest
 from tasks.errors import ConfigError
@@ -28,7 +28,13 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
     Raises:
         ConfigError: the preset is missing, or a setting is unknown, out of range or contradicts another.
     """
-    return validate(overridden(preset_values(preset), overrides))
+    values = overridden(preset_values(preset), overrides)
+    if are_algorithms(preset) and not {"model", "start_model"} & values.keys():
+        remedy = (
+            f"an algorithm alone has no model and no task; join it to a task's preset: quickstart+{preset}"
+        )
+        raise ConfigError("preset", preset, remedy)
+    return validate(values)
 
 
 def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -121,6 +121,12 @@ def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, objec
             "the rate falls with train.lr_decay linear or cosine alone: set it, or give 0",
         ),
         (
+            "train.min_lr_share",
+            config.min_lr_share,
+            config.lr_decay == "none" and config.min_lr_share > 0.0,
+            "the rate falls with train.lr_decay linear or cosine alone: set it, or give 0",
+        ),
+        (
             "train.kl.model",
             config.kl.model,
             bool(config.kl.model) and config.kl.reference != "frozen",

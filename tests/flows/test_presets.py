@@ -41,6 +41,11 @@ def test_an_algorithm_that_is_not_there_is_told_which_there_are() -> None:
         load("quickstart+dappo")
 
 
+def test_an_algorithm_alone_is_told_to_be_joined_to_a_preset_with_a_task() -> None:
+    with pytest.raises(ConfigError, match=r"preset = 'dapo': .* quickstart\+dapo"):
+        load("dapo")
+
+
 @pytest.mark.parametrize("preset", ["quickstart", "calculator"])
 def test_presets_that_need_nothing_have_enough_problems(preset: str) -> None:
     config = load(preset)

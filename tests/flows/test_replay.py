@@ -1,0 +1,21 @@
+"""A replay beside the trainer of the run that it is of."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.replay import workplace
+from tasks.store.layout import SCRATCH_ENV, RunFolder
+
+
+def test_copies_of_checkpoints_lie_on_the_scratch_disk_and_apart_from_those_of_the_runs_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH_ENV, str(tmp_path))
+    run = RunFolder("s3://bucket/runs/small")
+    with workplace(run) as place:
+        assert Path(place).is_relative_to(tmp_path)
+        assert not Path(place).is_relative_to(run.local)
+        monkeypatch.setenv(SCRATCH_ENV, place)
+        assert run.local.is_relative_to(place)
+    assert not Path(place).exists()
