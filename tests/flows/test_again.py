@@ -215,6 +215,7 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
             "evaluate.enabled=false",
             f"train.ranks={ranks}",
             "train.checkpoint_every=2",
+            "train.keep_checkpoints=3",
             "train.loss=cispo",
             "observe.tensorboard=true",
         ),
