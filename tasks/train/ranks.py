@@ -20,9 +20,9 @@ _DEAD_RANK_STATUS = 70
 
 
 class CommandChannel:
-    """Commands from rank 0 to the others, in order.
+    """Commands from rank 0 to the others, in order, and how they went on rank 0.
 
-    `publish` is rank 0's, `next` the others'.
+    `publish` and `tell` are rank 0's, `next` and `was_refused` the others'.
     """
 
     def __init__(self, store: Store, wait_s: float) -> None:
@@ -48,6 +48,22 @@ class CommandChannel:
             name, _, body = self._store.get(self._key).decode().partition(" ")
             self._number += 1
             return COMMANDS[name].model_validate_json(body)
+
+    def tell(self, *, refused: bool) -> None:
+        """Say how the last command went here: True when it failed with an error that the service goes on after."""
+        self._store.set(self._outcome_key, "refused" if refused else "done")
+
+    def was_refused(self) -> bool:
+        """Whether rank 0 has said so of the last command; False too when it says nothing, waiting for this rank perhaps."""
+        try:
+            self._store.wait([self._outcome_key], self._wait)
+        except dist.DistStoreError:
+            return False
+        return self._store.get(self._outcome_key) == b"refused"
+
+    @property
+    def _outcome_key(self) -> str:
+        return f"outcome/{self._number - 1}"
 
     @property
     def _key(self) -> str:

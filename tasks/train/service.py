@@ -7,6 +7,7 @@ prints its traceback last.
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, RollmillError
 from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.control import ControlServer, LocalCommands, complete, control_app
 from tasks.train.launch import TOKEN_ENV
@@ -52,7 +53,7 @@ def main() -> None:
     if ranks.rank == 0:
         lead(config, worker, transfer, channel, heartbeats)
     else:
-        follow(worker, channel)
+        follow(worker.run, channel)
     writer.join()
     dist.destroy_process_group()
 
@@ -101,7 +102,13 @@ def serve_one(operations: Operations, worker: Worker, channel: CommandChannel) -
         if result is not None:
             return result
         channel.publish(command)
-        return worker.run(command)
+        try:
+            result = worker.run(command)
+        except RollmillError:
+            channel.tell(refused=True)
+            raise
+        channel.tell(refused=False)
+        return result
 
     if operation.command.name == Shutdown.name:
         channel.publish(operation.command)
@@ -111,10 +118,18 @@ def serve_one(operations: Operations, worker: Worker, channel: CommandChannel) -
     return False
 
 
-def follow(worker: Worker, channel: CommandChannel) -> None:
-    """Every other rank: carry out what rank 0 passes on."""
+def follow(run: Callable[[Command], Any], channel: CommandChannel) -> None:
+    """Every other rank: carry out what rank 0 passes on.
+
+    What fails on rank 0 too, a wrong setting for example, rank 0 answers with. What fails on this rank alone is the end
+    of it, and so of the service: rank 0 may wait for it.
+    """
     while (command := channel.next()).name != Shutdown.name:
-        worker.run(command)
+        try:
+            run(command)
+        except RollmillError:
+            if not channel.was_refused():
+                raise
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""What ranks other than 0 do with errors, which rank 0 has too or has not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from tasks.errors import ConfigError
+from tasks.train.protocol import Command, Digests, Shutdown
+from tasks.train.ranks import CommandChannel
+from tasks.train.service import follow
+
+WAIT_S = 0.5
+
+
+def fails(command: Command) -> None:
+    raise ConfigError("train.loss", "gpso", "there is no such loss")
+
+
+def channels() -> tuple[CommandChannel, CommandChannel]:
+    """Rank 0's, and another rank's."""
+    store = dist.HashStore()
+    return CommandChannel(store, WAIT_S), CommandChannel(store, WAIT_S)
+
+
+def test_a_rank_goes_on_after_an_error_that_rank_0_answers_with() -> None:
+    leading, following = channels()
+    leading.publish(Digests())
+    leading.tell(refused=True)
+    leading.publish(Shutdown())
+    follow(fails, following)
+
+
+def done(leading: CommandChannel) -> None:
+    leading.tell(refused=False)
+
+
+def waits(leading: CommandChannel) -> None:
+    """It says nothing."""
+
+
+@pytest.mark.parametrize("rank_0", [done, waits])
+def test_an_error_of_one_rank_alone_is_its_end(rank_0: Callable[[CommandChannel], None]) -> None:
+    leading, following = channels()
+    leading.publish(Digests())
+    rank_0(leading)
+    with pytest.raises(ConfigError):
+        follow(fails, following)
