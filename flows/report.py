@@ -14,9 +14,9 @@ from flows.drops import drop_line, drop_metrics, drops
 from flows.progress import say
 from flows.recording import forget_results
 from flows.run import Run, TrainingRun
-from flows.sinks import step_point
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
+from tasks.observe.sinks import points_of
 from tasks.observe.spans import StepClock
 from tasks.rollout.env_client import RemoteEnvironment
 from tasks.store.plan import group_numbers, read_plan
@@ -93,7 +93,7 @@ async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) 
         },
     )
     await run.store.writer.append("metrics", rows, step=step)
-    if point := step_point(step, metrics):
+    for point in points_of(step, metrics):
         run.sinks.put(point)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import polars as pl
@@ -12,7 +12,7 @@ from flows.inspection import held_out
 from flows.progress import say
 from tasks.observe.metrics import Metric
 from tasks.observe.sink_client import NoSinks, SinkClient, Sinks
-from tasks.observe.sinks import MARKERS, Point, SinkSettings, values_of
+from tasks.observe.sinks import EVALUATION, Point, SinkSettings, points_of
 from tasks.store.layout import RunFolder
 from tasks.store.reader import scan
 
@@ -44,18 +44,12 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
         yield sinks
 
 
-def step_point(step: int, metrics: Sequence[Metric]) -> Point | None:
-    """A step's metrics; None for those that are stored beside a step's, before its training."""
-    values = values_of(metrics)
-    return Point("step", step, values) if MARKERS["step"] in values else None
-
-
 def evaluations(folder: RunFolder, version: int | None = None) -> Iterator[Point]:
     """The rewards of complete evaluations, of a version or of all."""
     for row in held_out(folder, version=version).to_dicts():
         values = {f"evaluation/{name}": value for name, value in row.items() if name != "step"}
         yield Point(
-            "evaluation", row["step"], {name: value for name, value in values.items() if math.isfinite(value)}
+            EVALUATION, row["step"], {name: value for name, value in values.items() if math.isfinite(value)}
         )
 
 
@@ -65,5 +59,4 @@ def _steps(folder: RunFolder) -> Iterator[Point]:
     stored = rows.unique(["step", "name", "env", "stat"], keep="last").sort("step").collect()
     for (step,), of_step in stored.group_by("step", maintain_order=True):
         metrics = [Metric(**row) for row in of_step.select(pl.exclude("step")).to_dicts()]
-        if point := step_point(int(str(step)), metrics):
-            yield point
+        yield from points_of(int(str(step)), metrics)

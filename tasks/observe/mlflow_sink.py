@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from tasks.observe.sinks import MARKERS, End, Kind, Point, SinkSettings
+from tasks.observe.sinks import End, Point, SinkSettings
 
 RUN_TAG = "rollmill.run"
 """Tag that holds a run's random id: by it a run that is gone on with finds its MLflow run."""
@@ -17,7 +17,11 @@ MAX_BATCH = 1000
 
 
 class MlflowSink:
-    """Goes on with the MLflow run of this run, or begins it."""
+    """Goes on with the MLflow run of this run, or begins it.
+
+    Attributes:
+        run_id: MLflow's.
+    """
 
     def __init__(self, settings: SinkSettings) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -36,29 +40,28 @@ class MlflowSink:
             if found
             else self._client.create_run(number, run_name=settings.name, tags={RUN_TAG: settings.run})
         )
-        self._run_id = run.info.run_id
+        self.run_id = run.info.run_id
         if run.info.status != RUNNING:
-            self._client.update_run(self._run_id, RUNNING)
-        self._written = {
-            (kind, metric.step)
-            for kind, marker in MARKERS.items()
-            for metric in self._client.get_metric_history(self._run_id, marker)
-        }
+            self._client.update_run(self.run_id, RUNNING)
+        self._written: dict[str, set[int]] = {}
 
-    def has(self, kind: Kind, step: int) -> bool:
-        return (kind, step) in self._written
+    def has(self, marker: str, step: int) -> bool:
+        if marker not in self._written:
+            history = self._client.get_metric_history(self.run_id, _key(marker))
+            self._written[marker] = {metric.step for metric in history}
+        return step in self._written[marker]
 
     def write(self, point: Point) -> None:
         # The marker goes last: a point that was cut off is written again as a whole.
-        marker, now_ms = MARKERS[point.kind], int(time.time() * 1000)
-        names = sorted(point.values, key=lambda name: name == marker)
+        now_ms = int(time.time() * 1000)
+        names = sorted(point.values, key=lambda name: name == point.marker)
         metrics = [self._metric(_key(name), point.values[name], now_ms, point.step) for name in names]
         for first in range(0, len(metrics), MAX_BATCH):
-            self._client.log_batch(self._run_id, metrics[first : first + MAX_BATCH])
-        self._written.add((point.kind, point.step))
+            self._client.log_batch(self.run_id, metrics[first : first + MAX_BATCH])
+        self._written.setdefault(point.marker, set()).add(point.step)
 
     def end(self, how: End) -> None:
-        self._client.set_terminated(self._run_id, STATUSES[how])
+        self._client.set_terminated(self.run_id, STATUSES[how])
 
 
 def _key(name: str) -> str:

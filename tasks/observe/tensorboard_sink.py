@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from tasks.observe.sinks import End, Kind, Point
+from tasks.observe.sinks import End, Point
 
 
 class TensorBoardSink:
@@ -28,17 +28,17 @@ class TensorBoardSink:
         self._writer = EventsWriter(str(folder / "events"))
         # A reader that has seen an earlier file forgets what it had of the steps from 0.
         self._writer.write_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
-        self._written: set[tuple[Kind, int]] = set()
+        self._written: set[tuple[str, int]] = set()
 
-    def has(self, kind: Kind, step: int) -> bool:
-        return (kind, step) in self._written
+    def has(self, marker: str, step: int) -> bool:
+        return (marker, step) in self._written
 
     def write(self, point: Point) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
         event = self._event(wall_time=time.time(), step=point.step, summary=self._summary(value=values))
         self._writer.write_event(event)
         self._writer.flush()
-        self._written.add((point.kind, point.step))
+        self._written.add((point.marker, point.step))
 
     def end(self, how: End) -> None:
         self._writer.close()

@@ -1,5 +1,6 @@
 """TensorBoard and MLflow get a run's metrics, each step once, and never stop or delay it."""
 
+import asyncio
 import math
 import sys
 from collections import Counter
@@ -10,18 +11,18 @@ import pytest
 from mlflow.tracking import MlflowClient
 from tensorboardX.proto.event_pb2 import Event
 
-from tasks.observe.metrics import Metric
+from tasks.observe.metrics import Metric, Stat
 from tasks.observe.mlflow_sink import MlflowSink
 from tasks.observe.sink_client import SinkClient
 from tasks.observe.sink_process import Feed
-from tasks.observe.sinks import End, Kind, Point, SinkSettings, values_of
+from tasks.observe.sinks import APART, EVALUATION, STEP, End, Point, SinkSettings, points_of, values_of
 
 
 def step(number: int, **values: float) -> Point:
-    return Point("step", number, {"train/updated": 1.0} | values)
+    return Point(STEP, number, {"train/updated": 1.0} | values)
 
 
-def points_of(folder: Path) -> Counter[tuple[str, int, float]]:
+def values_in(folder: Path) -> Counter[tuple[str, int, float]]:
     """(name, step, value) of the event files in a folder, as their format has them: length, crc, event, crc."""
     found: Counter[tuple[str, int, float]] = Counter()
     for path in folder.iterdir():
@@ -43,7 +44,7 @@ async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gon
             for number in range(n_steps):
                 sinks.put(step(number, **{"train/loss": number / 2}))
                 sinks.put(step(number, **{"train/loss": number / 2}))
-    found = points_of(tmp_path / "tensorboard")
+    found = values_in(tmp_path / "tensorboard")
     assert found == Counter(
         {
             (name, number, value): 1
@@ -55,44 +56,60 @@ async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gon
     assert sinks.n_failures == 0
 
 
-def test_mlflow_goes_on_with_the_run_of_the_same_id_and_takes_no_step_twice(tmp_path: Path) -> None:
+def test_mlflow_goes_on_with_the_run_of_the_same_id_takes_no_step_twice_and_says_how_it_stands(
+    tmp_path: Path,
+) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     settings = SinkSettings("ab", "small", mlflow_uri=uri, experiment="tests")
-    for n_steps in (1, 2):
+    client, statuses = MlflowClient(uri), list[str]()
+
+    def note(sink: MlflowSink) -> None:
+        statuses.append(client.get_run(sink.run_id).info.status)
+
+    ends: tuple[tuple[int, End], ...] = ((1, "killed"), (2, "finished"))
+    for n_steps, how in ends:
         sink = MlflowSink(settings)
+        note(sink)
         for number in range(n_steps):
-            for point in (step(number, loss=0.5), Point("evaluation", number, {"evaluation/reward": 0.25})):
-                if not sink.has(point.kind, point.step):
+            for point in (step(number, loss=0.5), Point(EVALUATION, number, {"evaluation/reward": 0.25})):
+                if not sink.has(point.marker, point.step):
                     sink.write(point)
-    client = MlflowClient(uri)
+        sink.end(how)
+        note(sink)
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert statuses == ["RUNNING", "KILLED", "RUNNING", "FINISHED"]
     assert run.info.run_name == "small"
     for name, value in (("train/updated", 1.0), ("loss", 0.5), ("evaluation/reward", 0.25)):
         history = client.get_metric_history(run.info.run_id, name)
         assert [(each.step, each.value) for each in history] == [(0, value), (1, value)]
 
 
-async def test_mlflow_says_how_a_run_ended_and_that_it_goes_on_again(tmp_path: Path) -> None:
-    settings = SinkSettings("ab", "small", mlflow_uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="tests")
-
-    async def run(error: BaseException | None) -> str:
-        with suppress(type(error or OSError())):
-            async with SinkClient(settings, print) as sinks:
-                sinks.put(step(0))
-                if error:
-                    raise error
-        return status()
-
-    def status() -> str:
-        client = MlflowClient(settings.mlflow_uri)
-        (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
-        return str(found.info.status)
-
-    assert await run(RuntimeError()) == "FAILED"
-    assert await run(KeyboardInterrupt()) == "KILLED"
-    MlflowSink(settings)
-    assert status() == "RUNNING"
-    assert await run(None) == "FINISHED"
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "finished"),
+        (RuntimeError(), "failed"),
+        (ExceptionGroup("", [OSError()]), "failed"),
+        (KeyboardInterrupt(), "killed"),
+        (asyncio.CancelledError(), "killed"),
+    ],
+)
+async def test_sinks_are_told_how_the_run_ended(
+    tmp_path: Path, error: BaseException | None, told: str
+) -> None:
+    script = (
+        "import pathlib\n"
+        "from tasks.observe import sink_process as p\n"
+        "class Listening:\n"
+        f"    def end(self, how): pathlib.Path({str(tmp_path / 'end')!r}).write_text(how)\n"
+        "p.feeds_of = lambda settings, report: [p.Feed('listening', Listening, report)]\n"
+        "p.main()\n"
+    )
+    with suppress(type(error) if error else OSError):
+        async with SinkClient(SinkSettings("ab", "run"), print, (sys.executable, "-c", script)):
+            if error:
+                raise error
+    assert (tmp_path / "end").read_text() == told
 
 
 async def test_a_sink_that_cannot_be_reached_is_said_once_and_counted_and_the_run_goes_on(
@@ -124,7 +141,7 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
     script = (
         "from tasks.observe import sink_process as p\n"
         "class Hanging:\n"
-        "    def has(self, kind, step): return False\n"
+        "    def has(self, marker, step): return False\n"
         "    def write(self, point): __import__('time').sleep(600)\n"
         "    def end(self, how): pass\n"
         "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
@@ -145,7 +162,7 @@ class Flaky:
         self.ended: list[End] = []
         self.has_failed = False
 
-    def has(self, kind: Kind, step: int) -> bool:
+    def has(self, marker: str, step: int) -> bool:
         return False
 
     def write(self, point: Point) -> None:
@@ -176,3 +193,22 @@ def test_names_say_reduction_and_environment_and_means_of_nothing_are_left_out()
         Metric("drops/lost_tokens", "all", "mean", math.nan),
     ]
     assert values_of(metrics) == {"train/tokens": 3.0, "train/ratio/max/addition": 1.5}
+
+
+def test_names_of_stats_and_environments_never_meet_whatever_an_environment_is_called() -> None:
+    stats: tuple[Stat, ...] = ("value", "mean", "std", "min", "max")
+    metrics = [Metric("train/ratio", env, stat, 1.0) for env in ("all", *stats) for stat in stats]
+    assert len(values_of(metrics)) == len(metrics)
+
+
+def test_every_metric_of_a_step_is_in_one_point_however_it_is_stored() -> None:
+    """What is stored apart is found to be missing alone, when a run is gone on with."""
+    apart = [Metric(name, "all", "max", 2.0) for name in sorted(APART)]
+    trained = [Metric("train/loss", "all", "mean", 0.5), Metric("train/updated", "all", "value", 1.0)]
+    live = [*points_of(0, trained), *points_of(0, apart)]
+    assert points_of(0, [*apart, *trained]) == live
+    assert live[0] == Point(STEP, 0, {"train/loss/mean": 0.5, "train/updated": 1.0})
+    assert [(each.marker, dict(each.values)) for each in live[1:]] == [
+        (f"{metric.name}/max", {f"{metric.name}/max": 2.0}) for metric in apart
+    ]
+    assert [each.marker for each in points_of(0, [Metric("new/one_s", "all", "value", 1.0)])] == ["new/one_s"]
