@@ -15,7 +15,7 @@ from tasks.errors import ShardError, StoreError
 from tasks.store.filesystem import Files, files_of
 from tasks.store.layout import PartitionValue, RunFolder
 from tasks.store.reader import read
-from tasks.store.rows import Rows, rows_of, values, without
+from tasks.store.rows import Rows, no_rows, rows_of, values, without
 from tasks.store.schemas import schema_of
 from tasks.store.writer import RunWriter
 
@@ -30,16 +30,18 @@ class Delivery:
         dataset: the data set they are of.
         partition: value of each of its partition keys.
         key: where they lie, below the run's folder.
+        trajectory_ids: whose they are; empty when that is not known.
     """
 
     dataset: str
     partition: dict[str, PartitionValue]
     key: str
+    trajectory_ids: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "Delivery":
         """The inverse of dataclasses.asdict."""
-        return cls(**values)
+        return cls(**values | {"trajectory_ids": tuple(values.get("trajectory_ids", ()))})
 
 
 def hand_over(
@@ -58,14 +60,15 @@ def hand_over(
 
     if folder.is_local:
         folder.tmp.mkdir(parents=True, exist_ok=True)
-    return Delivery(dataset, dict(partition), files_of(folder).publish(_FOLDER, write))
+    key = files_of(folder).publish(_FOLDER, write)
+    return Delivery(dataset, dict(partition), key, tuple(rows.column("trajectory_id").to_pylist()))
 
 
 async def take_in(folder: RunFolder, files: Files, writer: RunWriter, delivery: Delivery) -> int:
     """Store what was handed over, but for rows that are stored already, and remove the file; returns how many rows.
 
     Raises:
-        StoreError: the rows are neither in the file nor stored, or could not be stored.
+        StoreError: rows that are not stored are not in the file either, or could not be stored.
     """
     rows = await asyncio.to_thread(_new_rows, folder, delivery)
     if rows.num_rows:
@@ -75,6 +78,10 @@ async def take_in(folder: RunFolder, files: Files, writer: RunWriter, delivery: 
 
 
 def _new_rows(folder: RunFolder, delivery: Delivery) -> Rows:
+    table = read(folder, delivery.dataset, ["trajectory_id"], **delivery.partition)
+    stored = set(values(rows_of(table), "trajectory_id"))
+    if delivery.trajectory_ids and stored.issuperset(delivery.trajectory_ids):
+        return no_rows(delivery.dataset)
     try:
         with files_of(folder).open(delivery.key) as file:
             rows = rows_of(pa.ipc.open_file(file).read_all())
@@ -83,8 +90,7 @@ def _new_rows(folder: RunFolder, delivery: Delivery) -> Rows:
         raise StoreError(
             f"rows of {delivery.dataset} were handed over as {where}, and cannot be read: {error}"
         ) from error
-    stored = read(folder, delivery.dataset, ["trajectory_id"], **delivery.partition)
-    return without(rows, "trajectory_id", values(rows_of(stored), "trajectory_id"))
+    return without(rows, "trajectory_id", stored)
 
 
 def clear(files: Files) -> None:

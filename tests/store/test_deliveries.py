@@ -1,6 +1,7 @@
 """Rows that another process has made reach the data set once, whenever a process dies."""
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 
 import pyarrow as pa
 import pytest
@@ -42,6 +43,16 @@ async def test_rows_that_were_handed_over_twice_are_stored_once(
     assert await take_in(folder, files, writer, again) == 1
     assert stored(folder) == IDS
     assert not files.keys(".tmp/deliveries/*")
+
+
+async def test_rows_that_are_stored_need_no_file_any_more(
+    folder: RunFolder, writer: RunWriter, rows: RowMaker
+) -> None:
+    """As when a delivery is told of again, by an answer that came twice."""
+    told = asdict(handed_over(folder, rows))
+    for n_new in (len(IDS), 0):
+        assert await take_in(folder, files_of(folder), writer, Delivery.parse(told)) == n_new
+    assert stored(folder) == IDS
 
 
 async def test_rows_that_are_neither_there_nor_stored_are_an_error(
