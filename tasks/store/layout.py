@@ -123,18 +123,19 @@ class RunFolder:
         """Folder, on this machine, of the trainer's state that is policy version `version`."""
         return self.local / checkpoint_key(version)
 
-    def checkpoint_marker(self, version: int) -> Path:
-        """The file that is written last: a checkpoint without it is incomplete."""
-        return self.checkpoint(version) / CHECKPOINT_MARKER
-
     def policy(self, version: int) -> Path:
         """Folder, on this machine, of a policy version in Hugging Face format."""
-        return self.local / "policies" / f"version={version:06d}"
+        return self.local / policy_key(version)
 
 
 def checkpoint_key(version: int) -> str:
     """Folder of a checkpoint below the run's."""
     return f"checkpoints/version={version:06d}"
+
+
+def policy_key(version: int) -> str:
+    """Folder of a policy in Hugging Face format below the run's."""
+    return f"policies/version={version:06d}"
 
 
 def partition_pattern(dataset: str, partition: Partition) -> str:

@@ -10,14 +10,9 @@ from pathlib import Path
 from tasks.errors import StoreError
 from tasks.store.checkpoints import check_newest
 from tasks.store.filesystem import files_of, reason_of
-from tasks.store.layout import RunFolder
+from tasks.store.layout import RunFolder, policy_key
 
 MODEL_CONFIG = "config.json"
-
-
-def policy_key(version: int) -> str:
-    """Folder of a policy below the run's."""
-    return f"policies/version={version:06d}"
 
 
 def has_policy(folder: RunFolder, version: int) -> bool:

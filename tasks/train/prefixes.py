@@ -34,11 +34,6 @@ class Unit(NamedTuple):
         return sum(self.lengths) - self.shared * (len(self.rows) - 1)
 
 
-def single_units(lengths: Sequence[int]) -> list[Unit]:
-    """Every row by itself."""
-    return [Unit([row], [length], 0) for row, length in enumerate(lengths)]
-
-
 def units_of(samples: Samples, rows: Sequence[int]) -> list[Unit]:
     """The rows, those with the same tokens before their first trained one together, where that saves enough.
 

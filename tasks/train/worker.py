@@ -14,8 +14,8 @@ from tasks.errors import BatchRefusedError, ConfigError, RequestError, StoreErro
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, local_checkpoint
 from tasks.store.deliveries import Delivery
-from tasks.store.layout import RunFolder
-from tasks.store.policies import has_policy, policy_key, publish_policy, unfinished_policy
+from tasks.store.layout import RunFolder, policy_key
+from tasks.store.policies import has_policy, publish_policy, unfinished_policy
 from tasks.store.routing import read_routing
 from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows

@@ -10,7 +10,7 @@ from flows.compaction import compact_run
 from tasks.errors import RunLockedError, StoreError
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
+from tasks.store.layout import CHECKPOINT_MARKER, RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.reader import read
 from tasks.store.run import OpenRun
@@ -46,7 +46,7 @@ async def folder(tmp_path: Path) -> RunFolder:
                 for group in range(3):
                     await writer.append("plans", plan(run.manifest.run, step, group), step=step)
     folder.checkpoint(2).mkdir(parents=True)
-    folder.checkpoint_marker(2).touch()
+    (folder.checkpoint(2) / CHECKPOINT_MARKER).touch()
     return folder
 
 

@@ -21,6 +21,7 @@ from tasks.rollout.guess import Guess
 from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work
 from tasks.score.outcome import NOT_WHOLE, GroupOutcome
+from tasks.store.layout import CHECKPOINT_MARKER
 from tasks.store.reader import read
 from tasks.store.routing import read_routing
 from tasks.store.rows import Rows
@@ -258,7 +259,7 @@ async def test_experts_of_old_steps_go_once_a_checkpoint_is_past_them(tmp_path: 
         await collected(run)
         await drop_old_routing(run, done=2)
         assert read(run.folder, "routing").num_rows == GROUP_SIZE
-        marker = run.folder.checkpoint_marker(1)
+        marker = run.folder.checkpoint(1) / CHECKPOINT_MARKER
         marker.parent.mkdir(parents=True)
         marker.touch()
         await drop_old_routing(run, done=2)

@@ -16,7 +16,7 @@ def test_every_part_of_a_run_has_its_place() -> None:
         "runs/a/scores/scorer=addition@1/step=000003"
     )
     assert RUN.dataset("evaluations", version=0) == "runs/a/evaluations/version=000000"
-    assert RUN.checkpoint_marker(12) == Path("runs/a/checkpoints/version=000012/COMPLETE.json")
+    assert RUN.checkpoint(12) == Path("runs/a/checkpoints/version=000012")
     assert RUN.policy(12) == Path("runs/a/policies/version=000012")
     assert RUN.logs == Path("runs/a/logs")
 

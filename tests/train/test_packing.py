@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.train.packing import Budget, pack, pack_line
-from tasks.train.prefixes import Unit, single_units, split_units
+from tasks.train.prefixes import Unit, split_units
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 RANKS = st.integers(1, 5)
@@ -24,6 +24,11 @@ def units(draw: st.DrawFn) -> list[Unit]:
         found.append(Unit(list(range(row, row + n_rows)), lengths, shared))
         row += n_rows
     return found
+
+
+def single_units(lengths: list[int]) -> list[Unit]:
+    """Every row by itself."""
+    return [Unit([row], [length], 0) for row, length in enumerate(lengths)]
 
 
 def tokens_of(rows: list[int], units: list[Unit]) -> int:
