@@ -129,7 +129,7 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
         (
             "rollout.groups_per_step",
             rollout.groups_per_step,
-            n_rows < n_parts,
+            n_rows < n_parts and not config.retrain.sources,
             f"a step samples {n_rows} trajectories (with rollout.group_size = {rollout.group_size}), and trains them on "
             f"train.ranks = {train.ranks} in train.updates_per_step = {train.updates_per_step} updates: each rank needs "
             "one of each update at least; sample more, or take fewer ranks or updates",

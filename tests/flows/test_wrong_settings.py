@@ -144,3 +144,11 @@ def opened(folder: Path, config: dict[str, Any]) -> OpenRun:
     return OpenRun.open(
         RunFolder(folder), config=config, fixed={}, versions={}, git_commit="", config_of=StoreConfig()
     )
+
+
+def test_a_retrained_run_is_not_asked_how_many_rows_it_would_sample() -> None:
+    settings = ("rollout.groups_per_step=1", "train.ranks=4", "train.updates_per_step=3")
+
+    config = load("quickstart", (*settings, "retrain.sources=[elsewhere]"))
+
+    assert config.trajectories_per_step < config.train.ranks * config.train.updates_per_step
