@@ -105,6 +105,7 @@ def main() -> None:
     found[job["skipped"]] = skipped(job, ranks)
     if ranks.rank == 0:
         Path(job["output"]).write_text(json.dumps(found))
+    dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
 
 
