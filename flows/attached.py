@@ -90,15 +90,21 @@ async def _check_trainer(config: RunConfig, connection: Connection) -> None:
         )
 
 
-async def _check_reference(config: RunConfig, url: str, connection: Connection) -> None:
-    """Refuse what cannot give the log-probabilities of a longest sequence, which it is asked for as a prompt."""
+async def _ask_to_generate(config: RunConfig, url: str, connection: Connection) -> int:
+    """The HTTP status of an empty request to sample, of a healthy server whose API key is ours."""
     connect_s = config.serve.connect_timeout_s
     await _answer(connection, "GET", "/health", connect_s)
     generate, _ = await _answer(connection, "POST", "/inference/v1/generate", connect_s)
     if generate == HTTPStatus.UNAUTHORIZED:
         remedy = f"the vLLM server at {url} has another API key than this environment variable"
         raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
-    status, body = await _answer(connection, "GET", "/v1/models", connect_s)
+    return generate
+
+
+async def _check_reference(config: RunConfig, url: str, connection: Connection) -> None:
+    """Refuse what cannot give the log-probabilities of a longest sequence, which it is asked for as a prompt."""
+    generate = await _ask_to_generate(config, url, connection)
+    status, body = await _answer(connection, "GET", "/v1/models", config.serve.connect_timeout_s)
     needed = config.serve.max_model_len + 1
     try:
         longest = min(each.max_model_len for each in msgspec.json.decode(body, type=_Models).data)
@@ -116,12 +122,7 @@ async def _check_reference(config: RunConfig, url: str, connection: Connection) 
 
 
 async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> None:
-    connect_s = config.serve.connect_timeout_s
-    await _answer(connection, "GET", "/health", connect_s)
-    generate, _ = await _answer(connection, "POST", "/inference/v1/generate", connect_s)
-    if generate == HTTPStatus.UNAUTHORIZED:
-        remedy = f"the vLLM server at {url} has another API key than this environment variable"
-        raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
+    generate = await _ask_to_generate(config, url, connection)
     info, body = await _answer(
         connection,
         "GET",

@@ -202,3 +202,8 @@ def check_lengths(samples: Samples, most_tokens: int) -> None:
                 f"trajectory {samples.trajectory_ids[row]}: it has {n_tokens} tokens, and train.micro_batch_tokens is "
                 f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len)"
             )
+
+
+def n_trained_tokens(samples: Samples) -> int:
+    """Tokens of all rows that are to be trained."""
+    return sum(int(mask.sum()) for mask in samples.loss_masks)

@@ -46,7 +46,7 @@ from tasks.train.protocol import (
 from tasks.train.random_state import begin_random
 from tasks.train.reference import FrozenPolicy, load_reference
 from tasks.train.rules import check_offload
-from tasks.train.samples import check_lengths, check_samples, read_rollouts
+from tasks.train.samples import check_lengths, check_samples, n_trained_tokens, read_rollouts
 from tasks.train.scoring import sequence_logprobs
 from tasks.train.step import StepTraining, reason_to_skip
 from tasks.train.step_place import StepPlace
@@ -175,7 +175,10 @@ class Worker:
         samples, deliveries = batch.samples, list[Delivery]()
         table, n_updates = MetricTable(), self.progress.n_updates
         reason = reason_to_skip(samples, self._objective)
-        if not reason:
+        if reason:
+            n_dropped = self._config.epochs * n_trained_tokens(samples)
+            table.add("train/dropped_tokens", Reduced("value", float(n_dropped)))
+        else:
             place = self._place(command, hands_over=command.hands_over)
             samples, computed = self._other_policies.complete(samples, batch.stored, place)
             annotations = Annotations(samples) if self._is_annotated(command) else None

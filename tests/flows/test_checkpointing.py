@@ -77,8 +77,8 @@ async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[t
         trainer = Trainer(run.folder, *fates)
         with disable_run_logger():
             await store_batch(run, await collect_step(run, 0))
-            async with Checkpointing(run, trainer.client) as checkpointing:  # type: ignore[arg-type]
-                policy = Policy(run, trainer, None, checkpointing)  # type: ignore[arg-type]
+            async with Checkpointing(run, trainer.client) as checkpointing:
+                policy = Policy(run, trainer, None, checkpointing)
                 policy.current = PolicyVersion(run.id, 1, 1)
                 yield policy, trainer
 

@@ -219,6 +219,10 @@ async def test_weights_arrive_from_partitioned_ranks_and_steps_without_update_ke
         "empty batch",
         "non-finite loss",
     ]
+    dropped = [
+        {metric.name: metric.value for metric in each.metrics}["train/dropped_tokens"] for each in results
+    ]
+    assert dropped == [0.0, 9.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
