@@ -49,4 +49,4 @@ WORKDIR /models
 ENV VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", \
-            "--weight-transfer-config", "{\"backend\": \"gloo\"}", "--logprobs-mode", "processed_logprobs"]
+            "--weight-transfer-config", "{\"backend\": \"rollmill\"}", "--logprobs-mode", "processed_logprobs"]

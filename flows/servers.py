@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -26,7 +25,8 @@ from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_sequences
 from tasks.store.reader import scan
-from tasks.sync.drive import SyncReport, check_parity, join
+from tasks.sync.drive import SyncReport, check_parity, new_prefix
+from tasks.sync.order import WeightAnswer
 from tasks.sync.parity import threshold_of
 from tasks.sync.task import send_weights
 from tasks.train.client import TrainerClient
@@ -62,7 +62,7 @@ class Servers:
         self.mute: set[ServerService] = set()
         self.lost: set[ServerService] = set()
         self.are_up = asyncio.Event()
-        self._joined: dict[ServerService, int] = {}
+        self._joined: dict[ServerService, tuple[int, str]] = {}
         self._verified: dict[
             ServerService, str
         ] = {}  # the name of the weights that a server is known to have
@@ -173,7 +173,7 @@ class Servers:
         self, server: ServerService, version: PolicyVersion, only_name: bool
     ) -> SyncReport | None:
         try:
-            if only_name and self._joined.get(server) == version.incarnation:
+            if only_name and self._is_joined(server, version):
                 self._verified.pop(server, None)
                 await server.client.set_version(str(version))
                 self._let_in(server, version)
@@ -185,25 +185,24 @@ class Servers:
 
     async def _sync(self, server: ServerService, version: PolicyVersion) -> SyncReport:
         """Send, compare, and let in; weights that fail the comparison are sent once more."""
-        config, client = self.run.config.sync, server.client
+        client = server.client
         self._verified.pop(server, None)
         if not await client.is_healthy():
             raise SyncError(f"server {client.url} does not answer /health")
-        if self._joined.get(server) != version.incarnation:
+        if not self._is_joined(server, version):
             await self._check_tokenizer(client)
-            await join(self._trainer, client, config)
-            self._joined[server] = version.incarnation
-        stats = await self._send(client, version)
+            self._joined[server] = version.incarnation, new_prefix()
+        answer = await self._send(server, version)
         try:
             difference = await self._compare(server, version)
         except ParityError as error:
             say(f"{error}; sending it once more")
-            stats = await self._send(client, version)
+            answer = await self._send(server, version)
             difference = await self._compare(server, version)
         if (reported := await client.version()) != str(version):
             raise SyncError(f"server {client.url} reports version {reported} after a sync of {version}")
         self._let_in(server, version)
-        return SyncReport(client.url, int(stats["bytes"]), float(stats["seconds"]), difference)
+        return SyncReport(client.url, answer.bytes, answer.received_s, difference)
 
     def _let_in(self, server: ServerService, version: PolicyVersion) -> None:
         if server in self.failed:
@@ -211,9 +210,14 @@ class Servers:
         self._verified[server] = str(version)
         self.run.pool.admit(server.client)
 
-    async def _send(self, client: VllmClient, version: PolicyVersion) -> dict[str, Any]:
+    def _is_joined(self, server: ServerService, version: PolicyVersion) -> bool:
+        """True when it has links to the trainer of this incarnation."""
+        return self._joined.get(server, (-1, ""))[0] == version.incarnation
+
+    async def _send(self, server: ServerService, version: PolicyVersion) -> WeightAnswer:
         self.run.recording.started()
-        return await send_weights(self._trainer, client, str(version), self.run.config.sync)
+        _, prefix = self._joined[server]
+        return await send_weights(self._trainer, server.client, str(version), self.run.config.sync, prefix)
 
     async def _check_tokenizer(self, client: VllmClient) -> None:
         """Refuse a server that reads a prompt as other tokens than we do.

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.sync.buckets import TransferPlan
+from tasks.sync.order import Place, Sent, WeightOffer
 from tasks.train.config import TrainConfig
 from tasks.train.control import ControlServer, LocalCommands, control_app
 from tasks.train.operations import Operations
@@ -22,6 +24,8 @@ from tasks.train.protocol import (
     TrainStep,
 )
 
+NO_WEIGHTS = TransferPlan((), 0, ((),))
+HERE = Place("here", "cpu")
 LOGPROB = -1.0
 """What every token has, here and at the stub server, so that the two always agree."""
 
@@ -52,8 +56,7 @@ class StubTrainer:
             "load": self._load,
             "train_step": self._train,
             "logprobs": _logprobs,
-            "weight_plan": lambda _: {},
-            "rendezvous": lambda _: {"host": "127.0.0.1", "port": 0},
+            "offer": lambda _: WeightOffer(NO_WEIGHTS.to_json(), "127.0.0.1", 0, HERE.to_json()),
             "send": self._send,
             "checkpoint": _checkpoint,
             "await_checkpoint": _await_checkpoint,
@@ -81,9 +84,9 @@ class StubTrainer:
         self._version, self._digest = command.step + 1, command.digest
         return StepResult(self._version, True, "", [], self.train_s)
 
-    def _send(self, command: Send) -> dict[str, float]:
+    def _send(self, command: Send) -> list[Sent]:
         time.sleep(self.send_s)
-        return {"bytes": 0, "buckets": 0, "seconds": self.send_s}
+        return [Sent(each["server"], 0, self.send_s) for each in command.targets]
 
 
 def _nothing(_: Any) -> None:

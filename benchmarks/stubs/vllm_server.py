@@ -12,12 +12,9 @@ from benchmarks.stubs.trainer import LOGPROB
 from tasks.rollout.environment import Message
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.serve.vllm import LOGPROBS_MODE, TRANSFER_BACKEND
+from tasks.sync.order import ServerPlace, WeightAnswer, WeightOrder
 from tasks.train.control import ControlServer
 
-CONTROL = (
-    *("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"),
-    *("finish_weight_update", "reset_prefix_cache", "update_weight_version"),
-)
 MAX_MODEL_LEN = 1 << 20
 ANSWERS = ("85", "")
 """Texts it answers with, in turn: one is in the environment's form and one is not, so that rewards are spread."""
@@ -91,12 +88,18 @@ class StubVllmServer:
             await asyncio.sleep(self.rollout_s)
             return _completion(answers[sampling["seed"] % len(answers)], version)
 
-        @app.post("/{route}")
-        async def control(route: str, body: dict[str, Any] | None = None) -> None:
-            if route not in CONTROL:
-                raise LookupError(f"the stub of a vLLM server has no route /{route}")
-            body = body or {}
-            self._version = body.get("weight_version") or body.get("new_version") or self._version
+        @app.get("/rollmill/weights")
+        async def place() -> dict[str, Any]:
+            return ServerPlace("here", "cpu").to_json()
+
+        @app.post("/rollmill/weights")
+        async def take(body: dict[str, Any]) -> dict[str, Any]:
+            self._version = WeightOrder.from_json(body).version
+            return WeightAnswer(bytes=0, received_s=0.0, held_s=0.0).to_json()
+
+        @app.post("/update_weight_version")
+        async def name(body: dict[str, Any]) -> None:
+            self._version = body["new_version"]
 
         return ControlServer(app, "127.0.0.1", port)
 

@@ -196,33 +196,24 @@ class VllmClient:
         body = {"messages": list(messages), "add_generation_prompt": True, "add_special_tokens": False}
         return [int(token) for token in (await self._call("POST", "/tokenize", body))["tokens"]]
 
-    async def pause(self, timeout_s: float) -> None:
-        """Freeze requests; they go on at `resume`, with a recomputed cache."""
-        await self._call("POST", "/pause?mode=keep&clear_cache=true", None, timeout_s)
+    async def place(self) -> dict[str, Any]:
+        """Where the server runs: a ServerPlace of tasks.sync.order as JSON."""
+        return dict(await self._call("GET", "/rollmill/weights"))
 
-    async def resume(self, timeout_s: float) -> None:
-        """Go on with frozen requests."""
-        await self._call("POST", "/resume", None, timeout_s)
+    async def take_weights(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Have the server take weights from the trainer; returns when they are in place and requests go on.
 
-    async def init_weight_transfer(self, info: dict[str, Any], timeout_s: float) -> None:
-        """Have the server join the sender of the weights; returns when it has."""
-        await self._once("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
+        Args:
+            order: a WeightOrder of tasks.sync.order as JSON.
+            timeout_s: seconds that may take.
 
-    async def start_weight_update(self, timeout_s: float) -> None:
-        """Open the live model for new weights; from here on it cannot decode until `finish_weight_update`."""
-        await self._once("POST", "/start_weight_update", None, timeout_s)
+        Returns:
+            A WeightAnswer as JSON.
 
-    async def update_weights(self, plan: dict[str, Any], timeout_s: float) -> None:
-        """Receive weights by plan; returns when they have arrived."""
-        await self._once("POST", "/update_weights", {"update_info": plan}, timeout_s)
-
-    async def finish_weight_update(self, version: str, timeout_s: float) -> None:
-        """Put the new weights in place, under a new name."""
-        await self._once("POST", "/finish_weight_update", {"weight_version": version}, timeout_s)
-
-    async def reset_prefix_cache(self, timeout_s: float) -> None:
-        """Forget the cache, which old weights made."""
-        await self._call("POST", "/reset_prefix_cache", None, timeout_s)
+        Raises:
+            RequestError: it did not; the text says whether the old weights still serve.
+        """
+        return dict(await self._once("POST", "/rollmill/weights", order, timeout_s))
 
     async def _cut(
         self, sampled: asyncio.Future[Completion], request_id: str, until: float | None

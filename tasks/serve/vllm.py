@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tasks.serve.config import ServeConfig
 
-TRANSFER_BACKEND = "gloo"
+TRANSFER_BACKEND = "rollmill"
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities are those that tokens were sampled by, the temperature applied."""
 LOOPBACK = "127.0.0.1"

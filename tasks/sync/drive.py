@@ -5,30 +5,29 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from tasks.errors import ParityError, RequestError, ServiceError, SyncError
 from tasks.serve.client import VllmClient
 from tasks.sync.config import SyncConfig
+from tasks.sync.order import Sent, ServerPlace, Target, WeightAnswer, WeightOffer, WeightOrder
 from tasks.sync.parity import largest_difference
 
 
 class WeightSource(Protocol):
-    """The trainer, as the sync sees it."""
+    """The trainer, as it gives weights away."""
 
-    async def rendezvous(self) -> dict[str, Any]:
-        """Where servers join: {"host", "port"}."""
+    async def offer(self) -> WeightOffer:
+        """What it has to give, and where."""
 
-    async def connect(self, server: str, prefix: str) -> None:
-        """Wait until a server has joined under a prefix."""
+    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+        """Send the weights to servers that take them at the same time; a failing server does not hold the others."""
 
-    async def weight_plan(self) -> dict[str, Any]:
-        """What a server must know before weights are sent."""
 
-    async def send(self, servers: list[str]) -> dict[str, Any]:
-        """Send the weights to servers that have joined; returns {"bytes", "buckets", "seconds"}."""
+class Scorer(Protocol):
+    """The trainer, as it is compared with."""
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """[B][T-1] raw log-probabilities of known tokens."""
@@ -50,43 +49,44 @@ class SyncReport:
     difference: float
 
 
-async def join(source: WeightSource, server: VllmClient, config: SyncConfig) -> None:
-    """Open the link between trainer and server, in place of one they had.
-
-    Raises:
-        SyncError: they did not meet in time.
-    """
-    prefix = uuid.uuid4().hex
-    async with _named(server, "joining the trainer", config.timeout_s):
-        info = {**await source.rendezvous(), "prefix": prefix, "timeout_s": config.timeout_s}
-        async with asyncio.TaskGroup() as both:
-            both.create_task(source.connect(server.url, prefix))
-            both.create_task(server.init_weight_transfer(info, config.timeout_s))
+def new_prefix() -> str:
+    """Under which a server and the trainer open links that they have not yet, or no longer."""
+    return uuid.uuid4().hex
 
 
 async def send_weights(
-    source: WeightSource, server: VllmClient, version: str, config: SyncConfig
-) -> dict[str, Any]:
-    """Replace a server's weights by the trainer's; its requests are frozen meanwhile.
+    source: WeightSource, server: VllmClient, version: str, config: SyncConfig, prefix: str
+) -> WeightAnswer:
+    """Replace a server's weights by the trainer's.
 
     Raises:
-        SyncError: it failed half-way; the server must be started again.
+        SyncError: it failed; the links under `prefix` are not to be used again.
     """
     async with _named(server, f"taking version {version}", config.timeout_s):
-        plan = await source.weight_plan()
-        await server.pause(config.timeout_s)
-        await server.start_weight_update(config.timeout_s)
+        offer, place = await source.offer(), ServerPlace.from_json(await server.place())
+        order = WeightOrder(
+            version=version,
+            mode=config.mode,
+            transport="gloo",
+            plan=offer.plan,
+            timeout_s=config.timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            base=offer.base,
+            host=offer.host,
+            port=offer.port,
+            prefix=prefix,
+        )
         async with asyncio.TaskGroup() as both:
-            sending = both.create_task(source.send([server.url]))
-            both.create_task(server.update_weights(plan, config.timeout_s))
-        await server.finish_weight_update(version, config.timeout_s)
-        await server.reset_prefix_cache(config.timeout_s)
-        await server.resume(config.timeout_s)
-    return sending.result()
+            sending = both.create_task(source.send([Target(server.url, "gloo", prefix, place.workers)]))
+            taking = both.create_task(server.take_weights(order.to_json(), config.timeout_s))
+    (sent,) = sending.result()
+    if sent.error:
+        raise SyncError(f"server {server.url}: {sent.error}")
+    return WeightAnswer.from_json(taking.result())
 
 
 async def check_parity(
-    source: WeightSource,
+    source: Scorer,
     server: VllmClient,
     sequences: Sequence[np.ndarray],
     version: str,

@@ -1,4 +1,4 @@
-"""What vLLM loads from this distribution for its HTTP server: generations answered as arrays.
+"""What vLLM loads from this distribution for its HTTP server: new weights, and generations answered as arrays.
 
 vLLM answers /inference/v1/generate with JSON: a text for each number, routed experts in base64. This plugin takes that
 route's place, and answers a request that accepts ARRAYS with MessagePack whose fields are the arrays' bytes; others are
@@ -18,6 +18,8 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
+from tasks.sync import weight_routes
+
 ARRAYS = "application/vnd.rollmill.arrays"
 """The same as the client's (tasks/serve/answers.py), which this environment need not be able to import."""
 
@@ -36,6 +38,7 @@ class ArraysEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         """Take the place of vLLM's route."""
         app.include_router(router)
+        app.include_router(weight_routes.router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Nothing has to be prepared."""

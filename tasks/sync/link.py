@@ -48,6 +48,11 @@ def open_link(store: Store, prefix: str, rank: int, host: str, timeout_s: float)
         return ProcessGroupGloo(PrefixStore(prefix, store), rank, 2, options)
 
 
+def link_name(prefix: str, rank: int, worker: int) -> str:
+    """Under which name a trainer's rank and a server's worker meet in the store."""
+    return f"{prefix}/{rank}/{worker}"
+
+
 @contextmanager
 def all_cores() -> Iterator[None]:
     """Let threads that start inside run on every core: vLLM's CPU worker pins itself to one."""

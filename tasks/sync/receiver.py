@@ -1,6 +1,6 @@
 """The receiving end of a weight transfer, without anything of vLLM's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +10,32 @@ from tasks.sync.buckets import TransferPlan
 from tasks.sync.link import SENDER
 
 
-def arriving(link: Any, plan: TransferPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each tensor of a plan, given when its last byte is there; later ones are on their way.
+def arriving(
+    links: Sequence[Any], plan: TransferPlan, buffer: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor of a plan, once all have arrived.
 
     Args:
-        link: from `open_link`, as the receiver.
-        plan: the sender's.
+        links: [W] from `open_link`, as the receiver, one for each sender.
+        plan: the senders'.
         buffer: uint8, at least `plan.total_bytes`; the tensors are views of it.
 
     Raises:
-        SyncError: the sender stopped sending, or was too slow for the link's timeout.
+        SyncError: a sender stopped sending, or was too slow for the link's timeout.
     """
-    works = [(end, link.recv([buffer[start:end]], SENDER, 0)) for start, end in plan.buckets()]
-    arrived, n_waited = 0, 0
-    for tensor in plan.tensors:
-        end = tensor.offset + tensor.size_bytes
-        while arrived < end:
-            arrived, work = works[n_waited]
+    for rank, (link, buckets) in enumerate(zip(links, plan.senders, strict=True)):
+        for number, bucket in enumerate(buckets):
+            staging = torch.empty(bucket.size_bytes, dtype=torch.uint8)
             try:
-                work.wait()
+                link.recv([staging], SENDER, 0).wait()
             except RuntimeError as error:
-                raise SyncError(f"bucket {n_waited} of {len(works)} did not arrive: {error}") from error
-            n_waited += 1
-        yield tensor.name, buffer[tensor.offset : end].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+                raise SyncError(
+                    f"bucket {number} of {len(buckets)} of rank {rank} did not arrive: {error}"
+                ) from error
+            at = 0
+            for start, end in bucket.ranges:
+                buffer[start:end].copy_(staging[at : at + end - start])
+                at += end - start
+    for tensor in plan.tensors:
+        data = buffer[tensor.offset : tensor.offset + tensor.size_bytes]
+        yield tensor.name, data.view(getattr(torch, tensor.dtype)).view(tensor.shape)

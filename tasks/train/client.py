@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,19 +14,18 @@ from tasks import errors
 from tasks.errors import RequestError, ServiceDiedError, ServiceStartError
 from tasks.serve.process import LaunchedProcess
 from tasks.store.deliveries import Delivery
+from tasks.sync.order import Sent, Target, WeightOffer
 from tasks.train.protocol import (
     AwaitCheckpoint,
     Checkpoint,
     CheckpointBegun,
     CheckpointWritten,
     Command,
-    Connect,
     Digests,
-    Disconnect,
     ExportPolicy,
     Load,
     Logprobs,
-    Rendezvous,
+    Offer,
     ScoreRows,
     Send,
     Shutdown,
@@ -33,7 +33,6 @@ from tasks.train.protocol import (
     StorePolicy,
     TrainerHealth,
     TrainStep,
-    WeightPlan,
 )
 
 _LONG_POLL_S = 30.0
@@ -146,25 +145,14 @@ class TrainerClient:
         found: list[list[float]] = await self._do(Logprobs(sequences=sequences))
         return found
 
-    async def weight_plan(self) -> dict[str, Any]:
-        """What a server must know before weights are sent, as JSON."""
-        return dict(await self._do(WeightPlan()))
+    async def offer(self) -> WeightOffer:
+        """What the trainer has to give to servers; the same until it loads again."""
+        return WeightOffer.from_json(await self._do(Offer()))
 
-    async def rendezvous(self) -> dict[str, Any]:
-        """{host, port} where a server meets the sender of the weights."""
-        return dict(await self._do(Rendezvous()))
-
-    async def connect(self, server: str, prefix: str) -> None:
-        """Wait until a server has joined."""
-        await self._do(Connect(server=server, prefix=prefix))
-
-    async def disconnect(self, server: str) -> None:
-        """Forget a server."""
-        await self._do(Disconnect(server=server))
-
-    async def send(self, servers: list[str]) -> dict[str, Any]:
-        """Send the weights to servers that have joined; returns statistics."""
-        return dict(await self._do(Send(servers=servers)))
+    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+        """Send the weights to servers that take them at the same time; what became of each, in their order."""
+        sent = await self._do(Send(targets=[each.to_json() for each in targets]))
+        return [Sent.from_json(each) for each in sent]
 
     async def checkpoint(self, folder: str, version: int) -> CheckpointBegun:
         """Begin to write the version that the trainer stands at into RUN/checkpoints; it is copied when this returns.

@@ -12,7 +12,6 @@ from tasks.train.config import TrainConfig
 from tasks.train.protocol import ServiceConfig
 
 TOKEN_ENV = "ROLLMILL_TRAINER_TOKEN"
-_BYTES_PER_MIB = 1 << 20
 _LOOPBACK = "127.0.0.1"
 
 
@@ -22,9 +21,7 @@ def write_config(
     """Write the service's configuration to LOG_DIR/trainer.json; returns that path."""
     config = ServiceConfig(
         train=train,
-        bucket_bytes=sync.bucket_mib * _BYTES_PER_MIB,
-        sync_host=sync.host,
-        sync_timeout_s=sync.timeout_s,
+        sync=sync,
         host=host,
         port=port,
         log_dir=str(log_dir),

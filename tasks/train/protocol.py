@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from tasks.config import StageConfig
 from tasks.observe.metrics import Metric
 from tasks.store.deliveries import Delivery
+from tasks.sync.config import SyncConfig
 from tasks.train.config import TrainConfig
 
 
@@ -15,18 +16,15 @@ class ServiceConfig(StageConfig):
     """Settings of one trainer service, as its command line names them in a JSON file.
 
     Attributes:
-        bucket_bytes: size of one weight-transfer buffer.
-        sync_host: address that the vLLM servers reach this machine by.
-        sync_timeout_s: seconds one weight transfer may take.
+        train: settings of the training.
+        sync: settings of the weight sync.
         host: address that the control API listens on.
         port: port of the control API.
         log_dir: folder for logs beside the service's own output.
     """
 
     train: TrainConfig
-    bucket_bytes: int
-    sync_host: str
-    sync_timeout_s: float
+    sync: SyncConfig
     host: str = "127.0.0.1"
     port: int
     log_dir: str
@@ -91,38 +89,21 @@ class Logprobs(Command):
     sequences: list[list[int]]
 
 
-class WeightPlan(Command):
-    """What a server must know before weights are sent."""
+class Offer(Command):
+    """What the trainer has to give to servers."""
 
-    name = "weight_plan"
-
-
-class Rendezvous(Command):
-    """Where a server meets the sender of the weights."""
-
-    name = "rendezvous"
-
-
-class Connect(Command):
-    """Wait until a server has joined."""
-
-    name = "connect"
-    server: str
-    prefix: str
-
-
-class Disconnect(Command):
-    """Forget a server."""
-
-    name = "disconnect"
-    server: str
+    name = "offer"
 
 
 class Send(Command):
-    """Send the weights to servers that have joined."""
+    """Send the weights to servers.
+
+    Attributes:
+        targets: each a Target of tasks.sync.order as JSON.
+    """
 
     name = "send"
-    servers: list[str]
+    targets: list[dict[str, Any]]
 
 
 class Checkpoint(Command):
@@ -176,10 +157,7 @@ COMMANDS: dict[str, type[Command]] = {
         TrainStep,
         ScoreRows,
         Logprobs,
-        WeightPlan,
-        Rendezvous,
-        Connect,
-        Disconnect,
+        Offer,
         Send,
         Checkpoint,
         AwaitCheckpoint,

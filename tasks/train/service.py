@@ -24,13 +24,10 @@ from tasks.train.process_group import join_ranks
 from tasks.train.protocol import (
     AwaitCheckpoint,
     Command,
-    Connect,
-    Disconnect,
-    Rendezvous,
+    Offer,
     ServiceConfig,
     Shutdown,
     TrainerHealth,
-    WeightPlan,
 )
 from tasks.train.ranks import CommandChannel, Heartbeats
 from tasks.train.transfer import Transfer
@@ -47,7 +44,7 @@ def main() -> None:
     timeout_s = config.train.heartbeat_timeout_s
     heartbeats = Heartbeats(ranks.own_connection(), ranks.rank, ranks.world_size, timeout_s)
     channel = CommandChannel(ranks.store, timeout_s)
-    transfer = Transfer(config, is_sender=ranks.rank == 0)
+    transfer = Transfer(config, ranks.rank, ranks.world_size)
     writer = CheckpointWriter(ranks.own_connection(), ranks.rank, ranks.world_size, timeout_s)
     worker = Worker(config.train, ranks.device, transfer, writer)
     if ranks.rank == 0:
@@ -82,10 +79,7 @@ def lead(
 
     local: LocalCommands = {
         AwaitCheckpoint.name: lambda command: worker.writer.written(command.version),
-        WeightPlan.name: lambda _: transfer.plan(worker.engine),
-        Rendezvous.name: lambda _: transfer.rendezvous(worker.engine),
-        Connect.name: lambda command: transfer.sender.connect(command.server, command.prefix),
-        Disconnect.name: lambda command: transfer.sender.disconnect(command.server),
+        Offer.name: lambda _: transfer.offer(),
     }
     server = ControlServer(control_app(operations, local, health, token), config.host, config.port)
     while not serve_one(operations, worker, channel):

@@ -17,6 +17,7 @@ from tasks.store.deliveries import Delivery
 from tasks.store.layout import RunFolder, policy_key
 from tasks.store.policies import has_policy, publish_policy, unfinished_policy
 from tasks.store.routing import read_routing
+from tasks.sync.order import Sent, Target
 from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows
 from tasks.train.checkpoint_writer import CheckpointWriter
@@ -147,6 +148,7 @@ class Worker:
         reference = load_reference(self._config, engine, command.model, self._copy)
         self._copy = reference if isinstance(reference, FrozenPolicy) else None
         self._others = OtherPolicies(self._config, engine, reference)
+        self._transfer.prepare(engine)
 
     def _prepare_step(self, command: TrainStep) -> StepResult | None:
         at, self._prepared = self.progress, None
@@ -234,8 +236,8 @@ class Worker:
     def _logprobs(self, command: Logprobs) -> list[list[float]]:
         return sequence_logprobs(self._loaded, command.sequences)
 
-    def _send(self, command: Send) -> dict[str, Any]:
-        return self._transfer.send(self._loaded, command.servers)
+    def _send(self, command: Send) -> list[Sent]:
+        return self._transfer.send(self._loaded, [Target.from_json(each) for each in command.targets])
 
     def _prepare_checkpoint(self, command: Checkpoint) -> CheckpointBegun | None:
         self._check_version(command.version)

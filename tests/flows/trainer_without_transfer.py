@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.serve.process import free_port
+from tasks.sync.buckets import TransferPlan
+from tasks.sync.order import Place, Sent, Target, WeightOffer
 from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.process_group import join_ranks
 from tasks.train.protocol import ServiceConfig
@@ -17,24 +19,15 @@ from tasks.train.worker import Worker
 class NoTransfer:
     """Takes the place of the way to the servers, and of the sender."""
 
-    @property
-    def sender(self) -> "NoTransfer":
-        return self
-
-    def plan(self, _engine: object) -> dict[str, Any]:
-        return {}
-
-    def rendezvous(self, _engine: object) -> dict[str, Any]:
-        return {"host": "127.0.0.1", "port": 0}
-
-    def connect(self, _server: str, _prefix: str) -> None:
+    def prepare(self, _engine: object) -> None:
         return None
 
-    def disconnect(self, _server: str) -> None:
-        return None
+    def offer(self) -> WeightOffer:
+        plan = TransferPlan((), 0, ((),))
+        return WeightOffer(plan.to_json(), "127.0.0.1", 0, Place("here", "cpu").to_json())
 
-    def send(self, _engine: object, _servers: list[str]) -> dict[str, Any]:
-        return {"bytes": 0, "buckets": 0, "seconds": 0.0}
+    def send(self, _engine: object, targets: list[Target]) -> list[Sent]:
+        return [Sent(each.server, 0, 0.0) for each in targets]
 
 
 def main() -> None:

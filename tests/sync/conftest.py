@@ -1,7 +1,7 @@
 """A trainer's part in a sync, played in the test's process: a transformers model and the real sender."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,25 +12,33 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasks.serve.client import VllmClient
 from tasks.sync.config import SyncConfig
-from tasks.sync.sender import WeightSender
+from tasks.sync.order import Sent, Target, WeightOffer
 from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.lora import add_adapters
 from tasks.train.policy import load_policy
 from tasks.train.protocol import ServiceConfig
 from tasks.train.transfer import Transfer
-from tasks.train.weights import named_weights, weight_metas
 
-SYNC = SyncConfig(timeout_s=60.0)
-BUCKET_BYTES = 10_000  # many buckets, and tensors across them, for these small models
+SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
 REPAIRS = ("repack_heads", "repack_experts")
 
 
+class Loaded(NamedTuple):
+    """What a Transfer asks of an engine."""
+
+    model: PreTrainedModel
+
+
 class ModelSource:
-    """A WeightSource: weights and log-probabilities of one transformers model."""
+    """A WeightSource: weights and log-probabilities of one transformers model, by one rank's end of the transfer."""
+
+    lora = LoraConfig()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._sender = WeightSender(SYNC.host, BUCKET_BYTES, SYNC.timeout_s)
+        config = ServiceConfig(train=TrainConfig(lora=self.lora), sync=SYNC, port=0, log_dir="")
+        self._transfer = Transfer(config, 0, 1)
+        self._transfer.prepare(Loaded(self.model))
 
     def change(self, seed: int) -> None:
         """Put other weights in place of all of them, of the same size as before."""
@@ -47,26 +55,14 @@ class ModelSource:
             logits = self.model(ids).logits[0, :-1] / temperature
         return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
-    async def rendezvous(self) -> dict[str, Any]:
-        return self._sender.rendezvous()
+    async def offer(self) -> WeightOffer:
+        return self._transfer.offer()
 
-    async def connect(self, server: str, prefix: str) -> None:
-        await asyncio.to_thread(self._sender.connect, server, prefix)
-
-    async def weight_plan(self) -> dict[str, Any]:
-        return self._sender.plan(weight_metas(self.model))
-
-    async def send(self, servers: list[str]) -> dict[str, Any]:
-        return await asyncio.to_thread(self._sender.send, servers, named_weights(self.model))
+    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+        return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         return [self.token_logprobs(sequence).tolist() for sequence in sequences]
-
-
-class Loaded(NamedTuple):
-    """What a Transfer asks of an engine."""
-
-    model: PreTrainedModel
 
 
 class AdapterSource(ModelSource):
@@ -75,18 +71,8 @@ class AdapterSource(ModelSource):
     def __init__(self, folder: Path, lora: LoraConfig) -> None:
         model = load_policy(str(folder), "float32")
         add_adapters(model, lora)
+        self.lora = lora
         super().__init__(model)
-        self._transfer = Transfer(
-            ServiceConfig(
-                train=TrainConfig(lora=lora),
-                bucket_bytes=BUCKET_BYTES,
-                sync_host=SYNC.host,
-                sync_timeout_s=SYNC.timeout_s,
-                port=0,
-                log_dir="",
-            ),
-            is_sender=True,
-        )
 
     def change(self, seed: int) -> None:
         """Other adapters, all of them."""
@@ -94,18 +80,6 @@ class AdapterSource(ModelSource):
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-
-    async def rendezvous(self) -> dict[str, Any]:
-        return self._transfer.rendezvous(Loaded(self.model))
-
-    async def connect(self, server: str, prefix: str) -> None:
-        await asyncio.to_thread(self._transfer.sender.connect, server, prefix)
-
-    async def weight_plan(self) -> dict[str, Any]:
-        return self._transfer.plan(Loaded(self.model))
-
-    async def send(self, servers: list[str]) -> dict[str, Any]:
-        return await asyncio.to_thread(self._transfer.send, Loaded(self.model), servers)
 
 
 @pytest.fixture

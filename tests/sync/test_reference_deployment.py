@@ -14,7 +14,7 @@ from tasks.store.reader import read
 from tasks.store.run import OpenRun
 from tasks.store.schemas import ragged
 from tasks.sync.config import SyncConfig
-from tasks.sync.drive import join, send_weights
+from tasks.sync.drive import new_prefix, send_weights
 from tasks.train.config import KLConfig, TrainConfig
 from tasks.train.reference import FrozenPolicy
 from tasks.train.samples import Samples
@@ -48,8 +48,7 @@ async def test_a_deployment_says_what_the_frozen_copy_says(
     async with VllmClient(vllm_server.url, vllm_server.config) as client:
         await use_repairs(client)
         source = source_of(vllm_server.model)
-        await join(source, client, SYNC)
-        await send_weights(source, client, "run:9:0", SYNC)
+        await send_weights(source, client, "run:9:0", SYNC, new_prefix())
         with OpenRun.open(RunFolder(tmp_path / "run"), **given) as run:
             async with run.writer:
                 await ReferenceDeployment(run, [client], 8, print).ask(0, rollouts)
