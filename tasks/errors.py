@@ -19,6 +19,7 @@ RollmillError
 │   └── TransientRequestError   ... and may succeed when sent again
 │       └── ConnectionLostError ... there was no connection, or it broke
 ├── SyncError                   weights did not arrive
+│   ├── ChecksumError           weights arrived otherwise than they were sent
 │   └── ParityError             weights arrived and give other log-probabilities
 ├── RolloutError
 │   ├── EpisodeError            the environment failed; the trajectory is a failed row
@@ -43,6 +44,7 @@ foreign code raised.
 """
 
 MAX_ERROR_CHARACTERS = 2000
+MAX_NAMED_TENSORS = 8
 
 
 class RollmillError(Exception):
@@ -134,6 +136,22 @@ class ConnectionLostError(TransientRequestError):
 
 class SyncError(RollmillError):
     """New weights did not arrive at a server."""
+
+
+class ChecksumError(SyncError):
+    """Tensors that arrived at a server are not those that the trainer sent."""
+
+    def __init__(self, server: str, version: str, tensors: tuple[str, ...]) -> None:
+        super().__init__(server, version, tensors)
+        self.server, self.version, self.tensors = server, version, tensors
+
+    def __str__(self) -> str:
+        n_more = len(self.tensors) - MAX_NAMED_TENSORS
+        more = f", and {n_more} more" if n_more > 0 else ""
+        return (
+            f"server {self.server} at version {self.version}: {len(self.tensors)} tensors differ from the trainer's: "
+            f"{', '.join(self.tensors[:MAX_NAMED_TENSORS])}{more}"
+        )
 
 
 class ParityError(SyncError):
