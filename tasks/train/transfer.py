@@ -1,20 +1,22 @@
 """A rank's side of the weight sync: what it has to give, and the sender of its part."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from tasks.errors import SyncError
-from tasks.sync.buckets import TransferPlan, even_shares, lay_out, plan_transfer
+from tasks.sync.buckets import TransferPlan, plan_transfer
 from tasks.sync.link import serve_store
 from tasks.sync.order import Place, Sent, Target, WeightOffer
 from tasks.sync.place import this_machine
-from tasks.sync.sender import Piece, WeightSender
+from tasks.sync.sender import WeightSender
+from tasks.train.checkpoint_form import adapter_layers, weight_layers
 from tasks.train.engine import Engine
 from tasks.train.protocol import ServiceConfig
-from tasks.train.weights import adapter_base, adapter_metas, adapter_weights, named_weights, weight_metas
+from tasks.train.weight_stream import WeightStream
+from tasks.train.weights import adapter_base
 
 
 class Transfer:
@@ -28,8 +30,11 @@ class Transfer:
 
     def __init__(self, config: ServiceConfig, rank: int, world_size: int) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._plan: TransferPlan | None = None
+        self._stream: WeightStream | None = None
+        self._plan = TransferPlan((), 0, ())
+        self._base: dict[str, Any] | None = None
         self._store: Any = None
+        self._port = 0
         self._sender: WeightSender | None = None
 
     def prepare(self, engine: Engine) -> None:
@@ -38,12 +43,13 @@ class Transfer:
         Raises:
             SyncError: adapters are to travel alone, and the start model's folder has not what they are added to.
         """
-        metas = adapter_metas(engine.model) if self._sends_adapters else weight_metas(engine.model)
-        tensors = lay_out((each.name, each.shape, str(each.dtype).removeprefix("torch.")) for each in metas)
-        self._plan = plan_transfer(tensors, even_shares(tensors, 1), self._config.sync.bucket_bytes)
+        layers = (adapter_layers if self._sends_adapters else weight_layers)(engine.model)
         self._base = asdict(adapter_base(engine.model)) if self._sends_adapters else None
-        if self._store is None and self._rank == 0:
-            self._store = serve_store(self._config.sync.host, self._config.sync.timeout_s)
+        stream = WeightStream(engine.model, layers, self._rank, self._world_size)
+        self._plan = plan_transfer(stream.tensors, stream.shares, self._config.sync.bucket_bytes)
+        self._stream = stream
+        if not self._port:
+            self._open_store()
 
     def offer(self) -> WeightOffer:
         """What this trainer has to give; asked on rank 0.
@@ -51,40 +57,68 @@ class Transfer:
         Raises:
             SyncError: nothing is loaded.
         """
-        if self._plan is None:
+        if self._stream is None:
             raise SyncError("the trainer has nothing loaded, so it has no weights to offer")
         place = Place(this_machine(), "cpu")
         return WeightOffer(
             plan=self._plan.to_json(),
             host=self._config.sync.host,
-            port=self._store.port,
+            port=self._port,
             place=place.to_json(),
             base=self._base,
         )
 
-    def send(self, engine: Engine, targets: list[Target]) -> list[Sent]:
-        """Send every weight, or adapters alone; a collective. What became of each target counts on rank 0."""
-        weights = (adapter_weights if self._sends_adapters else named_weights)(engine.model)
+    def send(self, engine: Engine, targets: Sequence[Target]) -> list[Sent]:
+        """Send every weight, or adapters alone; a collective. What became of each target counts on rank 0.
+
+        Raises:
+            SyncError: a rank could not send; on rank 0 alone.
+        """
+        if self._stream is None:
+            raise SyncError("the trainer has nothing loaded, so it has no weights to send")
+        pieces = self._stream.pieces(engine.model)
         try:
-            if self._rank or self._plan is None:
-                return []
-            if self._sender is None:
-                sync = self._config.sync
-                self._sender = WeightSender(
-                    0,
-                    sync.host,
-                    self._store.port,
-                    timeout_s=sync.timeout_s,
-                    stall_timeout_s=sync.stall_timeout_s,
-                    straggler_s=sync.straggler_s,
-                )
-            pieces = (
-                Piece(tensor.offset, data, False)
-                for tensor, (_, data) in zip(self._plan.tensors, weights, strict=True)
+            own: list[Sent] | SyncError = self._joined().send(self._plan, targets, pieces)
+        except SyncError as error:
+            own = error
+        for _ in pieces:  # those that are left, so that ranks that gather with us do not wait
+            pass
+        every = self._gathered(own)
+        for rank, sent in enumerate(every):
+            if isinstance(sent, SyncError):
+                raise SyncError(f"rank {rank}: {sent}")
+        return [_of_all_ranks(each) for each in zip(*every, strict=True)]
+
+    def _open_store(self) -> None:
+        if self._rank == 0:
+            self._store = serve_store(self._config.sync.host, self._config.sync.timeout_s)
+            self._port = self._store.port
+        if self._world_size > 1:
+            port = [self._port]
+            dist.broadcast_object_list(port, 0)
+            (self._port,) = port
+
+    def _joined(self) -> WeightSender:
+        """This rank's sender."""
+        if self._sender is None:
+            sync = self._config.sync
+            self._sender = WeightSender(
+                self._rank,
+                sync.host,
+                self._port,
+                timeout_s=sync.timeout_s,
+                stall_timeout_s=sync.stall_timeout_s,
+                straggler_s=sync.straggler_s,
             )
-            return self._sender.send(self._plan, targets, pieces)
-        finally:
-            _drain(weights)
+        return self._sender
+
+    def _gathered(self, own: list[Sent] | SyncError) -> list[list[Sent] | SyncError]:
+        """[W] what every rank says, on rank 0; nothing on the others."""
+        if self._world_size == 1:
+            return [own]
+        every: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+        dist.gather_object(own, every)
+        return every or []
 
     @property
     def _sends_adapters(self) -> bool:
@@ -92,7 +126,8 @@ class Transfer:
         return lora.rank > 0 and lora.send == "adapters"
 
 
-def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Gather what is left, so that ranks that gather with us do not wait."""
-    for _ in weights:
-        pass
+def _of_all_ranks(sent: Sequence[Sent]) -> Sent:
+    """What became of a target for which ranks sent their parts."""
+    errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(sent) if each.error]
+    n_bytes, seconds = sum(each.bytes for each in sent), max(each.seconds for each in sent)
+    return Sent(sent[0].server, n_bytes, seconds, errors[0] if errors else "")

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +18,13 @@ from tasks.store.layout import RunFolder
 from tasks.store.names import ShardName
 from tasks.store.schemas import batch_of, ragged, schema_of
 from tasks.sync.config import SyncConfig
+from tasks.sync.order import WeightOffer
 from tasks.train import launch
 from tasks.train.client import TrainerClient
 from tasks.train.config import TrainConfig
 
 VOCABULARY = 57
+RECEIVE_S = 60.0
 EMPTY_TEXT = ("example_id", "example", "error_type", "error", "messages", "server")
 
 
@@ -102,6 +104,26 @@ def _is_below(pid: int, ancestor: int) -> bool:
 @pytest.fixture(scope="session")
 def rank_pids() -> Callable[[LaunchedProcess], dict[int, int]]:
     return pids_of_ranks
+
+
+@pytest.fixture(scope="session")
+def receive_weights() -> Callable[[WeightOffer, str], dict[str, Any]]:
+    """Take what a trainer sends to the only worker of a server, as a server's worker does."""
+    import torch
+
+    from tasks.sync.buckets import TransferPlan
+    from tasks.sync.link import RECEIVER, join_store, link_name, open_link
+    from tasks.sync.receiver import arriving
+
+    def receive(offer: WeightOffer, prefix: str) -> dict[str, torch.Tensor]:
+        plan, store = TransferPlan.from_json(**offer.plan), join_store(offer.host, offer.port, RECEIVE_S)
+        links = [
+            open_link(store, link_name(prefix, rank, 0), RECEIVER, offer.host, RECEIVE_S)
+            for rank in range(len(plan.senders))
+        ]
+        return dict(arriving(links, plan, torch.empty(plan.total_bytes, dtype=torch.uint8)))
+
+    return receive
 
 
 class Row(NamedTuple):

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from tasks.errors import ConfigError
+from tasks.train.checkpoint_form import weight_layers
 from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.lora import add_adapters
 from tasks.train.samples import Samples, read_samples
-from tasks.train.weights import export_policy, named_weights, weight_metas
+from tasks.train.weights import export_policy, named_weights
 
 SIZES = {
     "vocab_size": 31,
@@ -71,7 +72,9 @@ def test_merged_weights_have_the_names_shapes_and_types_of_the_start_model(start
     weights, stored = dict(named_weights(model)), load_file(start / "model.safetensors")
     described = {name: (tuple(each.shape), each.dtype) for name, each in weights.items()}
     assert described == {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
-    assert described == {name: (shape, dtype) for name, shape, dtype in weight_metas(model)}
+    assert described == {
+        name: (shape, dtype) for layer in weight_layers(model) for name, shape, dtype in layer.tensors
+    }
 
 
 def test_what_is_exported_is_the_merged_model_and_beside_it_an_adapter_that_peft_reads(

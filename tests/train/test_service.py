@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,8 @@ from tasks.errors import (
     ServiceStartError,
     ShardError,
     StoreError,
-    SyncError,
 )
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.link import RECEIVER, SENDER, join_store, open_link
+from tasks.sync.order import Target, WeightOffer
 from tasks.train.client import TrainerClient
 from tasks.train.config import TrainConfig
 from tasks.train.protocol import StepResult
@@ -31,6 +30,8 @@ from tasks.train.protocol import StepResult
 pytestmark = pytest.mark.service
 
 END_S = 60.0
+
+Receive = Callable[[WeightOffer, str], dict[str, torch.Tensor]]
 
 
 class RunTrainer(Protocol):
@@ -103,29 +104,18 @@ async def test_resumed_trainer_reaches_the_same_bytes(
     assert [each.version for each in results] == [1, 2, 3, 4]
 
 
-async def check_weights_arrive(client: TrainerClient, tmp_path: Path) -> None:
+async def check_weights_arrive(client: TrainerClient, receive: Receive, tmp_path: Path) -> None:
     """What a receiver gets is what is exported."""
-    meeting = await client.rendezvous()
-    store = join_store(meeting["host"], meeting["port"], END_S)
-    connecting = asyncio.create_task(client.connect("server", "prefix"))
-    link = await asyncio.to_thread(open_link, store, "prefix", RECEIVER, meeting["host"], END_S)
-    await connecting
-    plan = TransferPlan.from_json(**await client.weight_plan())
-    with pytest.raises(SyncError, match="stranger"):
-        await client.send(["server", "stranger"])
-
-    sending = asyncio.create_task(client.send(["server"]))
-    stream = torch.empty(plan.total_bytes, dtype=torch.uint8)
-    for start, end in plan.buckets():
-        await asyncio.to_thread(link.recv([stream[start:end]], SENDER, 0).wait)
-    assert (await sending)["bytes"] == plan.total_bytes
+    offer = await client.offer()
+    receiving = asyncio.create_task(asyncio.to_thread(receive, offer, "first"))
+    (sent,) = await client.send([Target("server", "gloo", "first")])
+    arrived = await receiving
+    assert (sent.server, sent.error) == ("server", "")
     await client.export_policy(str(tmp_path / "exported"))
-
     exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert {each.name for each in plan.tensors} == exported.keys()
-    for each in plan.tensors:
-        sent = stream[each.offset : each.offset + each.size_bytes].view(torch.float32).reshape(each.shape)
-        assert torch.equal(sent, exported[each.name]), each.name
+    assert sent.bytes == sum(each.nbytes for each in exported.values())
+    assert arrived.keys() == exported.keys()
+    assert all(torch.equal(arrived[name], exported[name]) for name in exported)
 
 
 async def test_a_batch_is_applied_once_and_anything_else_is_refused(
@@ -180,7 +170,7 @@ async def test_a_batch_is_applied_once_and_anything_else_is_refused(
 
 
 async def test_weights_arrive_from_partitioned_ranks_and_steps_without_update_keep_them(
-    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, receive_weights: Receive, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     rows = [
@@ -194,7 +184,7 @@ async def test_weights_arrive_from_partitioned_ranks_and_steps_without_update_ke
 
     async with run_trainer(TrainConfig(ranks=2, zero_stage=3, heartbeat_timeout_s=5.0)) as (client, _):
         await load(client, tiny_model, run)
-        await check_weights_arrive(client, tmp_path)
+        await check_weights_arrive(client, receive_weights, tmp_path)
         before = await exported(client, tmp_path / "before")
         results = [
             await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])

@@ -13,7 +13,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tasks.train.weights import export_policy, named_weights, weight_metas
+from tasks.train.checkpoint_form import weight_layers
+from tasks.train.weights import export_policy, named_weights
 
 SIZES = {
     "vocab_size": 31,
@@ -52,7 +53,7 @@ def test_weights_have_the_names_and_values_of_a_saved_checkpoint(
     for found in (dict(named_weights(model)), load_file(tmp_path / "exported" / "model.safetensors")):
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)
-    assert [tuple(each) for each in weight_metas(model)] == [
+    assert [tuple(each) for layer in weight_layers(model) for each in layer.tensors] == [
         (name, tuple(each.shape), each.dtype) for name, each in named_weights(model)
     ]
     assert ("lm_head.weight" in stored) == (not config.tie_word_embeddings)
