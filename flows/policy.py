@@ -10,13 +10,15 @@ from typing import TypeVar
 
 from flows.checkpointing import Checkpointing, other_ranks
 from flows.evaluate import evaluate_version, is_due, is_evaluated
+from flows.parity import AT_START
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run, TrainingRun
-from flows.servers import AT_START, Servers
+from flows.servers import Servers
 from flows.services import ServerService, TrainerService, open_services, restart
 from flows.space import is_checkpoint_due
 from flows.watch import watch
+from flows.weight_sync import SyncReport
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion
@@ -24,7 +26,6 @@ from tasks.store.batch import stored_digest
 from tasks.store.deliveries import clear, take_in
 from tasks.store.layout import checkpoint_key
 from tasks.store.resume import resume_point
-from tasks.sync.drive import SyncReport
 from tasks.train.protocol import StepResult
 from tasks.train.task import train_step
 
@@ -134,7 +135,7 @@ class Policy:
         if self._recomputing:
             self._recomputing.begin(self.current.version)
         values = {
-            "sync/sent_bytes": float(sum(report.bytes_sent for report in reports)),
+            "sync/sent_bytes": float(sum(report.sent_bytes for report in reports)),
             "sync/servers": float(len(reports)),
             "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
             "sync/logprob_difference": max((report.difference for report in reports), default=math.nan),

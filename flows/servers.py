@@ -1,44 +1,22 @@
 """The vLLM servers of a run: kept at the policy's current version, verified, set aside when they fail."""
 
 import asyncio
-import math
-from collections.abc import Sequence
-
-import numpy as np
-import polars as pl
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
 
 from flows.failure import one_error
-from flows.openings import Openings
+from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
-from tasks.errors import (
-    ConfigError,
-    ParityError,
-    RequestError,
-    RollmillError,
-    ServiceDiedError,
-    SyncError,
-)
-from tasks.rollout.environment import Message
+from flows.weight_sync import SyncReport, WeightSync
+from tasks.errors import RequestError, RollmillError, ServiceDiedError, SyncError
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
-from tasks.store.batch import stored_sequences
-from tasks.store.reader import scan
-from tasks.sync.drive import SyncReport, check_parity, new_prefix
-from tasks.sync.order import WeightAnswer
-from tasks.sync.parity import threshold_of
-from tasks.sync.task import send_weights
+from tasks.sync.drive import Dispatch
 from tasks.train.client import TrainerClient
 
-AT_START = "sync/logprob_difference_at_start"
-"""Metric of step 0: the largest difference at version 0, from which thresholds are calibrated."""
-
-
-def differences_at_start(run: Run) -> list[float]:
-    """The differences that this run, or an earlier process of it, measured at version 0, in nats."""
-    stored = scan(run.folder, "metrics", step=0).filter(pl.col("name") == AT_START)
-    return [float(value) for value in stored.select("value").collect()["value"]]
+Result = TypeVar("Result")
 
 
 class Servers:
@@ -62,17 +40,10 @@ class Servers:
         self.mute: set[ServerService] = set()
         self.lost: set[ServerService] = set()
         self.are_up = asyncio.Event()
-        self._joined: dict[ServerService, tuple[int, str]] = {}
+        self._sync = WeightSync(run, trainer, Parity(run, trainer))
         self._verified: dict[
             ServerService, str
         ] = {}  # the name of the weights that a server is known to have
-        self._parity_at_0 = differences_at_start(run)
-        self._openings = Openings(
-            run.environment,
-            run.player.tokenizer,
-            max_tokens=run.config.serve.max_model_len,
-            timeout_s=run.config.rollout.env_timeout_s,
-        )
 
     async def bring_up(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's weights, all at once, or the version's name alone.
@@ -81,10 +52,13 @@ class Servers:
         """
         servers = [each for each in self.every if each not in self.failed and each not in self.lost]
         with one_error():
+            named = [each for each in servers if only_name and self._sync.is_joined(each.client, version)]
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._bring_up(each, version, only_name)) for each in servers]
+                tasks = [group.create_task(self._survives(each, self._name(each, version))) for each in named]
+            ready = await self._ready([each for each in servers if each not in named], version)
+            reports = await self._send(ready, version)
         self.are_up.set()
-        return [report for task in tasks if (report := task.result())]
+        return [*(report for task in tasks if (report := task.result())), *reports]
 
     async def rejoin(self, server: ServerService, version: PolicyVersion) -> None:
         """Let a server in that failed and answers again; it gets the trainer's weights unless it still has them.
@@ -100,8 +74,8 @@ class Servers:
             if await self._has(server, str(version)):
                 self.run.pool.admit(server.client)
             else:
-                self._joined.pop(server, None)
-                await self._sync(server, version)
+                self._sync.forget(server.client)
+                await self._send_alone(server, version)
         except RollmillError as error:
             await self.fail(server, str(error))
             raise
@@ -169,98 +143,66 @@ class Servers:
         self.run.pool.answered(server.client)
         return True
 
-    async def _bring_up(
-        self, server: ServerService, version: PolicyVersion, only_name: bool
-    ) -> SyncReport | None:
+    async def _ready(
+        self, servers: Sequence[ServerService], version: PolicyVersion
+    ) -> dict[VllmClient, ServerService]:
+        """Those that may take weights, by their clients; the others are left to their watchers."""
+        async with asyncio.TaskGroup() as group:
+            joins = {
+                each: group.create_task(self._survives(each, self._join(each, version))) for each in servers
+            }
+        return {each.client: each for each, join in joins.items() if join.result()}
+
+    async def _join(self, server: ServerService, version: PolicyVersion) -> bool:
+        await self._sync.join(server.client, version)
+        return True
+
+    async def _name(self, server: ServerService, version: PolicyVersion) -> SyncReport:
+        """Tell a server that has the weights already their new name."""
+        self._verified.pop(server, None)
+        await server.client.set_version(str(version))
+        self._let_in(server, version)
+        return SyncReport(server.client.url)
+
+    async def _send(
+        self, servers: Mapping[VllmClient, ServerService], version: PolicyVersion
+    ) -> list[SyncReport]:
+        """Send to servers that are ready; each is compared and let in as soon as it has taken the weights."""
+        reports: list[SyncReport] = []
+
+        async def take(client: VllmClient, dispatch: Dispatch) -> None:
+            server = servers[client]
+            if report := await self._survives(server, self._take(server, version, dispatch)):
+                reports.append(report)
+
+        for server in servers.values():
+            self._verified.pop(server, None)
+        await self._sync.send(list(servers), version, take)
+        return reports
+
+    async def _take(self, server: ServerService, version: PolicyVersion, dispatch: Dispatch) -> SyncReport:
+        report = await self._sync.take(server.client, version, dispatch)
+        self._let_in(server, version)
+        return report
+
+    async def _survives(self, server: ServerService, attempt: Awaitable[Result]) -> Result | None:
+        """What comes of an attempt; None when the server failed, which is left to its watcher then."""
         try:
-            if only_name and self._is_joined(server, version):
-                self._verified.pop(server, None)
-                await server.client.set_version(str(version))
-                self._let_in(server, version)
-                return SyncReport(server.client.url, 0, 0.0, math.nan)
-            return await self._sync(server, version)
+            return await attempt
         except (SyncError, RequestError) as error:
             await self.fail(server, str(error))
             return None
 
-    async def _sync(self, server: ServerService, version: PolicyVersion) -> SyncReport:
-        """Send, compare, and let in; weights that fail the comparison are sent once more."""
-        client = server.client
+    async def _send_alone(self, server: ServerService, version: PolicyVersion) -> None:
         self._verified.pop(server, None)
-        if not await client.is_healthy():
-            raise SyncError(f"server {client.url} does not answer /health")
-        if not self._is_joined(server, version):
-            await self._check_tokenizer(client)
-            self._joined[server] = version.incarnation, new_prefix()
-        answer = await self._send(server, version)
-        try:
-            difference = await self._compare(server, version)
-        except ParityError as error:
-            say(f"{error}; sending it once more")
-            answer = await self._send(server, version)
-            difference = await self._compare(server, version)
-        if (reported := await client.version()) != str(version):
-            raise SyncError(f"server {client.url} reports version {reported} after a sync of {version}")
-        self._let_in(server, version)
-        return SyncReport(client.url, answer.bytes, answer.received_s, difference)
+        await self._sync.join(server.client, version)
+        with one_error():
+            await self._sync.send(
+                [server.client], version, lambda _, dispatch: self._take(server, version, dispatch)
+            )
 
     def _let_in(self, server: ServerService, version: PolicyVersion) -> None:
         if server in self.failed:
             raise SyncError(f"server {server.client.url} failed during a sync: {self.failed[server]}")
         self._verified[server] = str(version)
         self.run.pool.admit(server.client)
-
-    def _is_joined(self, server: ServerService, version: PolicyVersion) -> bool:
-        """True when it has links to the trainer of this incarnation."""
-        return self._joined.get(server, (-1, ""))[0] == version.incarnation
-
-    async def _send(self, server: ServerService, version: PolicyVersion) -> WeightAnswer:
-        self.run.recording.started()
-        _, prefix = self._joined[server]
-        return await send_weights(self._trainer, server.client, str(version), self.run.config.sync, prefix)
-
-    async def _check_tokenizer(self, client: VllmClient) -> None:
-        """Refuse a server that reads a prompt as other tokens than we do.
-
-        Raises:
-            ConfigError: it has another tokenizer or chat template.
-            EpisodeError: the environment gives no prompt to compare on.
-        """
-        (opening,) = await self._openings.first(1)
-        ours, theirs = opening.token_ids.tolist(), await self._tokens(client, opening.messages)
-        if ours != theirs:
-            remedy = f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
-            raise ConfigError("serve.urls", client.url, remedy)
-
-    async def _tokens(self, client: VllmClient, messages: Sequence[Message]) -> list[int]:
-        if self.run.player.tokenizer.has_template:
-            return await client.tokenize_chat(
-                [{"role": each.role, "content": each.content} for each in messages]
-            )
-        return await client.tokenize("".join(each.content for each in messages))
-
-    async def _compare(self, server: ServerService, version: PolicyVersion) -> float:
-        """Largest difference in log-probability, in nats; at version 0 it calibrates the threshold."""
-        config = self.run.config
-        threshold = threshold_of(config.train.dtype, config.sync.parity_threshold, self._parity_at_0)
-        if version.version == 0 and config.train.dtype != "float32":
-            threshold = math.inf
-        sequences = await self._sequences(version.version)
-        difference = await check_parity(
-            self._trainer,
-            server.client,
-            sequences,
-            str(version),
-            threshold=threshold,
-            timeout_s=config.sync.timeout_s,
-        )
-        if version.version == 0:
-            self._parity_at_0.append(difference)
-        return difference
-
-    async def _sequences(self, version: int) -> list[np.ndarray]:
-        """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
-        n = self.run.config.sync.parity_sequences
-        if version and (found := await asyncio.to_thread(stored_sequences, self.run.folder, version - 1, n)):
-            return found
-        return [opening.token_ids for opening in await self._openings.first(n)]

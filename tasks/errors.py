@@ -19,6 +19,7 @@ RollmillError
 │   └── TransientRequestError   ... and may succeed when sent again
 │       └── ConnectionLostError ... there was no connection, or it broke
 ├── SyncError                   weights did not arrive
+│   ├── RequestsHeldError       a server failed while they were put in place: only a new start helps
 │   ├── ChecksumError           weights arrived otherwise than they were sent
 │   └── ParityError             weights arrived and give other log-probabilities
 ├── RolloutError
@@ -152,6 +153,10 @@ class ChecksumError(SyncError):
             f"server {self.server} at version {self.version}: {len(self.tensors)} tensors differ from the trainer's: "
             f"{', '.join(self.tensors[:MAX_NAMED_TENSORS])}{more}"
         )
+
+
+class RequestsHeldError(SyncError):
+    """A server failed while new weights were put in place: its requests stay held until it is started again."""
 
 
 class ParityError(SyncError):

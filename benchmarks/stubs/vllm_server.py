@@ -88,6 +88,12 @@ class StubVllmServer:
             await asyncio.sleep(self.rollout_s)
             return _completion(answers[sampling["seed"] % len(answers)], version)
 
+        self._add_weights(app)
+        return ControlServer(app, "127.0.0.1", port)
+
+    def _add_weights(self, app: FastAPI) -> None:
+        """The routes of a sync: weights are as good as there, and only their name is kept."""
+
         @app.get("/rollmill/weights")
         async def place() -> dict[str, Any]:
             return ServerPlace("here", "cpu").to_json()
@@ -100,8 +106,6 @@ class StubVllmServer:
         @app.post("/update_weight_version")
         async def name(body: dict[str, Any]) -> None:
             self._version = body["new_version"]
-
-        return ControlServer(app, "127.0.0.1", port)
 
 
 def _completion(token_ids: Sequence[int], version: str) -> dict[str, Any]:

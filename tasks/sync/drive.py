@@ -1,18 +1,28 @@
-"""The flow's side of a weight sync: tells trainer and server what to do at the same time, and compares them after."""
+"""The flow's side of a weight sync: tells trainer and servers what to do at the same time, and compares them after."""
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from tasks.errors import ParityError, RequestError, ServiceError, SyncError
+from tasks.errors import ConfigError, ParityError, RequestError, RequestsHeldError, ServiceError, SyncError
 from tasks.serve.client import VllmClient
+from tasks.sync.choice import choose
 from tasks.sync.config import SyncConfig
-from tasks.sync.order import Sent, ServerPlace, Target, WeightAnswer, WeightOffer, WeightOrder
+from tasks.sync.order import (
+    REQUESTS_HELD,
+    Place,
+    Sent,
+    ServerPlace,
+    Target,
+    WeightAnswer,
+    WeightOffer,
+    WeightOrder,
+)
 from tasks.sync.parity import largest_difference
 
 
@@ -34,19 +44,18 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncReport:
-    """One server's sync.
+class Route:
+    """How weights get to one server.
 
     Attributes:
-        bytes_sent: 0 when only the version's number was sent.
-        transfer_s: seconds the weights were on their way.
-        difference: largest difference in log-probability to the trainer, in nats; NaN when not compared.
+        transport: gloo, nccl or shm.
+        prefix: links are opened under it at the first transfer, and kept for later ones.
+        workers: processes of the server that each take all weights.
     """
 
-    server: str
-    bytes_sent: int
-    transfer_s: float
-    difference: float
+    transport: str
+    workers: int
+    prefix: str
 
 
 def new_prefix() -> str:
@@ -54,35 +63,129 @@ def new_prefix() -> str:
     return uuid.uuid4().hex
 
 
+class Dispatch:
+    """One version on its way to several servers: `send` once, and at the same time `take` for each of them.
+
+    Args:
+        source: the trainer.
+        offer: what it has to give.
+        routes: how each server is reached.
+        version: name of the weights.
+        config: settings.
+        checksums: names of tensors whose checksums the servers are asked for.
+
+    Attributes:
+        taken: the servers that have taken the weights.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        offer: WeightOffer,
+        routes: Mapping[VllmClient, Route],
+        version: str,
+        config: SyncConfig,
+        checksums: Sequence[str] = (),
+    ) -> None:
+        self._source, self._offer, self._routes = source, offer, routes
+        self._version, self._config, self._checksums = version, config, tuple(checksums)
+        self.taken: set[VllmClient] = set()
+        self._gone: asyncio.Future[dict[str, Sent]] = asyncio.Future()
+
+    async def send(self) -> list[Sent]:
+        """Have the trainer send to all servers; what became of each, in their order.
+
+        Raises:
+            ServiceError: the trainer is gone.
+        """
+        targets = [
+            Target(server.url, route.transport, route.prefix, route.workers)
+            for server, route in self._routes.items()
+        ]
+        try:
+            sent = await self._source.send(targets)
+        except (RequestError, SyncError) as error:
+            sent = [Sent(each.server, 0, 0.0, f"trainer: {error}") for each in targets]
+        self._gone.set_result({each.server: each for each in sent})
+        return sent
+
+    async def take(self, server: VllmClient) -> WeightAnswer:
+        """Have a server take the weights; returns when they are in place and its requests go on.
+
+        Raises:
+            RequestsHeldError: it failed while they were being put in place, so its requests stay held.
+            SyncError: it failed before that, and the old ones serve.
+        """
+        what = f"taking version {self._version} by {self._routes[server].transport}"
+        async with named(server, what, "sync.timeout_s", self._config.timeout_s):
+            order = self._order(self._routes[server]).to_json()
+            taking = asyncio.ensure_future(server.take_weights(order, self._config.timeout_s))
+            try:
+                await asyncio.wait({taking, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not taking.done() and (error := self._gone.result()[server.url].error):
+                    await asyncio.wait({taking}, timeout=self._config.stall_timeout_s)
+                    if not taking.done():
+                        raise SyncError(error)
+                answer = WeightAnswer.from_json(await taking)
+            finally:
+                taking.cancel()
+        self.taken.add(server)
+        return answer
+
+    def _order(self, route: Route) -> WeightOrder:
+        return WeightOrder(
+            version=self._version,
+            mode=self._config.mode,
+            transport=route.transport,
+            plan=self._offer.plan,
+            timeout_s=self._config.timeout_s,
+            stall_timeout_s=self._config.stall_timeout_s,
+            base=self._offer.base,
+            host=self._offer.host,
+            port=self._offer.port,
+            prefix=route.prefix,
+            shared=self._offer.shared,
+            checksums=self._checksums,
+        )
+
+
+async def find_route(server: VllmClient, offer: WeightOffer, config: SyncConfig) -> tuple[Route, str]:
+    """How weights are to get to a server, over links that are not open yet, and why in this way.
+
+    Raises:
+        ConfigError: the transport that is set is impossible there.
+        SyncError: the server does not say where it runs.
+    """
+    async with named(server, "saying where it runs", "sync.timeout_s", config.timeout_s):
+        place = ServerPlace.from_json(await server.place())
+    try:
+        choice = choose(
+            config.transport, Place.from_json(offer.place), place, shares_memory=bool(offer.shared)
+        )
+    except ValueError as error:
+        raise ConfigError("sync.transport", config.transport, f"server {server.url}: {error}") from error
+    return Route(choice.transport, place.workers, new_prefix()), choice.reason
+
+
 async def send_weights(
     source: WeightSource, server: VllmClient, version: str, config: SyncConfig, prefix: str
 ) -> WeightAnswer:
-    """Replace a server's weights by the trainer's.
+    """Replace one server's weights by the trainer's, over the links of a prefix.
 
     Raises:
         SyncError: it failed; the links under `prefix` are not to be used again.
     """
-    async with _named(server, f"taking version {version}", config.timeout_s):
-        offer, place = await source.offer(), ServerPlace.from_json(await server.place())
-        order = WeightOrder(
-            version=version,
-            mode=config.mode,
-            transport="gloo",
-            plan=offer.plan,
-            timeout_s=config.timeout_s,
-            stall_timeout_s=config.stall_timeout_s,
-            base=offer.base,
-            host=offer.host,
-            port=offer.port,
-            prefix=prefix,
-        )
-        async with asyncio.TaskGroup() as both:
-            sending = both.create_task(source.send([Target(server.url, "gloo", prefix, place.workers)]))
-            taking = both.create_task(server.take_weights(order.to_json(), config.timeout_s))
+    offer = await source.offer()
+    route, _ = await find_route(server, offer, config)
+    dispatch = Dispatch(source, offer, {server: replace(route, prefix=prefix)}, version, config)
+    what = f"taking version {version}"
+    async with named(server, what, "sync.timeout_s", config.timeout_s), asyncio.TaskGroup() as both:
+        sending = both.create_task(dispatch.send())
+        taking = both.create_task(dispatch.take(server))
     (sent,) = sending.result()
     if sent.error:
         raise SyncError(f"server {server.url}: {sent.error}")
-    return WeightAnswer.from_json(taking.result())
+    return taking.result()
 
 
 async def check_parity(
@@ -103,7 +206,7 @@ async def check_parity(
     if not sequences:
         return float("nan")
     what = f"comparing log-probabilities at version {version}"
-    async with _named(server, what, timeout_s), asyncio.TaskGroup() as every:
+    async with named(server, what, "sync.timeout_s", timeout_s), asyncio.TaskGroup() as every:
         expected = every.create_task(source.logprobs([sequence.tolist() for sequence in sequences]))
         found = [every.create_task(server.prompt_logprobs(each, timeout_s)) for each in sequences]
     difference = largest_difference(expected.result(), [each.result() for each in found])
@@ -113,19 +216,19 @@ async def check_parity(
 
 
 @asynccontextmanager
-async def _named(server: VllmClient, what: str, timeout_s: float) -> AsyncIterator[None]:
+async def named(server: VllmClient, what: str, setting: str, limit_s: float) -> AsyncIterator[None]:
     """Turn whatever fails inside, a deadline too, into a SyncError that says what was waited for."""
+    where = f"server {server.url}: {what}"
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(limit_s):
             yield
     except TimeoutError:
-        raise SyncError(
-            f"server {server.url}: {what} took longer than sync.timeout_s = {timeout_s:g} s"
-        ) from None
+        raise SyncError(f"{where} took longer than {setting} = {limit_s:g} s") from None
     except (RequestError, SyncError) as error:
-        raise SyncError(f"server {server.url}: {what}: {error}") from error
+        kind = RequestsHeldError if REQUESTS_HELD in str(error) else SyncError
+        raise kind(f"{where}: {error}") from error
     except ExceptionGroup as group:
-        for death in group.exceptions:
-            if isinstance(death, ServiceError):
-                raise death from group
-        raise SyncError(f"server {server.url}: {what}: {'; '.join(map(str, group.exceptions))}") from group
+        for told in group.exceptions:
+            if isinstance(told, ServiceError | SyncError):
+                raise told from group
+        raise SyncError(f"{where}: {'; '.join(map(str, group.exceptions))}") from group

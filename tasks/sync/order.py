@@ -9,13 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+REQUESTS_HELD = "requests stay held"
+"""What a server's error says when it failed while new weights were put in place; after any other the old ones serve."""
 
+
+@dataclass(frozen=True)
 class _Message:
     """JSON of a dataclass."""
 
     def to_json(self) -> dict[str, Any]:
         """Its fields."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

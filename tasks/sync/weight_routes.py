@@ -11,7 +11,7 @@ from fastapi import APIRouter, HTTPException, Request
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.platforms import current_platform
 
-from tasks.sync.order import ServerPlace, WeightAnswer, WeightOrder
+from tasks.sync.order import REQUESTS_HELD, ServerPlace, WeightAnswer, WeightOrder
 from tasks.sync.place import this_machine
 
 router = APIRouter()
@@ -36,7 +36,7 @@ async def take(raw_request: Request, body: dict[str, Any]) -> dict[str, Any]:
         await engine.finish_weight_update(order.version)
         await engine.reset_prefix_cache()
     except Exception as error:
-        raise HTTPException(500, f"requests stay held, start this server again: {error}") from error
+        raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: {error}") from error
     await engine.resume_generation()
     held_s = time.perf_counter() - started
     return WeightAnswer(order.plan["total_bytes"], held_s, held_s).to_json()

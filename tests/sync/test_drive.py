@@ -1,124 +1,204 @@
-"""The order of a sync, its deadline, and what becomes of failures; with a trainer and a server that only note."""
+"""The order of a sync, its deadlines, and what becomes of failures; with a trainer and servers that only note."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tasks.errors import ParityError, ServiceDiedError, SyncError, TransientRequestError
+from tasks.errors import (
+    ConfigError,
+    ParityError,
+    RequestsHeldError,
+    ServiceDiedError,
+    SyncError,
+    TransientRequestError,
+)
+from tasks.sync.buckets import TransferPlan
 from tasks.sync.config import SyncConfig
-from tasks.sync.drive import check_parity, join, send_weights
+from tasks.sync.drive import Dispatch, Route, check_parity, find_route, send_weights
+from tasks.sync.order import Place, Sent, ServerPlace, Target, WeightAnswer, WeightOffer
 
-SOON = SyncConfig(timeout_s=0.2)
+SOON = SyncConfig(timeout_s=0.2, stall_timeout_s=0.1)
+VERSION = "run:1:2"
+HERE = Place("here", "cpu")
 
 
-@dataclass
-class Both:
-    """A trainer and a server in one; `slow` never ends, `failing` raises."""
+@dataclass(eq=False)
+class Part:
+    """One end of a sync; what is in `slow` never ends, in `failing` raises, in `meeting` waits for the other end."""
 
-    url: str = "http://server"
-    slow: str = ""
-    failing: dict[str, Exception] = field(default_factory=dict)
-    shift: float = 0.0
     events: list[str] = field(default_factory=list)
+    slow: set[str] = field(default_factory=set)
+    failing: dict[str, Exception] = field(default_factory=dict)
+    meeting: dict[str, asyncio.Barrier] = field(default_factory=dict)
 
-    async def _note(self, event: str) -> None:
+    async def note(self, event: str) -> None:
         self.events.append(event)
-        await asyncio.sleep(0)
+        if event in self.meeting:
+            await self.meeting[event].wait()
         if event in self.failing:
             raise self.failing[event]
-        if event == self.slow:
+        if event in self.slow:
             await asyncio.Event().wait()
         self.events.append(f"{event} done")
 
-    def __getattr__(self, name: str) -> Any:
-        async def noted(*_: Any) -> dict[str, Any]:
-            await self._note(name)
-            return {"bytes": 8, "buckets": 1, "seconds": 0.0}
 
-        return noted
+@dataclass(eq=False)
+class Trainer(Part):
+    """A trainer that sends nothing; `errors` are those of its transfers, by server."""
+
+    errors: dict[str, str] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    async def offer(self) -> WeightOffer:
+        await self.note("offer")
+        return WeightOffer(TransferPlan((), 0, ((),)).to_json(), "127.0.0.1", 1, HERE.to_json())
+
+    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+        self.targets += targets
+        await self.note("send")
+        return [Sent(each.server, 8, 0.0, self.errors.get(each.server, "")) for each in targets]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        await self._note("logprobs")
+        await self.note("logprobs")
         return [[-1.0] * (len(each) - 1) for each in sequences]
 
+
+@dataclass(eq=False)
+class Server(Part):
+    """A server, and its client, that takes nothing."""
+
+    url: str = "http://server"
+    machine: str = "here"
+    shift: float = 0.0
+    orders: list[dict[str, Any]] = field(default_factory=list)
+
+    async def place(self) -> dict[str, Any]:
+        await self.note("place")
+        return ServerPlace(self.machine, "cpu", (), 2).to_json()
+
+    async def take_weights(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.orders.append(order)
+        await self.note("take")
+        return WeightAnswer(8, 0.0, 0.0).to_json()
+
     async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
-        await self._note("prompt_logprobs")
+        await self.note("prompt_logprobs")
         return np.full(len(sequence) - 1, -1.0 + self.shift, np.float32)
 
 
-async def parity(both: Both, threshold: float = 1e-4) -> float:
+async def send(trainer: Trainer, server: Server, config: SyncConfig = SOON) -> WeightAnswer:
+    return await send_weights(trainer, server, VERSION, config, "a")
+
+
+async def send_to_all(trainer: Trainer, *servers: Server) -> list[WeightAnswer | SyncError]:
+    """What each server says, or how it failed."""
+    routes = {server: Route("gloo", 1, f"to {server.url}") for server in servers}
+    dispatch = Dispatch(trainer, await trainer.offer(), routes, VERSION, SOON)
+    sending = asyncio.ensure_future(dispatch.send())
+    try:
+        return await asyncio.gather(*map(dispatch.take, servers), return_exceptions=True)
+    finally:
+        sending.cancel()
+
+
+async def parity(trainer: Trainer, server: Server, threshold: float = 1e-4) -> float:
     sequences = [np.arange(5, dtype=np.int32)] * 2
-    return await check_parity(both, both, sequences, "run:1:2", threshold=threshold, timeout_s=0.2)
+    return await check_parity(trainer, server, sequences, VERSION, threshold=threshold, timeout_s=0.2)
 
 
-async def test_the_live_model_is_open_only_while_requests_are_frozen() -> None:
-    both = Both()
-    assert await send_weights(both, both, "run:1:2", SOON) == {"bytes": 8, "buckets": 1, "seconds": 0.0}
-    order = [
-        "pause done",
-        "start_weight_update",
-        "start_weight_update done",
-        "update_weights",
-        "update_weights done",
-        "finish_weight_update",
-        "finish_weight_update done",
-        "resume",
-    ]
-    assert [event for event in both.events if event in order] == order
+async def test_sender_and_receiver_work_at_the_same_time_and_under_one_name() -> None:
+    both = asyncio.Barrier(2)
+    trainer, server = Trainer(meeting={"send": both}), Server(meeting={"take": both})
+    assert await send(trainer, server) == WeightAnswer(8, 0.0, 0.0)
+    (target,), (order,) = trainer.targets, server.orders
+    assert (target.transport, target.prefix, target.workers) == (order["transport"], order["prefix"], 2)
+    assert order["version"] == VERSION
 
 
-async def test_sender_and_receiver_work_at_the_same_time() -> None:
-    both = Both()
-    await send_weights(both, both, "run:1:2", SOON)
-    assert both.events.index("send") < both.events.index("update_weights done")
-    assert both.events.index("update_weights") < both.events.index("send done")
+async def test_a_sync_of_several_servers_is_one_command_to_the_trainer_and_one_request_to_each() -> None:
+    trainer, servers = Trainer(), [Server(url=f"http://{number}") for number in range(3)]
+    assert len(await send_to_all(trainer, *servers)) == 3
+    assert trainer.events.count("send") == 1
+    assert [each.server for each in trainer.targets] == [each.url for each in servers]
+    assert [server.events.count("take") for server in servers] == [1, 1, 1]
 
 
-async def test_both_ends_join_at_the_same_time() -> None:
-    both = Both()
-    await join(both, both, SOON)
-    assert both.events.index("connect") < both.events.index("init_weight_transfer done")
-    assert both.events.index("init_weight_transfer") < both.events.index("connect done")
+async def test_a_server_that_is_done_does_not_wait_for_a_slower_one() -> None:
+    quick, slow = Server(url="http://quick"), Server(url="http://slow", slow={"take"})
+    answer, error = await send_to_all(Trainer(slow={"send"}), quick, slow)
+    assert answer == WeightAnswer(8, 0.0, 0.0)
+    assert "http://slow: taking version run:1:2 by gloo took longer than sync.timeout_s = 0.2 s" in str(error)
 
 
-@pytest.mark.parametrize("slow", ["weight_plan", "pause", "send", "update_weights", "finish_weight_update"])
+async def test_a_server_that_the_trainer_gave_up_is_told_by_that_reason_and_the_others_go_on() -> None:
+    gone, other = Server(url="http://gone", slow={"take"}), Server(url="http://other")
+    trainer = Trainer(errors={"http://gone": "no byte for 20 s"})
+    error, answer = await send_to_all(trainer, gone, other)
+    assert answer == WeightAnswer(8, 0.0, 0.0)
+    assert "http://gone: taking version run:1:2 by gloo: no byte for 20 s" in str(error)
+
+
+async def test_a_trainer_that_cannot_send_fails_every_server_that_has_not_taken() -> None:
+    trainer = Trainer(failing={"send": SyncError("rank 1: out of memory")})
+    errors = await send_to_all(trainer, *(Server(url=f"http://{n}", slow={"take"}) for n in range(2)))
+    assert all("trainer: rank 1: out of memory" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("slow", ["send", "take"])
 async def test_whatever_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
-    both = Both(slow=slow)
-    with pytest.raises(SyncError, match=r"http://server: taking version run:1:2 .* sync\.timeout_s = 0\.2 s"):
-        await send_weights(both, both, "run:1:2", SOON)
+    with pytest.raises(SyncError, match=r"http://server: taking version run:1:2.* sync\.timeout_s = 0\.2 s"):
+        await send(Trainer(slow={slow}), Server(slow={"take"}))
 
 
-@pytest.mark.parametrize("slow", ["rendezvous", "connect", "init_weight_transfer"])
-async def test_a_meeting_that_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
-    both = Both(slow=slow)
-    with pytest.raises(SyncError, match=r"joining the trainer took longer than sync\.timeout_s"):
-        await join(both, both, SOON)
+async def test_a_server_that_does_not_say_where_it_runs_ends_at_the_deadline_by_name() -> None:
+    with pytest.raises(
+        SyncError, match=r"http://server: saying where it runs took .* sync\.timeout_s = 0\.2"
+    ):
+        await send(Trainer(), Server(slow={"place"}))
 
 
 @pytest.mark.parametrize("slow", ["logprobs", "prompt_logprobs"])
 async def test_a_comparison_that_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
     with pytest.raises(SyncError, match="comparing log-probabilities at version run:1:2 took longer"):
-        await parity(Both(slow=slow))
+        await parity(Trainer(slow={slow}), Server(slow={slow}))
 
 
-@pytest.mark.parametrize("failing", ["pause", "update_weights", "send", "resume"])
-async def test_a_failure_on_the_way_says_which_server_was_taking_what(failing: str) -> None:
-    both = Both(failing={failing: TransientRequestError("500 out of memory")})
-    with pytest.raises(SyncError, match="http://server: taking version run:1:2: 500 out of memory"):
-        await send_weights(both, both, "run:1:2", SOON)
+async def test_a_failure_on_the_way_says_which_server_was_taking_what() -> None:
+    server = Server(failing={"take": TransientRequestError("500 the old weights serve: out of memory")})
+    with pytest.raises(
+        SyncError, match=r"http://server: taking version run:1:2 by gloo: 500 .* out of memory"
+    ) as error:
+        await send(Trainer(), server)
+    assert not isinstance(error.value, RequestsHeldError)
+
+
+async def test_a_server_whose_requests_stay_held_is_told_from_one_with_its_old_weights() -> None:
+    server = Server(
+        failing={"take": TransientRequestError("500 requests stay held, start this server again")}
+    )
+    with pytest.raises(RequestsHeldError, match=r"http://server: .* requests stay held"):
+        await send(Trainer(), server)
 
 
 async def test_the_death_of_the_trainer_is_told_as_its_own() -> None:
-    both = Both(failing={"send": ServiceDiedError("trainer", "it ended")})
     with pytest.raises(ServiceDiedError, match="trainer: it ended"):
-        await send_weights(both, both, "run:1:2", SOON)
+        await send(Trainer(failing={"send": ServiceDiedError("trainer", "it ended")}), Server(slow={"take"}))
+
+
+async def test_a_transport_that_cannot_reach_a_server_names_the_server_and_the_setting() -> None:
+    trainer, config = Trainer(), SyncConfig(transport="shm")
+    with pytest.raises(
+        ConfigError, match=r"sync\.transport = 'shm': server http://server: .*different machines"
+    ):
+        await find_route(Server(machine="elsewhere"), await trainer.offer(), config)
 
 
 async def test_log_probabilities_within_the_threshold_pass() -> None:
-    assert await parity(Both(shift=2**-15)) == 2**-15
+    assert await parity(Trainer(), Server(shift=2**-15)) == 2**-15
 
 
 @pytest.mark.parametrize("shift", [2**-10, -1.0, float("nan")])
@@ -126,10 +206,10 @@ async def test_log_probabilities_beyond_it_name_server_version_difference_and_th
     with pytest.raises(
         ParityError, match=r"http://server at version run:1:2: .* by .* nats, allowed are 0\.0001"
     ):
-        await parity(Both(shift=shift))
+        await parity(Trainer(), Server(shift=shift))
 
 
 async def test_without_sequences_nothing_is_compared() -> None:
-    both = Both()
-    assert np.isnan(await check_parity(both, both, [], "run:1:2", threshold=1e-4, timeout_s=0.2))
-    assert both.events == []
+    trainer, server = Trainer(), Server()
+    assert np.isnan(await check_parity(trainer, server, [], VERSION, threshold=1e-4, timeout_s=0.2))
+    assert trainer.events == server.events == []

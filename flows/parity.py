@@ -1,0 +1,130 @@
+"""Whether the servers compute what the trainer computes: tokenizer, and log-probabilities of known tokens."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from flows.openings import Openings
+from flows.run import Run
+from tasks.errors import ConfigError
+from tasks.rollout.environment import Message
+from tasks.serve.client import VllmClient
+from tasks.serve.version import PolicyVersion
+from tasks.store.batch import stored_sequences
+from tasks.store.reader import scan
+from tasks.sync.drive import Scorer, check_parity
+from tasks.sync.parity import threshold_of
+
+AT_START = "sync/logprob_difference_at_start"
+"""Metric of step 0: the largest difference at version 0, from which thresholds are calibrated."""
+
+
+def differences_at_start(run: Run) -> list[float]:
+    """The differences that this run, or an earlier process of it, measured at version 0, in nats."""
+    stored = scan(run.folder, "metrics", step=0).filter(pl.col("name") == AT_START)
+    return [float(value) for value in stored.select("value").collect()["value"]]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownScores:
+    """What the trainer says of known tokens at one version; a Scorer that need not ask again.
+
+    Attributes:
+        version: name of the weights.
+        sequences: [B] arrays of token ids, [T] each.
+        values: [B][T-1] raw log-probabilities in nats.
+    """
+
+    version: str
+    sequences: Sequence[np.ndarray]
+    values: list[list[float]]
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Those of the sequences that are known."""
+        return self.values
+
+
+class Parity:
+    """Compares servers with the trainer, which is asked once for each version.
+
+    Args:
+        run: the run that the servers sample for.
+        trainer: who is compared with.
+    """
+
+    def __init__(self, run: Run, trainer: Scorer) -> None:
+        self._run, self._trainer = run, trainer
+        self._at_0 = differences_at_start(run)
+        self._openings = Openings(
+            run.environment,
+            run.player.tokenizer,
+            max_tokens=run.config.serve.max_model_len,
+            timeout_s=run.config.rollout.env_timeout_s,
+        )
+        self._asking = asyncio.Lock()
+        self._known = KnownScores("", (), [])
+
+    async def expect(self, version: PolicyVersion) -> KnownScores:
+        """What the trainer, which stands at that version, says of the tokens that servers are compared on."""
+        async with self._asking:
+            if self._known.version != str(version):
+                sequences = await self._sequences(version.version)
+                listed = [sequence.tolist() for sequence in sequences]
+                values = await self._trainer.logprobs(listed) if listed else []
+                self._known = KnownScores(str(version), sequences, values)
+            return self._known
+
+    async def compare(self, server: VllmClient, version: PolicyVersion) -> float:
+        """Largest difference in log-probability, in nats; at version 0 it calibrates the threshold.
+
+        Raises:
+            ParityError: it is above the threshold.
+            SyncError: it could not be found out in time.
+        """
+        config = self._run.config
+        threshold = threshold_of(config.train.dtype, config.sync.parity_threshold, self._at_0)
+        if version.version == 0 and config.train.dtype != "float32":
+            threshold = math.inf
+        known = await self.expect(version)
+        difference = await check_parity(
+            known,
+            server,
+            known.sequences,
+            str(version),
+            threshold=threshold,
+            timeout_s=config.sync.timeout_s,
+        )
+        if version.version == 0:
+            self._at_0.append(difference)
+        return difference
+
+    async def check_tokenizer(self, server: VllmClient) -> None:
+        """Refuse a server that reads a prompt as other tokens than we do.
+
+        Raises:
+            ConfigError: it has another tokenizer or chat template.
+            EpisodeError: the environment gives no prompt to compare on.
+        """
+        (opening,) = await self._openings.first(1)
+        ours, theirs = opening.token_ids.tolist(), await self._tokens(server, opening.messages)
+        if ours != theirs:
+            remedy = f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
+            raise ConfigError("serve.urls", server.url, remedy)
+
+    async def _tokens(self, server: VllmClient, messages: Sequence[Message]) -> list[int]:
+        if self._run.player.tokenizer.has_template:
+            return await server.tokenize_chat(
+                [{"role": each.role, "content": each.content} for each in messages]
+            )
+        return await server.tokenize("".join(each.content for each in messages))
+
+    async def _sequences(self, version: int) -> Sequence[np.ndarray]:
+        """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
+        n = self._run.config.sync.parity_sequences
+        if version and (found := await asyncio.to_thread(stored_sequences, self._run.folder, version - 1, n)):
+            return found
+        return [opening.token_ids for opening in await self._openings.first(n)]
