@@ -1,7 +1,8 @@
 """A trainer's part in a sync, played in the test's process: a transformers model and the real sender."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,23 @@ class AdapterSource(ModelSource):
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+
+
+@pytest.fixture(scope="session")
+def expert_model(save_tiny: Callable[..., Path]) -> Path:
+    """A mixture of experts with a head of its own."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    return save_tiny(Qwen3MoeForCausalLM, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
+
+
+@pytest.fixture(scope="session")
+def expert_server(
+    run_server: Callable[[Path], AbstractContextManager[Any]], expert_model: Path
+) -> Iterator[Any]:
+    with run_server(expert_model) as served:
+        yield served
 
 
 @pytest.fixture

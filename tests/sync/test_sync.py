@@ -2,9 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -26,23 +24,6 @@ SYNC = SyncConfig(timeout_s=60.0)
 async def send_weights(source, client, version: str) -> Any:
     """Send over links of its own."""
     return await drive.send_weights(source, client, version, SYNC, new_prefix())
-
-
-@pytest.fixture(scope="module")
-def expert_model(save_tiny: Callable[..., Path]) -> Path:
-    """A mixture of experts with a head of its own."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
-    return save_tiny(Qwen3MoeForCausalLM, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
-
-
-@pytest.fixture(scope="module")
-def expert_server(
-    run_server: Callable[[Path], AbstractContextManager[Any]], expert_model: Path
-) -> Iterator[Any]:
-    with run_server(expert_model) as served:
-        yield served
 
 
 @pytest.fixture

@@ -8,15 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow as pa
 import pytest
+from stored_step import Row, uneven_rows, write_shard, write_step
 
 from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.digest import batch_digest
-from tasks.store.layout import RunFolder
-from tasks.store.names import ShardName
-from tasks.store.schemas import batch_of, ragged, schema_of
 from tasks.sync.config import SyncConfig
 from tasks.sync.order import WeightOffer
 from tasks.train import launch
@@ -25,7 +20,6 @@ from tasks.train.config import TrainConfig
 
 VOCABULARY = 57
 RECEIVE_S = 60.0
-EMPTY_TEXT = ("example_id", "example", "error_type", "error", "messages", "server")
 
 
 class RunningTrainer(NamedTuple):
@@ -126,104 +120,8 @@ def receive_weights() -> Callable[[WeightOffer, str], dict[str, Any]]:
     return receive
 
 
-class Row(NamedTuple):
-    """A trajectory of `n_prompt` prompt tokens and `n_completion` sampled ones."""
-
-    n_prompt: int
-    n_completion: int
-    advantage: float
-    env: str = "addition"
-    temperature: float = 1.0
-
-
-def uneven_rows(n_rows: int, seed: int = 0) -> list[Row]:
-    """Rows whose lengths differ by a factor of twenty, one of them without a sampled token."""
-    rng = np.random.default_rng(seed)
-    rows = [
-        Row(
-            n_prompt=int(rng.choice([2, 8, 30, 120])),
-            n_completion=int(rng.choice([1, 2, 5, 40, 90])),
-            advantage=float(rng.normal()),
-            env=["addition", "countdown"][int(rng.integers(2))],
-            temperature=float(rng.choice([0.7, 1.0, 1.3])),
-        )
-        for _ in range(n_rows - 1)
-    ]
-    return [*rows, Row(5, 0, 1.0)]
-
-
-def write_step(
-    folder: Path,
-    step: int,
-    rows: list[Row],
-    *,
-    run: str = "r",
-    seed: int = 0,
-    token_ids: list[np.ndarray] | None = None,
-) -> str:
-    """Store rollouts and batch of a step, of random tokens where none are given; returns the batch's digest."""
-    rng = np.random.default_rng([seed, step])
-    lengths = [row.n_prompt + row.n_completion for row in rows]
-    masks = [np.arange(length) >= row.n_prompt for length, row in zip(lengths, rows, strict=True)]
-    kind = schema_of("rollouts")
-    columns: dict[str, object] = {
-        name: [0] * len(rows) if not pa.types.is_large_list(kind.field(name).type) else [[]] * len(rows)
-        for name in kind.names
-    }
-    columns |= dict.fromkeys(EMPTY_TEXT, [""] * len(rows))
-    columns |= {
-        "run": [run] * len(rows),
-        "step": [step] * len(rows),
-        "trajectory_id": [f"{run}-{step}-{i}" for i in range(len(rows))],
-        "env": [row.env for row in rows],
-        "temperature": [row.temperature for row in rows],
-        "status": ["complete"] * len(rows),
-        "finish_reason": ["stop"] * len(rows),
-        "outcome": ["{}"] * len(rows),
-        "token_ids": ragged(
-            token_ids or [rng.integers(2, VOCABULARY, n) for n in lengths], kind.field("token_ids").type
-        ),
-        "loss_mask": ragged(masks, kind.field("loss_mask").type),
-        "logprobs": ragged(
-            [np.where(mask, rng.normal(-4.0, 0.3, len(mask)), np.nan) for mask in masks],
-            kind.field("logprobs").type,
-        ),
-    }
-    rollouts = batch_of("rollouts", columns)
-    batch = batch_of(
-        "batches",
-        {
-            "run": [run] * len(rows),
-            "step": [step] * len(rows),
-            "order": list(range(len(rows))),
-            "trajectory_id": columns["trajectory_id"],
-            "group": [0] * len(rows),
-            "sample": list(range(len(rows))),
-            "env": columns["env"],
-            "advantage": [row.advantage for row in rows],
-            "reward": [0.0] * len(rows),
-            "source": [""] * len(rows),
-            "source_step": [step] * len(rows),
-            "scorer": ["addition@1"] * len(rows),
-        },
-    )
-    write_shard(folder, "rollouts", step, rollouts)
-    write_shard(folder, "batches", step, batch)
-    return batch_digest(pa.Table.from_batches([batch]))
-
-
-def write_shard(folder: Path, dataset: str, step: int, rows: pa.RecordBatch) -> None:
-    target = Path(RunFolder(folder).dataset(dataset, step=step))
-    target.mkdir(parents=True, exist_ok=True)
-    with (
-        pa.OSFile(str(target / str(ShardName(1, 1))), "wb") as file,
-        pa.ipc.new_file(file, rows.schema) as writer,
-    ):
-        writer.write_batch(rows)
-
-
 class Batches(NamedTuple):
-    """What tests need of the functions above."""
+    """What tests need to store rows to train on."""
 
     row: type[Row]
     uneven_rows: Callable[..., list[Row]]

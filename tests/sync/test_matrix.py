@@ -1,0 +1,168 @@
+"""Weights from a real trainer to a real vLLM server under load: transports, modes, models, ZeRO stages, ranks."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import pytest
+from stored_step import uneven_rows, write_step
+
+from tasks.errors import ParityError
+from tasks.serve.client import VllmClient
+from tasks.serve.process import LaunchedProcess, free_port
+from tasks.sync.config import SyncConfig
+from tasks.sync.drive import check_parity, new_prefix, send_weights
+from tasks.sync.parity import FLOAT32_THRESHOLD
+from tasks.train import launch
+from tasks.train.client import TrainerClient
+from tasks.train.config import TrainConfig
+
+START_S = 300.0
+SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
+UNDER_WAY = 16
+
+
+class Case(NamedTuple):
+    ranks: int
+    model: str
+    zero_stage: int
+    transport: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-zero{self.zero_stage}-{self.ranks}-{self.transport}-{self.mode}"
+
+
+AXES = ((1, 2), ("dense", "tied", "experts"), (0, 1, 2, 3), ("gloo",), ("keep",))
+PAIRWISE = [
+    Case(1, "dense", 1, "files", "second_copy"),
+    Case(1, "dense", 2, "shm", "keep"),
+    Case(1, "experts", 0, "files", "keep"),
+    Case(1, "experts", 2, "gloo", "keep"),
+    Case(1, "experts", 3, "files", "keep"),
+    Case(1, "tied", 0, "shm", "second_copy"),
+    Case(1, "tied", 1, "gloo", "keep"),
+    Case(1, "tied", 3, "shm", "second_copy"),
+    Case(2, "dense", 0, "gloo", "second_copy"),
+    Case(2, "dense", 3, "gloo", "keep"),
+    Case(2, "experts", 1, "shm", "second_copy"),
+    Case(2, "tied", 2, "files", "second_copy"),
+]
+OTHERS = [case for values in product(*AXES) if (case := Case(*values)) not in PAIRWISE]
+
+
+def pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    return set(combinations(enumerate(case), 2))
+
+
+def test_every_pair_of_values_occurs_in_a_case_that_is_always_run() -> None:
+    assert set().union(*map(pairs, product(*AXES))) <= set().union(*map(pairs, PAIRWISE))
+
+
+class Trainer(NamedTuple):
+    """A running trainer service that loads `stages`/STAGE/MODEL at a ZeRO stage."""
+
+    url: str
+    token: str
+
+
+@pytest.fixture(scope="module")
+def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    config = TrainConfig(ranks=request.param, lr=0.02, warmup_steps=0, micro_batch_tokens=512)
+    port, token, logs = free_port(), secrets.token_hex(8), tmp_path_factory.mktemp("trainer")
+    script = Path(__file__).with_name("staged_trainer.py")
+    process = LaunchedProcess.start(
+        "trainer",
+        [*launch.torchrun(config.ranks), str(script), str(launch.write_config(config, SYNC, port, logs))],
+        log=logs / "trainer.log",
+        env=launch.environment(config, token),
+        stop_grace_s=2.0,
+    )
+    try:
+        yield Trainer(f"http://127.0.0.1:{port}", token)
+    finally:
+        process.stop_now()
+
+
+@pytest.fixture(scope="module")
+def dense_server(
+    run_server: Callable[[Path], AbstractContextManager[Any]], save_tiny: Callable[..., Path]
+) -> Iterator[Any]:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    with run_server(save_tiny(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=False)) as served:
+        yield served
+
+
+SERVERS = {"dense": "dense_server", "tied": "vllm_server", "experts": "expert_server"}
+
+
+@pytest.fixture
+def served(case: Case, request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(SERVERS[case.model])
+
+
+@pytest.fixture
+async def client(served: Any, use_repairs: Any) -> AsyncIterator[VllmClient]:
+    async with VllmClient(served.url, served.config) as client:
+        await use_repairs(client)
+        yield client
+
+
+@pytest.fixture
+async def source(trainer: Trainer) -> AsyncIterator[TrainerClient]:
+    async with TrainerClient(trainer.url, trainer.token, timeout_s=START_S) as client:
+        await client.wait_until_healthy(START_S)
+        yield client
+
+
+async def load(trainer: TrainerClient, model: Path, stage: int, place: Path) -> None:
+    """Stand at version 0 of a run in `place`, at a ZeRO stage."""
+    (place / str(stage)).symlink_to(model)
+    await trainer.load(
+        run="r", incarnation=1, model=str(place / str(stage)), folder=str(place), checkpoint=None, version=0
+    )
+
+
+@pytest.mark.service
+@pytest.mark.parametrize(
+    ("trainer", "case"),
+    [
+        pytest.param(case.ranks, case, id=str(case), marks=[pytest.mark.long] if case in OTHERS else [])
+        for case in sorted([*PAIRWISE, *OTHERS])
+        if case.transport == "gloo" and case.mode == "keep"
+    ],
+    indirect=["trainer"],
+)
+async def test_a_server_under_load_computes_as_its_trainer(
+    case: Case, source: TrainerClient, client: VllmClient, served: Any, sequences: Any, tmp_path: Path
+) -> None:
+    prefix = new_prefix()
+    sync = SYNC.model_copy(update={"transport": case.transport, "mode": case.mode})
+    limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": sync.timeout_s}
+    await load(source, served.model, case.zero_stage, tmp_path)
+    await send_weights(source, client, "r:1:0", sync, prefix)
+    assert await check_parity(source, client, sequences, "r:1:0", **limits) <= FLOAT32_THRESHOLD
+
+    seed = crc32(str(case).encode())
+    digest = write_step(tmp_path, 0, uneven_rows(6, seed=seed), seed=seed)
+    assert (await source.train_step(folder=str(tmp_path), run="r", step=0, digest=digest)).updated
+    with pytest.raises(ParityError):
+        await check_parity(source, client, sequences, "r:1:1", **limits)
+
+    prompt, sampling = np.arange(2, 12, dtype=np.int32), {"temperature": 1.0, "timeout_s": sync.timeout_s}
+    under_way = [
+        asyncio.ensure_future(client.generate(prompt, max_tokens=200, seed=each, **sampling))
+        for each in range(UNDER_WAY)
+    ]
+    await client.generate(prompt, max_tokens=8, seed=99, **sampling)  # in the same batches: they have begun
+    await send_weights(source, client, "r:1:1", sync, prefix)
+    spans = [each.version_spans for each in await asyncio.gather(*under_way)]
+    assert any([version for _, version in each] == ["r:1:0", "r:1:1"] for each in spans)
+    assert await check_parity(source, client, sequences, "r:1:1", **limits) <= FLOAT32_THRESHOLD
