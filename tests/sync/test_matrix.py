@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +130,33 @@ async def load(trainer: TrainerClient, model: Path, stage: int, place: Path) -> 
     )
 
 
+@asynccontextmanager
+async def under_load(client: VllmClient) -> AsyncIterator[list[Any]]:
+    """Keep requests under way, from when all have begun; the version spans of each, once this has ended."""
+    spans, prompt, is_over = list[Any](), np.arange(2, 12, dtype=np.int32), asyncio.Event()
+    begun = asyncio.Barrier(UNDER_WAY + 1)
+
+    async def sample(seed: int, max_tokens: int) -> None:
+        sampling = {"temperature": 1.0, "timeout_s": SYNC.timeout_s}
+        spans.append(
+            (await client.generate(prompt, max_tokens=max_tokens, seed=seed, **sampling)).version_spans
+        )
+
+    async def keep_sampling(first: int) -> None:
+        await sample(first, 1)
+        await begun.wait()
+        while not is_over.is_set():
+            await sample(first + len(spans), 200)
+
+    async with asyncio.TaskGroup() as group:
+        for each in range(UNDER_WAY):
+            group.create_task(keep_sampling(1000 * each))
+        await begun.wait()
+        await sample(0, 8)  # in the same batches: they have begun
+        yield spans
+        is_over.set()
+
+
 @pytest.mark.service
 @pytest.mark.parametrize(
     ("trainer", "case"),
@@ -139,6 +166,7 @@ async def load(trainer: TrainerClient, model: Path, stage: int, place: Path) -> 
         if case.transport == "gloo" and case.mode == "keep"
     ],
     indirect=["trainer"],
+    scope="module",
 )
 async def test_a_server_under_load_computes_as_its_trainer(
     case: Case, source: TrainerClient, client: VllmClient, served: Any, sequences: Any, tmp_path: Path
@@ -156,13 +184,7 @@ async def test_a_server_under_load_computes_as_its_trainer(
     with pytest.raises(ParityError):
         await check_parity(source, client, sequences, "r:1:1", **limits)
 
-    prompt, sampling = np.arange(2, 12, dtype=np.int32), {"temperature": 1.0, "timeout_s": sync.timeout_s}
-    under_way = [
-        asyncio.ensure_future(client.generate(prompt, max_tokens=200, seed=each, **sampling))
-        for each in range(UNDER_WAY)
-    ]
-    await client.generate(prompt, max_tokens=8, seed=99, **sampling)  # in the same batches: they have begun
-    await send_weights(source, client, "r:1:1", sync, prefix)
-    spans = [each.version_spans for each in await asyncio.gather(*under_way)]
+    async with under_load(client) as spans:
+        await send_weights(source, client, "r:1:1", sync, prefix)
     assert any([version for _, version in each] == ["r:1:0", "r:1:1"] for each in spans)
     assert await check_parity(source, client, sequences, "r:1:1", **limits) <= FLOAT32_THRESHOLD
