@@ -13,7 +13,11 @@ from pathlib import Path
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -59,6 +63,7 @@ class SecondCopy:
         self._own.compilation_config.static_all_moe_layers = []
         with set_default_torch_dtype(config.model_config.dtype), device:
             self.model = initialize_model(self._own).eval()
+        _separate(self.model, live)
         self._is_loaded = False
 
     def load(self, weights: Weights, repairs: Iterable[Repair]) -> None:
@@ -80,11 +85,30 @@ class SecondCopy:
         own = self._own.compilation_config.static_forward_context
         for name, layer in own.items():
             if isinstance(layer, Attention):
-                layer.kv_cache = live[name].kv_cache
+                _attach(layer, live[name])
         self._live.__dict__, self.model.__dict__ = self.model.__dict__, self._live.__dict__
         before = dict(live)
         live.update(own)
         own.update(before)
+
+
+def _separate(model: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Give a model modules of its own where vLLM gave it the live model's, as it does with rotary embeddings."""
+    shared = set(live.modules())
+    own: dict[torch.nn.Module, torch.nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in shared:
+                if child not in own:
+                    own[child] = copy.deepcopy(child)
+                    record_metadata_for_reloading(own[child])
+                parent._modules[name] = own[child]
+
+
+def _attach(layer: Attention, live: Attention) -> None:
+    """What vLLM has attached to a layer since it was built: its cache, and what backends note there."""
+    added = {name: value for name, value in live.__dict__.items() if name not in layer.__dict__}
+    layer.__dict__.update(added, kv_cache=live.kv_cache)
 
 
 def model_bytes(model: torch.nn.Module) -> int:
