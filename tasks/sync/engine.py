@@ -153,7 +153,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         received_s = time.perf_counter() - started
         found = dict(tensors)
         checksums = {
-            name: hashlib.sha256(as_bytes(found[name]).numpy()).hexdigest() for name in order.checksums
+            name: hashlib.sha256(as_bytes(found[name]).numpy().data).hexdigest() for name in order.checksums
         }
         if order.base is None:
             weights = tensors
