@@ -143,6 +143,11 @@ class Objects:
 
         self._sent(f"cannot read {self.path(key)}", ShardError, send)
 
+    def address(self, key: str, lifetime_s: float) -> str:
+        """An address by which whoever knows it can read an object by HTTP for so many seconds; asks nothing of the server."""
+        bucket, name = self._split(key)
+        return str(filesystem().url(f"{bucket}/{name}", expires=int(lifetime_s)))
+
     def keys(self, start: str) -> dict[str, int]:
         """The size in bytes of every object whose key begins with `start`, by key, sorted by it.
 

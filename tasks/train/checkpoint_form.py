@@ -73,7 +73,7 @@ def adapter_layers(model: PreTrainedModel) -> list[Layer]:
 
 
 def checkpoint_tensors(
-    model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter]
+    model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors of a layer's whole parameters, by name; some are views of them."""
     whole = {name: each.detach() for name, each in parameters.items()}

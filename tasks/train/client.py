@@ -33,6 +33,8 @@ from tasks.train.protocol import (
     StorePolicy,
     TrainerHealth,
     TrainStep,
+    WeightDigests,
+    WriteWeights,
 )
 
 _LONG_POLL_S = 30.0
@@ -153,6 +155,25 @@ class TrainerClient:
         """Send the weights to servers that take them at the same time; what became of each, in their order."""
         sent = await self._do(Send(targets=[each.to_json() for each in targets]))
         return [Sent.from_json(each) for each in sent]
+
+    async def write_weights(self, folder: str, version: int) -> list[str]:
+        """Write the version that the trainer stands at into safetensors files below a folder, for servers to read.
+
+        Args:
+            folder: a local path, or s3://bucket/prefix; what older versions left there is removed.
+            version: that the trainer stands at.
+
+        Returns:
+            Where the files are.
+
+        Raises:
+            SyncError: they could not be written; names the file and what to do.
+        """
+        return list(await self._do(WriteWeights(folder=folder, version=version)))
+
+    async def weight_digests(self, names: Sequence[str] = ()) -> dict[str, str]:
+        """SHA-256 of tensors as they are sent, 64 hex digits, by name; without names of all."""
+        return dict(await self._do(WeightDigests(names=list(names))))
 
     async def checkpoint(self, folder: str, version: int) -> CheckpointBegun:
         """Begin to write the version that the trainer stands at into RUN/checkpoints; it is copied when this returns.

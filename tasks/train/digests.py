@@ -17,7 +17,7 @@ def tensor_digests(engine: Engine) -> dict[str, str]:
     with; "weight/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME" are what the optimizer keeps of a parameter, in single
     precision, and "updates/NAME" is how often it has moved it. One tensor at a time is brought together.
     """
-    digests = {f"weights/{name}": _digest(each) for name, each in named_weights(engine.model)}
+    digests = {f"weights/{name}": digest_of(each) for name, each in named_weights(engine.model)}
     state, rank = engine.state, dist.get_rank()
     parts = {part.name: part for part in state.own_parts(rank, dist.get_world_size())}
     for name in state.shapes:
@@ -26,9 +26,9 @@ def tensor_digests(engine: Engine) -> dict[str, str]:
             held = (part.start, state.tensor(kind, part).cpu()) if part else None
             if ranges := _gathered(held):
                 whole = torch.cat([numbers for _, numbers in sorted(ranges, key=lambda each: each[0])])
-                digests[f"{kind}/{name}"] = _digest(whole)
+                digests[f"{kind}/{name}"] = digest_of(whole)
         if counts := _gathered((0, torch.tensor(state.n_updates(part))) if part else None):
-            digests[f"updates/{name}"] = _digest(torch.stack([count for _, count in counts]).max())
+            digests[f"updates/{name}"] = digest_of(torch.stack([count for _, count in counts]).max())
     return digests
 
 
@@ -41,6 +41,7 @@ def _gathered(held: tuple[int, torch.Tensor] | None) -> list[tuple[int, torch.Te
     return [each for each in every or () if each]
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes in the order of its elements, 64 hex digits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()

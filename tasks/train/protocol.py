@@ -106,6 +106,30 @@ class Send(Command):
     targets: list[dict[str, Any]]
 
 
+class WriteWeights(Command):
+    """Write the version that the trainer stands at into safetensors files below a folder, in place of older ones there.
+
+    Attributes:
+        folder: a local path, or s3://bucket/prefix.
+    """
+
+    name = "write_weights"
+    is_joined = True
+    folder: str
+    version: int
+
+
+class WeightDigests(Command):
+    """SHA-256 of tensors as they are sent.
+
+    Attributes:
+        names: of the tensors, as the offer's plan has them; none: all.
+    """
+
+    name = "weight_digests"
+    names: list[str]
+
+
 class Checkpoint(Command):
     """Copy everything that makes up a version, and begin to write it into RUN/checkpoints beside what comes next."""
 
@@ -159,6 +183,8 @@ COMMANDS: dict[str, type[Command]] = {
         Logprobs,
         Offer,
         Send,
+        WriteWeights,
+        WeightDigests,
         Checkpoint,
         AwaitCheckpoint,
         ExportPolicy,

@@ -1,22 +1,28 @@
 """A rank's side of the weight sync: what it has to give, and the sender of its part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tasks.errors import SyncError
+from tasks.store.weights import remove_weights
 from tasks.sync.buckets import TransferPlan, plan_transfer
 from tasks.sync.link import serve_store
 from tasks.sync.order import Place, Sent, Target, WeightOffer
 from tasks.sync.place import this_machine
 from tasks.sync.sender import WeightSender
 from tasks.train.checkpoint_form import adapter_layers, weight_layers
+from tasks.train.digests import digest_of
 from tasks.train.engine import Engine
+from tasks.train.every_rank import of_every_rank
 from tasks.train.protocol import ServiceConfig
+from tasks.train.weight_files import write_part
 from tasks.train.weight_stream import WeightStream
 from tasks.train.weights import adapter_base
+
+T = TypeVar("T")
 
 
 class Transfer:
@@ -57,8 +63,7 @@ class Transfer:
         Raises:
             SyncError: nothing is loaded.
         """
-        if self._stream is None:
-            raise SyncError("the trainer has nothing loaded, so it has no weights to offer")
+        self._loaded  # noqa: B018 - raises
         place = Place(this_machine(), "cpu")
         return WeightOffer(
             plan=self._plan.to_json(),
@@ -74,20 +79,60 @@ class Transfer:
         Raises:
             SyncError: a rank could not send; on rank 0 alone.
         """
+        pieces = self._loaded.pieces(engine.model)
+
+        def send() -> list[Sent]:
+            try:
+                return self._joined().send(self._plan, targets, pieces)
+            finally:
+                _drain(pieces)
+
+        return [_of_all_ranks(each) for each in zip(*self._of_every_rank(send), strict=True)]
+
+    def write(self, engine: Engine, place: str, name: str) -> list[str]:
+        """Write what would be sent into files; a collective, whose result, where they are, counts on rank 0.
+
+        Raises:
+            SyncError: they could not be written; on rank 0 alone.
+        """
+        stream = self._loaded
+        weights = stream.whole(engine.model, stream.owners({each.name for each in stream.tensors}))
+
+        def write() -> str:
+            try:
+                return write_part(weights, place, name, self._rank, self._world_size)
+            finally:
+                _drain(weights)
+
+        files = self._of_every_rank(write)
+        if self._rank == 0:
+            remove_weights(place, but=name)
+        return files
+
+    def digests(self, engine: Engine, names: Sequence[str]) -> dict[str, str]:
+        """SHA-256 of tensors as they are sent, 64 hex digits, by name; a collective, whose result counts on rank 0.
+
+        Raises:
+            SyncError: there is no such tensor.
+        """
+        stream = self._loaded
+        known = {each.name for each in stream.tensors}
+        if missing := set(names) - known:
+            raise SyncError(
+                f"the trainer sends no {', '.join(sorted(missing))}; names are those of the offer"
+            )
+        weights = stream.whole(engine.model, stream.owners(names or known))
+        every = self._of_every_rank(lambda: {name: digest_of(each) for name, each in weights})
+        return {name: digest for each in every for name, digest in each.items()}
+
+    @property
+    def _loaded(self) -> WeightStream:
         if self._stream is None:
-            raise SyncError("the trainer has nothing loaded, so it has no weights to send")
-        pieces = self._stream.pieces(engine.model)
-        try:
-            own: list[Sent] | SyncError = self._joined().send(self._plan, targets, pieces)
-        except SyncError as error:
-            own = error
-        for _ in pieces:  # those that are left, so that ranks that gather with us do not wait
-            pass
-        every = self._gathered(own)
-        for rank, sent in enumerate(every):
-            if isinstance(sent, SyncError):
-                raise SyncError(f"rank {rank}: {sent}")
-        return [_of_all_ranks(each) for each in zip(*every, strict=True)]
+            raise SyncError("the trainer has nothing loaded, so it has no weights")
+        return self._stream
+
+    def _of_every_rank(self, work: Callable[[], T]) -> list[T]:
+        return of_every_rank(work, self._rank, self._world_size)
 
     def _open_store(self) -> None:
         if self._rank == 0:
@@ -112,14 +157,6 @@ class Transfer:
             )
         return self._sender
 
-    def _gathered(self, own: list[Sent] | SyncError) -> list[list[Sent] | SyncError]:
-        """[W] what every rank says, on rank 0; nothing on the others."""
-        if self._world_size == 1:
-            return [own]
-        every: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object(own, every)
-        return every or []
-
     @property
     def _sends_adapters(self) -> bool:
         lora = self._config.train.lora
@@ -131,3 +168,9 @@ def _of_all_ranks(sent: Sequence[Sent]) -> Sent:
     errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(sent) if each.error]
     n_bytes, seconds = sum(each.bytes for each in sent), max(each.seconds for each in sent)
     return Sent(sent[0].server, n_bytes, seconds, errors[0] if errors else "")
+
+
+def _drain(rest: Iterable[object]) -> None:
+    """Go on to the end, so that ranks that gather with us do not wait."""
+    for _ in rest:
+        pass

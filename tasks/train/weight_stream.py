@@ -6,7 +6,7 @@ shards gather together.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -57,6 +57,34 @@ class WeightStream:
                     made = checkpoint_tensors(model, whole)
                     for tensor in tensors:
                         yield from self._made(tensor, made[tensor.name])
+
+    def owners(self, names: Collection[str]) -> dict[str, int]:
+        """Which rank is to have which of the named tensors whole: about as many bytes each."""
+        named = [each for each in self.tensors if each.name in names]
+        total, before, owners = sum(each.size_bytes for each in named), 0, dict[str, int]()
+        for each in named:
+            middle = before + each.size_bytes // 2
+            owners[each.name] = middle * self._world_size // max(total, 1)
+            before += each.size_bytes
+        return owners
+
+    def whole(self, model: PreTrainedModel, owners: Mapping[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of what is to be this rank's; valid until the next. A collective where layers are gathered.
+
+        Args:
+            model: whose weights they are.
+            owners: rank of each tensor that is wanted, the same on every rank.
+        """
+        parameters = dict(model.named_parameters())
+        for layer in self._layers:
+            of_ranks = {owners[each.name] for each in layer.tensors if each.name in owners}
+            if not (of_ranks if self._is_partitioned else self._rank in of_ranks):
+                continue
+            whole = {name: parameters[name] for name in layer.parameters}
+            with deepspeed.zero.GatheredParameters(list(whole.values())), torch.no_grad():
+                made = _tensors_of(model, layer, whole)
+                own = (name for name in made if owners.get(name) == self._rank)
+                yield from ((name, made[name]) for name in own)
 
     def _in_place(self, tensor: TensorPlan, origin: Origin, parameter: torch.nn.Parameter) -> Iterator[Piece]:
         ranges = self._own.get(tensor.name, ())
@@ -111,3 +139,17 @@ def _by_tensor(tensors: Sequence[TensorPlan], ranges: Sequence[Range]) -> dict[s
         while rest and rest[0][0] < tensor.offset + tensor.size_bytes:
             found.setdefault(tensor.name, []).append(rest.popleft())
     return found
+
+
+def _tensors_of(
+    model: PreTrainedModel, layer: Layer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """A layer's tensors, of its whole parameters."""
+    if layer.origins is None:
+        return checkpoint_tensors(model, parameters)
+    made = {}
+    for meta, origin in zip(layer.tensors, layer.origins, strict=True):
+        size = torch.Size(meta.shape).numel() * meta.dtype.itemsize
+        flat = as_bytes(parameters[origin.parameter].detach())[origin.start : origin.start + size]
+        made[meta.name] = flat.view(meta.dtype).view(meta.shape)
+    return made

@@ -29,15 +29,6 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield from checkpoint_tensors(model, parameters).items()
 
 
-def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every adapter's A and B, by the checkpoint's name of the weight they belong to; under ZeRO-3 a collective."""
-    parameters = dict(model.named_parameters())
-    for layer in adapter_layers(model):
-        parameter, meta = parameters[layer.parameters[0]], layer.tensors[0]
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield meta.name, parameter.detach()
-
-
 def adapter_base(model: PreTrainedModel) -> AdapterBase:
     """The start model's folder, to which adapters are added where they arrive alone.
 

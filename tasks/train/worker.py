@@ -17,6 +17,7 @@ from tasks.store.deliveries import Delivery
 from tasks.store.layout import RunFolder, policy_key
 from tasks.store.policies import has_policy, publish_policy, unfinished_policy
 from tasks.store.routing import read_routing
+from tasks.store.weights import whole_weights
 from tasks.sync.order import Sent, Target
 from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows
@@ -43,6 +44,8 @@ from tasks.train.protocol import (
     StepResult,
     StorePolicy,
     TrainStep,
+    WeightDigests,
+    WriteWeights,
 )
 from tasks.train.random_state import begin_random
 from tasks.train.reference import FrozenPolicy, load_reference
@@ -86,6 +89,8 @@ class Worker:
             ScoreRows.name: self._score_rows,
             Logprobs.name: self._logprobs,
             Send.name: self._send,
+            WriteWeights.name: self._write_weights,
+            WeightDigests.name: lambda command: self._transfer.digests(self._loaded, command.names),
             Checkpoint.name: self._checkpoint,
             ExportPolicy.name: self._export_policy,
             StorePolicy.name: self._store_policy,
@@ -106,6 +111,8 @@ class Worker:
             return self._prepare_step(command)
         elif isinstance(command, ScoreRows):
             self._prepare_scoring(command)
+        elif isinstance(command, WriteWeights):
+            return self._prepare_files(command)
         elif isinstance(command, Checkpoint):
             return self._prepare_checkpoint(command)
         elif isinstance(command, StorePolicy):
@@ -238,6 +245,18 @@ class Worker:
 
     def _send(self, command: Send) -> list[Sent]:
         return self._transfer.send(self._loaded, [Target.from_json(each) for each in command.targets])
+
+    def _prepare_files(self, command: WriteWeights) -> list[str] | None:
+        self._check_version(command.version)
+        return whole_weights(command.folder, self._files_name) or None
+
+    def _write_weights(self, command: WriteWeights) -> list[str]:
+        return self._transfer.write(self._loaded, command.folder, self._files_name)
+
+    @property
+    def _files_name(self) -> str:
+        """Names the weights that the trainer has now: of one version, as one load came to it."""
+        return f"{self.incarnation}-{self.progress.version:06d}"
 
     def _prepare_checkpoint(self, command: Checkpoint) -> CheckpointBegun | None:
         self._check_version(command.version)

@@ -1,0 +1,146 @@
+"""Ranks under torchrun that send: `python stream_ranks.py JOB.json`; see test_weight_stream.
+
+JOB.json is {"cases": [{"model": folder, "zero_stage", "dtype", "lora": "" | "merged" | "adapters"}], "folder"}. In each case
+an engine sends after its load and again after an update; what arrives, what is written into files, and the digests are
+compared with the tensors gathered one by one.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tasks.sync.buckets import TransferPlan
+from tasks.sync.config import SyncConfig
+from tasks.sync.link import RECEIVER, join_store, link_name, open_link
+from tasks.sync.order import Target, WeightOffer
+from tasks.sync.receiver import arriving
+from tasks.train.config import LoraConfig, TrainConfig
+from tasks.train.engine import Engine
+from tasks.train.lora import adapters_of
+from tasks.train.process_group import Ranks, join_ranks
+from tasks.train.protocol import ServiceConfig
+from tasks.train.samples import Samples
+from tasks.train.transfer import Transfer
+from tasks.train.weights import named_weights
+
+TIMEOUT_S = 60.0
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Receiver:
+    """A server's only worker, on a thread of rank 0; its links are opened once."""
+
+    def __init__(self, offer: WeightOffer) -> None:
+        self._plan = TransferPlan.from_json(**offer.plan)
+        self._store = join_store(offer.host, offer.port, TIMEOUT_S)
+        self._host, self._links = offer.host, list[Any]()
+
+    def receive(self) -> Tensors:
+        self._links = self._links or [
+            open_link(self._store, link_name("prefix", rank, 0), RECEIVER, self._host, TIMEOUT_S)
+            for rank in range(len(self._plan.senders))
+        ]
+        buffer = torch.empty(self._plan.total_bytes, dtype=torch.uint8)
+        return dict(arriving(self._links, self._plan, buffer))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    ranks = join_ranks(TIMEOUT_S)
+    for number, case in enumerate(job["cases"]):
+        run(case, Path(job["folder"]) / str(number), ranks)
+    dist.destroy_process_group()
+
+
+def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+    lora = LoraConfig(rank=4, send=case["lora"]) if case["lora"] else LoraConfig()
+    config = TrainConfig(
+        ranks=ranks.world_size, zero_stage=case["zero_stage"], dtype=case["dtype"], lora=lora
+    )
+    service = ServiceConfig(train=config, sync=SyncConfig(bucket_mib=1), port=0, log_dir="")
+    engine = Engine.load(config, case["model"], ranks.device)
+    transfer = Transfer(service, ranks.rank, ranks.world_size)
+    transfer.prepare(engine)
+    receiver = Receiver(transfer.offer()) if ranks.rank == 0 else None
+    for version in range(2):
+        expected = whole_tensors(engine, case["lora"])
+        check_arrival(transfer, engine, receiver, expected)
+        files = transfer.write(engine, str(folder), f"1-{version:06d}")
+        digests = transfer.digests(engine, list(expected)[:3])
+        if receiver:
+            check_files(files, folder, expected)
+            assert digests == {name: digest(expected[name]) for name in list(expected)[:3]}
+        update(engine)
+        assert any(
+            not torch.equal(each, expected[name])
+            for name, each in whole_tensors(engine, case["lora"]).items()
+        )
+    engine.close()
+
+
+def check_arrival(transfer: Transfer, engine: Engine, receiver: Receiver | None, expected: Tensors) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        receiving = thread.submit(receiver.receive) if receiver else None
+        sent = transfer.send(engine, [Target("server", "gloo", "prefix")])
+        if receiving:
+            assert_same(receiving.result(), expected)
+            assert [(each.error, each.bytes) for each in sent] == [
+                ("", sum(each.nbytes for each in expected.values()))
+            ]
+
+
+def check_files(files: list[str], folder: Path, expected: Tensors) -> None:
+    found: Tensors = {}
+    for file in files:
+        tensors = load_file(file)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    assert_same(found, expected)
+    assert sorted(map(str, folder.rglob("*.safetensors"))) == files, "older versions are removed"
+
+
+def whole_tensors(engine: Engine, lora: str) -> Tensors:
+    """Gathered one by one on every rank."""
+    if lora != "adapters":
+        return {name: each.clone() for name, each in named_weights(engine.model)}
+    found = {}
+    for name, each in adapters_of(dict(engine.model.named_parameters())).items():
+        stem, kind = name.removesuffix(".weight").rsplit(".", 1)
+        with deepspeed.zero.GatheredParameters([each]):
+            found[f"{stem}.weight.{kind}"] = each.detach().clone()
+    return found
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype
+        assert torch.equal(found[name], each), name
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def update(engine: Engine) -> None:
+    """An update whose loss differs by rank."""
+    tokens = np.array([2 + (dist.get_rank() * 3 + place) % 50 for place in range(12)])
+    samples = Samples.known([tokens], [np.arange(12) > 0])
+    forward = engine.forward(engine.packer.micro_batch(samples, [0], [""]))
+    engine.backward(-forward.logprobs.mean(), is_last=True)
+    assert engine.update(1e-1).updated
+
+
+if __name__ == "__main__":
+    main()
