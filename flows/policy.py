@@ -1,7 +1,6 @@
 """The policy's version: brought up in trainer, servers and folder alike, moved on, brought back after a death."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,11 +13,11 @@ from flows.parity import AT_START
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run, TrainingRun
-from flows.servers import Servers
+from flows.servers import Servers, servers_of
 from flows.services import ServerService, TrainerService, open_services, restart
 from flows.space import is_checkpoint_due
 from flows.watch import watch
-from flows.weight_sync import SyncReport
+from flows.weight_sync import SyncReport, sync_metrics
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion
@@ -126,6 +125,7 @@ class Policy:
         A server that fails is brought back beside the steps; the others go on.
         """
         async with self._still:
+            calls_before = self._servers.calls if self._servers else 0
             try:
                 reports = await self._bring_up(only_name=only_name)
             except ServiceDiedError as error:
@@ -134,13 +134,8 @@ class Policy:
                 reports = await self._bring_back_trainer(error)
         if self._recomputing:
             self._recomputing.begin(self.current.version)
-        values = {
-            "sync/sent_bytes": float(sum(report.sent_bytes for report in reports)),
-            "sync/servers": float(len(reports)),
-            "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
-            "sync/logprob_difference": max((report.difference for report in reports), default=math.nan),
-        }
-        return [Metric(name, "all", "value", value) for name, value in values.items()]
+        calls = self._servers.calls - calls_before if self._servers else 0
+        return sync_metrics(reports, calls)
 
     async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
         """Have the trainer compute its log-probabilities of stored rollouts, and store them.
@@ -209,9 +204,22 @@ class Policy:
         await self._checkpointing.begun(version, begun)
 
     async def _rejoin(self, servers: Servers, server: ServerService) -> None:
-        """Bring a server that answers again to the current version."""
+        """Bring a server that answers again to the current version; once more when the trainer died of it."""
+        restarts = self._restarts
+        try:
+            await servers.rejoin(server, self._hold)
+        except ServiceDiedError as error:
+            if error.service != self._trainer.name:
+                raise
+            async with self._still:
+                if self._restarts == restarts:  # nobody else has brought it back meanwhile
+                    await self._bring_back_trainer(error)
+            await servers.rejoin(server, self._hold)
+
+    @asynccontextmanager
+    async def _hold(self) -> AsyncIterator[PolicyVersion]:
         async with self._still:
-            await self._survived(lambda: servers.rejoin(server, self.current))
+            yield self.current
 
     async def _bring_up(self, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server, if there are any, the current version; the trainer's weights are held still."""
@@ -320,13 +328,19 @@ async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
     opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)
     async with opened as (trainer, services), Checkpointing(run, trainer.client) as checkpointing:
         servers = (
-            await asyncio.to_thread(Servers, run, trainer.client, services) if isinstance(run, Run) else None
+            await asyncio.to_thread(servers_of, run, trainer.client, services)
+            if isinstance(run, Run)
+            else None
         )
         policy = Policy(run, trainer, servers, checkpointing)
-        async with asyncio.TaskGroup() as watching:
-            watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
-            if isinstance(run, Run) and run.recomputing is not None:
-                watches.append(watching.create_task(run.recomputing.work(policy.score)))
-            yield policy
-            for watch in watches:
-                watch.cancel()
+        try:
+            async with asyncio.TaskGroup() as watching:
+                watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
+                if isinstance(run, Run) and run.recomputing is not None:
+                    watches.append(watching.create_task(run.recomputing.work(policy.score)))
+                yield policy
+                for watch in watches:
+                    watch.cancel()
+        finally:
+            if servers:
+                await servers.clear()

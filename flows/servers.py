@@ -1,7 +1,8 @@
 """The vLLM servers of a run: kept at the policy's current version, verified, set aside when they fail."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from flows.failure import one_error
@@ -10,19 +11,33 @@ from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
 from flows.weight_sync import SyncReport, WeightSync
-from tasks.errors import RequestError, RollmillError, ServiceDiedError, SyncError
+from tasks.errors import RequestError, RequestsHeldError, RollmillError, ServiceDiedError, SyncError
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.sync.drive import Dispatch
+from tasks.sync.order import WeightAnswer
 from tasks.train.client import TrainerClient
 
 Result = TypeVar("Result")
+
+Hold = Callable[[], AbstractAsyncContextManager[PolicyVersion]]
+"""Holds the trainer's weights still; gives the version that it stands at."""
+
+
+def servers_of(run: Run, trainer: TrainerClient, servers: Sequence[ServerService]) -> "Servers":
+    """The servers of a run, to be brought to the trainer's versions; reads what the run has measured at version 0."""
+    return Servers(run, WeightSync(run, trainer, Parity(run, trainer)), servers)
 
 
 class Servers:
     """Brings servers to the trainer's version; a server is in the pool only while it is there.
 
-    `bring_up` and `rejoin` are called with the trainer's weights held still.
+    `bring_up` is called with the trainer's weights held still.
+
+    Args:
+        run: the run that they sample for.
+        sync: brings weights to them.
+        servers: all of them.
 
     Attributes:
         run: the run that they sample for.
@@ -33,14 +48,13 @@ class Servers:
         are_up: set when all have been brought up for the first time.
     """
 
-    def __init__(self, run: Run, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
-        self.run, self._trainer = run, trainer
+    def __init__(self, run: Run, sync: WeightSync, servers: Sequence[ServerService]) -> None:
+        self.run, self._sync = run, sync
         self.every = tuple(servers)
         self.failed: dict[ServerService, str] = {}
         self.mute: set[ServerService] = set()
         self.lost: set[ServerService] = set()
         self.are_up = asyncio.Event()
-        self._sync = WeightSync(run, trainer, Parity(run, trainer))
         self._verified: dict[
             ServerService, str
         ] = {}  # the name of the weights that a server is known to have
@@ -60,26 +74,37 @@ class Servers:
         self.are_up.set()
         return [*(report for task in tasks if (report := task.result())), *reports]
 
-    async def rejoin(self, server: ServerService, version: PolicyVersion) -> None:
-        """Let a server in that failed and answers again; it gets the trainer's weights unless it still has them.
+    async def rejoin(self, server: ServerService, hold: Hold) -> None:
+        """Let a server in that failed and answers again; it takes the policy's weights by files unless it still has them.
+
+        The trainer is held while it writes them, and free while the server loads them. When the version has moved on
+        meanwhile, the server loads once more, with the trainer's weights held still; when it cannot read the files, they
+        are sent to it.
 
         Raises:
             SyncError, RequestError: it failed again.
             ConfigError: it has another tokenizer or chat template than before.
+            ServiceDiedError: the trainer is gone.
         """
-        self.failed.pop(server, None)
-        self.mute.discard(server)
-        self.run.pool.answered(server.client)
         try:
-            if await self._has(server, str(version)):
-                self.run.pool.admit(server.client)
-            else:
-                self._sync.forget(server.client)
-                await self._send_alone(server, version)
+            async with hold() as version:
+                if await self._has(server, str(version)):
+                    self._take_back(server, version)
+                    return
+                files = await self._written(server, version)
+            answer = await self._load(server, version, files)
+            async with hold() as current:
+                if answer is None:
+                    await self._sync.send_verified(server.client, current)
+                else:
+                    if current != version:
+                        files = await self._written(server, current)
+                        answer = await self._sync.load(server.client, current, files)
+                    await self._sync.verify(server.client, current, answer)
+                self._take_back(server, current)
         except RollmillError as error:
-            await self.fail(server, str(error))
+            await self.fail(server, str(error), is_mute=isinstance(error, RequestsHeldError))
             raise
-        say(f"{server.name} is back, at version {version.version}")
 
     async def look_again(self, server: ServerService) -> None:
         """Let a server in that was set aside and still has its weights, and samples when that was in doubt.
@@ -96,14 +121,30 @@ class Servers:
         if can_sample:
             self.run.pool.admit(server.client)
         elif has_weights:
-            self.mute.add(server)
-            await self.fail(server, "it answers /health and fails generations")
+            await self.fail(server, "it answers /health and fails generations", is_mute=True)
         else:
             await self.fail(server, "it no longer has the policy's weights")
 
-    async def fail(self, server: ServerService, reason: str) -> None:
-        """Ask a server no more, cut its requests off, which go to others, and leave it to its watcher."""
+    @property
+    def calls(self) -> int:
+        """Commands to the trainer and requests to servers that all syncs took so far, without their comparisons."""
+        return self._sync.calls
+
+    async def clear(self) -> None:
+        """Remove what of the weights lies in files; no server needs it any more."""
+        await self._sync.clear()
+
+    async def fail(self, server: ServerService, reason: str, *, is_mute: bool = False) -> None:
+        """Ask a server no more, cut its requests off, which go to others, and leave it to its watcher.
+
+        Args:
+            server: the server.
+            reason: how it failed.
+            is_mute: True for one that answers and cannot sample.
+        """
         self.failed[server] = reason
+        if is_mute:
+            self.mute.add(server)
         self._verified.pop(server, None)
         self.run.pool.set_aside(server.client)
         self.alarm(server).set()
@@ -190,16 +231,33 @@ class Servers:
         try:
             return await attempt
         except (SyncError, RequestError) as error:
-            await self.fail(server, str(error))
+            await self.fail(server, str(error), is_mute=isinstance(error, RequestsHeldError))
             return None
 
-    async def _send_alone(self, server: ServerService, version: PolicyVersion) -> None:
-        self._verified.pop(server, None)
+    async def _written(self, server: ServerService, version: PolicyVersion) -> Sequence[str]:
+        """The files of a version that a server, which may be a new one at its address, is to take."""
+        self._sync.forget(server.client)
         await self._sync.join(server.client, version)
-        with one_error():
-            await self._sync.send(
-                [server.client], version, lambda _, dispatch: self._take(server, version, dispatch)
-            )
+        return await self._sync.write(version)
+
+    async def _load(
+        self, server: ServerService, version: PolicyVersion, files: Sequence[str]
+    ) -> WeightAnswer | None:
+        """What a server says that has loaded files; None when it could not, and its old weights serve."""
+        try:
+            return await self._sync.load(server.client, version, files)
+        except RequestsHeldError:
+            raise
+        except SyncError as error:
+            say(f"{error}; the weights are sent to it")
+            return None
+
+    def _take_back(self, server: ServerService, version: PolicyVersion) -> None:
+        self.failed.pop(server, None)
+        self.mute.discard(server)
+        self.run.pool.answered(server.client)
+        self._let_in(server, version)
+        say(f"{server.name} is back, at version {version.version}")
 
     def _let_in(self, server: ServerService, version: PolicyVersion) -> None:
         if server in self.failed:

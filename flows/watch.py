@@ -46,22 +46,33 @@ async def _failure(servers: Servers, server: ServerService) -> str:
     while server not in servers.failed:
         reason = await server.failed(alarm)
         alarm.clear()
-        is_running = server.process is None or server.process.is_running
-        if is_running and await server.client.is_healthy():
+        if await _answers(server):
             await servers.look_again(server)
         else:
             await servers.fail(server, reason or "it no longer answers /health")
     return servers.failed[server]
 
 
+async def _answers(server: ServerService) -> bool:
+    """True for a server that runs and answers."""
+    is_running = server.process is None or server.process.is_running
+    return is_running and await server.client.is_healthy()
+
+
 async def _start_again(
     servers: Servers, server: ServerService, config: ServeConfig, rejoin: Rejoin, reason: str, restarts: int
 ) -> int:
-    """Start a launched server again until it is back or was started too often; returns how often by now."""
+    """Start a launched server again until it is back or was started too often; returns how often by now.
+
+    One that answers, and whose old weights serve, is given the current ones first as it is.
+    """
+    must_start = server in servers.mute or not await _answers(server)
     while True:
-        restarts += 1
+        restarts += must_start
         try:
-            await restart(server, reason, restarts - 1, config.max_restarts)
+            if must_start:
+                await restart(server, reason, restarts - 1, config.max_restarts)
+            must_start = True
             await rejoin(server)
         except ServiceDiedError as error:
             if error.service != server.name:

@@ -2,18 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flows.failure import one_error
 from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
-from tasks.errors import ParityError, SyncError
+from tasks.errors import ChecksumError, ParityError, SyncError
+from tasks.observe.metrics import Metric
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
-from tasks.sync.drive import Dispatch, Route, find_route
-from tasks.sync.order import WeightAnswer, WeightOffer
+from tasks.store.weights import addresses, remove_weights, weights_place
+from tasks.sync.checksums import compare_checksums, names_in_turn
+from tasks.sync.drive import FILES, Dispatch, Route, find_route
+from tasks.sync.order import Sent, WeightAnswer, WeightOffer
 from tasks.sync.task import send_weights
 from tasks.train.client import TrainerClient
 
@@ -38,6 +42,28 @@ class SyncReport:
     difference: float = float("nan")
 
 
+def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
+    """Of one version's sync to all servers: bytes to all of them together, else of the server with the most.
+
+    Args:
+        reports: a server each.
+        calls: commands to the trainer and requests to servers.
+    """
+    values = {
+        "sync/sent_bytes": float(sum(report.sent_bytes for report in reports)),
+        "sync/servers": float(len(reports)),
+        "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
+        "sync/held_s": max((report.held_s for report in reports), default=0.0),
+        "sync/parity_s": max((report.parity_s for report in reports), default=0.0),
+        "sync/logprob_difference": max((report.difference for report in reports), default=float("nan")),
+        "sync/control_calls": float(calls),
+    }
+    return [Metric(name, "all", "value", value) for name, value in values.items()]
+
+
+SendTask = Callable[[Dispatch, str], Coroutine[Any, Any, list[Sent]]]
+"""Has the trainer send what is dispatched, under a version's name."""
+
 Take = Callable[[VllmClient, Dispatch], Coroutine[Any, Any, object]]
 """Has a server take weights that are being sent."""
 
@@ -49,16 +75,22 @@ class WeightSync:
         run: the run that the servers sample for.
         trainer: its trainer.
         parity: compares a server with it.
+        task: has the trainer send.
 
     Attributes:
         calls: commands to the trainer and requests to servers so far, without those of comparisons.
     """
 
-    def __init__(self, run: Run, trainer: TrainerClient, parity: Parity) -> None:
-        self._run, self._trainer, self._parity = run, trainer, parity
+    def __init__(
+        self, run: Run, trainer: TrainerClient, parity: Parity, task: SendTask = send_weights
+    ) -> None:
+        self._run, self._trainer, self._parity, self._task = run, trainer, parity, task
         self.calls = 0
         self._offer: tuple[int, WeightOffer] | None = None
         self._routes: dict[VllmClient, tuple[int, Route]] = {}
+        self._asking = asyncio.Lock()
+        self._digests: tuple[str, Mapping[str, str]] = "", {}
+        self._place = ""
         self._told: dict[VllmClient, str] = {}
 
     def is_joined(self, server: VllmClient, version: PolicyVersion) -> bool:
@@ -92,8 +124,9 @@ class WeightSync:
     async def send(self, servers: Sequence[VllmClient], version: PolicyVersion, take: Take) -> None:
         """Send to servers that have joined; `take` has each of them take the weights, and is awaited.
 
-        The routes of servers that do not take them are dropped, also when this is cancelled. With several servers the
-        trainer scores the tokens of the comparison first, so that no server waits for the slowest to be compared.
+        The routes of servers that do not take them are dropped, also when this is cancelled. The trainer says what
+        servers are compared with while the server puts the weights in place; with several servers it says so before it
+        sends, so that none waits for the slowest to be compared.
 
         Raises:
             ServiceDiedError: the trainer is gone.
@@ -102,13 +135,12 @@ class WeightSync:
             return
         routes = {server: self._routes.pop(server)[1] for server in servers}
         if len(servers) > 1:
-            await self._parity.expect(version)
-        offer, config = await self._offered(version), self._run.config.sync
-        dispatch = Dispatch(self._trainer, offer, routes, str(version), config)
-        self._run.recording.started()
-        self.calls += 1
+            await self._expect(version)
+        is_written = any(route.transport == FILES for route in routes.values())
+        files = await self.write(version) if is_written else ()
+        dispatch = await self._dispatch(routes, version, files)
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(send_weights(dispatch, str(version)))
+            sending = group.create_task(self._sent(dispatch, version))
             for server in servers:
                 group.create_task(take(server, dispatch))
         failed = {each.server for each in sending.result() if each.error}
@@ -123,23 +155,98 @@ class WeightSync:
             SyncError, RequestError: it did not take them, differs still, or reports another version.
         """
         answer = await self._taken(server, dispatch)
-        started = time.perf_counter()
         try:
-            difference = await self._parity.compare(server, version)
-        except ParityError as error:
+            return await self.verify(server, version, answer)
+        except (ChecksumError, ParityError) as error:
             say(f"{error}; sending it once more")
-            await self.join(server, version)
-            await self.send([server], version, self._taken)
-            difference = await self._parity.compare(server, version)
+        await self.join(server, version)
+        return await self.send_verified(server, version)
+
+    async def send_verified(self, server: VllmClient, version: PolicyVersion) -> SyncReport:
+        """Send to one server that has joined, and compare it once.
+
+        Raises:
+            SyncError, RequestError: it did not take the weights, differs, or reports another version.
+            ServiceDiedError: the trainer is gone.
+        """
+        answers: list[WeightAnswer] = []
+
+        async def take(server: VllmClient, dispatch: Dispatch) -> None:
+            answers.append(await self._taken(server, dispatch))
+
+        with one_error():
+            await self.send([server], version, take)
+        return await self.verify(server, version, *answers)
+
+    async def write(self, version: PolicyVersion) -> Sequence[str]:
+        """Have the trainer, which stands at that version, write its weights; returns where servers read the files."""
+        run, config = self._run, self._run.config.sync
+        self.calls += 1
+        self._place = weights_place(run.folder, run.id, config.folder)
+        files = await self._trainer.write_weights(self._place, version.version)
+        return addresses(files, config.timeout_s)
+
+    async def load(self, server: VllmClient, version: PolicyVersion, files: Sequence[str]) -> WeightAnswer:
+        """Have a server take a version from files, while the trainer does something else.
+
+        Raises:
+            SyncError: it did not.
+        """
+        dispatch = await self._dispatch({server: Route(FILES, workers=1, prefix="")}, version, files)
+        return await self._taken(server, dispatch)
+
+    async def clear(self) -> None:
+        """Remove the files of weights, if any were written."""
+        if self._place:
+            await asyncio.to_thread(remove_weights, self._place)
+
+    async def verify(self, server: VllmClient, version: PolicyVersion, answer: WeightAnswer) -> SyncReport:
+        """Compare a server that has taken a version with the trainer, which stands at it.
+
+        Raises:
+            ChecksumError, ParityError: it differs.
+            SyncError, RequestError: it reports another version, or the comparison was not done in time.
+        """
+        started = time.perf_counter()
+        compare_checksums(server.url, str(version), await self._expect(version), answer.checksums)
+        difference = await self._parity.compare(server, version)
         parity_s = time.perf_counter() - started
         self.calls += 1
         if (reported := await server.version()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
         return SyncReport(server.url, answer.bytes, answer.received_s, answer.held_s, parity_s, difference)
 
+    async def _sent(self, dispatch: Dispatch, version: PolicyVersion) -> list[Sent]:
+        sent = await self._task(dispatch, str(version))
+        await self._expect(version)
+        return sent
+
     async def _taken(self, server: VllmClient, dispatch: Dispatch) -> WeightAnswer:
         self.calls += 1
         return await dispatch.take(server)
+
+    async def _dispatch(
+        self, routes: Mapping[VllmClient, Route], version: PolicyVersion, files: Sequence[str]
+    ) -> Dispatch:
+        self._run.recording.started()
+        self.calls += 1
+        offer, config = await self._offered(version), self._run.config.sync
+        names = self._names_in_turn(offer, version)
+        return Dispatch(self._trainer, offer, routes, str(version), config, checksums=names, files=files)
+
+    def _names_in_turn(self, offer: WeightOffer, version: PolicyVersion) -> Sequence[str]:
+        names = [tensor["name"] for tensor in offer.plan["tensors"]]
+        return names_in_turn(names, version.version, self._run.config.sync.checksums)
+
+    async def _expect(self, version: PolicyVersion) -> Mapping[str, str]:
+        """What the trainer says that servers are compared with: scores, and the checksums of this version's tensors."""
+        await self._parity.expect(version)
+        async with self._asking:
+            if self._digests[0] != str(version):
+                names = self._names_in_turn(await self._offered(version), version)
+                digests = await self._trainer.weight_digests(names) if names else {}
+                self._digests = str(version), digests
+            return self._digests[1]
 
     async def _offered(self, version: PolicyVersion) -> WeightOffer:
         """What the trainer has to give, which is asked once for each of its incarnations."""

@@ -25,6 +25,9 @@ from tasks.sync.order import (
 )
 from tasks.sync.parity import largest_difference
 
+FILES = "files"
+"""The transport that the trainer has no part in once they are written."""
+
 
 class WeightSource(Protocol):
     """The trainer, as it gives weights away."""
@@ -48,9 +51,9 @@ class Route:
     """How weights get to one server.
 
     Attributes:
-        transport: gloo, nccl or shm.
-        prefix: links are opened under it at the first transfer, and kept for later ones.
+        transport: see WeightOrder.
         workers: processes of the server that each take all weights.
+        prefix: links are opened under it at the first transfer, and kept for later ones.
     """
 
     transport: str
@@ -73,6 +76,7 @@ class Dispatch:
         version: name of the weights.
         config: settings.
         checksums: names of tensors whose checksums the servers are asked for.
+        files: where the weights lie, for servers that take them by files; the trainer sends to the others alone.
 
     Attributes:
         taken: the servers that have taken the weights.
@@ -86,9 +90,11 @@ class Dispatch:
         version: str,
         config: SyncConfig,
         checksums: Sequence[str] = (),
+        files: Sequence[str] = (),
     ) -> None:
         self._source, self._offer, self._routes = source, offer, routes
         self._version, self._config, self._checksums = version, config, tuple(checksums)
+        self._files = tuple(files)
         self.taken: set[VllmClient] = set()
         self._gone: asyncio.Future[dict[str, Sent]] = asyncio.Future()
 
@@ -101,9 +107,10 @@ class Dispatch:
         targets = [
             Target(server.url, route.transport, route.prefix, route.workers)
             for server, route in self._routes.items()
+            if route.transport != FILES
         ]
         try:
-            sent = await self._source.send(targets)
+            sent = await self._source.send(targets) if targets else []
         except (RequestError, SyncError) as error:
             sent = [Sent(each.server, 0, 0.0, f"trainer: {error}") for each in targets]
         self._gone.set_result({each.server: each for each in sent})
@@ -122,7 +129,7 @@ class Dispatch:
             taking = asyncio.ensure_future(server.take_weights(order, self._config.timeout_s))
             try:
                 await asyncio.wait({taking, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done() and (error := self._gone.result()[server.url].error):
+                if not taking.done() and (error := self._error(server)):
                     await asyncio.wait({taking}, timeout=self._config.stall_timeout_s)
                     if not taking.done():
                         raise SyncError(error)
@@ -131,6 +138,11 @@ class Dispatch:
                 taking.cancel()
         self.taken.add(server)
         return answer
+
+    def _error(self, server: VllmClient) -> str:
+        """Why the trainer has given a server up; empty when it has not."""
+        sent = self._gone.result().get(server.url)
+        return sent.error if sent else ""
 
     def _order(self, route: Route) -> WeightOrder:
         return WeightOrder(
@@ -145,6 +157,7 @@ class Dispatch:
             port=self._offer.port,
             prefix=route.prefix,
             shared=self._offer.shared,
+            files=self._files if route.transport == FILES else (),
             checksums=self._checksums,
         )
 

@@ -38,7 +38,9 @@ class Workplace:
     def __init__(self, folder: Path, api: str, start_models: Path) -> None:
         self.folder = folder
         self.marker = f"workplace-{uuid.uuid4().hex}"
-        vllm_python = Path(sys.executable).parent.parent.parent / ".venv-vllm" / "bin" / "python"
+        self.vllm_python = vllm_python = (
+            Path(sys.executable).parent.parent.parent / ".venv-vllm" / "bin" / "python"
+        )
         start_model = SMALL["start_model"] | {"root": str(start_models)}
         preset = SMALL | {"serve": {"python": str(vllm_python)}, "start_model": start_model}
         (folder / "conf").mkdir()

@@ -1,7 +1,8 @@
 """Which servers are let in again after they were set aside, without any server."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from prefect.logging import disable_run_logger
 
 from flows.config import RunConfig
 from flows.servers import Servers
+from flows.weight_sync import WeightSync
 from tasks.errors import TransientRequestError
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool
@@ -67,7 +69,7 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.run, self.server = Run(RunFolder(folder)), Server()
-        self.servers = Servers(self.run, None, [self.server])
+        self.servers = Servers(self.run, WeightSync(self.run, None, None), [self.server])
         self.servers._let_in(self.server, VERSION)
 
     def fail_requests(self, n: int) -> None:
@@ -80,6 +82,11 @@ class Fleet:
                 return True
         except TimeoutError:
             return False
+
+
+@asynccontextmanager
+async def at_version() -> AsyncIterator[PolicyVersion]:
+    yield VERSION
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ async def test_a_server_that_samples_again_is_let_in_when_it_still_has_its_weigh
     fleet.fail_requests(2)
     fleet.servers.mute.add(fleet.server)
     fleet.servers.failed[fleet.server] = "it fails generations"
-    await fleet.servers.rejoin(fleet.server, VERSION)
+    await fleet.servers.rejoin(fleet.server, at_version)
     assert not fleet.servers.mute
     assert not fleet.run.pool.is_suspect(fleet.server)
     assert await fleet.is_asked()

@@ -99,11 +99,12 @@ class Fleet:
         self.events.append("back")
         self.is_in.set()
 
-    async def watched(self, *, is_healthy: bool = False) -> list[str]:
+    async def watched(self, *, is_healthy: bool = False, is_alarmed: bool = True) -> list[str]:
         """Alarm the server's watcher; everything that happens until the server is in the pool, or given up."""
         watching = asyncio.ensure_future(watch(self, self.server, CONFIG, self.rejoin))
         self.server.healthy = is_healthy
-        self.event.set()
+        if is_alarmed:
+            self.event.set()
         is_in = asyncio.ensure_future(self.is_in.wait())
         await asyncio.wait([watching, is_in], timeout=10, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
@@ -147,6 +148,27 @@ async def test_the_last_server_takes_the_run_with_it_and_shows_its_last_lines() 
     fleet = Fleet(is_ours=True, n_others=0, starts=(ServiceStartError("server", "no"),) * 2)
     with pytest.raises(ServiceDiedError, match=r"(?s)after 2 restarts.*last words"):
         await fleet.watched()
+
+
+async def failed_in_a_sync(fleet: Fleet) -> list[str]:
+    """What becomes of a server that answers, and failed to take weights."""
+    fleet.failed[fleet.server] = "the old weights serve: stalled"
+    return await fleet.watched(is_healthy=True, is_alarmed=False)
+
+
+async def test_a_launched_server_that_answers_takes_the_weights_without_a_new_start() -> None:
+    assert await failed_in_a_sync(Fleet(is_ours=True)) == ["back"]
+
+
+async def test_a_launched_server_that_takes_none_again_is_started_again() -> None:
+    events = await failed_in_a_sync(Fleet(SyncError("broke"), is_ours=True))
+    assert events == ["failed: broke", "started", "back"]
+
+
+async def test_a_launched_server_whose_requests_stay_held_is_started_again_at_once() -> None:
+    fleet = Fleet(is_ours=True)
+    fleet.mute.add(fleet.server)
+    assert await failed_in_a_sync(fleet) == ["started", "back"]
 
 
 async def test_an_attached_server_is_awaited_and_taken_back() -> None:

@@ -1,0 +1,353 @@
+"""How servers come to the trainer's weights, and back to them, without any: trainer and servers only note."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prefect.logging import disable_run_logger
+
+from flows.config import RunConfig
+from flows.parity import Parity
+from flows.servers import Servers
+from flows.weight_sync import SyncReport, WeightSync, sync_metrics
+from tasks.errors import RequestError, RequestsHeldError
+from tasks.rollout.addition import Addition
+from tasks.serve.pool import ServerPool
+from tasks.serve.version import PolicyVersion
+from tasks.store.layout import RunFolder
+from tasks.sync.buckets import lay_out, plan_transfer
+from tasks.sync.drive import Dispatch
+from tasks.sync.order import Place, Sent, ServerPlace, Target, WeightAnswer, WeightOffer
+
+AT = [PolicyVersion("ab", 1, number) for number in range(4)]
+TENSORS = lay_out([("norm", (4,), "float32"), ("head", (4, 4), "float32")])
+OFFER = WeightOffer(
+    plan_transfer(TENSORS, [[(0, 80)]], 1 << 20).to_json(), "127.0.0.1", 1, Place("here", "cpu").to_json()
+)
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Sends nothing; its digest of every tensor is `digest`; a server that stops it waits for `release`."""
+
+    calls: list[str] = field(default_factory=list)
+    targets: list[list[Target]] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.release.set()
+
+    async def offer(self) -> WeightOffer:
+        self.calls.append("offer")
+        return OFFER
+
+    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+        self.calls.append("send")
+        self.targets.append(list(targets))
+        await self.release.wait()
+        return [Sent(each.server, 80, 0.0, self.errors.get(each.server, "")) for each in targets]
+
+    async def write_weights(self, folder: str, version: int) -> list[str]:
+        self.calls.append(f"write {version}")
+        return [f"{folder}/{version}/0.safetensors"]
+
+    async def weight_digests(self, names: Sequence[str]) -> dict[str, str]:
+        self.calls.append("digests")
+        return dict.fromkeys(names, "same")
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        self.calls.append("logprobs")
+        return [[-1.0] * (len(each) - 1) for each in sequences]
+
+
+@dataclass(eq=False)
+class Server:
+    """A server, and its own client, that takes nothing but the version's name.
+
+    `failing` has errors of orders by transport; `digests` are what it says instead of "same", one for each order.
+    """
+
+    url: str = "http://a"
+    failing: dict[str, Exception] = field(default_factory=dict)
+    digests: list[str] = field(default_factory=list)
+    orders: list[tuple[str, str]] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list)
+    loading: Callable[[], Any] | None = None
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    held: str = "default"
+    max_failures_in_a_row = 2
+
+    def __post_init__(self) -> None:
+        self.client, self.name = self, f"server {self.url}"
+        self.release.set()
+
+    async def is_healthy(self) -> bool:
+        return True
+
+    async def version(self) -> str:
+        return self.held
+
+    async def set_version(self, version: str) -> None:
+        self.held = version
+
+    async def place(self) -> dict[str, Any]:
+        return ServerPlace("elsewhere", "cpu").to_json()
+
+    async def tokenize(self, text: str) -> list[int]:
+        return [1, 2, 3]
+
+    async def take_weights(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        transport = order["transport"]
+        self.orders.append((transport, order["version"]))
+        self.prefixes.append(order["prefix"])
+        if self.loading:
+            self.loading()
+        await self.release.wait()
+        if transport in self.failing:
+            raise self.failing[transport]
+        self.held = order["version"]
+        digest = self.digests.pop(0) if self.digests else "same"
+        return WeightAnswer(80, 0.5, 0.25, dict.fromkeys(order["checksums"], digest)).to_json()
+
+    async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
+        return np.full(len(sequence) - 1, -1.0, np.float32)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Tokenizer:
+    has_template = False
+
+    def encode(self, messages: Any) -> np.ndarray:
+        return np.array([1, 2, 3], np.int32)
+
+
+@dataclass
+class Player:
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+
+
+class Recording:
+    def started(self) -> None:
+        """A task run was begun."""
+
+
+@dataclass
+class Run:
+    """What is seen of a run."""
+
+    folder: RunFolder
+    id: str = "ab"
+    environment: Addition = field(default_factory=Addition)
+    player: Player = field(default_factory=Player)
+    config: RunConfig = field(default_factory=RunConfig)
+    pool: ServerPool = field(default_factory=ServerPool)
+    recording: Recording = field(default_factory=Recording)
+
+
+async def send(dispatch: Dispatch, version: str) -> list[Sent]:
+    return await dispatch.send()
+
+
+class Fleet:
+    """Servers of a trainer that stands at `at`; `holds` counts how often its weights were held still."""
+
+    def __init__(self, folder: Path, n: int = 1) -> None:
+        self.run, self.trainer = Run(RunFolder(folder)), Trainer()
+        self.services = [Server(f"http://{number}") for number in range(n)]
+        sync = WeightSync(self.run, self.trainer, Parity(self.run, self.trainer), send)
+        self.servers = Servers(self.run, sync, self.services)
+        self.at, self.is_held = AT[1], False
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[PolicyVersion]:
+        self.is_held = True
+        yield self.at
+        self.is_held = False
+
+    @property
+    def admitted(self) -> set[str]:
+        return {each.url for each in self.run.pool._admitted}
+
+    async def failed(self) -> Server:
+        """A server that has failed after a first sync."""
+        await self.servers.bring_up(AT[0])
+        await self.servers.fail(self.services[0], "it was away")
+        self.services[0].orders.clear()
+        self.trainer.calls.clear()
+        return self.services[0]
+
+
+@pytest.fixture
+def fleet_of(tmp_path: Path) -> Iterator[Callable[[int], Fleet]]:
+    with disable_run_logger():
+        yield lambda n: Fleet(tmp_path, n)
+
+
+async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_once(fleet_of) -> None:
+    fleet = fleet_of(3)
+    await fleet.servers.bring_up(AT[0])
+    before = fleet.servers.calls
+    fleet.trainer.calls.clear()
+    reports = await fleet.servers.bring_up(AT[1])
+    assert Counter(fleet.trainer.calls) == {"send": 1, "logprobs": 1, "digests": 1}
+    assert [each.held for each in fleet.services] == [str(AT[1])] * 3
+    assert len(reports) == 3
+    assert fleet.servers.calls - before == 1 + 3 + 3, "one send; of each server an order and its version"
+
+
+async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of) -> None:
+    fleet = fleet_of(2)
+    fleet.services[1].release.clear()
+    fleet.trainer.release.clear()
+    syncing = asyncio.ensure_future(fleet.servers.bring_up(AT[0]))
+    async with asyncio.timeout(5), fleet.run.pool.lease(0, 1) as client:
+        assert client is fleet.services[0]
+    fleet.services[1].release.set()
+    fleet.trainer.release.set()
+    await syncing
+    assert fleet.admitted == {"http://0", "http://1"}
+
+
+async def test_a_server_that_fails_is_set_aside_and_its_links_are_not_used_again(fleet_of) -> None:
+    fleet = fleet_of(2)
+    fleet.services[1].failing["gloo"] = RequestError("500 the old weights serve: stalled")
+    reports = await fleet.servers.bring_up(AT[0])
+    assert [report.server for report in reports] == ["http://0"]
+    assert fleet.admitted == {"http://0"}
+    assert "the old weights serve: stalled" in fleet.servers.failed[fleet.services[1]]
+    fleet.services[1].failing.clear()
+    await fleet.servers.rejoin(fleet.services[1], fleet.hold)
+    await fleet.servers.bring_up(AT[2])
+    first, _, last = fleet.services[1].prefixes
+    assert first != last
+    assert len(set(fleet.services[0].prefixes)) == 1, "links that did not fail are kept"
+
+
+async def test_links_that_the_trainer_has_dropped_are_not_used_again(fleet_of) -> None:
+    fleet = fleet_of(1)
+    fleet.trainer.errors["http://0"] = "it straggled"
+    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.bring_up(AT[1])
+    assert len(set(fleet.services[0].prefixes)) == 2
+
+
+@pytest.mark.parametrize("n_wrong", [1, 2])
+async def test_tensors_that_differ_are_sent_once_more_and_not_twice(fleet_of, n_wrong: int) -> None:
+    fleet = fleet_of(1)
+    fleet.services[0].digests = ["other"] * n_wrong
+    await fleet.servers.bring_up(AT[0])
+    assert len(fleet.services[0].orders) == 2
+    assert (fleet.admitted == {"http://0"}) == (n_wrong == 1)
+
+
+async def test_a_server_that_comes_back_loads_files_while_the_trainer_is_free(fleet_of) -> None:
+    fleet = fleet_of(1)
+    server = await fleet.failed()
+    held: list[bool] = []
+    server.loading = lambda: held.append(fleet.is_held)
+    await fleet.servers.rejoin(server, fleet.hold)
+    assert server.orders == [("files", str(AT[1]))]
+    assert held == [False]
+    assert fleet.admitted == {"http://0"}
+    assert not fleet.servers.failed
+
+
+async def test_a_version_that_moved_on_meanwhile_is_loaded_with_the_weights_held_still(fleet_of) -> None:
+    fleet = fleet_of(1)
+    server = await fleet.failed()
+    held: list[bool] = []
+
+    def load() -> None:
+        held.append(fleet.is_held)
+        fleet.at = AT[2]
+
+    server.loading = load
+    await fleet.servers.rejoin(server, fleet.hold)
+    assert server.orders == [("files", str(AT[1])), ("files", str(AT[2]))]
+    assert held == [False, True]
+    assert server.held == str(AT[2])
+    assert fleet.admitted == {"http://0"}
+
+
+async def test_a_server_that_cannot_read_the_files_is_sent_the_weights(fleet_of) -> None:
+    fleet = fleet_of(1)
+    server = await fleet.failed()
+    server.failing["files"] = RequestError("500 the old weights serve: no such file")
+    await fleet.servers.rejoin(server, fleet.hold)
+    assert [transport for transport, _ in server.orders] == ["files", "gloo"]
+    assert fleet.admitted == {"http://0"}
+
+
+async def test_a_server_whose_requests_stay_held_is_not_let_in_and_waits_for_a_new_start(fleet_of) -> None:
+    fleet = fleet_of(1)
+    server = await fleet.failed()
+    server.failing["files"] = RequestError("500 requests stay held, start this server again")
+    with pytest.raises(RequestsHeldError):
+        await fleet.servers.rejoin(server, fleet.hold)
+    assert fleet.servers.mute == {server}
+    assert not fleet.admitted
+
+
+async def test_a_server_that_still_has_the_weights_is_let_in_without_any(fleet_of) -> None:
+    fleet = fleet_of(1)
+    await fleet.servers.bring_up(AT[1])
+    server = fleet.services[0]
+    fleet.servers.failed[server] = "it was away"
+    server.orders.clear()
+    await fleet.servers.rejoin(server, fleet.hold)
+    assert not server.orders
+    assert fleet.admitted == {"http://0"}
+
+
+async def test_a_sync_that_is_cancelled_uses_its_links_no_more(fleet_of) -> None:
+    fleet = fleet_of(1)
+    await fleet.servers.bring_up(AT[0])
+    server = fleet.services[0]
+    server.release.clear()
+    ordered = asyncio.Event()
+    server.loading = ordered.set
+    syncing = asyncio.ensure_future(fleet.servers.bring_up(AT[1]))
+    await asyncio.wait_for(ordered.wait(), 5)
+    syncing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await syncing
+    server.release.set()
+    await fleet.servers.bring_up(AT[1])
+    assert server.prefixes[2] != server.prefixes[1]
+
+
+async def test_weights_by_files_for_all_are_written_once_and_nothing_is_sent(
+    tmp_path: Path, fleet_of
+) -> None:
+    fleet = fleet_of(2)
+    files = fleet.run.config.model_copy(
+        update={"sync": fleet.run.config.sync.model_copy(update={"transport": "files"})}
+    )
+    fleet.run.config = files
+    await fleet.servers.bring_up(AT[0])
+    assert [transport for each in fleet.services for transport, _ in each.orders] == ["files"] * 2
+    assert fleet.trainer.calls.count("write 0") == 1
+    assert "send" not in fleet.trainer.calls
+
+
+def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
+    reports = [SyncReport("a", 10, 1.0, 0.5, 0.1, 1e-6), SyncReport("b", 10, 3.0, 0.2, 0.3, 1e-5)]
+    values = {metric.name: metric.value for metric in sync_metrics(reports, 7)}
+    assert values == {
+        "sync/sent_bytes": 20.0,
+        "sync/servers": 2.0,
+        "sync/transfer_s": 3.0,
+        "sync/held_s": 0.5,
+        "sync/parity_s": 0.3,
+        "sync/logprob_difference": 1e-5,
+        "sync/control_calls": 7.0,
+    }
