@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,10 +23,10 @@ from vllm.distributed.weight_transfer.base import (
 from tasks.errors import text_of
 from tasks.sync.adapters import AdapterBase, stored_weights, with_adapters
 from tasks.sync.background import beside_the_model
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.link import RECEIVER, as_bytes, join_store, link_name, open_link
+from tasks.sync.comparison import differing_bytes, differing_kernels
+from tasks.sync.inbox import Inbox
+from tasks.sync.link import as_bytes
 from tasks.sync.order import WeightOrder
-from tasks.sync.receiver import arriving
 from tasks.sync.repairs import needed_repairs
 from tasks.sync.reports import Report, ReportLine
 from tasks.sync.second_copy import SecondCopy, load_again
@@ -42,39 +42,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: what the last order brought is put in place."""
+    """Nothing: what the last order brought is put in place; after mode verify the address for a second Report."""
 
-
-class Inbox:
-    """What outlasts an order: the buffer, allocated once, and the links, open under one prefix.
-
-    An order that is given up leaves its inbox to the thread that may still write into it, and the next gets another.
-    """
-
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
-        self._prefix, self._links = "", list[Any]()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, order: WeightOrder) -> list[tuple[str, torch.Tensor]]:
-        """All tensors of an order, views of the buffer, once they are there."""
-        plan = TransferPlan.from_json(**order.plan)
-        if self._buffer.numel() < plan.total_bytes:
-            self._buffer = torch.empty(plan.total_bytes, dtype=torch.uint8)
-        return list(arriving(self._links_of(order, len(plan.senders)), plan, self._buffer))
-
-    def _links_of(self, order: WeightOrder, n_senders: int) -> list[Any]:
-        """[W] links, opened unless they are open under the same prefix."""
-        if order.prefix != self._prefix:
-            store = join_store(order.host, order.port, order.timeout_s)
-            self._links = [
-                open_link(
-                    store, link_name(order.prefix, rank, self._worker), RECEIVER, order.host, order.timeout_s
-                )
-                for rank in range(n_senders)
-            ]
-            self._prefix = order.prefix
-        return self._links
+    reports: str = ""
 
 
 class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -100,6 +70,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._order: WeightOrder | None = None
         self._weights = list[tuple[str, torch.Tensor]]()
         self._copy: SecondCopy | None = None
+        self._keeps_copy = False
         self._inbox = Inbox(self.parallel_config.rank)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -107,7 +78,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._order is not None:
             self.shutdown()
         order = WeightOrder.from_json(init_info.order)
-        if order.mode != "keep" and self._copy is None:
+        if self._copy is None and (order.mode == "verify" or self._switches(order)):
             self._copy = SecondCopy(self.model, self.vllm_config, self.device)
         self._order = order
         arguments = order, ReportLine(init_info.reports), self._inbox, self._copy
@@ -117,15 +88,23 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing: the live model is opened when its weights are there."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Put in place what the last order brought."""
-        if self._order is None:
-            raise RuntimeError("no order has brought weights that could be put in place")
-        if self._order.mode == "second_copy" and self._copy is not None:
-            self._copy.switch()
-        else:
-            weights = ((name, each.to(self.device)) for name, each in self._weights)
-            load_again(self.model, self.vllm_config, weights, self.repairs)
+        """Put in place what the last order brought, or compare it."""
+        order, second, weights = self._order, self._copy, self._weights
         self._order, self._weights = None, []
+        if order is None:
+            raise RuntimeError("no order has brought weights that could be put in place")
+        if order.mode == "verify" and second is not None:
+            ReportLine(update_info.reports).send(
+                Report(differing=differing_kernels(self.model, second.model))
+            )
+            if not self._keeps_copy:
+                self._copy = None
+        elif self._switches(order) and second is not None:
+            self._keeps_copy = True
+            second.switch()
+        else:
+            on_device = ((name, each.to(self.device)) for name, each in weights)
+            load_again(self.model, self.vllm_config, on_device, self.repairs)
 
     def finish_weight_update(self) -> None:
         """Nothing: the weights are in place."""
@@ -160,9 +139,31 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             base = AdapterBase(**order.base)
             weights = list(with_adapters(stored_weights(base.folder, torch.device("cpu")), found, base))
-        if order.mode == "keep" or second is None:
-            if self._order is order:
-                self._weights = weights
-        else:
-            second.load(((name, each.to(self.device)) for name, each in weights), self.repairs)
-        return Report(order.plan["total_bytes"], received_s, checksums)
+        differing: tuple[str, ...] = ()
+        if order.mode == "verify" and second is not None:
+            second.load(self._on_device(weights), self.repairs)
+            differing = differing_bytes(self.model, second.model)
+        elif self._switches(order) and second is not None:
+            second.load(weights, self.repairs)
+        elif self._order is order:
+            self._weights = self._on_device(weights) if order.mode == "second_copy" else weights
+        return Report(order.plan["total_bytes"], received_s, checksums, differing)
+
+    def _switches(self, order: WeightOrder) -> bool:
+        """True when a second copy of the model takes the live one's place.
+
+        Elsewhere compiled code and graphs hold the addresses of the live model's weights: they are loaded in place, from
+        the device's own memory, where they are brought in the background.
+        """
+        eager = self.vllm_config.compilation_config.mode == CompilationMode.NONE
+        return order.mode == "second_copy" and eager and self.device.type == "cpu"
+
+    def _on_device(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """The weights in the memory of the device that computes, brought there beside what it does."""
+        if self.device.type != "cuda":
+            return weights
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            there = [(name, each.to(self.device)) for name, each in weights]
+        stream.synchronize()
+        return there

@@ -36,6 +36,11 @@ def arriving(
             for start, end in bucket.ranges:
                 buffer[start:end].copy_(staging[at : at + end - start])
                 at += end - start
+    yield from views(plan, buffer)
+
+
+def views(plan: TransferPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor of a plan, as views of a buffer with the stream of all weights."""
     for tensor in plan.tensors:
         data = buffer[tensor.offset : tensor.offset + tensor.size_bytes]
         yield tensor.name, data.view(getattr(torch, tensor.dtype)).view(tensor.shape)

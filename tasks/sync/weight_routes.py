@@ -27,7 +27,7 @@ router = APIRouter()
 @router.get("/rollmill/weights")
 async def place(raw_request: Request) -> dict[str, Any]:
     """Where this server runs."""
-    workers = raw_request.app.state.engine_client.vllm_config.parallel_config.world_size
+    workers = _workers(raw_request.app.state.engine_client)
     return ServerPlace(this_machine(), current_platform.device_type, (), workers).to_json()
 
 
@@ -53,8 +53,9 @@ async def _taken(state: Any, order: WeightOrder, raw_request: Request) -> Weight
     except Exception as error:
         await engine.shutdown_weight_transfer_engine()
         raise HTTPException(500, f"the old weights serve: {text_of(error)}") from error
-    held_s = 0.0 if order.mode == "verify" else await _put_in_place(engine, order.version)
-    return _answer(reports, held_s)
+    if order.mode == "verify":
+        return _answer([*reports, *await _compared(engine, order)], 0.0)
+    return _answer(reports, await _put_in_place(engine, order.version))
 
 
 async def _reports(engine: Any, order: WeightOrder, raw_request: Request) -> list[Report]:
@@ -63,9 +64,8 @@ async def _reports(engine: Any, order: WeightOrder, raw_request: Request) -> lis
     Raises:
         SyncError: a worker failed, the deadline passed, or who gave the order has gone.
     """
-    workers = engine.vllm_config.parallel_config.world_size
     try:
-        async with asyncio.timeout(order.timeout_s), Reports(workers) as reports:
+        async with asyncio.timeout(order.timeout_s), Reports(_workers(engine)) as reports:
             info = {"order": order.to_json(), "reports": reports.address}
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
             async with asyncio.TaskGroup() as group:
@@ -77,6 +77,20 @@ async def _reports(engine: Any, order: WeightOrder, raw_request: Request) -> lis
         raise SyncError(f"not all workers had all weights within {order.timeout_s:g} s") from None
     except ExceptionGroup as group_error:
         raise SyncError("; ".join(map(text_of, group_error.exceptions))) from group_error
+
+
+async def _compared(engine: Any, order: WeightOrder) -> list[Report]:
+    """What the workers' kernels, which serve one thread at a time, compute otherwise than with what has arrived."""
+    async with asyncio.timeout(order.timeout_s), Reports(_workers(engine)) as reports:
+        await engine.start_weight_update()
+        info = {"reports": reports.address}
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await engine.finish_weight_update()
+        return await reports.all()
+
+
+def _workers(engine: Any) -> int:
+    return int(engine.vllm_config.parallel_config.world_size)
 
 
 async def _gone(raw_request: Request) -> None:
@@ -110,7 +124,7 @@ def _answer(reports: Iterable[Report], held_s: float) -> WeightAnswer:
     """Of all workers: what the last one had, and what any of them found."""
     reports = list(reports)
     return WeightAnswer(
-        bytes=min(each.bytes for each in reports),
+        bytes=max(each.bytes for each in reports),
         received_s=max(each.received_s for each in reports),
         held_s=held_s,
         checksums=reports[0].checksums,
