@@ -21,9 +21,10 @@ pytestmark = pytest.mark.service
 SYNC = SyncConfig(timeout_s=60.0)
 
 
-async def send_weights(source, client, version: str) -> Any:
+async def send_weights(source, client, version: str, mode: str = "keep") -> Any:
     """Send over links of its own."""
-    return await drive.send_weights(source, client, version, SYNC, new_prefix())
+    config = SYNC.model_copy(update={"mode": mode})
+    return await drive.send_weights(source, client, version, config, new_prefix())
 
 
 @pytest.fixture
@@ -139,7 +140,21 @@ async def test_a_server_without_the_start_model_refuses_to_take_adapters_alone(
         await send_weights(source, client, "run:1:1")
 
 
-async def test_requests_under_way_go_on_with_the_new_weights(client, vllm_server, source_of):
+@pytest.mark.parametrize("fixture", ["vllm_server", "expert_server"])
+async def test_copies_of_a_model_take_turns_in_serving(request, source_of, sequences, use_repairs, fixture):
+    server = request.getfixturevalue(fixture)
+    source = source_of(server.model)
+    async with VllmClient(server.url, server.config) as client:
+        await use_repairs(client)
+        for number, mode in enumerate(("second_copy", "second_copy", "keep", "second_copy")):
+            source.change(seed=70 + number)
+            answer = await send_weights(source, client, f"run:1:{number}", mode)
+            assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
+            assert min(answer.bytes, answer.received_s, answer.held_s) > 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "second_copy"])
+async def test_requests_under_way_go_on_with_the_new_weights(client, vllm_server, source_of, mode: str):
     old, new = source_of(vllm_server.model), source_of(vllm_server.model)
     new.change(seed=40)
     prompt = np.arange(2, 12, dtype=np.int32)
@@ -150,7 +165,7 @@ async def test_requests_under_way_go_on_with_the_new_weights(client, vllm_server
         for seed in range(16)
     ]
     await client.generate(prompt, max_tokens=8, seed=99, **sampling)  # in the same batches: they have begun
-    await send_weights(new, client, "run:1:2")
+    await send_weights(new, client, "run:1:2", mode)
     across = [each for each in await asyncio.gather(*under_way) if len(each.version_spans) == 2]
     assert across
     for completion in across:

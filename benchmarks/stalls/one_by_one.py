@@ -1,0 +1,33 @@
+"""What peers have in a vLLM worker: parameters taken one at a time, by a call each (--worker-extension-cls)."""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tasks.sync.link import RECEIVER, SENDER, join_store, open_link
+from tasks.sync.repairs import needed_repairs
+
+LINK = "one-by-one"
+TIMEOUT_S = 60.0
+
+
+class OneByOne:
+    model_runner: Any
+    vllm_config: Any
+
+    def join(self, host: str, port: int) -> None:
+        self.link = open_link(join_store(host, port, TIMEOUT_S), LINK, RECEIVER, host, TIMEOUT_S)
+
+    def open_model(self) -> None:
+        initialize_layerwise_reload(self.model_runner.model)
+
+    def take_parameter(self, name: str, dtype: str, shape: list[int]) -> None:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        self.link.recv([tensor], SENDER, 0).wait()
+        self.model_runner.model.load_weights([(name, tensor)])
+
+    def close_model(self) -> None:
+        finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
+        for repair in needed_repairs():
+            repair(self.model_runner.model)

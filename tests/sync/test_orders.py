@@ -1,0 +1,176 @@
+"""What becomes of an order at a real vLLM server when it is for a comparison, comes by files, or fails on its way."""
+
+import asyncio
+import hashlib
+import http.server
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tasks.errors import RequestError
+from tasks.serve.client import VllmClient
+from tasks.sync.buckets import TransferPlan
+from tasks.sync.drive import check_parity, new_prefix
+from tasks.sync.link import RECEIVER, SENDER, join_store, link_name, open_link
+from tasks.sync.order import Target, WeightAnswer, WeightOrder
+from tasks.sync.parity import FLOAT32_THRESHOLD
+
+pytestmark = pytest.mark.service
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+async def client(vllm_server, use_repairs) -> AsyncIterator[VllmClient]:
+    async with VllmClient(vllm_server.url, vllm_server.config) as client:
+        await use_repairs(client)
+        yield client
+
+
+async def order_of(source, version: str, **changes: Any) -> WeightOrder:
+    offer = await source.offer()
+    settings = {"mode": "keep", "transport": "gloo", "timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
+    places = {"host": offer.host, "port": offer.port, "prefix": new_prefix(), "plan": offer.plan}
+    return WeightOrder(**{"version": version} | settings | places | changes)
+
+
+async def give(client: VllmClient, order: WeightOrder) -> WeightAnswer:
+    return WeightAnswer.from_json(await client.take_weights(order.to_json(), TIMEOUT_S))
+
+
+async def send(source, client: VllmClient, version: str, **changes: Any) -> WeightAnswer:
+    order = await order_of(source, version, **changes)
+    answer, (sent,) = await asyncio.gather(
+        give(client, order), source.send([Target(client.url, "gloo", order.prefix)])
+    )
+    assert not sent.error
+    return answer
+
+
+async def difference(source, client, sequences: list[np.ndarray], version: str) -> float:
+    limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": TIMEOUT_S}
+    return await check_parity(source, client, sequences, version, **limits)
+
+
+@pytest.fixture
+async def source(vllm_server, client, source_of) -> Any:
+    """A trainer whose weights the server has, under the name run:1:0."""
+    source = source_of(vllm_server.model)
+    source.change(seed=80)
+    await send(source, client, "run:1:0")
+    return source
+
+
+async def test_verification_names_what_the_live_model_has_otherwise(client, source, sequences, use_repairs):
+    norm = source.model.model.norm.weight
+    assert not (await send(source, client, "run:1:0", mode="verify")).differing
+    with torch.no_grad():
+        norm[3] += 1e-6
+    assert [*(await send(source, client, "run:1:0", mode="verify")).differing] == ["model.norm"]
+    source.change(seed=81)
+    await use_repairs(client, ("repack_experts",))
+    await send(source, client, "run:1:1")
+    await use_repairs(client)
+    answer = await send(source, client, "run:1:1", mode="verify")
+    assert set(answer.differing) & {"lm_head", "model.embed_tokens"}
+    assert len(answer.differing) == 1
+    assert await client.version() == "run:1:1"
+
+
+async def test_checksums_are_of_the_tensors_as_they_arrived(client, source):
+    weights = dict(source.model.named_parameters())
+    names = ("model.embed_tokens.weight", "model.norm.weight")
+    answer = await send(source, client, "run:1:1", mode="second_copy", checksums=names)
+    sent = {name: hashlib.sha256(weights[name].detach().numpy().tobytes()).hexdigest() for name in names}
+    assert answer.checksums == sent
+
+
+@pytest.fixture
+def serve_folder() -> Iterator[Callable[[Path], str]]:
+    servers = []
+
+    def serving(folder: Path) -> str:
+        handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield serving
+    for each in servers:
+        each.shutdown()
+        each.server_close()
+
+
+@pytest.mark.parametrize("by", ["path", "address"])
+async def test_weights_in_files_are_taken_as_those_that_are_sent(
+    client, source, sequences, serve_folder, tmp_path, by: str
+):
+    source.change(seed=82)
+    weights = dict(source.model.named_parameters())
+    names = sorted(weights)
+    for number in (0, 1):
+        save_file(
+            {name: weights[name].detach() for name in names[number::2]}, tmp_path / f"{number}.safetensors"
+        )
+    place = str(tmp_path) if by == "path" else serve_folder(tmp_path)
+    files = tuple(f"{place}/{number}.safetensors" for number in (0, 1))
+    await give(client, await order_of(source, "run:1:1", transport="files", files=files))
+    assert await difference(source, client, sequences, "run:1:1") <= 1e-4
+    assert await client.version() == "run:1:1"
+    missing = await order_of(source, "run:1:2", transport="files", files=files[:1])
+    with pytest.raises(RequestError, match="the old weights serve: .*: no tensor"):
+        await give(client, missing)
+    assert await difference(source, client, sequences, "run:1:1") <= 1e-4
+
+
+@pytest.mark.parametrize("mode", ["keep", "second_copy"])
+async def test_a_sender_that_dies_half_way_leaves_the_old_weights_serving(
+    client, source, source_of, vllm_server, sequences, mode: str
+):
+    new = source_of(vllm_server.model)
+    new.change(seed=83)
+    order = await order_of(new, "run:1:1", mode=mode)
+
+    def send_half() -> None:
+        store = join_store(order.host, order.port, TIMEOUT_S)
+        link = open_link(store, link_name(order.prefix, 0, 0), SENDER, order.host, TIMEOUT_S)
+        bucket = TransferPlan.from_json(**order.plan).senders[0][0]
+        link.send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)], RECEIVER, 0)
+
+    with pytest.raises(RequestError, match="the old weights serve"):
+        await asyncio.gather(give(client, order), asyncio.to_thread(send_half))
+    assert await client.version() == "run:1:0"
+    assert await difference(source, client, sequences, "run:1:0") <= 1e-4
+    await send(new, client, "run:1:2", mode=mode)
+    assert await difference(new, client, sequences, "run:1:2") <= 1e-4
+
+
+async def test_a_server_serves_while_it_waits_for_weights_and_takes_one_order_at_a_time(
+    client, source, sequences
+):
+    waiting = asyncio.ensure_future(give(client, await order_of(source, "run:1:1", timeout_s=3.0)))
+    await asyncio.sleep(0.5)
+    with pytest.raises(RequestError, match=r"version run:1:1 is still being taken"):
+        await give(client, await order_of(source, "run:1:2"))
+    assert await client.is_healthy()
+    assert await difference(source, client, sequences, "run:1:0") <= 1e-4
+    with pytest.raises(RequestError, match=r"the old weights serve: .*within 3 s"):
+        await waiting
+    await send(source, client, "run:1:3")
+    assert await client.version() == "run:1:3"
+
+
+async def test_an_order_ends_with_the_connection_of_who_gave_it(client, source):
+    order = await order_of(source, "run:1:1")
+    with pytest.raises(RequestError):
+        await client.take_weights(order.to_json(), timeout_s=0.5)
+    await asyncio.sleep(0.5)
+    await send(source, client, "run:1:2")
+    assert await client.version() == "run:1:2"
