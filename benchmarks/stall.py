@@ -22,7 +22,6 @@ import httpx
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.stalls.one_by_one import LINK, TIMEOUT_S
 from tasks.rollout.tokens import save_character_tokenizer
 from tasks.serve import vllm
 from tasks.serve.client import VllmClient
@@ -36,7 +35,7 @@ from tasks.train.config import TrainConfig
 from tasks.train.protocol import ServiceConfig
 from tasks.train.transfer import Transfer
 
-HOST = "127.0.0.1"
+HOST, LINK, TIMEOUT_S = "127.0.0.1", "one-by-one", 60.0
 MAX_TOKENS = 1024
 BEFORE_TOKENS, AFTER_TOKENS = 30, 30
 WAYS = ("none", "keep", "second_copy", "per_parameter")
@@ -90,7 +89,9 @@ class PerParameter:
     async def join(self) -> None:
         store = join_store(HOST, self._store.port, TIMEOUT_S)
         opening = asyncio.to_thread(open_link, store, LINK, SENDER, HOST, TIMEOUT_S)
-        self._link, _ = await asyncio.gather(opening, self._call("join", HOST, self._store.port))
+        self._link, _ = await asyncio.gather(
+            opening, self._call("join", HOST, self._store.port, LINK, TIMEOUT_S)
+        )
 
     async def sync(self) -> None:
         await self._post("/pause?mode=keep&clear_cache=true")

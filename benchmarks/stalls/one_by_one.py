@@ -8,16 +8,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from tasks.sync.link import RECEIVER, SENDER, join_store, open_link
 from tasks.sync.repairs import needed_repairs
 
-LINK = "one-by-one"
-TIMEOUT_S = 60.0
-
 
 class OneByOne:
     model_runner: Any
     vllm_config: Any
 
-    def join(self, host: str, port: int) -> None:
-        self.link = open_link(join_store(host, port, TIMEOUT_S), LINK, RECEIVER, host, TIMEOUT_S)
+    def join(self, host: str, port: int, link: str, timeout_s: float) -> None:
+        self.link = open_link(join_store(host, port, timeout_s), link, RECEIVER, host, timeout_s)
 
     def open_model(self) -> None:
         initialize_layerwise_reload(self.model_runner.model)

@@ -125,7 +125,7 @@ async def test_weights_in_files_are_taken_as_those_that_are_sent(
     assert await difference(source, client, sequences, "run:1:1") <= 1e-4
     assert await client.version() == "run:1:1"
     missing = await order_of(source, "run:1:2", transport="files", files=files[:1])
-    with pytest.raises(RequestError, match="the old weights serve: .*: no tensor"):
+    with pytest.raises(RequestError, match=r"the old weights serve: .*: no tensor"):
         await give(client, missing)
     assert await difference(source, client, sequences, "run:1:1") <= 1e-4
 
