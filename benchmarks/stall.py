@@ -29,7 +29,8 @@ from tasks.serve.config import ServeConfig
 from tasks.serve.process import LaunchedProcess, free_port
 from tasks.sync.config import SyncConfig
 from tasks.sync.drive import new_prefix, send_weights
-from tasks.sync.link import RECEIVER, SENDER, join_store, open_link, serve_store
+from tasks.sync.gloo_link import RECEIVER, SENDER, open_pair
+from tasks.sync.link import join_store, serve_store
 from tasks.sync.order import Sent, Target, WeightOffer
 from tasks.train.config import TrainConfig
 from tasks.train.protocol import ServiceConfig
@@ -88,7 +89,7 @@ class PerParameter:
 
     async def join(self) -> None:
         store = join_store(HOST, self._store.port, TIMEOUT_S)
-        opening = asyncio.to_thread(open_link, store, LINK, SENDER, HOST, TIMEOUT_S)
+        opening = asyncio.to_thread(open_pair, store, LINK, SENDER, HOST, TIMEOUT_S)
         self._link, _ = await asyncio.gather(
             opening, self._call("join", HOST, self._store.port, LINK, TIMEOUT_S)
         )

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tasks.sync.link import RECEIVER, SENDER, join_store, open_link
+from tasks.sync.gloo_link import RECEIVER, SENDER, open_pair
+from tasks.sync.link import join_store
 from tasks.sync.repairs import needed_repairs
 
 
@@ -14,7 +15,7 @@ class OneByOne:
     vllm_config: Any
 
     def join(self, host: str, port: int, link: str, timeout_s: float) -> None:
-        self.link = open_link(join_store(host, port, timeout_s), link, RECEIVER, host, timeout_s)
+        self.link = open_pair(join_store(host, port, timeout_s), link, RECEIVER, host, timeout_s)
 
     def open_model(self) -> None:
         initialize_layerwise_reload(self.model_runner.model)

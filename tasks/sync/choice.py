@@ -28,13 +28,13 @@ def choose(setting: str, trainer: Place, server: ServerPlace, *, shares_memory: 
     """
     if setting != "auto":
         if obstacle := _obstacle(setting, trainer, server, shares_memory):
-            raise ValueError(f"{obstacle}; give gloo, or auto")
+            raise ValueError(f"{obstacle}; give tcp, or auto")
         return Choice(setting, "sync.transport says so")
     if not _obstacle("nccl", trainer, server, shares_memory):
         return Choice("nccl", "trainer and server are on different GPUs")
     if not (obstacle := _obstacle("shm", trainer, server, shares_memory)):
         return Choice("shm", "trainer and server are on one machine")
-    return Choice("gloo", obstacle)
+    return Choice("tcp", obstacle)
 
 
 def _obstacle(transport: str, trainer: Place, server: ServerPlace, shares_memory: bool) -> str:

@@ -4,15 +4,15 @@ from typing import Literal
 
 from tasks.config import StageConfig, setting
 
-Transport = Literal["gloo", "nccl", "shm", "files"]
+Transport = Literal["tcp", "gloo", "nccl", "shm", "files"]
 Mode = Literal["keep", "second_copy"]
 
 
 class SyncConfig(StageConfig):
-    transport: Literal["auto", "gloo", "nccl", "shm", "files"] = setting(
+    transport: Literal["auto", "tcp", "gloo", "nccl", "shm", "files"] = setting(
         "auto",
-        "How weights travel: gloo (any network), nccl (between GPUs), shm (on one machine), files (a folder or "
-        "bucket that all reach); auto chooses one for each server, and says which and why.",
+        "How weights travel: tcp (any network), gloo (torch's, over TCP), nccl (between GPUs), shm (on one "
+        "machine), files (a folder or bucket that all reach); auto chooses one for each server, and says which and why.",
     )
     mode: Mode = setting(
         "keep",

@@ -114,6 +114,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._order is not None:
             self._copy = None  # the thread may be loading into it
         self._order, self._weights = None, []
+        self._inbox.drop()
         self._inbox = Inbox(self.parallel_config.rank)
 
     def _carry_out(

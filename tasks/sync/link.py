@@ -1,16 +1,68 @@
-"""One gloo link between the trainer's sender and one worker of a server; no global process group is touched."""
+"""What carries one trainer rank's part of the weights to one worker of a server, and where both ends meet."""
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
-SENDER, RECEIVER = 0, 1
-LOOPBACK = "127.0.0.1"
+
+class SendingLink(Protocol):
+    """The trainer's end; one thread opens it and sends, any thread closes it."""
+
+    def open(self) -> None:
+        """Wait for the other end; SyncError when it does not come in time."""
+
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
+        """Hand over one bucket, [n] uint8 each part; they are not read any more when it returns or raises.
+
+        Raises:
+            SyncError: nothing goes any more. The link is of no use then.
+        """
+
+    def close(self) -> None:
+        """Drop the link; whoever waits in `open` or `send` gets a SyncError."""
+
+
+class ReceivingLink(Protocol):
+    """The server's end; one thread opens it, one at a time receives, any thread closes it."""
+
+    def open(self) -> None:
+        """Join the other end; SyncError when it is not there in time."""
+
+    def receive(self, parts: Sequence[torch.Tensor]) -> None:
+        """Wait for one bucket, [n] uint8 each part; they are not written any more when it returns or raises.
+
+        Raises:
+            SyncError: it did not arrive whole, or not in time. The link is of no use then.
+        """
+
+    def close(self) -> None:
+        """Drop the link; whoever waits in `receive` gets a SyncError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How two ends of a link find each other.
+
+    Attributes:
+        store: both ends'.
+        name: of the link in the store.
+        address: of this machine, where the other end can reach it.
+        timeout_s: seconds that opening may take.
+        stall_timeout_s: seconds in which something must go or come.
+    """
+
+    store: Store
+    name: str
+    address: str
+    timeout_s: float
+    stall_timeout_s: float
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
@@ -34,18 +86,11 @@ def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def open_link(store: Store, prefix: str, rank: int, host: str, timeout_s: float) -> ProcessGroupGloo:
-    """Join the other end under `prefix`; returns when both are there, RuntimeError after `timeout_s` seconds."""
-    timeout = timedelta(seconds=timeout_s)
-    options = ProcessGroupGloo._Options()
-    options._timeout = timeout
-    with all_cores():
-        options._devices = [
-            ProcessGroupGloo.create_device(hostname=LOOPBACK)
-            if host == LOOPBACK
-            else ProcessGroupGloo.create_default_device()
-        ]
-        return ProcessGroupGloo(PrefixStore(prefix, store), rank, 2, options)
+def local_address(host: str, port: int, timeout_s: float) -> str:
+    """This machine's address by which it reaches a store; OSError when it does not."""
+    with socket.create_connection((host, port), timeout_s) as connection:
+        address: str = connection.getsockname()[0]
+        return address
 
 
 def link_name(prefix: str, rank: int, worker: int) -> str:
@@ -67,3 +112,16 @@ def all_cores() -> Iterator[None]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[n] uint8 view of a contiguous tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n] uint8 of all parts one after another; the part itself when there is but one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def scatter(data: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy what `packed` gave into parts of the same sizes."""
+    at = 0
+    for part in parts:
+        part.copy_(data[at : at + part.numel()])
+        at += part.numel()

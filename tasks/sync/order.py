@@ -80,7 +80,7 @@ class Target(_Message):
 
     Attributes:
         server: its address, its name here.
-        transport: gloo, nccl or shm.
+        transport: tcp, gloo, nccl or shm.
         prefix: links are opened under it at the first transfer, and kept for later ones with the same prefix.
         workers: processes of it that each take all weights.
     """
@@ -114,7 +114,7 @@ class WeightOrder(_Message):
     Attributes:
         version: name of the weights once they are in place.
         mode: keep, second_copy; or verify: compare them with the live ones, which stay.
-        transport: gloo, nccl, shm or files.
+        transport: tcp, gloo, nccl, shm or files.
         plan, base, host, port, shared: see WeightOffer.
         prefix: see Target.
         files: for the transport files: paths, or addresses to read by HTTP.

@@ -1,29 +1,20 @@
-"""One trainer rank's end of a weight transfer: fills buckets and sends them to every server."""
+"""One trainer rank's end of a weight transfer: sends its buckets to every server at the same time."""
 
+import queue
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from tasks.errors import SyncError
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.link import RECEIVER, SENDER, as_bytes, join_store, link_name, open_link
+from tasks.sync.buckets import Bucket, TransferPlan
+from tasks.sync.delivery import Delivery
+from tasks.sync.filling import Board, Filling, Keep, Piece, Staging, keep_in
+from tasks.sync.link import Meeting, SendingLink, join_store, link_name, local_address
 from tasks.sync.order import Sent, Target
+from tasks.sync.transports import sending_link
 
-
-class Piece(NamedTuple):
-    """A part of the stream of all weights, where a rank has it.
-
-    Attributes:
-        offset: its first byte in the stream.
-        data: contiguous, of any type and device.
-        is_live: True when it lies still in memory until the transfer is over; else it is gone at the next piece.
-    """
-
-    offset: int
-    data: torch.Tensor
-    is_live: bool
+__all__ = ["Piece", "WeightSender"]
 
 
 class WeightSender:
@@ -33,8 +24,8 @@ class WeightSender:
         rank: which of the plan's senders it is.
         host: address of the store at which links are opened.
         port: the store's.
-        timeout_s: seconds that opening a link may take.
-        stall_timeout_s: seconds that one bucket may take.
+        timeout_s: seconds that one transfer may take, the opening of links included.
+        stall_timeout_s: seconds in which a server must take something.
         straggler_s: seconds that slower servers are sent to after the first has everything.
     """
 
@@ -48,18 +39,30 @@ class WeightSender:
         stall_timeout_s: float,
         straggler_s: float,
     ) -> None:
-        self._rank, self._host = rank, host
+        self._rank = rank
         self._timeout_s, self._stall_timeout_s, self._straggler_s = timeout_s, stall_timeout_s, straggler_s
         self._store = join_store(host, port, timeout_s)
-        self._links: dict[str, tuple[str, list[Any]]] = {}
+        self._address = local_address(host, port, timeout_s)
+        self._links: dict[str, tuple[str, list[SendingLink]]] = {}
+        self._staging = {device: Staging(device) for device in ("cpu", "cuda")}
+        self._under_way: Mapping[str, Delivery] = {}
 
-    def send(self, plan: TransferPlan, targets: Sequence[Target], pieces: Iterable[Piece]) -> list[Sent]:
+    def send(
+        self,
+        plan: TransferPlan,
+        targets: Sequence[Target],
+        pieces: Iterable[Piece],
+        shared: torch.Tensor | None = None,
+    ) -> list[Sent]:
         """Send this rank's part of all weights; a server that fails does not hold the others.
+
+        Weights may be changed once it returns: what was given up reads them no more.
 
         Args:
             plan: whose part of this rank is sent.
             targets: the servers.
-            pieces: this rank's part, in the order of the stream.
+            pieces: in the order of the stream, this rank's part or more.
+            shared: [total_bytes] uint8 that targets of the transport shm read.
 
         Returns:
             What became of each target, in their order.
@@ -67,47 +70,110 @@ class WeightSender:
         Raises:
             SyncError: the pieces are not those of the plan.
         """
-        started = time.perf_counter()
-        stream = torch.zeros(plan.total_bytes, dtype=torch.uint8)
-        for piece in pieces:
-            data = as_bytes(piece.data.detach().to("cpu").contiguous())
-            stream[piece.offset : piece.offset + data.numel()].copy_(data)
-        sent = []
-        for target in targets:
-            error = self._send(plan, target, stream)
-            seconds = time.perf_counter() - started
-            n_bytes = sum(bucket.size_bytes for bucket in plan.senders[self._rank])
-            sent.append(Sent(target.server, 0 if error else n_bytes, seconds, error))
-        return sent
+        started, buckets = time.monotonic(), plan.senders[self._rank]
+        sizes = [bucket.size_bytes for bucket in buckets]
+        boards = {_home(each.transport): Board() for each in targets}
+        fillings = [
+            Filling(buckets, self._keep(home, buckets, shared), board) for home, board in boards.items()
+        ]
+        ended = queue.SimpleQueue[Delivery]()
+        deliveries = {
+            each.server: Delivery(self._links_to(each), sizes, boards[_home(each.transport)], ended.put)
+            for each in targets
+        }
+        self._under_way = deliveries
+        try:
+            for each in deliveries.values():
+                each.start()
+            _fill(fillings, pieces)
+            self._await(deliveries, ended, started)
+        except Exception as error:
+            for board in boards.values():
+                board.fail(error)
+            for each in deliveries.values():
+                each.give_up(f"the trainer could not give its weights: {error}")
+            raise
+        finally:
+            for server, each in deliveries.items():
+                each.join()
+                if each.error:
+                    self._links.pop(server)
+        return [
+            Sent(server, each.sent_bytes, each.ended_at - started, each.error)
+            for server, each in deliveries.items()
+        ]
+
+    def progress(self) -> dict[str, int]:
+        """Bytes handed over to each server in the transfer that is under way, or was last; from any thread."""
+        return {server: each.sent_bytes for server, each in self._under_way.items()}
 
     def close(self) -> None:
         """Drop all links."""
+        for _, links in self._links.values():
+            for link in links:
+                link.close()
         self._links.clear()
 
-    def _send(self, plan: TransferPlan, target: Target, stream: torch.Tensor) -> str:
-        try:
-            for link in self._links_to(target):
-                for bucket in plan.senders[self._rank]:
-                    data = torch.cat([stream[start:end] for start, end in bucket.ranges])
-                    link.send([data], RECEIVER, 0).wait()
-        except (RuntimeError, SyncError) as error:
-            self._links.pop(target.server, None)
-            return f"it stopped receiving: {error}"
-        return ""
+    def _await(
+        self, deliveries: Mapping[str, Delivery], ended: "queue.SimpleQueue[Delivery]", started: float
+    ) -> None:
+        """Wait for all; those that are too slow are given up."""
+        deadline, reason = (
+            started + self._timeout_s,
+            f"it took longer than {self._timeout_s:g} s (sync.timeout_s)",
+        )
+        left = set(deliveries.values())
+        while left:
+            try:
+                done = ended.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                for each in left:
+                    each.give_up(reason)
+                return
+            left.remove(done)
+            if not done.error and done.ended_at + self._straggler_s < deadline:
+                deadline = done.ended_at + self._straggler_s
+                reason = f"it was not done {self._straggler_s:g} s after another server (sync.straggler_s)"
 
-    def _links_to(self, target: Target) -> list[Any]:
-        """[workers] links, opened unless they are open under the same prefix."""
+    def _keep(self, home: str, buckets: Sequence[Bucket], shared: torch.Tensor | None) -> Keep:
+        if home != "shared":
+            return self._staging[home].keeper(buckets)
+        if shared is None:
+            raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
+        return keep_in(shared)
+
+    def _links_to(self, target: Target) -> dict[SendingLink, bool]:
+        """[workers] links, True for those that are open: under the same prefix."""
         prefix, links = self._links.get(target.server, ("", []))
-        if prefix != target.prefix:
-            links = [
-                open_link(
+        if prefix == target.prefix:
+            return dict.fromkeys(links, True)
+        for link in links:
+            link.close()
+        links = [
+            sending_link(
+                target.transport,
+                Meeting(
                     self._store,
                     link_name(target.prefix, self._rank, worker),
-                    SENDER,
-                    self._host,
+                    self._address,
                     self._timeout_s,
-                )
-                for worker in range(target.workers)
-            ]
-            self._links[target.server] = target.prefix, links
-        return links
+                    self._stall_timeout_s,
+                ),
+            )
+            for worker in range(target.workers)
+        ]
+        self._links[target.server] = target.prefix, links
+        return dict.fromkeys(links, False)
+
+
+def _home(transport: str) -> str:
+    """Where a transport takes bytes from."""
+    return {"shm": "shared", "nccl": "cuda"}.get(transport, "cpu")
+
+
+def _fill(fillings: Sequence[Filling], pieces: Iterable[Piece]) -> None:
+    for piece in pieces:
+        for filling in fillings:
+            filling.add(piece)
+    for filling in fillings:
+        filling.finish()

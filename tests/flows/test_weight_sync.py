@@ -219,7 +219,7 @@ async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of
 
 async def test_a_server_that_fails_is_set_aside_and_its_links_are_not_used_again(fleet_of) -> None:
     fleet = fleet_of(2)
-    fleet.services[1].failing["gloo"] = RequestError("500 the old weights serve: stalled")
+    fleet.services[1].failing["tcp"] = RequestError("500 the old weights serve: stalled")
     reports = await fleet.servers.bring_up(AT[0])
     assert [report.server for report in reports] == ["http://0"]
     assert fleet.admitted == {"http://0"}
@@ -283,7 +283,7 @@ async def test_a_server_that_cannot_read_the_files_is_sent_the_weights(fleet_of)
     server = await fleet.failed()
     server.failing["files"] = RequestError("500 the old weights serve: no such file")
     await fleet.servers.rejoin(server, fleet.hold)
-    assert [transport for transport, _ in server.orders] == ["files", "gloo"]
+    assert [transport for transport, _ in server.orders] == ["files", "tcp"]
     assert fleet.admitted == {"http://0"}
 
 

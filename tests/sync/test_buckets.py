@@ -7,65 +7,92 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.sync.buckets import ALIGNMENT, ITEM_BYTES, TransferPlan, plan_transfer
+from tasks.sync.buckets import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    TransferPlan,
+    even_shares,
+    lay_out,
+    plan_transfer,
+)
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 metas = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), max_size=12).map(
     lambda found: [(f"tensor.{n}", shape, dtype) for n, (shape, dtype) in enumerate(found)]
 )
+n_ranks = st.integers(1, 9)
 bucket_sizes = st.integers(1, 300)
 
 
-@given(metas, bucket_sizes)
-def test_every_byte_of_the_stream_is_in_exactly_one_bucket(metas, bucket_bytes) -> None:
-    plan = plan_transfer(metas, bucket_bytes)
-    covered = [byte for start, end in plan.buckets() for byte in range(start, end)]
-    assert covered == list(range(plan.total_bytes))
+def bytes_of(tensors) -> list[int]:
+    return [byte for each in tensors for byte in range(each.offset, each.offset + each.size_bytes)]
 
 
-@given(metas, bucket_sizes)
-def test_only_the_last_bucket_is_shorter(metas, bucket_bytes) -> None:
-    sizes = [end - start for start, end in plan_transfer(metas, bucket_bytes).buckets()]
-    assert sizes[:-1] == [bucket_bytes] * (len(sizes) - 1)
-    assert all(0 < size <= bucket_bytes for size in sizes)
+def bytes_in(ranges) -> list[int]:
+    return [byte for start, end in ranges for byte in range(start, end)]
 
 
-@given(metas, bucket_sizes)
-def test_tensors_lie_in_order_aligned_and_never_on_each_other(metas, bucket_bytes) -> None:
-    plan = plan_transfer(metas, bucket_bytes)
-    ends = [0, *(tensor.offset + tensor.size_bytes for tensor in plan.tensors)]
-    for tensor, end_before in zip(plan.tensors, ends[:-1], strict=True):
-        assert tensor.offset % ALIGNMENT == 0
-        assert 0 <= tensor.offset - end_before < ALIGNMENT
-    assert ends[-1] == plan.total_bytes
+@given(metas, n_ranks, bucket_sizes)
+def test_every_byte_of_every_tensor_is_sent_by_one_rank_in_one_bucket(metas, n_ranks, bucket_bytes):
+    tensors = lay_out(metas)
+    plan = plan_transfer(tensors, even_shares(tensors, n_ranks), bucket_bytes)
+    sent = [byte for buckets in plan.senders for bucket in buckets for byte in bytes_in(bucket.ranges)]
+    assert sorted(sent) == bytes_of(tensors)
+    assert len(plan.senders) == n_ranks
 
 
-@given(metas, bucket_sizes)
-def test_a_plan_names_every_tensor_with_its_bytes(metas, bucket_bytes) -> None:
-    plan = plan_transfer(metas, bucket_bytes)
-    assert [(each.name, each.shape, each.dtype) for each in plan.tensors] == metas
-    assert [each.size_bytes for each in plan.tensors] == [
-        prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in metas
-    ]
+@given(metas, n_ranks, bucket_sizes)
+def test_each_rank_sends_in_the_order_of_the_stream_and_fills_all_buckets_but_the_last(
+    metas, n_ranks, bucket_bytes
+):
+    tensors = lay_out(metas)
+    for buckets in plan_transfer(tensors, even_shares(tensors, n_ranks), bucket_bytes).senders:
+        sent = [byte for bucket in buckets for byte in bytes_in(bucket.ranges)]
+        assert sent == sorted(sent)
+        sizes = [bucket.size_bytes for bucket in buckets]
+        assert sizes[:-1] == [bucket_bytes] * (len(sizes) - 1)
+        assert all(0 < size <= bucket_bytes for size in sizes)
 
 
-@given(metas, bucket_sizes)
-def test_a_plan_survives_the_way_to_the_server(metas, bucket_bytes) -> None:
-    plan = plan_transfer(metas, bucket_bytes)
+@given(metas, n_ranks)
+def test_even_shares_differ_by_a_byte_at_most(metas, n_ranks):
+    tensors = lay_out(metas)
+    sizes = [len(bytes_in(ranges)) for ranges in even_shares(tensors, n_ranks)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(metas)
+def test_tensors_lie_in_order_aligned_and_never_on_each_other(metas):
+    tensors = lay_out(metas)
+    end = 0
+    for (name, shape, dtype), each in zip(metas, tensors, strict=True):
+        assert (each.name, each.shape, each.dtype) == (name, shape, dtype)
+        assert each.size_bytes == prod(shape) * ITEM_BYTES[dtype]
+        assert each.offset % ALIGNMENT == 0
+        assert 0 <= each.offset - end < ALIGNMENT
+        end = each.offset + each.size_bytes
+    assert plan_transfer(tensors, even_shares(tensors, 1), 8).total_bytes == end
+
+
+@given(metas, n_ranks, bucket_sizes)
+def test_a_plan_survives_the_way_to_the_server(metas, n_ranks, bucket_bytes):
+    tensors = lay_out(metas)
+    plan = plan_transfer(tensors, even_shares(tensors, n_ranks), bucket_bytes)
     assert TransferPlan.from_json(**json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_a_tensor_is_split_where_a_bucket_ends() -> None:
-    plan = plan_transfer([("small", (3,), "float32"), ("large", (6,), "float32")], 20)
-    assert [(each.offset, each.size_bytes) for each in plan.tensors] == [(0, 12), (16, 24)]
-    assert list(plan.buckets()) == [(0, 20), (20, 40)]
+    tensors = lay_out([("small", (3,), "float32"), ("large", (6,), "float32")])
+    assert [(each.offset, each.size_bytes) for each in tensors] == [(0, 12), (16, 24)]
+    (buckets,) = plan_transfer(tensors, even_shares(tensors, 1), 20).senders
+    assert [bucket.ranges for bucket in buckets] == [((0, 12), (16, 24)), ((24, 40),)]
 
 
 def test_a_type_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(ValueError, match=r"w is of type int64; .*float32"):
-        plan_transfer([("w", (1,), "int64")], 8)
+        lay_out([("w", (1,), "int64")])
 
 
 def test_a_bucket_of_no_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes"):
-        plan_transfer([("w", (1,), "float32")], 0)
+        plan_transfer(lay_out([("w", (1,), "float32")]), [[(0, 4)]], 0)

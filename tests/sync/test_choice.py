@@ -18,15 +18,15 @@ def server(place: Place, **changes: object) -> ServerPlace:
     ("trainer", "served", "shares", "expected"),
     [
         (CPU, server(CPU), True, "shm"),
-        (CPU, server(CPU), False, "gloo"),
-        (CPU, server(CPU, machine="m2"), True, "gloo"),
+        (CPU, server(CPU), False, "tcp"),
+        (CPU, server(CPU, machine="m2"), True, "tcp"),
         (GPU, server(GPU, gpus=("g2",)), True, "nccl"),
         (GPU, server(GPU, gpus=("g1", "g2")), True, "shm"),
-        (GPU, server(GPU, gpus=("g1",)), False, "gloo"),
+        (GPU, server(GPU, gpus=("g1",)), False, "tcp"),
         (GPU, server(GPU, machine="m2", gpus=("g7",)), True, "nccl"),
         (GPU, server(CPU), True, "shm"),
         (CPU, server(GPU), True, "shm"),
-        (GPU, server(CPU, machine="m2"), True, "gloo"),
+        (GPU, server(CPU, machine="m2"), True, "tcp"),
         (UNKNOWN_GPU, server(UNKNOWN_GPU), True, "shm"),
         (UNKNOWN_GPU, server(UNKNOWN_GPU, machine="m2"), True, "nccl"),
     ],
@@ -39,7 +39,7 @@ def test_auto_takes_the_fastest_way_that_is_possible(
     assert choice.reason
 
 
-@pytest.mark.parametrize("setting", ["gloo", "files"])
+@pytest.mark.parametrize("setting", ["tcp", "gloo", "files"])
 def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
     assert choose(setting, GPU, server(CPU, machine="m2"), shares_memory=False).transport == setting
 
@@ -57,5 +57,5 @@ def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
 def test_what_is_set_and_impossible_says_why_and_what_to_do(
     setting: str, trainer: Place, served: ServerPlace, shares: bool, why: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{why}.*; give gloo, or auto"):
+    with pytest.raises(ValueError, match=rf"{why}.*; give tcp, or auto"):
         choose(setting, trainer, served, shares_memory=shares)

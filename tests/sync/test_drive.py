@@ -170,7 +170,7 @@ async def test_a_comparison_that_takes_too_long_ends_at_the_deadline_by_name(slo
 async def test_a_failure_on_the_way_says_which_server_was_taking_what() -> None:
     server = Server(failing={"take": TransientRequestError("500 the old weights serve: out of memory")})
     with pytest.raises(
-        SyncError, match=r"http://server: taking version run:1:2 by gloo: 500 .* out of memory"
+        SyncError, match=r"http://server: taking version run:1:2 by tcp: 500 .* out of memory"
     ) as error:
         await send(Trainer(), server)
     assert not isinstance(error.value, RequestsHeldError)

@@ -18,9 +18,10 @@ from tasks.errors import RequestError
 from tasks.serve.client import VllmClient
 from tasks.sync.buckets import TransferPlan
 from tasks.sync.drive import check_parity, new_prefix
-from tasks.sync.link import RECEIVER, SENDER, join_store, link_name, open_link
+from tasks.sync.link import Meeting, join_store, link_name
 from tasks.sync.order import Target, WeightAnswer, WeightOrder
 from tasks.sync.parity import FLOAT32_THRESHOLD
+from tasks.sync.tcp_link import TcpSender
 
 pytestmark = pytest.mark.service
 
@@ -36,7 +37,7 @@ async def client(vllm_server, use_repairs) -> AsyncIterator[VllmClient]:
 
 async def order_of(source, version: str, **changes: Any) -> WeightOrder:
     offer = await source.offer()
-    settings = {"mode": "keep", "transport": "gloo", "timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
+    settings = {"mode": "keep", "transport": "tcp", "timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
     places = {"host": offer.host, "port": offer.port, "prefix": new_prefix(), "plan": offer.plan}
     return WeightOrder(**{"version": version} | settings | places | changes)
 
@@ -48,7 +49,7 @@ async def give(client: VllmClient, order: WeightOrder) -> WeightAnswer:
 async def send(source, client: VllmClient, version: str, **changes: Any) -> WeightAnswer:
     order = await order_of(source, version, **changes)
     answer, (sent,) = await asyncio.gather(
-        give(client, order), source.send([Target(client.url, "gloo", order.prefix)])
+        give(client, order), source.send([Target(client.url, "tcp", order.prefix)])
     )
     assert not sent.error
     return answer
@@ -140,9 +141,11 @@ async def test_a_sender_that_dies_half_way_leaves_the_old_weights_serving(
 
     def send_half() -> None:
         store = join_store(order.host, order.port, TIMEOUT_S)
-        link = open_link(store, link_name(order.prefix, 0, 0), SENDER, order.host, TIMEOUT_S)
+        link = TcpSender(Meeting(store, link_name(order.prefix, 0, 0), order.host, TIMEOUT_S, TIMEOUT_S))
+        link.open()
         bucket = TransferPlan.from_json(**order.plan).senders[0][0]
-        link.send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)], RECEIVER, 0)
+        link.send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)])
+        link.close()
 
     with pytest.raises(RequestError, match="the old weights serve"):
         await asyncio.gather(give(client, order), asyncio.to_thread(send_half))

@@ -106,15 +106,15 @@ def receive_weights() -> Callable[[WeightOffer, str], dict[str, Any]]:
     import torch
 
     from tasks.sync.buckets import TransferPlan
-    from tasks.sync.link import RECEIVER, join_store, link_name, open_link
-    from tasks.sync.receiver import arriving
+    from tasks.sync.order import WeightOrder
+    from tasks.sync.receiver import arriving, open_links
 
     def receive(offer: WeightOffer, prefix: str) -> dict[str, torch.Tensor]:
-        plan, store = TransferPlan.from_json(**offer.plan), join_store(offer.host, offer.port, RECEIVE_S)
-        links = [
-            open_link(store, link_name(prefix, rank, 0), RECEIVER, offer.host, RECEIVE_S)
-            for rank in range(len(plan.senders))
-        ]
+        plan = TransferPlan.from_json(**offer.plan)
+        order = WeightOrder(
+            "run:1:1", "keep", "tcp", offer.plan, RECEIVE_S, RECEIVE_S, None, offer.host, offer.port, prefix
+        )
+        links = open_links(order, 0)
         return dict(arriving(links, plan, torch.empty(plan.total_bytes, dtype=torch.uint8)))
 
     return receive

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from tasks.sync.buckets import TransferPlan
 from tasks.sync.config import SyncConfig
-from tasks.sync.link import RECEIVER, join_store, link_name, open_link
-from tasks.sync.order import Target, WeightOffer
-from tasks.sync.receiver import arriving
+from tasks.sync.link import ReceivingLink
+from tasks.sync.order import Target, WeightOffer, WeightOrder
+from tasks.sync.receiver import arriving, open_links
 from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.engine import Engine
 from tasks.train.lora import adapters_of
@@ -42,14 +42,13 @@ class Receiver:
 
     def __init__(self, offer: WeightOffer) -> None:
         self._plan = TransferPlan.from_json(**offer.plan)
-        self._store = join_store(offer.host, offer.port, TIMEOUT_S)
-        self._host, self._links = offer.host, list[Any]()
+        self._order = WeightOrder(
+            "run:1:1", "keep", "tcp", offer.plan, TIMEOUT_S, TIMEOUT_S, None, offer.host, offer.port, "prefix"
+        )
+        self._links = list[ReceivingLink]()
 
     def receive(self) -> Tensors:
-        self._links = self._links or [
-            open_link(self._store, link_name("prefix", rank, 0), RECEIVER, self._host, TIMEOUT_S)
-            for rank in range(len(self._plan.senders))
-        ]
+        self._links = self._links or open_links(self._order, 0)
         buffer = torch.empty(self._plan.total_bytes, dtype=torch.uint8)
         return dict(arriving(self._links, self._plan, buffer))
 
@@ -92,7 +91,7 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
 def check_arrival(transfer: Transfer, engine: Engine, receiver: Receiver | None, expected: Tensors) -> None:
     with ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(receiver.receive) if receiver else None
-        sent = transfer.send(engine, [Target("server", "gloo", "prefix")])
+        sent = transfer.send(engine, [Target("server", "tcp", "prefix")])
         if receiving:
             assert_same(receiving.result(), expected)
             assert [(each.error, each.bytes) for each in sent] == [

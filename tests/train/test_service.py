@@ -108,7 +108,7 @@ async def check_weights_arrive(client: TrainerClient, receive: Receive, tmp_path
     """What a receiver gets is what is exported."""
     offer = await client.offer()
     receiving = asyncio.create_task(asyncio.to_thread(receive, offer, "first"))
-    (sent,) = await client.send([Target("server", "gloo", "first")])
+    (sent,) = await client.send([Target("server", "tcp", "first")])
     arrived = await receiving
     assert (sent.server, sent.error) == ("server", "")
     await client.export_policy(str(tmp_path / "exported"))

@@ -1,0 +1,348 @@
+"""Sender and receivers over real links, in one process."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.errors import SyncError
+from tasks.sync.buckets import TransferPlan, even_shares, lay_out, plan_transfer
+from tasks.sync.filling import Piece
+from tasks.sync.link import ReceivingLink, serve_store
+from tasks.sync.order import Sent, Target, WeightOrder
+from tasks.sync.receiver import arriving, open_links
+from tasks.sync.sender import WeightSender
+from tasks.sync.shared_memory import SharedMemory, open_shared
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 20.0
+Weights = dict[str, torch.Tensor]
+
+
+def weights_of(seed: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"layers.{n}.weight": torch.randn(shape, generator=generator).to(dtype)
+        for n, (shape, dtype) in enumerate(shapes)
+    }
+
+
+def plan_of(weights: Weights, n_ranks: int = 1, bucket_bytes: int = 1000) -> TransferPlan:
+    tensors = lay_out((name, each.shape, str(each.dtype)[6:]) for name, each in weights.items())
+    return plan_transfer(tensors, even_shares(tensors, n_ranks), bucket_bytes)
+
+
+def pieces_of(weights: Weights, *, is_live: bool = True) -> Iterator[Piece]:
+    """All of them, from every rank; those that are not live are gone at the next one."""
+    for tensor, data in zip(plan_of(weights).tensors, weights.values(), strict=True):
+        given = data if is_live else data.clone()
+        yield Piece(tensor.offset, given, is_live)
+        if not is_live:
+            given.zero_()
+
+
+class Trainer:
+    """W ranks' senders."""
+
+    def __init__(self, n_ranks: int = 1, **limits: float) -> None:
+        self.store = serve_store(HOST, TIMEOUT_S)
+        given = {"timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S, "straggler_s": TIMEOUT_S} | limits
+        self.senders = [WeightSender(rank, HOST, self.store.port, **given) for rank in range(n_ranks)]
+
+    def send(self, threads: ThreadPoolExecutor, weights: Weights, plan: TransferPlan, targets, **more: Any):
+        """[W] futures of what each rank says."""
+        is_live = more.pop("is_live", True)
+        return [
+            threads.submit(each.send, plan, targets, pieces_of(weights, is_live=is_live), **more)
+            for each in self.senders
+        ]
+
+    def close(self) -> None:
+        for each in self.senders:
+            each.close()
+
+
+class Server:
+    """One worker of a server."""
+
+    def __init__(self, trainer: Trainer, transport: str = "tcp", stall_timeout_s: float = TIMEOUT_S) -> None:
+        self.target = Target(uuid.uuid4().hex, transport, uuid.uuid4().hex)
+        self._port, self._stall_timeout_s = trainer.store.port, stall_timeout_s
+        self.links: list[ReceivingLink] = []
+
+    def open(self, plan: TransferPlan) -> None:
+        given = "run:1:1", "keep", self.target.transport, plan.to_json(), TIMEOUT_S, self._stall_timeout_s
+        order = WeightOrder(*given, host=HOST, port=self._port, prefix=self.target.prefix)
+        self.links = open_links(order, 0)
+
+    def receive(self, plan: TransferPlan, buffer: torch.Tensor | None = None) -> Weights:
+        buffer = torch.empty(plan.total_bytes, dtype=torch.uint8) if buffer is None else buffer
+        return dict(arriving(self.links, plan, buffer))
+
+    def open_and_receive(self, plan: TransferPlan, buffer: torch.Tensor | None = None) -> Weights:
+        self.open(plan)
+        return self.receive(plan, buffer)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def transfer(trainer: Trainer, servers: list[Server], weights: Weights, plan: TransferPlan, **more: Any):
+    """One transfer to servers that open their links when they have none; [W] what each rank says."""
+    take = more.pop("take", Server.open_and_receive)
+    with ThreadPoolExecutor(len(servers) + len(trainer.senders)) as threads:
+        received = [threads.submit(take, each, plan) for each in servers]
+        sent = trainer.send(threads, weights, plan, [each.target for each in servers], **more)
+        for each in received:
+            assert_equal(each.result(TIMEOUT_S), weights)
+        return [each.result(TIMEOUT_S) for each in sent]
+
+
+shape = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+dtype = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    shapes=st.lists(st.tuples(shape, dtype), max_size=8),
+    n_buckets=st.integers(1, 64),
+    n_ranks=st.integers(1, 3),
+    is_live=st.booleans(),
+)
+def test_what_arrives_is_what_was_sent(seed, shapes, n_buckets, n_ranks, is_live) -> None:
+    weights = weights_of(seed, shapes)
+    n_bytes = sum(each.nbytes for each in weights.values())
+    plan = plan_of(weights, n_ranks, 1 + n_bytes // n_buckets)
+    trainer = Trainer(n_ranks)
+    server = Server(trainer)
+    sent = transfer(trainer, [server], weights, plan, is_live=is_live)
+    assert sum(each.bytes for (each,) in sent) == n_bytes
+    server.close()
+    trainer.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_every_server_gets_the_same_weights_again_and_again(transport: str) -> None:
+    trainer = Trainer(n_ranks=2)
+    servers = [Server(trainer, transport) for _ in range(3)]
+    for seed in range(3):
+        weights = weights_of(
+            seed, [((30, 40), torch.float32), ((7,), torch.float32), ((50, 9), torch.bfloat16)]
+        )
+        take = Server.receive if seed else Server.open_and_receive
+        transfer(trainer, servers, weights, plan_of(weights, 2), take=take)
+    for each in (*servers, trainer):
+        each.close()
+
+
+def test_servers_of_one_machine_read_what_all_ranks_have_written() -> None:
+    trainer = Trainer(n_ranks=2)
+    shapes = [((30, 40), torch.float32), ((7,), torch.float32)]
+    plan = plan_of(weights_of(0, shapes), 2)
+    memory = SharedMemory(plan.total_bytes)
+    servers = [Server(trainer, "shm"), Server(trainer, "shm"), Server(trainer, "tcp")]
+    for seed in range(2):
+        weights = weights_of(seed, shapes)
+
+        def take(server: Server, plan: TransferPlan, is_first: bool = not seed) -> Weights:
+            is_shared = server.target.transport == "shm"
+            view = open_shared(memory.path, plan.total_bytes, is_writable=False) if is_shared else None
+            return (server.open_and_receive if is_first else server.receive)(plan, view)
+
+        transfer(trainer, servers, weights, plan, take=take, shared=memory.stream)
+    memory.close()
+    for each in (*servers, trainer):
+        each.close()
+
+
+def test_shared_memory_of_another_size_or_place_is_refused() -> None:
+    memory = SharedMemory(8)
+    with pytest.raises(SyncError, match=r"expected 16 bytes at .*, found 8"):
+        open_shared(memory.path, 16, is_writable=False)
+    memory.close()
+    with pytest.raises(SyncError, match=r"cannot be opened on this machine.*sync\.transport=tcp"):
+        open_shared(memory.path, 8, is_writable=False)
+
+
+def test_a_tensor_is_given_as_soon_as_its_bytes_are_there() -> None:
+    weights = weights_of(0, [((100,), torch.float32)] * 3)
+    plan = plan_of(weights, 1, 400)
+    trainer = Trainer()
+    server = Server(trainer)
+    gate: Future[None] = Future()
+
+    def slowly() -> Iterator[Piece]:
+        first, *others = pieces_of(weights)
+        yield first
+        gate.result(TIMEOUT_S)
+        yield from others
+
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(trainer.senders[0].send, plan, [server.target], slowly())
+        server.open(plan)
+        arrivals = arriving(server.links, plan, torch.empty(plan.total_bytes, dtype=torch.uint8))
+        name, tensor = next(arrivals)
+        assert torch.equal(tensor, weights[name])
+        assert trainer.senders[0].progress()[server.target.server] <= 400
+        gate.set_result(None)
+        assert_equal(dict(arrivals) | {name: tensor}, weights)
+        assert sent.result(TIMEOUT_S)[0].error == ""
+    server.close()
+    trainer.close()
+
+
+def sends(trainer: Trainer, weights: Weights, plan: TransferPlan, servers: Sequence[Server]) -> list[Sent]:
+    return trainer.senders[0].send(plan, [each.target for each in servers], pieces_of(weights))
+
+
+LARGE = [((1 << 22,), torch.float32)] * 3
+"""48 MB: more than what a connection holds."""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_a_server_that_takes_nothing_is_given_up_and_the_others_are_served(transport: str) -> None:
+    trainer = Trainer(stall_timeout_s=1.0)
+    stuck, good = Server(trainer, transport), Server(trainer, transport)
+    weights = weights_of(0, LARGE)
+    plan = plan_of(weights, 1, 1 << 22)
+    with ThreadPoolExecutor(2) as threads:
+        opened = threads.submit(stuck.open, plan)
+        received = threads.submit(good.open_and_receive, plan)
+        lost, sent = sends(trainer, weights, plan, [stuck, good])
+        opened.result()
+        assert_equal(received.result(), weights)
+    assert "1000ms" in lost.error if transport == "gloo" else "in 1 s (sync.stall_timeout_s)" in lost.error
+    assert "of 50.3 MB had gone" in lost.error
+    assert (sent.bytes, sent.error) == (sum(each.nbytes for each in weights.values()), "")
+    for each in weights.values():
+        each.zero_()  # as training goes on: what was given up is dead
+    with pytest.raises(SyncError, match=r"bucket . of 12 of rank 0 did not arrive"):
+        stuck.receive(plan)
+    good.close()
+    trainer.close()
+
+
+def test_a_server_that_is_slower_than_the_first_by_too_much_is_given_up() -> None:
+    trainer = Trainer(straggler_s=0.5)
+    slow, good = Server(trainer), Server(trainer)
+    weights = weights_of(0, LARGE)
+    plan = plan_of(weights, 1, 1 << 22)
+    with ThreadPoolExecutor(2) as threads:
+        opened = threads.submit(slow.open, plan)
+        received = threads.submit(good.open_and_receive, plan)
+        lost, sent = sends(trainer, weights, plan, [slow, good])
+        opened.result()
+        received.result()
+    assert "not done 0.5 s after another server (sync.straggler_s)" in lost.error
+    assert sent.error == ""
+    for each in (slow, good, trainer):
+        each.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_a_server_that_never_opens_its_links_is_given_up_and_can_come_under_another_prefix(transport) -> None:
+    trainer = Trainer(timeout_s=1.0)
+    weights = weights_of(0, [((10,), torch.float32)])
+    plan = plan_of(weights)
+    (lost,) = sends(trainer, weights, plan, [Server(trainer, transport)])
+    assert "sync.timeout_s" in lost.error
+    again = Server(trainer, transport)
+    transfer(trainer, [again], weights, plan)
+    for each in (again, trainer):
+        each.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_a_trainer_that_sends_nothing_ends_the_reception_with_rank_bucket_and_bytes(transport) -> None:
+    trainer = Trainer()
+    server = Server(trainer, transport, stall_timeout_s=0.5)
+    weights = weights_of(0, [((100,), torch.float32)])
+    plan = plan_of(weights, 1, 100)
+    gate: Future[None] = Future()
+
+    def stalling() -> Iterator[Piece]:
+        (piece,) = pieces_of(weights)
+        yield Piece(0, piece.data[:30], True)
+        gate.result(TIMEOUT_S)
+        raise SyncError("the layer was not gathered")
+
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(trainer.senders[0].send, plan, [server.target], stalling())
+        server.open(plan)
+        with pytest.raises(
+            SyncError, match=r"bucket 2 of 4 of rank 0 did not arrive: .*; 0\.0 of its 0\.0 MB had"
+        ):
+            server.receive(plan)
+        gate.set_result(None)
+        with pytest.raises(SyncError, match="not gathered"):
+            sent.result(TIMEOUT_S)
+    trainer.close()
+
+
+def test_links_that_are_dropped_end_a_reception_and_its_sender_at_once() -> None:
+    trainer = Trainer()
+    server = Server(trainer)
+    weights = weights_of(0, LARGE)
+    plan = plan_of(weights, 1, 1 << 22)
+    gate: Future[None] = Future()
+
+    def halted() -> Iterator[Piece]:
+        first, *others = pieces_of(weights)
+        yield first
+        gate.result(TIMEOUT_S)
+        yield from others
+
+    with ThreadPoolExecutor(2) as threads:
+        sent = threads.submit(trainer.senders[0].send, plan, [server.target], halted())
+        server.open(plan)
+        received = threads.submit(server.receive, plan)
+        while not trainer.senders[0].progress()[server.target.server]:
+            with suppress(TimeoutError):
+                received.exception(0.01)
+        server.close()
+        assert "did not arrive" in str(received.exception(TIMEOUT_S))
+        gate.set_result(None)
+        assert "the connection broke" in sent.result(TIMEOUT_S)[0].error
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ([], "expected the stream's bytes 0 to 16 from this rank, got none"),
+        ([Piece(0, torch.zeros(3), True)], "bytes 0 to 16 from this rank, got none or not all"),
+        ([Piece(4, torch.zeros(3), True)], "expected the stream's bytes from 0 on, got them from 4 on"),
+    ],
+)
+def test_pieces_that_are_not_all_of_the_plan_end_the_transfer_on_both_sides(given, complaint: str) -> None:
+    trainer = Trainer()
+    server = Server(trainer)
+    weights = {"w": torch.zeros(4)}
+    plan = plan_of(weights)
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(server.open_and_receive, plan)
+        with pytest.raises(SyncError, match=complaint):
+            trainer.senders[0].send(plan, [server.target], given)
+        assert isinstance(received.exception(TIMEOUT_S), SyncError)
+    server.close()
+
+
+def test_a_transport_without_links_is_named() -> None:
+    trainer = Trainer()
+    weights = {"w": torch.zeros(4)}
+    with pytest.raises(SyncError, match="expected a link by tcp, gloo, nccl, shm, got 'files'"):
+        trainer.senders[0].send(plan_of(weights), [Target("a", "files", "p")], pieces_of(weights))
