@@ -1,4 +1,4 @@
-"""What the commands `rescore`, `retrain` and `replay` do."""
+"""What the commands `rescore`, `retrain`, `replay` and `verify-sync` do."""
 
 import asyncio
 import re
@@ -14,8 +14,9 @@ from flows.folder import existing_run, run_folder
 from flows.offline import check_offline, check_tokenizers, steps_of_sources
 from flows.preflight import check_trainer, preflight
 from flows.presets import preset_values
-from flows.settings import overridden, parsed, validate
+from flows.settings import fixed_settings, overridden, parsed, validate
 from tasks.errors import ConfigError
+from tasks.store.fixed import check_fixed
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.resume import complete_checkpoints
@@ -145,6 +146,28 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
 
     with flow_command(lambda: False, config.observe.exit_timeout_s):
         typer.echo(asyncio.run(replay(folder.location, versions.first, versions.last)))
+
+
+def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
+    """Run the flow verify-sync in this process.
+
+    Raises:
+        ConfigError: a setting is wrong, or something is missing; nothing has been started.
+        RunMismatchError: a setting is given that would make another run of it.
+        RunLockedError: the run is going on.
+        SyncError: a server does not have the trainer's weights.
+    """
+    manifest = read_manifest(folder)
+    config = validate(overridden(manifest.config, overrides))
+    check_fixed(folder.location, manifest.config, config.model_dump(mode="json"), fixed_settings())
+    check_sources(folder)
+    preflight(config)
+    lead_to_prefect()
+    from flows.ending import flow_command
+    from flows.verify_sync import verify_sync
+
+    with flow_command(lambda: False, config.observe.exit_timeout_s):
+        typer.echo(asyncio.run(verify_sync(folder.location, config)))
 
 
 def _steps(text: str) -> dict[str, int]:

@@ -75,16 +75,19 @@ def workplace(folder: RunFolder) -> tempfile.TemporaryDirectory[str]:
 
 
 class Replaying:
-    """A trainer that applies a run's stored batches."""
+    """A trainer that applies a run's stored batches, and hands over nothing that it makes of them."""
 
-    def __init__(self, folder: RunFolder, run: str, client: TrainerClient, model: Path) -> None:
+    def __init__(
+        self, folder: RunFolder, run: str, client: TrainerClient, model: Path, incarnation: int = 0
+    ) -> None:
         self._folder, self._run, self._client, self._model = folder, run, client, model
+        self._incarnation = incarnation
 
     async def load(self, version: int) -> None:
         """Stand at a version: that of a checkpoint, or 0."""
         await self._client.load(
             run=self._run,
-            incarnation=0,
+            incarnation=self._incarnation,
             model=str(self._model),
             folder=self._folder.location,
             checkpoint=self._folder.path(checkpoint_key(version)) if version else None,

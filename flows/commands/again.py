@@ -78,6 +78,19 @@ def replay(
 
 
 @commands.command(rich_help_panel=PANEL)
+def verify_sync(run: RunLocation, overrides: Overrides = None) -> None:
+    """Give a run's servers its weights, and compare every tensor and the live models; exit status 1: something differs.
+
+    The run is locked meanwhile, and nothing of it changes but its incarnation. Another way for the weights: --set
+    sync.transport=files, --set sync.mode=second_copy.
+    """
+    from flows.again import verify_sync_here
+    from flows.folder import existing_run
+
+    verify_sync_here(existing_run(run), tuple(overrides or ()))
+
+
+@commands.command(rich_help_panel=PANEL)
 def export_policy(
     run: RunLocation,
     output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.")],

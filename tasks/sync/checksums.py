@@ -19,6 +19,11 @@ def names_in_turn(names: Sequence[str], version: int, n: int) -> tuple[str, ...]
     return tuple(names[(first + i) % len(names)] for i in range(min(n, len(names))))
 
 
+def differing_names(sent: Mapping[str, str], arrived: Mapping[str, str]) -> tuple[str, ...]:
+    """The tensors whose checksums are not the same; one that has none on arrival differs."""
+    return tuple(name for name, digest in sent.items() if arrived.get(name) != digest)
+
+
 def compare_checksums(server: str, version: str, sent: Mapping[str, str], arrived: Mapping[str, str]) -> None:
     """Compare what arrived at a server with what the trainer has.
 
@@ -31,6 +36,5 @@ def compare_checksums(server: str, version: str, sent: Mapping[str, str], arrive
     Raises:
         ChecksumError: names every tensor that differs.
     """
-    differing = tuple(name for name, digest in sent.items() if arrived.get(name) != digest)
-    if differing:
+    if differing := differing_names(sent, arrived):
         raise ChecksumError(server, version, differing)

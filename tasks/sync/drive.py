@@ -25,6 +25,9 @@ from tasks.sync.order import (
 )
 from tasks.sync.parity import largest_difference
 
+VERIFY = "verify"
+"""Mode of an order whose weights are compared with the live ones, which stay."""
+
 FILES = "files"
 """The transport that the trainer has no part in once they are written."""
 
@@ -77,6 +80,7 @@ class Dispatch:
         config: settings.
         checksums: names of tensors whose checksums the servers are asked for.
         files: where the weights lie, for servers that take them by files; the trainer sends to the others alone.
+        mode: of the order; that of the settings by default.
 
     Attributes:
         taken: the servers that have taken the weights.
@@ -91,10 +95,12 @@ class Dispatch:
         config: SyncConfig,
         checksums: Sequence[str] = (),
         files: Sequence[str] = (),
+        *,
+        mode: str = "",
     ) -> None:
         self._source, self._offer, self._routes = source, offer, routes
         self._version, self._config, self._checksums = version, config, tuple(checksums)
-        self._files = tuple(files)
+        self._files, self._mode = tuple(files), mode or config.mode
         self.taken: set[VllmClient] = set()
         self._gone: asyncio.Future[dict[str, Sent]] = asyncio.Future()
 
@@ -147,7 +153,7 @@ class Dispatch:
     def _order(self, route: Route) -> WeightOrder:
         return WeightOrder(
             version=self._version,
-            mode=self._config.mode,
+            mode=self._mode,
             transport=route.transport,
             plan=self._offer.plan,
             timeout_s=self._config.timeout_s,

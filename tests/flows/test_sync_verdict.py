@@ -1,0 +1,37 @@
+"""What is said of servers that have the trainer's weights, and of those that have not."""
+
+import pytest
+from rich.console import Console
+
+from flows.sync_verdict import SyncVerdict, table_of
+from flows.verify_sync import conclusion
+from tasks.errors import SyncError
+from tasks.sync.order import WeightAnswer
+
+SENT = {"norm": "ab", "head": "cd"}
+SAME = SyncVerdict.of("http://a", WeightAnswer(2_500_000, 0.1, 0.0, SENT), SENT)
+OTHER = SyncVerdict.of(
+    "http://b", WeightAnswer(2_500_000, 0.1, 0.0, {"norm": "ab", "head": "00"}, ("lm_head",)), SENT
+)
+
+
+def test_servers_that_have_every_tensor_pass() -> None:
+    assert conclusion([SAME], 3) == "version 3 is on 1 servers as the trainer has it"
+
+
+def test_a_server_that_differs_is_named_with_all_that_differs() -> None:
+    with pytest.raises(SyncError) as wrong:
+        conclusion([SAME, OTHER], 3)
+    assert str(wrong.value).endswith(
+        "version 3 is not on the servers as the trainer has it: server http://b: head (arrived otherwise), lm_head (live)"
+    )
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    console = Console(width=50)
+    with console.capture() as page:
+        console.print(table_of([SAME, OTHER]))
+    lines = page.get().splitlines()
+    assert max(map(len, lines)) <= 50
+    (row,) = [line for line in lines if "http://b" in line]
+    assert [word for word in row.split() if word.isascii()] == ["http://b", "2", "2.5", "2"]
