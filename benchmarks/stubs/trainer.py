@@ -61,7 +61,9 @@ class StubTrainer:
             "checkpoint": _checkpoint,
             "await_checkpoint": _await_checkpoint,
         }
-        return ControlServer(control_app(Operations(), commands, self._health, self.token), "127.0.0.1", port)
+        return ControlServer(
+            control_app(Operations(), commands, {}, self._health, self.token), "127.0.0.1", port
+        )
 
     def _health(self) -> TrainerHealth:
         return TrainerHealth(

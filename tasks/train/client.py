@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,6 +36,9 @@ from tasks.train.protocol import (
     WeightDigests,
     WriteWeights,
 )
+
+Report = Callable[[Mapping[str, int]], None]
+"""Told the bytes that have gone to each server so far, by its name."""
 
 _LONG_POLL_S = 30.0
 _HEALTH_PAUSE_S = 0.2
@@ -151,9 +154,18 @@ class TrainerClient:
         """What the trainer has to give to servers; the same until it loads again."""
         return WeightOffer.from_json(await self._do(Offer()))
 
-    async def send(self, targets: Sequence[Target]) -> list[Sent]:
-        """Send the weights to servers that take them at the same time; what became of each, in their order."""
-        sent = await self._do(Send(targets=[each.to_json() for each in targets]))
+    async def send(
+        self, targets: Sequence[Target], report: Report | None = None, every_s: float = _LONG_POLL_S
+    ) -> list[Sent]:
+        """Send the weights to servers that take them at the same time; what became of each, in their order.
+
+        Args:
+            targets: the servers.
+            report: called every `every_s` seconds until then, with the bytes that have gone to each server.
+            every_s: seconds.
+        """
+        command = Send(targets=[each.to_json() for each in targets])
+        sent = await self._do(command, report, every_s if report else _LONG_POLL_S)
         return [Sent.from_json(each) for each in sent]
 
     async def write_weights(self, folder: str, version: int) -> list[str]:
@@ -213,28 +225,30 @@ class TrainerClient:
         """Ask the service to end."""
         await self._answer("POST", "/v1/shutdown", Shutdown().model_dump())
 
-    async def _do(self, command: Command) -> Any:
-        """Send a command and wait for its result."""
+    async def _do(self, command: Command, report: Report | None = None, every_s: float = _LONG_POLL_S) -> Any:
+        """Send a command and wait for its result; `report` is told how far it is every so many seconds."""
         accepted = await self._answer("POST", f"/v1/{command.name}", command.model_dump())
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            state = await self._state(accepted["operation"])
+            state = await self._state(accepted["operation"], min(every_s, _LONG_POLL_S))
             if state["status"] == "done":
                 return state["result"]
             if state["status"] == "failed":
                 raise _error(command.name, state["error_type"], state["error"])
+            if report:
+                report(state.get("progress", {}))
         raise RequestError(
             f"trainer: {command.name} not done within train.step_timeout_s = {self._timeout_s:g} s"
         )
 
-    async def _state(self, operation: str) -> dict[str, Any]:
+    async def _state(self, operation: str, wait_s: float) -> dict[str, Any]:
         """Long-poll; an answer that gets lost on the way is asked for again."""
         for _ in range(_LOST_ANSWERS - 1):
             try:
-                return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=_LONG_POLL_S))
+                return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=wait_s))
             except ServiceDiedError:
                 await asyncio.sleep(_HEALTH_PAUSE_S)
-        return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=_LONG_POLL_S))
+        return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=wait_s))
 
     async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None = None, **query: float

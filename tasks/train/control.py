@@ -1,7 +1,7 @@
 """The control API of rank 0: accepts commands by HTTP, and hands out their results by long poll.
 
 POST /v1/COMMAND                       its fields as JSON -> {"operation": id}
-GET  /v1/operations/ID?wait_s=30       -> {"status": running | done | failed, "result", "error_type", "error"}
+GET  /v1/operations/ID?wait_s=30       -> {"status": running | done | failed, "progress", "result", "error_type", "error"}
 GET  /v1/health                        -> TrainerHealth
 
 Every request needs `Authorization: Bearer TOKEN`.
@@ -30,9 +30,16 @@ _STOP_S = 5.0
 LocalCommands = dict[str, Callable[[Any], Any]]
 """Commands that rank 0 answers by itself, while the ranks may be at another one."""
 
+Progress = dict[str, Callable[[], Any]]
+"""How far a command is that is under way, by its name; called on any thread."""
+
 
 def control_app(
-    operations: Operations, local: LocalCommands, health: Callable[[], TrainerHealth], token: str
+    operations: Operations,
+    local: LocalCommands,
+    progress: Progress,
+    health: Callable[[], TrainerHealth],
+    token: str,
 ) -> FastAPI:
     """The application; `token` is what a request must carry."""
 
@@ -55,7 +62,10 @@ def control_app(
         if operation is None:
             raise HTTPException(404, f"there is no operation {operation_id}")
         await asyncio.wait([asyncio.wrap_future(operation.outcome)], timeout=wait_s)
-        return _json(_state(operation))
+        state, how_far = _state(operation), progress.get(operation.command.name)
+        if how_far and not operation.outcome.done():
+            state["progress"] = await asyncio.to_thread(how_far)
+        return _json(state)
 
     @app.post("/v1/{name}")
     async def accept(name: str, request: Request) -> Response:

@@ -25,6 +25,7 @@ from tasks.train.protocol import (
     AwaitCheckpoint,
     Command,
     Offer,
+    Send,
     ServiceConfig,
     Shutdown,
     TrainerHealth,
@@ -81,7 +82,11 @@ def lead(
         AwaitCheckpoint.name: lambda command: worker.writer.written(command.version),
         Offer.name: lambda _: transfer.offer(),
     }
-    server = ControlServer(control_app(operations, local, health, token), config.host, config.port)
+    server = ControlServer(
+        control_app(operations, local, {Send.name: transfer.progress}, health, token),
+        config.host,
+        config.port,
+    )
     while not serve_one(operations, worker, channel):
         pass
     server.stop()

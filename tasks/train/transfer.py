@@ -4,25 +4,31 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tasks.errors import SyncError
 from tasks.store.weights import remove_weights
 from tasks.sync.buckets import TransferPlan, plan_transfer
-from tasks.sync.link import serve_store
+from tasks.sync.link import join_store, serve_store
 from tasks.sync.order import Place, Sent, Target, WeightOffer
 from tasks.sync.place import this_machine
 from tasks.sync.sender import WeightSender
+from tasks.sync.shared_memory import SharedMemory, open_shared
 from tasks.train.checkpoint_form import adapter_layers, weight_layers
 from tasks.train.digests import digest_of
 from tasks.train.engine import Engine
 from tasks.train.every_rank import of_every_rank
 from tasks.train.protocol import ServiceConfig
+from tasks.train.send_progress import SendProgress
 from tasks.train.weight_files import write_part
 from tasks.train.weight_stream import WeightStream
 from tasks.train.weights import adapter_base
 
 T = TypeVar("T")
+
+_BY_MEMORY = ("auto", "shm")
+"""Settings of sync.transport with which servers may read the trainer's memory."""
 
 
 class Transfer:
@@ -41,7 +47,11 @@ class Transfer:
         self._base: dict[str, Any] | None = None
         self._store: Any = None
         self._port = 0
+        self._memory: SharedMemory | None = None
+        self._shared = ""
+        self._place = Place("", "")
         self._sender: WeightSender | None = None
+        self._progress: SendProgress | None = None
 
     def prepare(self, engine: Engine) -> None:
         """Plan the transfer of a model that was just loaded; a collective.
@@ -54,8 +64,7 @@ class Transfer:
         stream = WeightStream(engine.model, layers, self._rank, self._world_size)
         self._plan = plan_transfer(stream.tensors, stream.shares, self._config.sync.bucket_bytes)
         self._stream = stream
-        if not self._port:
-            self._open_store()
+        self._meet(engine.model.device)
 
     def offer(self) -> WeightOffer:
         """What this trainer has to give; asked on rank 0.
@@ -64,13 +73,13 @@ class Transfer:
             SyncError: nothing is loaded.
         """
         self._loaded  # noqa: B018 - raises
-        place = Place(this_machine(), "cpu")
         return WeightOffer(
             plan=self._plan.to_json(),
             host=self._config.sync.host,
             port=self._port,
-            place=place.to_json(),
+            place=self._place.to_json(),
             base=self._base,
+            shared=self._shared,
         )
 
     def send(self, engine: Engine, targets: Sequence[Target]) -> list[Sent]:
@@ -83,11 +92,18 @@ class Transfer:
 
         def send() -> list[Sent]:
             try:
-                return self._joined().send(self._plan, targets, pieces)
+                sender, progress = self._joined()
+                with progress.telling(sender.progress):
+                    shared = self._shared_stream() if _has_shared(targets) else None
+                    return sender.send(self._plan, targets, pieces, shared)
             finally:
                 _drain(pieces)
 
         return [_of_all_ranks(each) for each in zip(*self._of_every_rank(send), strict=True)]
+
+    def progress(self) -> dict[str, int]:
+        """Bytes that have gone to each server of the transfer that is under way, by all ranks; asked on rank 0."""
+        return self._progress.total() if self._progress else {}
 
     def write(self, engine: Engine, place: str, name: str) -> list[str]:
         """Write what would be sent into files; a collective, whose result, where they are, counts on rank 0.
@@ -134,28 +150,52 @@ class Transfer:
     def _of_every_rank(self, work: Callable[[], T]) -> list[T]:
         return of_every_rank(work, self._rank, self._world_size)
 
-    def _open_store(self) -> None:
-        if self._rank == 0:
-            self._store = serve_store(self._config.sync.host, self._config.sync.timeout_s)
+    def _meet(self, device: torch.device) -> None:
+        """Open store and shared memory, unless they are open, and tell every rank where they and all ranks are."""
+        sync, size = self._config.sync, self._plan.total_bytes
+        if self._rank == 0 and self._store is None:
+            self._store = serve_store(sync.host, sync.timeout_s)
             self._port = self._store.port
+        if self._memory and len(self._memory.stream) != size:
+            self._memory.close()
+            self._memory = None
+        if self._rank == 0 and sync.transport in _BY_MEMORY and self._memory is None:
+            self._memory = SharedMemory(size)
+        own = self._port, this_machine(), _gpu(device), self._memory.path if self._memory else ""
+        every: list[tuple[int, str, str, str]] = [own] * self._world_size
         if self._world_size > 1:
-            port = [self._port]
-            dist.broadcast_object_list(port, 0)
-            (self._port,) = port
+            dist.all_gather_object(every, own)
+        ports, machines, gpus, paths = zip(*every, strict=True)
+        self._port, self._shared = ports[0], paths[0] if len(set(machines)) == 1 else ""
+        self._place = Place(machines[0], device.type, tuple(sorted(filter(None, set(gpus)))))
 
-    def _joined(self) -> WeightSender:
-        """This rank's sender."""
-        if self._sender is None:
-            sync = self._config.sync
-            self._sender = WeightSender(
-                self._rank,
-                sync.host,
-                self._port,
-                timeout_s=sync.timeout_s,
-                stall_timeout_s=sync.stall_timeout_s,
-                straggler_s=sync.straggler_s,
-            )
-        return self._sender
+    def _shared_stream(self) -> torch.Tensor | None:
+        """[total_bytes] uint8 that all ranks write and servers read; None when they do not share a memory."""
+        if self._memory or not self._shared:
+            return self._memory.stream if self._memory else None
+        return open_shared(self._shared, self._plan.total_bytes, is_writable=True)
+
+    def _joined(self) -> tuple[WeightSender, SendProgress]:
+        """This rank's sender, and how it tells how far it is; SyncError when the store is out of this rank's reach."""
+        sync = self._config.sync
+        if self._sender is None or self._progress is None:
+            try:
+                store = join_store(sync.host, self._port, sync.timeout_s)
+                self._sender = WeightSender(
+                    self._rank,
+                    sync.host,
+                    self._port,
+                    timeout_s=sync.timeout_s,
+                    stall_timeout_s=sync.stall_timeout_s,
+                    straggler_s=sync.straggler_s,
+                )
+            except (RuntimeError, OSError) as error:
+                remedy = (
+                    "set sync.host to an address of the first rank's machine that all ranks and servers reach"
+                )
+                raise SyncError(f"cannot reach {sync.host}:{self._port}: {error}; {remedy}") from error
+            self._progress = SendProgress(store, self._rank, self._world_size, sync.report_s)
+        return self._sender, self._progress
 
     @property
     def _sends_adapters(self) -> bool:
@@ -168,6 +208,15 @@ def _of_all_ranks(sent: Sequence[Sent]) -> Sent:
     errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(sent) if each.error]
     n_bytes, seconds = sum(each.bytes for each in sent), max(each.seconds for each in sent)
     return Sent(sent[0].server, n_bytes, seconds, errors[0] if errors else "")
+
+
+def _has_shared(targets: Sequence[Target]) -> bool:
+    return any(each.transport == "shm" for each in targets)
+
+
+def _gpu(device: torch.device) -> str:
+    """The id of a GPU; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _drain(rest: Iterable[object]) -> None:

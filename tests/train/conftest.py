@@ -3,6 +3,7 @@
 import json
 import secrets
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -51,13 +52,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_trainer(
     tmp_path: Path,
-) -> Callable[[TrainConfig], AbstractAsyncContextManager[RunningTrainer]]:
+) -> Callable[..., AbstractAsyncContextManager[RunningTrainer]]:
     """Launch a trainer service, and end it afterwards."""
 
     @asynccontextmanager
-    async def running(config: TrainConfig) -> AsyncIterator[RunningTrainer]:
+    async def running(config: TrainConfig, sync: SyncConfig | None = None) -> AsyncIterator[RunningTrainer]:
         port, token = config.port or free_port(), secrets.token_hex(8)
-        path = launch.write_config(config, SyncConfig(), port, tmp_path / "logs")
+        path = launch.write_config(config, sync or SyncConfig(), port, tmp_path / "logs")
         process = LaunchedProcess.start(
             "trainer",
             launch.command(config, path),
@@ -101,20 +102,24 @@ def rank_pids() -> Callable[[LaunchedProcess], dict[int, int]]:
 
 
 @pytest.fixture(scope="session")
-def receive_weights() -> Callable[[WeightOffer, str], dict[str, Any]]:
-    """Take what a trainer sends to the only worker of a server, as a server's worker does."""
+def receive_weights() -> Callable[..., dict[str, Any]]:
+    """Take what a trainer sends to the only worker of a server, as a server's worker does; not before `may_begin` is set."""
     import torch
 
     from tasks.sync.buckets import TransferPlan
     from tasks.sync.order import WeightOrder
     from tasks.sync.receiver import arriving, open_links
 
-    def receive(offer: WeightOffer, prefix: str) -> dict[str, torch.Tensor]:
+    def receive(
+        offer: WeightOffer, prefix: str, may_begin: threading.Event | None = None
+    ) -> dict[str, torch.Tensor]:
         plan = TransferPlan.from_json(**offer.plan)
         order = WeightOrder(
             "run:1:1", "keep", "tcp", offer.plan, RECEIVE_S, RECEIVE_S, None, offer.host, offer.port, prefix
         )
         links = open_links(order, 0)
+        if may_begin:
+            assert may_begin.wait(RECEIVE_S)
         return dict(arriving(links, plan, torch.empty(plan.total_bytes, dtype=torch.uint8)))
 
     return receive

@@ -23,6 +23,7 @@ from tasks.sync.config import SyncConfig
 from tasks.sync.link import ReceivingLink
 from tasks.sync.order import Target, WeightOffer, WeightOrder
 from tasks.sync.receiver import arriving, open_links
+from tasks.sync.shared_memory import open_shared
 from tasks.train.config import LoraConfig, TrainConfig
 from tasks.train.engine import Engine
 from tasks.train.lora import adapters_of
@@ -38,19 +39,33 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Receiver:
-    """A server's only worker, on a thread of rank 0; its links are opened once."""
+    """A server's only worker, on a thread of rank 0; its links are opened once for each transport."""
 
     def __init__(self, offer: WeightOffer) -> None:
-        self._plan = TransferPlan.from_json(**offer.plan)
-        self._order = WeightOrder(
-            "run:1:1", "keep", "tcp", offer.plan, TIMEOUT_S, TIMEOUT_S, None, offer.host, offer.port, "prefix"
-        )
-        self._links = list[ReceivingLink]()
+        self._offer, self._plan = offer, TransferPlan.from_json(**offer.plan)
+        self._links: dict[str, list[ReceivingLink]] = {}
 
-    def receive(self) -> Tensors:
-        self._links = self._links or open_links(self._order, 0)
-        buffer = torch.empty(self._plan.total_bytes, dtype=torch.uint8)
-        return dict(arriving(self._links, self._plan, buffer))
+    def receive(self, transport: str) -> Tensors:
+        offer, size = self._offer, self._plan.total_bytes
+        if transport not in self._links:
+            order = WeightOrder(
+                "run:1:1",
+                "keep",
+                transport,
+                offer.plan,
+                TIMEOUT_S,
+                TIMEOUT_S,
+                None,
+                offer.host,
+                offer.port,
+                transport,
+            )
+            self._links[transport] = open_links(order, 0)
+        if transport == "shm":
+            buffer = open_shared(offer.shared, size, is_writable=False)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        return dict(arriving(self._links[transport], self._plan, buffer))
 
 
 def main() -> None:
@@ -74,7 +89,8 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     receiver = Receiver(transfer.offer()) if ranks.rank == 0 else None
     for version in range(2):
         expected = whole_tensors(engine, case["lora"])
-        check_arrival(transfer, engine, receiver, expected)
+        for transport in ("tcp", "shm"):
+            check_arrival(transfer, engine, receiver, expected, transport)
         files = transfer.write(engine, str(folder), f"1-{version:06d}")
         digests = transfer.digests(engine, list(expected)[:3])
         if receiver:
@@ -88,15 +104,16 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     engine.close()
 
 
-def check_arrival(transfer: Transfer, engine: Engine, receiver: Receiver | None, expected: Tensors) -> None:
+def check_arrival(
+    transfer: Transfer, engine: Engine, receiver: Receiver | None, expected: Tensors, transport: str
+) -> None:
     with ThreadPoolExecutor(1) as thread:
-        receiving = thread.submit(receiver.receive) if receiver else None
-        sent = transfer.send(engine, [Target("server", "tcp", "prefix")])
+        receiving = thread.submit(receiver.receive, transport) if receiver else None
+        sent = transfer.send(engine, [Target(f"server by {transport}", transport, transport)])
         if receiving:
             assert_same(receiving.result(), expected)
-            assert [(each.error, each.bytes) for each in sent] == [
-                ("", sum(each.nbytes for each in expected.values()))
-            ]
+            n_bytes = sum(each.nbytes for each in expected.values())
+            assert [(each.error, each.bytes) for each in sent] == [("", n_bytes)]
 
 
 def check_files(files: list[str], folder: Path, expected: Tensors) -> None:

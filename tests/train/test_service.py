@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tasks.errors import (
     BatchRefusedError,
@@ -21,8 +23,10 @@ from tasks.errors import (
     ServiceStartError,
     ShardError,
     StoreError,
+    SyncError,
 )
-from tasks.sync.order import Target, WeightOffer
+from tasks.sync.config import SyncConfig
+from tasks.sync.order import Target
 from tasks.train.client import TrainerClient
 from tasks.train.config import TrainConfig
 from tasks.train.protocol import StepResult
@@ -31,11 +35,13 @@ pytestmark = pytest.mark.service
 
 END_S = 60.0
 
-Receive = Callable[[WeightOffer, str], dict[str, torch.Tensor]]
+Receive = Callable[..., dict[str, torch.Tensor]]
 
 
 class RunTrainer(Protocol):
-    def __call__(self, config: TrainConfig) -> AbstractAsyncContextManager[Any]: ...
+    def __call__(
+        self, config: TrainConfig, sync: SyncConfig | None = None
+    ) -> AbstractAsyncContextManager[Any]: ...
 
 
 async def load(client: TrainerClient, model: Path, run: Path, version: int = 0, incarnation: int = 1) -> None:
@@ -230,6 +236,51 @@ async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
         os.kill(rank_pids(process)[victim], signal.SIGKILL)
         with pytest.raises(ServiceDiedError, match="SIGKILL"):
             await asyncio.wait_for(training, END_S)
+        assert await asyncio.wait_for(process.ended(), END_S) != 0
+        assert rank_pids(process) == {}
+
+
+@pytest.fixture(scope="session")
+def larger_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 MB, which no socket takes in before somebody reads it."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "larger"
+    config = Qwen2Config(
+        vocab_size=57,
+        hidden_size=512,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+async def test_a_rank_that_is_killed_while_it_sends_ends_the_service_and_all_receptions(
+    larger_model: Path, run_trainer: RunTrainer, receive_weights: Receive, rank_pids: Any, tmp_path: Path
+) -> None:
+    may_begin, reports = threading.Event(), asyncio.Queue[dict[str, int]]()
+    config, sync = (
+        TrainConfig(ranks=2, zero_stage=3),
+        SyncConfig(report_s=0.2, stall_timeout_s=END_S, bucket_mib=1),
+    )
+    async with run_trainer(config, sync) as (client, process):
+        await load(client, larger_model, tmp_path / "run")
+        offer = await client.offer()
+        receiving = asyncio.create_task(asyncio.to_thread(receive_weights, offer, "held", may_begin))
+        targets = [Target("server", "tcp", "held")]
+        sending = asyncio.create_task(client.send(targets, reports.put_nowait, every_s=0.2))
+        told = [await asyncio.wait_for(reports.get(), END_S) for _ in range(10)]
+        assert 0 < told[-1]["server"] < offer.plan["total_bytes"], "it is in the middle of the transfer"
+        os.kill(rank_pids(process)[1], signal.SIGKILL)
+        with pytest.raises(ServiceDiedError, match="SIGKILL"):
+            await asyncio.wait_for(sending, END_S)
+        may_begin.set()
+        with pytest.raises(SyncError, match="did not arrive"):
+            await asyncio.wait_for(receiving, END_S)
         assert await asyncio.wait_for(process.ended(), END_S) != 0
         assert rank_pids(process) == {}
 
