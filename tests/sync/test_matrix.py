@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from stored_step import uneven_rows, write_step
 from tasks.errors import ParityError
 from tasks.serve.client import VllmClient
 from tasks.serve.process import LaunchedProcess, free_port
+from tasks.sync.checksums import compare_checksums
 from tasks.sync.config import SyncConfig
-from tasks.sync.drive import check_parity, new_prefix, send_weights
+from tasks.sync.drive import Dispatch, check_parity, find_route, new_prefix
 from tasks.sync.parity import FLOAT32_THRESHOLD
 from tasks.train import launch
 from tasks.train.client import TrainerClient
@@ -39,20 +41,30 @@ class Case(NamedTuple):
         return f"{self.model}-zero{self.zero_stage}-{self.ranks}-{self.transport}-{self.mode}"
 
 
-AXES = ((1, 2), ("dense", "tied", "experts"), (0, 1, 2, 3), ("gloo",), ("keep",))
+AXES = (
+    (1, 2),
+    ("dense", "tied", "experts"),
+    (0, 1, 2, 3),
+    ("tcp", "gloo", "shm", "files"),
+    ("keep", "second_copy"),
+)
 PAIRWISE = [
-    Case(1, "dense", 1, "files", "second_copy"),
-    Case(1, "dense", 2, "shm", "keep"),
-    Case(1, "experts", 0, "files", "keep"),
-    Case(1, "experts", 2, "gloo", "keep"),
-    Case(1, "experts", 3, "files", "keep"),
-    Case(1, "tied", 0, "shm", "second_copy"),
-    Case(1, "tied", 1, "gloo", "keep"),
-    Case(1, "tied", 3, "shm", "second_copy"),
-    Case(2, "dense", 0, "gloo", "second_copy"),
-    Case(2, "dense", 3, "gloo", "keep"),
-    Case(2, "experts", 1, "shm", "second_copy"),
-    Case(2, "tied", 2, "files", "second_copy"),
+    Case(1, "dense", 0, "files", "second_copy"),
+    Case(1, "dense", 1, "shm", "second_copy"),
+    Case(1, "dense", 2, "gloo", "second_copy"),
+    Case(1, "experts", 1, "gloo", "keep"),
+    Case(1, "experts", 2, "tcp", "keep"),
+    Case(1, "experts", 3, "shm", "keep"),
+    Case(1, "tied", 0, "gloo", "keep"),
+    Case(2, "dense", 0, "tcp", "keep"),
+    Case(2, "dense", 3, "files", "keep"),
+    Case(2, "dense", 3, "tcp", "second_copy"),
+    Case(2, "experts", 0, "shm", "second_copy"),
+    Case(2, "experts", 2, "files", "keep"),
+    Case(2, "tied", 1, "files", "keep"),
+    Case(2, "tied", 1, "tcp", "second_copy"),
+    Case(2, "tied", 2, "shm", "keep"),
+    Case(2, "tied", 3, "gloo", "second_copy"),
 ]
 OTHERS = [case for values in product(*AXES) if (case := Case(*values)) not in PAIRWISE]
 
@@ -130,6 +142,21 @@ async def load(trainer: TrainerClient, model: Path, stage: int, place: Path) -> 
     )
 
 
+async def give(
+    source: TrainerClient, client: VllmClient, version: str, sync: SyncConfig, prefix: str
+) -> None:
+    """Have the server take the trainer's weights, and compare every tensor as it arrived."""
+    offer = await source.offer()
+    route, _ = await find_route(client, offer, sync)
+    files = await source.write_weights(sync.folder, int(version[-1])) if sync.transport == "files" else ()
+    routes, names = {client: replace(route, prefix=prefix)}, [each["name"] for each in offer.plan["tensors"]]
+    dispatch = Dispatch(source, offer, routes, version, sync, names, files)
+    async with asyncio.TaskGroup() as both:
+        sending, taking = both.create_task(dispatch.send()), both.create_task(dispatch.take(client))
+    assert not any(each.error for each in sending.result())
+    compare_checksums(client.url, version, await source.weight_digests(), taking.result().checksums)
+
+
 @asynccontextmanager
 async def under_load(client: VllmClient) -> AsyncIterator[list[Any]]:
     """Keep requests under way, from when all have begun; the version spans of each, once this has ended."""
@@ -163,19 +190,25 @@ async def under_load(client: VllmClient) -> AsyncIterator[list[Any]]:
     [
         pytest.param(case.ranks, case, id=str(case), marks=[pytest.mark.long] if case in OTHERS else [])
         for case in sorted([*PAIRWISE, *OTHERS])
-        if case.transport == "gloo" and case.mode == "keep"
     ],
     indirect=["trainer"],
     scope="module",
 )
 async def test_a_server_under_load_computes_as_its_trainer(
-    case: Case, source: TrainerClient, client: VllmClient, served: Any, sequences: Any, tmp_path: Path
+    case: Case,
+    source: TrainerClient,
+    client: VllmClient,
+    served: Any,
+    sequences: Any,
+    record_property: Callable[[str, object], None],
+    tmp_path: Path,
 ) -> None:
     prefix = new_prefix()
-    sync = SYNC.model_copy(update={"transport": case.transport, "mode": case.mode})
+    how = {"transport": case.transport, "mode": case.mode, "folder": str(tmp_path / "weights")}
+    sync = SYNC.model_copy(update=how)
     limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": sync.timeout_s}
     await load(source, served.model, case.zero_stage, tmp_path)
-    await send_weights(source, client, "r:1:0", sync, prefix)
+    await give(source, client, "r:1:0", sync, prefix)
     assert await check_parity(source, client, sequences, "r:1:0", **limits) <= FLOAT32_THRESHOLD
 
     seed = crc32(str(case).encode())
@@ -185,6 +218,8 @@ async def test_a_server_under_load_computes_as_its_trainer(
         await check_parity(source, client, sequences, "r:1:1", **limits)
 
     async with under_load(client) as spans:
-        await send_weights(source, client, "r:1:1", sync, prefix)
+        await give(source, client, "r:1:1", sync, prefix)
     assert any([version for _, version in each] == ["r:1:0", "r:1:1"] for each in spans)
-    assert await check_parity(source, client, sequences, "r:1:1", **limits) <= FLOAT32_THRESHOLD
+    difference = await check_parity(source, client, sequences, "r:1:1", **limits)
+    assert difference <= FLOAT32_THRESHOLD
+    record_property("difference_nats", difference)
