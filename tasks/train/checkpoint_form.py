@@ -106,15 +106,14 @@ def _layer(model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter]) ->
         name: torch.empty(whole_shape(each), dtype=each.dtype, device="meta")
         for name, each in parameters.items()
     }
-    made = revert_weight_conversion(model, merged(empty, 1.0))
-    tensors = tuple(WeightMeta(name, tuple(each.shape), each.dtype) for name, each in made.items())
+    are_dense = all(getattr(each, "ds_tensor", each).is_contiguous() for each in parameters.values())
     try:
         with _Viewing():
-            views = revert_weight_conversion(model, merged(empty, 1.0))
+            made = revert_weight_conversion(model, merged(empty, 1.0))
+        origins = _origins(made.values(), empty) if are_dense else None
     except RuntimeError:  # a conversion that needs the other layout
-        return Layer(tuple(parameters), tensors, None)
-    are_dense = all(getattr(each, "ds_tensor", each).is_contiguous() for each in parameters.values())
-    origins = _origins(views.values(), empty) if are_dense else None
+        made, origins = revert_weight_conversion(model, merged(empty, 1.0)), None
+    tensors = tuple(WeightMeta(name, tuple(each.shape), each.dtype) for name, each in made.items())
     return Layer(tuple(parameters), tensors, origins)
 
 
