@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from flows.config import RunConfig
 from flows.openings import Openings
 from flows.run import Run
 from tasks.errors import ConfigError
+from tasks.observe.metrics import ALL, Metric
 from tasks.rollout.environment import Message
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
@@ -18,6 +20,9 @@ from tasks.store.batch import stored_sequences
 from tasks.store.reader import scan
 from tasks.sync.drive import Scorer, check_parity
 from tasks.sync.parity import threshold_of
+
+FIRST_RATIO = "train/first_ratio_deviation"
+"""Metric: mean abs(ratio - 1) of each rank's first micro-batch."""
 
 AT_START = "sync/logprob_difference_at_start"
 """Metric of step 0: the largest difference at version 0, from which thresholds are calibrated."""
@@ -27,6 +32,23 @@ def differences_at_start(run: Run) -> list[float]:
     """The differences that this run, or an earlier process of it, measured at version 0, in nats."""
     stored = scan(run.folder, "metrics", step=0).filter(pl.col("name") == AT_START)
     return [float(value) for value in stored.select("value").collect()["value"]]
+
+
+def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> str:
+    """What to say of a step whose ratios are not 1 where they must be, before its first update; empty when all is well.
+
+    They must be where the step was sampled by the policy that it trains, and both compute in single precision.
+    """
+    is_exact = config.train.dtype == config.serve.dtype == "float32"
+    is_on_policy = config.rollout.max_staleness == 0 and config.train.behaviour == "sampler"
+    found = [each.value for each in metrics if (each.name, each.env) == (FIRST_RATIO, ALL)]
+    if not (is_exact and is_on_policy and found) or found[0] <= config.sync.ratio_threshold:
+        return ""
+    return (
+        f"step {step}: the trainer gives the sampled tokens other probabilities than the servers that sampled them: "
+        f"abs(ratio - 1) is {found[0]:.2g} on average before the first update, sync.ratio_threshold is "
+        f"{config.sync.ratio_threshold:g}; compare the weights: rollmill verify-sync"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from flows.checkpointing import Checkpointing, other_ranks
 from flows.evaluate import evaluate_version, is_due, is_evaluated
-from flows.parity import AT_START
+from flows.parity import AT_START, ratio_warning
 from flows.progress import say
 from flows.report import has_metrics, store_metrics, train_metrics
 from flows.run import Run, TrainingRun
@@ -112,6 +112,8 @@ class Policy:
                 result = self._replayed[step]
             self.current = replace(self.current, version=result.version)
         _tell_skipped(step, result)
+        if self._servers and (warning := ratio_warning(self._run.config, step, result.metrics)):
+            say(warning)
         self._count_skipped(result)
         if self._recomputing is None:
             return result

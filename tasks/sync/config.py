@@ -51,6 +51,12 @@ class SyncConfig(StageConfig):
         "Allowed difference of a token's log-probability in nats; 0: 1e-4 for float32, else calibrated.",
         ge=0.0,
     )
+    ratio_threshold: float = setting(
+        1e-3,
+        "Mean abs(ratio - 1) before a step's first update, on-policy and with float32 on both sides, above which a "
+        "warning is given.",
+        gt=0.0,
+    )
 
     @property
     def bucket_bytes(self) -> int:

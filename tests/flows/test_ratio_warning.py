@@ -1,0 +1,51 @@
+"""When a step's ratios before its first update are worth a warning."""
+
+import pytest
+
+from flows.config import RunConfig
+from flows.parity import ratio_warning
+from flows.settings import validate
+from tasks.observe.metrics import Metric
+
+
+def config(**sections: dict[str, object]) -> RunConfig:
+    return validate({"start_model": {"enabled": True}, **sections})
+
+
+def warning(settings: RunConfig, deviation: float) -> str:
+    others = [
+        Metric("train/first_ratio_deviation", "addition", "mean", 9.0),
+        Metric("train/ratio", "all", "mean", 9.0),
+    ]
+    return ratio_warning(
+        settings, 3, [*others, Metric("train/first_ratio_deviation", "all", "mean", deviation)]
+    )
+
+
+def test_ratios_beyond_rounding_are_told_with_step_figure_bound_and_what_to_do() -> None:
+    told = warning(config(), 0.02)
+    assert told.startswith("step 3: ")
+    assert "0.02 on average" in told
+    assert "sync.ratio_threshold is 0.001" in told
+    assert "rollmill verify-sync" in told
+
+
+def test_rounding_is_no_reason_to_warn() -> None:
+    assert warning(config(), 1e-4) == ""
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"max_staleness": 1}},
+        {"train": {"behaviour": "recomputed"}},
+        {"serve": {"dtype": "bfloat16"}},
+        {"train": {"dtype": "bfloat16"}, "serve": {"dtype": "bfloat16"}},
+    ],
+)
+def test_where_ratios_need_not_be_1_nothing_is_said(sections: dict[str, dict[str, object]]) -> None:
+    assert warning(config(**sections), 0.02) == ""
+
+
+def test_a_step_that_trained_on_nothing_has_no_ratio_to_warn_of() -> None:
+    assert ratio_warning(config(), 3, []) == ""
