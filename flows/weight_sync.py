@@ -3,20 +3,21 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.failure import one_error
 from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
+from flows.sync_verdict import SyncVerdict
 from tasks.errors import ChecksumError, ParityError, SyncError
 from tasks.observe.metrics import Metric
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.store.weights import addresses, remove_weights, weights_place
 from tasks.sync.checksums import compare_checksums, names_in_turn
-from tasks.sync.drive import FILES, Dispatch, Route, find_route
+from tasks.sync.drive import FILES, VERIFY, Dispatch, Route, find_route
 from tasks.sync.order import Sent, WeightAnswer, WeightOffer
 from tasks.sync.task import send_weights
 from tasks.train.client import TrainerClient
@@ -31,6 +32,7 @@ class SyncReport:
         transfer_s: seconds until the last byte was there.
         held_s: seconds that its requests were held.
         parity_s: seconds that the comparison took.
+        verify_s: seconds that the comparison of all its weights took; 0 when it was not due.
         difference: largest difference in log-probability to the trainer, in nats; NaN when not compared.
     """
 
@@ -40,6 +42,7 @@ class SyncReport:
     held_s: float = 0.0
     parity_s: float = 0.0
     difference: float = float("nan")
+    verify_s: float = 0.0
 
 
 def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
@@ -55,6 +58,7 @@ def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
         "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
         "sync/held_s": max((report.held_s for report in reports), default=0.0),
         "sync/parity_s": max((report.parity_s for report in reports), default=0.0),
+        "sync/verify_s": max((report.verify_s for report in reports), default=0.0),
         "sync/logprob_difference": max((report.difference for report in reports), default=float("nan")),
         "sync/control_calls": float(calls),
     }
@@ -121,8 +125,16 @@ class WeightSync:
             self._told[server] = text
             say(text)
 
-    async def send(self, servers: Sequence[VllmClient], version: PolicyVersion, take: Take) -> None:
+    async def send(
+        self,
+        servers: Sequence[VllmClient],
+        version: PolicyVersion,
+        take: Take,
+        whole: Sequence[str] = (),
+    ) -> None:
         """Send to servers that have joined; `take` has each of them take the weights, and is awaited.
+
+        With the names of all tensors (`whole`) servers compare them with those that they have, which stay.
 
         The routes of servers that do not take them are dropped, also when this is cancelled. The trainer says what
         servers are compared with while the server puts the weights in place; with several servers it says so before it
@@ -138,7 +150,7 @@ class WeightSync:
             await self._expect(version)
         is_written = any(route.transport == FILES for route in routes.values())
         files = await self.write(version) if is_written else ()
-        dispatch = await self._dispatch(routes, version, files)
+        dispatch = await self._dispatch(routes, version, files, whole)
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(self._sent(dispatch, version))
             for server in servers:
@@ -151,16 +163,22 @@ class WeightSync:
     async def take(self, server: VllmClient, version: PolicyVersion, dispatch: Dispatch) -> SyncReport:
         """Have a server take weights that are being sent, and compare it; they are sent once more if it differs.
 
+        Every sync.verify_every versions all its weights are compared besides, before it is let in.
+
         Raises:
             SyncError, RequestError: it did not take them, differs still, or reports another version.
         """
         answer = await self._taken(server, dispatch)
         try:
-            return await self.verify(server, version, answer)
+            report = await self.verify(server, version, answer)
         except (ChecksumError, ParityError) as error:
             say(f"{error}; sending it once more")
-        await self.join(server, version)
-        return await self.send_verified(server, version)
+            await self.join(server, version)
+            report = await self.send_verified(server, version)
+        every = self._run.config.sync.verify_every
+        if not every or version.version % every:
+            return report
+        return replace(report, verify_s=await self._verify_whole(server, version))
 
     async def send_verified(self, server: VllmClient, version: PolicyVersion) -> SyncReport:
         """Send to one server that has joined, and compare it once.
@@ -216,6 +234,28 @@ class WeightSync:
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
         return SyncReport(server.url, answer.bytes, answer.received_s, answer.held_s, parity_s, difference)
 
+    async def _verify_whole(self, server: VllmClient, version: PolicyVersion) -> float:
+        """Compare every tensor, and the live model, with the trainer; returns the seconds that it took.
+
+        Raises:
+            ChecksumError: names all that differs.
+            SyncError, RequestError: it could not be compared.
+            ServiceDiedError: the trainer is gone.
+        """
+        started, answers = time.perf_counter(), list[WeightAnswer]()
+        sent = await self._trainer.weight_digests(())
+
+        async def take(server: VllmClient, dispatch: Dispatch) -> None:
+            answers.append(await self._taken(server, dispatch))
+
+        await self.join(server, version)
+        with one_error():
+            await self.send([server], version, take, tuple(sent))
+        (answer,) = answers
+        if differing := SyncVerdict.of(server.url, answer, sent).differing:
+            raise ChecksumError(server.url, str(version), differing)
+        return time.perf_counter() - started
+
     async def _sent(self, dispatch: Dispatch, version: PolicyVersion) -> list[Sent]:
         sent = await self._task(dispatch, str(version))
         await self._expect(version)
@@ -226,13 +266,17 @@ class WeightSync:
         return await dispatch.take(server)
 
     async def _dispatch(
-        self, routes: Mapping[VllmClient, Route], version: PolicyVersion, files: Sequence[str]
+        self,
+        routes: Mapping[VllmClient, Route],
+        version: PolicyVersion,
+        files: Sequence[str],
+        whole: Sequence[str] = (),
     ) -> Dispatch:
         self._run.recording.started()
         self.calls += 1
         offer, config = await self._offered(version), self._run.config.sync
-        names = self._names_in_turn(offer, version)
-        return Dispatch(self._trainer, offer, routes, str(version), config, checksums=names, files=files)
+        names, mode = whole or self._names_in_turn(offer, version), VERIFY if whole else ""
+        return Dispatch(self._trainer, offer, routes, str(version), config, names, files, mode=mode)
 
     def _names_in_turn(self, offer: WeightOffer, version: PolicyVersion) -> Sequence[str]:
         names = [tensor["name"] for tensor in offer.plan["tensors"]]

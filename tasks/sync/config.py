@@ -51,6 +51,12 @@ class SyncConfig(StageConfig):
         "Allowed difference of a token's log-probability in nats; 0: 1e-4 for float32, else calibrated.",
         ge=0.0,
     )
+    verify_every: int = setting(
+        0,
+        "Every so many versions all weights of a server are compared with the trainer's, and the live model with a "
+        "second copy, as by `rollmill verify-sync`, before it samples; 0: never.",
+        ge=0,
+    )
     ratio_threshold: float = setting(
         1e-3,
         "Mean abs(ratio - 1) before a step's first update, on-policy and with float32 on both sides, above which a "

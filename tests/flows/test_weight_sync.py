@@ -60,7 +60,7 @@ class Trainer:
 
     async def weight_digests(self, names: Sequence[str]) -> dict[str, str]:
         self.calls.append("digests")
-        return dict.fromkeys(names, "same")
+        return dict.fromkeys(names or [each.name for each in TENSORS], "same")
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         self.calls.append("logprobs")
@@ -71,12 +71,15 @@ class Trainer:
 class Server:
     """A server, and its own client, that takes nothing but the version's name.
 
-    `failing` has errors of orders by transport; `digests` are what it says instead of "same", one for each order.
+    `failing` has errors of orders by transport; `digests` are what it says instead of "same", one for each order;
+    `stale` is what it finds otherwise in its live model.
     """
 
     url: str = "http://a"
     failing: dict[str, Exception] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
+    stale: tuple[str, ...] = ()
+    verified: list[tuple[str, int]] = field(default_factory=list)
     orders: list[tuple[str, str]] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
     loading: Callable[[], Any] | None = None
@@ -114,7 +117,11 @@ class Server:
             raise self.failing[transport]
         self.held = order["version"]
         digest = self.digests.pop(0) if self.digests else "same"
-        return WeightAnswer(80, 0.5, 0.25, dict.fromkeys(order["checksums"], digest)).to_json()
+        digests = dict.fromkeys(order["checksums"], digest)
+        if order["mode"] != "verify":
+            return WeightAnswer(80, 0.5, 0.25, digests).to_json()
+        self.verified.append((order["version"], len(order["checksums"])))
+        return WeightAnswer(80, 0.5, 0.0, digests, self.stale).to_json()
 
     async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
         return np.full(len(sequence) - 1, -1.0, np.float32)
@@ -249,6 +256,18 @@ async def test_tensors_that_differ_are_sent_once_more_and_not_twice(fleet_of, n_
     assert (fleet.admitted == {"http://0"}) == (n_wrong == 1)
 
 
+async def test_all_weights_are_compared_every_so_many_versions_before_a_server_samples(fleet_of) -> None:
+    fleet = fleet_of(2)
+    sync = fleet.run.config.sync.model_copy(update={"verify_every": 2, "checksums": 1})
+    fleet.run.config = fleet.run.config.model_copy(update={"sync": sync})
+    fleet.services[1].stale = ("lm_head",)
+    reports = [await fleet.servers.bring_up(version) for version in AT[1:3]]
+    assert [each.verified for each in fleet.services] == [[(str(AT[2]), len(TENSORS))]] * 2
+    assert [[each.verify_s > 0 for each in of_one] for of_one in reports] == [[False, False], [True]]
+    assert fleet.admitted == {"http://0"}
+    assert "lm_head (live)" in fleet.servers.failed[fleet.services[1]]
+
+
 async def test_a_server_that_comes_back_loads_files_while_the_trainer_is_free(fleet_of) -> None:
     fleet = fleet_of(1)
     server = await fleet.failed()
@@ -348,6 +367,7 @@ def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
         "sync/transfer_s": 3.0,
         "sync/held_s": 0.5,
         "sync/parity_s": 0.3,
+        "sync/verify_s": 0.0,
         "sync/logprob_difference": 1e-5,
         "sync/control_calls": 7.0,
     }
