@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[1]
 CODE = sorted(file for package in ("flows", "tasks") for file in (ROOT / package).rglob("*.py"))
 FLOWS = sorted(file.stem for file in (ROOT / "flows").glob("*.py") if file.stem != "__init__")
 PLUGIN = ("tasks.sync.plugin", "tasks.sync.engine", "tasks.sync.endpoint")  # all are loaded by their names
-PLUGIN_MAY_IMPORT = {"fastapi", "httpx", "msgspec", "numpy", "torch", "vllm", "safetensors"}  # vLLM needs all of them
+PLUGIN_MAY_IMPORT = {
+    "fastapi",
+    "httpx",
+    "msgspec",
+    "numpy",
+    "torch",
+    "vllm",
+    "safetensors",
+}  # vLLM needs all of them
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 REGISTRIES = [
     "pypi" + ".org",

@@ -56,4 +56,4 @@ def test_a_file_is_read_by_its_address_without_credentials(place: str) -> None:
 def test_weights_lie_below_the_run_or_by_its_id_below_the_configured_folder(tmp_path: Path) -> None:
     assert weights_place(RunFolder(tmp_path), "id", "") == f"{tmp_path}/.tmp/weights"
     assert weights_place(RunFolder("s3://bucket/run"), "id", "") == "s3://bucket/run/.tmp/weights"
-    assert weights_place(RunFolder(tmp_path), "id", "/mnt/weights/") == "/mnt/weights/id"
+    assert weights_place(RunFolder(tmp_path / "run"), "id", f"{tmp_path}/") == f"{tmp_path}/id"
