@@ -148,22 +148,20 @@ def case(model: str, zero_stage: int, dtype: str = "float32", lora: str = "") ->
 PAIRWISE = [
     case("dense", 0, "float32"),
     case("tied", 1, "bfloat16"),
-    case("experts", 2, "float32"),
+    case("experts", 2, "float32", "adapters"),
     case("tied", 3, "float32"),
     case("experts", 3, "bfloat16"),
     case("dense", 3, "bfloat16", "merged"),
-    case("tied", 2, "float32", "adapters"),
-    case("experts", 3, "float32", "adapters"),
 ]
-PRODUCT = [
-    case(*each)
-    for each in itertools.product(
-        ("dense", "tied", "experts", "mixtral"),
-        range(4),
-        ("float32", "bfloat16"),
-        ("", "merged", "adapters"),
-    )
-]
+PRODUCT = {
+    dtype: [
+        case(model, stage, dtype, lora)
+        for model, stage, lora in itertools.product(
+            ("dense", "tied", "experts", "mixtral"), range(4), ("", "merged", "adapters")
+        )
+    ]
+    for dtype in ("float32", "bfloat16")
+}
 
 
 @pytest.mark.service
@@ -171,8 +169,11 @@ PRODUCT = [
     ("n_ranks", "cases"),
     [
         pytest.param(2, PAIRWISE, id="2-pairwise"),
-        pytest.param(1, PRODUCT, id="1-product", marks=pytest.mark.long),
-        pytest.param(2, PRODUCT, id="2-product", marks=pytest.mark.long),
+        *(
+            pytest.param(n_ranks, cases, id=f"{n_ranks}-{dtype}", marks=pytest.mark.long)
+            for n_ranks in (1, 2)
+            for dtype, cases in PRODUCT.items()
+        ),
         pytest.param(3, PAIRWISE, id="3-pairwise", marks=pytest.mark.long),
     ],
 )
