@@ -2,27 +2,25 @@
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_NICE = 10
-_SWITCH_INTERVAL_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0002
 
 
 @contextmanager
 def beside_the_model() -> Iterator[None]:
-    """For the thread's whole work: any core, one core at a time, a low priority, and the interpreter given back soon.
+    """For the thread's whole work: any core, one core at a time, and the interpreter given back soon.
 
     vLLM's worker on CPU may be pinned to a core, which a thread inherits; a second team of OpenMP threads would fight
     the first for cores; and each time that the model's thread comes back from a kernel, it waits as long as the
-    interpreter's switch interval, 5 ms by default, for a thread that runs Python.
+    interpreter's switch interval, 5 ms by default, for a thread that runs Python. The thread's priority stays: one
+    that waits for a core while it holds the interpreter would hold up the model's for as long.
     """
     before = sys.getswitchinterval()
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     torch._C.set_num_threads(
         1
     )  # this thread's alone; vLLM's worker on CPU switches torch.set_num_threads off
