@@ -78,8 +78,10 @@ def run_server(
     """Launch a server of a model folder, and end it afterwards."""
 
     @contextmanager
-    def running(model: Path, max_model_len: int = MAX_TOKENS) -> Iterator[ServedModel]:
-        extension = ("--worker-extension-cls", "repair_switch.RepairSwitch")
+    def running(
+        model: Path, max_model_len: int = MAX_TOKENS, extra_args: tuple[str, ...] = ()
+    ) -> Iterator[ServedModel]:
+        extension = ("--worker-extension-cls", "repair_switch.RepairSwitch", *extra_args)
         config, port = ServeConfig(max_model_len=max_model_len, extra_args=extension), free_port()
         process = LaunchedProcess.start(
             "vLLM server",

@@ -21,9 +21,7 @@ def beside_the_model() -> Iterator[None]:
     """
     before = sys.getswitchinterval()
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    torch._C.set_num_threads(
-        1
-    )  # this thread's alone; vLLM's worker on CPU switches torch.set_num_threads off
+    torch._C.set_num_threads(1)  # this thread's; vLLM's worker on CPU switches torch.set_num_threads off
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         yield

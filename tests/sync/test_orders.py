@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,45 @@ async def test_an_order_ends_with_the_connection_of_who_gave_it(client, source):
     await asyncio.sleep(0.5)
     await send(source, client, "run:1:2")
     assert await client.version() == "run:1:2"
+
+
+@pytest.mark.long
+async def test_a_server_that_failed_half_way_holds_requests_and_has_no_policy_version(
+    run_server, tied_model, source_of
+):
+    with run_server(tied_model) as served:
+        async with VllmClient(served.url, served.config) as client:
+            source = source_of(tied_model)
+            order = await order_of(source, "run:1:1")
+            tensors = [
+                {**each, "name": each["name"].replace("layers.1.", "layers.9.")}
+                for each in order.plan["tensors"]
+            ]
+            unknown = replace(order, plan={**order.plan, "tensors": tensors})
+            with pytest.raises(RequestError, match="requests stay held, start this server again"):
+                await asyncio.gather(
+                    give(client, unknown), source.send([Target(client.url, "gloo", order.prefix)])
+                )
+            assert await client.version() == "unusable"
+            with pytest.raises(RequestError, match="an earlier update failed"):
+                await send(source, client, "run:1:2")
+
+
+@pytest.mark.long
+async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
+    run_server, save_tiny, source_of, sequences
+):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = save_tiny(Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True)
+    parallel = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with run_server(model, extra_args=parallel) as served:
+        async with VllmClient(served.url, served.config) as client:
+            source = source_of(model)
+            for number, mode in enumerate(("keep", "second_copy", "second_copy")):
+                source.change(seed=90 + number)
+                order = await order_of(source, f"run:1:{number}", mode=mode)
+                await asyncio.gather(
+                    give(client, order), source.send([Target(client.url, "gloo", order.prefix, 2)])
+                )
+                assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
