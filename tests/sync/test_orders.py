@@ -180,43 +180,49 @@ async def test_an_order_ends_with_the_connection_of_who_gave_it(client, source):
     assert await client.version() == "run:1:2"
 
 
-@pytest.mark.long
-async def test_a_server_that_failed_half_way_holds_requests_and_has_no_policy_version(
-    run_server, tied_model, source_of
-):
+@pytest.fixture
+def lone_server(run_server, tied_model) -> Iterator[Any]:
     with run_server(tied_model) as served:
-        async with VllmClient(served.url, served.config) as client:
-            source = source_of(tied_model)
-            order = await order_of(source, "run:1:1")
-            tensors = [
-                {**each, "name": each["name"].replace("layers.1.", "layers.9.")}
-                for each in order.plan["tensors"]
-            ]
-            unknown = replace(order, plan={**order.plan, "tensors": tensors})
-            with pytest.raises(RequestError, match="requests stay held, start this server again"):
-                await asyncio.gather(
-                    give(client, unknown), source.send([Target(client.url, "gloo", order.prefix)])
-                )
-            assert await client.version() == "unusable"
-            with pytest.raises(RequestError, match="an earlier update failed"):
-                await send(source, client, "run:1:2")
+        yield served
 
 
 @pytest.mark.long
-async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
-    run_server, save_tiny, source_of, sequences
-):
+async def test_a_server_that_failed_half_way_holds_requests_and_has_no_policy_version(lone_server, source_of):
+    async with VllmClient(lone_server.url, lone_server.config) as client:
+        source = source_of(lone_server.model)
+        order = await order_of(source, "run:1:1")
+        names = [each["name"].replace("layers.1.", "layers.9.") for each in order.plan["tensors"]]
+        tensors = [each | {"name": name} for each, name in zip(order.plan["tensors"], names, strict=True)]
+        unknown = replace(order, plan={**order.plan, "tensors": tensors})
+        with pytest.raises(RequestError, match="requests stay held, start this server again"):
+            await asyncio.gather(
+                give(client, unknown), source.send([Target(client.url, "gloo", order.prefix)])
+            )
+        assert await client.version() == "unusable"
+        with pytest.raises(RequestError, match="an earlier update failed"):
+            await give(client, await order_of(source, "run:1:2"))
+
+
+@pytest.fixture
+def parallel_server(run_server, save_tiny) -> Iterator[Any]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     model = save_tiny(Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True)
     parallel = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     with run_server(model, extra_args=parallel) as served:
-        async with VllmClient(served.url, served.config) as client:
-            source = source_of(model)
-            for number, mode in enumerate(("keep", "second_copy", "second_copy")):
-                source.change(seed=90 + number)
-                order = await order_of(source, f"run:1:{number}", mode=mode)
-                await asyncio.gather(
-                    give(client, order), source.send([Target(client.url, "gloo", order.prefix, 2)])
-                )
-                assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
+        yield served
+
+
+@pytest.mark.long
+async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
+    parallel_server, source_of, sequences
+):
+    async with VllmClient(parallel_server.url, parallel_server.config) as client:
+        source = source_of(parallel_server.model)
+        for number, mode in enumerate(("keep", "second_copy", "second_copy")):
+            source.change(seed=90 + number)
+            order = await order_of(source, f"run:1:{number}", mode=mode)
+            await asyncio.gather(
+                give(client, order), source.send([Target(client.url, "gloo", order.prefix, 2)])
+            )
+            assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
