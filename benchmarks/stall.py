@@ -73,7 +73,7 @@ class Trainer:
     async def offer(self) -> WeightOffer:
         return self._transfer.offer()
 
-    async def send(self, targets: list[Target]) -> list[Sent]:
+    async def send(self, targets: list[Target], report: Any, every_s: float) -> list[Sent]:
         return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
 
 

@@ -65,6 +65,20 @@ def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
     return [Metric(name, "all", "value", value) for name, value in values.items()]
 
 
+def progress_line(version: int, sent: Mapping[str, int], each_bytes: int, elapsed_s: float) -> str:
+    """How far a transfer is, in words.
+
+    Args:
+        version: the policy version's number.
+        sent: bytes so far, by server.
+        each_bytes: that each server is to get.
+        elapsed_s: seconds since it began.
+    """
+    whole = f"{sum(sent.values()) / 1e9:.1f} of {each_bytes * len(sent) / 1e9:.1f} GB"
+    by_server = ", ".join(f"{server}: {n_bytes / 1e9:.1f} GB" for server, n_bytes in sent.items())
+    return f"version {version} -> {len(sent)} servers: {whole}, {elapsed_s:.0f} s ({by_server})"
+
+
 SendTask = Callable[[Dispatch, str], Coroutine[Any, Any, list[Sent]]]
 """Has the trainer send what is dispatched, under a version's name."""
 
@@ -276,7 +290,15 @@ class WeightSync:
         self.calls += 1
         offer, config = await self._offered(version), self._run.config.sync
         names, mode = whole or self._names_in_turn(offer, version), VERIFY if whole else ""
-        return Dispatch(self._trainer, offer, routes, str(version), config, names, files, mode=mode)
+        started = time.perf_counter()
+
+        def report(sent: Mapping[str, int]) -> None:
+            elapsed_s = time.perf_counter() - started
+            say(progress_line(version.version, sent, offer.plan["total_bytes"], elapsed_s))
+
+        return Dispatch(
+            self._trainer, offer, routes, str(version), config, names, files, mode=mode, report=report
+        )
 
     def _names_in_turn(self, offer: WeightOffer, version: PolicyVersion) -> Sequence[str]:
         names = [tensor["name"] for tensor in offer.plan["tensors"]]

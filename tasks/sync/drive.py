@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,14 +32,21 @@ FILES = "files"
 """The transport that the trainer has no part in once they are written."""
 
 
+Report = Callable[[Mapping[str, int]], None]
+"""Told how many bytes have gone to each server so far, by its address."""
+
+
 class WeightSource(Protocol):
     """The trainer, as it gives weights away."""
 
     async def offer(self) -> WeightOffer:
         """What it has to give, and where."""
 
-    async def send(self, targets: Sequence[Target]) -> list[Sent]:
-        """Send the weights to servers that take them at the same time; a failing server does not hold the others."""
+    async def send(self, targets: Sequence[Target], report: Report | None, every_s: float) -> list[Sent]:
+        """Send the weights to servers that take them at the same time; a failing server does not hold the others.
+
+        `report`, if there is one, is told every `every_s` seconds how far it is.
+        """
 
 
 class Scorer(Protocol):
@@ -81,6 +88,7 @@ class Dispatch:
         checksums: names of tensors whose checksums the servers are asked for.
         files: where the weights lie, for servers that take them by files; the trainer sends to the others alone.
         mode: of the order; that of the settings by default.
+        report: told every sync.report_s how far the trainer is; None: nobody.
 
     Attributes:
         taken: the servers that have taken the weights.
@@ -97,10 +105,11 @@ class Dispatch:
         files: Sequence[str] = (),
         *,
         mode: str = "",
+        report: Report | None = None,
     ) -> None:
         self._source, self._offer, self._routes = source, offer, routes
         self._version, self._config, self._checksums = version, config, tuple(checksums)
-        self._files, self._mode = tuple(files), mode or config.mode
+        self._files, self._mode, self._report = tuple(files), mode or config.mode, report
         self.taken: set[VllmClient] = set()
         self._gone: asyncio.Future[dict[str, Sent]] = asyncio.Future()
 
@@ -116,7 +125,7 @@ class Dispatch:
             if route.transport != FILES
         ]
         try:
-            sent = await self._source.send(targets) if targets else []
+            sent = await self._source.send(targets, self._report, self._config.report_s) if targets else []
         except (RequestError, SyncError) as error:
             sent = [Sent(each.server, 0, 0.0, f"trainer: {error}") for each in targets]
         self._gone.set_result({each.server: each for each in sent})

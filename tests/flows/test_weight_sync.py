@@ -15,7 +15,7 @@ from prefect.logging import disable_run_logger
 from flows.config import RunConfig
 from flows.parity import Parity
 from flows.servers import Servers
-from flows.weight_sync import SyncReport, WeightSync, sync_metrics
+from flows.weight_sync import SyncReport, WeightSync, progress_line, sync_metrics
 from tasks.errors import RequestError, RequestsHeldError
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool
@@ -48,9 +48,11 @@ class Trainer:
         self.calls.append("offer")
         return OFFER
 
-    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
         self.calls.append("send")
         self.targets.append(list(targets))
+        if report:
+            report({each.server: 20 for each in targets})
         await self.release.wait()
         return [Sent(each.server, 80, 0.0, self.errors.get(each.server, "")) for each in targets]
 
@@ -356,6 +358,16 @@ async def test_weights_by_files_for_all_are_written_once_and_nothing_is_sent(
     assert [transport for each in fleet.services for transport, _ in each.orders] == ["files"] * 2
     assert fleet.trainer.calls.count("write 0") == 1
     assert "send" not in fleet.trainer.calls
+
+
+async def test_a_long_transfer_is_told_of(fleet_of, capsys: pytest.CaptureFixture[str]) -> None:
+    await fleet_of(2).servers.bring_up(AT[0])
+    assert "version 0 -> 2 servers: 0.0 of 0.0 GB" in capsys.readouterr().err
+
+
+def test_progress_names_version_servers_bytes_and_seconds() -> None:
+    line = progress_line(12, {"http://a": 1_100_000_000, "http://b": 2_000_000_000}, 7_100_000_000, 12.3)
+    assert line == "version 12 -> 2 servers: 3.1 of 14.2 GB, 12 s (http://a: 1.1 GB, http://b: 2.0 GB)"
 
 
 def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:

@@ -59,7 +59,7 @@ class ModelSource:
     async def offer(self) -> WeightOffer:
         return self._transfer.offer()
 
-    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
         return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -57,7 +57,7 @@ class Trainer(Part):
         await self.note("offer")
         return WeightOffer(TransferPlan((), 0, ((),)).to_json(), "127.0.0.1", 1, HERE.to_json())
 
-    async def send(self, targets: Sequence[Target]) -> list[Sent]:
+    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
         self.targets += targets
         await self.note("send")
         return [Sent(each.server, 8, 0.0, self.errors.get(each.server, "")) for each in targets]

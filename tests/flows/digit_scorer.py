@@ -1,0 +1,13 @@
+"""A scorer whose rewards are spread whatever a model answers; worker processes of a test import it by path."""
+
+from tasks.score.scorer import Candidate, Reward
+
+
+class DigitScorer:
+    """Rewards digits."""
+
+    name = "digits"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        return Reward(sum(character.isdigit() for character in candidate.answer) / 8)
