@@ -35,7 +35,7 @@ def load_again(
     When it fails the model is open, and cannot be used any more.
     """
     initialize_layerwise_reload(model)
-    model.load_weights(weights)  # type: ignore[operator]
+    model.load_weights(weights)  # type: ignore[operator]  # of vLLM's models, not of every module
     finalize_layerwise_reload(model, config.model_config)
     for repair in repairs:
         repair(model)
