@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 
 _SWITCH_INTERVAL_S = 0.0002
+_USUAL_SWITCH_INTERVAL_S = sys.getswitchinterval()
+"""As the process has it: an order that was given up may end in the midst of the next one."""
 
 
 @contextmanager
@@ -19,11 +21,10 @@ def beside_the_model() -> Iterator[None]:
     interpreter's switch interval, 5 ms by default, for a thread that runs Python. The thread's priority stays: one
     that waits for a core while it holds the interpreter would hold up the model's for as long.
     """
-    before = sys.getswitchinterval()
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)  # this thread's; vLLM's worker on CPU switches torch.set_num_threads off
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(_USUAL_SWITCH_INTERVAL_S)
