@@ -1,0 +1,110 @@
+"""A trainer's ranks and receivers as processes, and a sync as the flow makes one."""
+
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.weights.control import Client
+from tasks.serve.process import LaunchedProcess, free_port
+from tasks.sync.config import SyncConfig
+from tasks.sync.order import Sent, ServerPlace, Target, WeightAnswer, WeightOffer, WeightOrder
+
+LOOPBACK, START_S, STOP_S = "127.0.0.1", 120.0, 2.0
+SYNC = SyncConfig()
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a receiver runs: its address, and the words with which a command is started there."""
+
+    address: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass
+class Site:
+    """A trainer and receivers.
+
+    Attributes:
+        host: the trainer's address.
+    """
+
+    host: str
+    trainer: Client
+    receivers: list[Client]
+    ports: list[int]
+    spots: Sequence[Spot]
+    prefixes: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = [uuid.uuid4().hex for _ in self.receivers]
+
+    @property
+    def n_calls(self) -> int:
+        """Control calls so far."""
+        return sum(each.n_calls for each in (self.trainer, *self.receivers))
+
+    def sync(self, transport: str) -> float:
+        """Send to all receivers, each time by the same transport; seconds."""
+        started = time.perf_counter()
+        with ThreadPoolExecutor(1 + len(self.receivers)) as threads:
+            offered = threads.submit(self.trainer.call, "offer")
+            placed = list(threads.map(lambda each: each.call("place"), self.receivers))
+            offer = WeightOffer.from_json(offered.result())
+            targets = [
+                Target(prefix, transport, prefix, ServerPlace.from_json(place).workers)
+                for prefix, place in zip(self.prefixes, placed, strict=True)
+            ]
+            sending = threads.submit(self.trainer.call, "send", [each.to_json() for each in targets])
+            taken = threads.map(
+                lambda each, target: each.call("take", _order(offer, target)), self.receivers, targets
+            )
+            for answer in taken:
+                WeightAnswer.from_json(answer)
+            sent = [Sent(**each) for each in sending.result()]
+        seconds = time.perf_counter() - started
+        assert not any(each.error for each in sent), sent
+        return seconds
+
+
+def _order(offer: WeightOffer, target: Target) -> dict[str, object]:
+    limits = SYNC.timeout_s, SYNC.stall_timeout_s
+    where = {"host": offer.host, "port": offer.port, "prefix": target.prefix, "shared": offer.shared}
+    return WeightOrder("run:1:1", "keep", target.transport, offer.plan, *limits, **where).to_json()
+
+
+@contextmanager
+def running(
+    n_ranks: int, spots: Sequence[Spot] = (Spot(LOOPBACK),), *, host: str = LOOPBACK, delay_s: float = 0.0
+) -> Iterator[Site]:
+    """Ranks and receivers, each answering control calls after so many seconds."""
+    port, meeting, ports = free_port(), free_port(), [free_port() for _ in spots]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def start(name: str, words: Sequence[str]) -> None:
+            process = LaunchedProcess.start(name, words, log=folder / name, stop_grace_s=STOP_S)
+            stack.callback(process.stop_now)
+
+        for rank in range(n_ranks):
+            given = (host, port, delay_s, rank, n_ranks, meeting)
+            start(f"rank{rank}", [sys.executable, "-m", "benchmarks.weights.rank", *map(str, given)])
+        for spot, each in zip(spots, ports, strict=True):
+            module = [sys.executable, "-m", "benchmarks.weights.receiver"]
+            start(f"receiver{each}", [*spot.words, *module, spot.address, str(each), str(delay_s)])
+        trainer = Client(host, port)
+        receivers = [Client(spot.address, each) for spot, each in zip(spots, ports, strict=True)]
+        try:
+            for client in (trainer, *receivers):
+                client.wait_until_up(START_S)
+            yield Site(host, trainer, receivers, ports, spots)
+        except Exception:
+            for log in sorted(folder.iterdir()):
+                print(f"-- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+            raise
