@@ -38,7 +38,7 @@ class Rank:
         self._weights = model.weights(rank, n_ranks)
         self._tensors = model.tensors()
         shares = model.shard_shares(self._tensors, n_ranks) if n_ranks > 1 else even_shares(self._tensors, 1)
-        self._plan = plan_transfer(self._tensors, shares, SYNC.bucket_bytes)
+        self._plan = plan_transfer(self._tensors, shares, SYNC.bucket_bytes, SYNC.streams)
         self._store = serve_store(host, TIMEOUT_S) if rank == 0 else None
         memory = SharedMemory(self._plan.total_bytes) if rank == 0 else None
         common: list[Any] = [self._store.port, memory.path] if self._store and memory else [None, None]
@@ -53,7 +53,7 @@ class Rank:
             "straggler_s": SYNC.straggler_s,
         }
         self._sender = WeightSender(rank, host, self._port, **limits)
-        self._pair: Any = None
+        self._pairs = list[Any]()
         self._large = torch.zeros(0, dtype=torch.uint8)
 
     def cpu_s(self, _: Any) -> float:
@@ -75,7 +75,11 @@ class Rank:
     def join(self, _: Any) -> None:
         """Open a pair with the receiver, as others' process group."""
         store = join_store(self._host, self._port, TIMEOUT_S)
-        self._pair = open_pair(store, f"pair/{self._rank}", SENDER, self._host, TIMEOUT_S)
+        first = self._rank * SYNC.streams
+        self._pairs = [
+            open_pair(store, f"pair/{number}", SENDER, self._host, TIMEOUT_S)
+            for number in range(first, first + SYNC.streams)
+        ]
 
     def one_by_one(self, given: dict[str, Any]) -> None:
         """A call for each parameter, gathered first where ranks have shards, sent, and awaited."""
@@ -85,7 +89,7 @@ class Rank:
                 if self._rank == 0:
                     call = {"number": number, "numbers": whole.numel()}
                     taken = thread.submit(server.call, "parameter", call)
-                    self._pair.send([whole], RECEIVER, number).wait()
+                    self._pairs[0].send([whole], RECEIVER, number).wait()
                     taken.result()
                 if self._n_ranks > 1:
                     dist.barrier()
@@ -99,7 +103,7 @@ class Rank:
                 if self._rank == 0:
                     call = {"number": number, "numbers": whole.numel()}
                     taken.append(threads.submit(server.call, "parameter", call))
-                    sent.append((whole, self._pair.send([whole], RECEIVER, number)))
+                    sent.append((whole, self._pairs[0].send([whole], RECEIVER, number)))
             for _, work in sent:
                 work.wait()
             for each in taken:
@@ -111,7 +115,11 @@ class Rank:
             self._large = (
                 torch.ones(given["bytes"], dtype=torch.uint8).chunk(self._n_ranks)[self._rank].clone()
             )
-        self._pair.send([self._large], RECEIVER, 0).wait()
+        parts = self._large.chunk(len(self._pairs))
+        with ThreadPoolExecutor(len(parts)) as threads:
+            sent = list(threads.map(lambda pair, part: pair.send([part], RECEIVER, 0), self._pairs, parts))
+        for work in sent:
+            work.wait()
 
     def _pieces(self) -> Iterator[Piece]:
         for plan, own in zip(self._tensors, self._weights, strict=True):

@@ -41,11 +41,12 @@ class Receiver:
         return WeightAnswer(order.plan["total_bytes"], time.perf_counter() - started, 0.0).to_json()
 
     def join(self, given: dict[str, Any]) -> None:
-        """Open a pair with each rank, as others' process group."""
+        """Open pairs with the ranks, as others' process group."""
         store = join_store(given["host"], given["port"], TIMEOUT_S)
         address = local_address(given["host"], given["port"], TIMEOUT_S)
         self._pairs = [
-            open_pair(store, f"pair/{rank}", RECEIVER, address, TIMEOUT_S) for rank in range(given["ranks"])
+            open_pair(store, f"pair/{number}", RECEIVER, address, TIMEOUT_S)
+            for number in range(given["pairs"])
         ]
 
     def parameter(self, given: dict[str, Any]) -> None:

@@ -51,11 +51,13 @@ class TransferPlan:
         tensors: in the order of the stream.
         total_bytes: of the stream.
         senders: [W] each rank's buckets; every byte of every tensor is in exactly one of all of them.
+        streams: links of each rank to each worker of a server; bucket n goes by link n % streams.
     """
 
     tensors: tuple[TensorPlan, ...]
     total_bytes: int
     senders: tuple[tuple[Bucket, ...], ...]
+    streams: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """For servers."""
@@ -64,6 +66,7 @@ class TransferPlan:
             "tensors": [asdict(each) for each in self.tensors],
             "total_bytes": self.total_bytes,
             "senders": senders,
+            "streams": self.streams,
         }
 
     @classmethod
@@ -72,13 +75,14 @@ class TransferPlan:
         tensors: Sequence[Mapping[str, Any]],
         total_bytes: int,
         senders: Sequence[Sequence[Sequence[Sequence[int]]]],
+        streams: int,
     ) -> "TransferPlan":
         """What `to_json` gave."""
         plans = (TensorPlan(**{**each, "shape": tuple(each["shape"])}) for each in tensors)
         buckets = (
             tuple(Bucket(tuple((start, end) for start, end in ranges)) for ranges in each) for each in senders
         )
-        return cls(tuple(plans), total_bytes, tuple(buckets))
+        return cls(tuple(plans), total_bytes, tuple(buckets), streams)
 
 
 def lay_out(metas: Iterable[tuple[str, Sequence[int], str]]) -> tuple[TensorPlan, ...]:
@@ -119,7 +123,7 @@ def even_shares(tensors: Sequence[TensorPlan], n_ranks: int) -> list[list[Range]
 
 
 def plan_transfer(
-    tensors: Sequence[TensorPlan], shares: Sequence[Sequence[Range]], bucket_bytes: int
+    tensors: Sequence[TensorPlan], shares: Sequence[Sequence[Range]], bucket_bytes: int, streams: int = 1
 ) -> TransferPlan:
     """Put each rank's ranges into buckets, in the order of the stream; ranges are split where a bucket ends.
 
@@ -129,7 +133,9 @@ def plan_transfer(
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold anything")
     total = tensors[-1].offset + tensors[-1].size_bytes if tensors else 0
-    return TransferPlan(tuple(tensors), total, tuple(_buckets(each, bucket_bytes) for each in shares))
+    return TransferPlan(
+        tuple(tensors), total, tuple(_buckets(each, bucket_bytes) for each in shares), streams
+    )
 
 
 def _buckets(ranges: Iterable[Range], bucket_bytes: int) -> tuple[Bucket, ...]:

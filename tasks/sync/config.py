@@ -27,6 +27,12 @@ class SyncConfig(StageConfig):
     bucket_mib: int = setting(
         32, "MiB of one transfer buffer; tensors are split across buffers.", ge=1, le=4096
     )
+    streams: int = setting(
+        2,
+        "Links of each trainer's rank to each worker of a server; each keeps a core busy on both sides.",
+        ge=1,
+        le=16,
+    )
     timeout_s: float = setting(120.0, "Seconds that one server's sync may take.", gt=0.0)
     stall_timeout_s: float = setting(
         20.0,

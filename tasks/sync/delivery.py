@@ -13,7 +13,8 @@ class Delivery:
     """Sends all buckets of a rank to one server.
 
     Args:
-        links: to its workers, by whether they are open.
+        links: [workers * streams] by whether they are open.
+        streams: links to each worker, which take buckets in turn.
         sizes: bytes of each bucket.
         board: where they appear.
         ended: called once when all threads are done, from one of them.
@@ -26,6 +27,7 @@ class Delivery:
     def __init__(
         self,
         links: Mapping[SendingLink, bool],
+        streams: int,
         sizes: Sequence[int],
         board: Board,
         ended: Callable[["Delivery"], None],
@@ -33,9 +35,12 @@ class Delivery:
         self.error = ""
         self.ended_at = 0.0
         self._links, self._sizes, self._board, self._ended = links, sizes, board, ended
-        self._sent = dict.fromkeys(links, 0)
+        self._streams = streams
+        self._sent = [0] * len(links)
         self._running, self._lock = len(links), threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(link,), daemon=True) for link in links]
+        self._threads = [
+            threading.Thread(target=self._run, args=each, daemon=True) for each in enumerate(links)
+        ]
 
     def start(self) -> None:
         """Begin."""
@@ -46,7 +51,10 @@ class Delivery:
     @property
     def sent_bytes(self) -> int:
         """What has been handed over to the worker that has least."""
-        return min(self._sent.values())
+        return min(
+            sum(self._sent[first : first + self._streams])
+            for first in range(0, len(self._sent), self._streams)
+        )
 
     def give_up(self, reason: str) -> None:
         """Drop all links."""
@@ -63,13 +71,13 @@ class Delivery:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, link: SendingLink) -> None:
+    def _run(self, number: int, link: SendingLink) -> None:
         try:
             if not self._links[link]:
                 link.open()
-            for number, size in enumerate(self._sizes):
-                link.send(self._board.wait(number))
-                self._sent[link] += size
+            for bucket in range(number % self._streams, len(self._sizes), self._streams):
+                link.send(self._board.wait(bucket))
+                self._sent[number] += self._sizes[bucket]
         except (SyncError, OSError, RuntimeError) as error:
             self.give_up(str(error))
         finally:

@@ -93,9 +93,9 @@ def local_address(host: str, port: int, timeout_s: float) -> str:
         return address
 
 
-def link_name(prefix: str, rank: int, worker: int) -> str:
-    """Under which name a trainer's rank and a server's worker meet in the store."""
-    return f"{prefix}/{rank}/{worker}"
+def link_name(prefix: str, rank: int, worker: int, stream: int = 0) -> str:
+    """Under which name a trainer's rank and a server's worker meet in the store, once for each stream."""
+    return f"{prefix}/{rank}/{worker}/{stream}"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ _Arrivals = queue.SimpleQueue[Bucket | SyncError]
 
 
 def open_links(order: WeightOrder, worker: int) -> list[ReceivingLink]:
-    """[W] links from all ranks of the trainer to one worker of a server, under the order's prefix.
+    """[W * streams] links from all ranks of the trainer to one worker of a server, under the order's prefix.
 
     Raises:
         SyncError: the trainer, or one of its ranks, is not there in time; no link is left open.
@@ -30,10 +30,11 @@ def open_links(order: WeightOrder, worker: int) -> list[ReceivingLink]:
     links = []
     try:
         for rank in range(len(order.plan["senders"])):
-            name = link_name(order.prefix, rank, worker)
-            meeting = Meeting(store, name, address, order.timeout_s, order.stall_timeout_s)
-            links.append(receiving_link(order.transport, meeting))
-            links[-1].open()
+            for stream in range(order.plan["streams"]):
+                name = link_name(order.prefix, rank, worker, stream)
+                meeting = Meeting(store, name, address, order.timeout_s, order.stall_timeout_s)
+                links.append(receiving_link(order.transport, meeting))
+                links[-1].open()
     except SyncError:
         for link in links:
             link.close()
@@ -46,11 +47,11 @@ def arriving(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of each tensor of a plan, as soon as all its bytes have arrived, whichever rank they come from.
 
-    A thread for each sender receives; closing a link from elsewhere ends it all. When the last tensor was given, or
+    A thread for each link receives; closing a link from elsewhere ends it all. When the last tensor was given, or
     nothing more comes, no thread writes to the buffer any more.
 
     Args:
-        links: [W] open, one for each sender; they are closed when one of them fails or nobody waits any more.
+        links: [W * streams] open, from `open_links`; they are closed when one of them fails or nobody waits any more.
         plan: the senders'.
         buffer: uint8, at least `plan.total_bytes`; the tensors are views of it.
 
@@ -59,8 +60,8 @@ def arriving(
     """
     arrivals: _Arrivals = queue.SimpleQueue()
     threads = [
-        threading.Thread(target=_receive, args=(link, plan, rank, buffer, arrivals), daemon=True)
-        for rank, link in enumerate(links)
+        threading.Thread(target=_receive, args=(link, plan, number, buffer, arrivals), daemon=True)
+        for number, link in enumerate(links)
     ]
     with all_cores():
         for thread in threads:
@@ -88,19 +89,21 @@ def _view(tensor: TensorPlan, buffer: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def _receive(
-    link: ReceivingLink, plan: TransferPlan, rank: int, buffer: torch.Tensor, arrivals: _Arrivals
+    link: ReceivingLink, plan: TransferPlan, link_number: int, buffer: torch.Tensor, arrivals: _Arrivals
 ) -> None:
-    """All buckets of one sender."""
+    """All buckets that come by one link."""
+    rank, stream = divmod(link_number, plan.streams)
     buckets, arrived = plan.senders[rank], 0
-    for number, bucket in enumerate(buckets):
+    for number in range(stream, len(buckets), plan.streams):
+        bucket = buckets[number]
         try:
             link.receive([buffer[start:end] for start, end in bucket.ranges])
         except (SyncError, OSError, RuntimeError) as error:
-            total = sum(each.size_bytes for each in buckets)
+            total = sum(each.size_bytes for each in buckets[stream :: plan.streams])
             arrivals.put(
                 SyncError(
                     f"bucket {number + 1} of {len(buckets)} of rank {rank} did not arrive: {error}; "
-                    f"{arrived / 1e6:.1f} of its {total / 1e6:.1f} MB had"
+                    f"{arrived / 1e6:.1f} of its {total / 1e6:.1f} MB of this link had"
                 )
             )
             return

@@ -78,7 +78,13 @@ class WeightSender:
         ]
         ended = queue.SimpleQueue[Delivery]()
         deliveries = {
-            each.server: Delivery(self._links_to(each), sizes, boards[_home(each.transport)], ended.put)
+            each.server: Delivery(
+                self._links_to(each, plan.streams),
+                plan.streams,
+                sizes,
+                boards[_home(each.transport)],
+                ended.put,
+            )
             for each in targets
         }
         self._under_way = deliveries
@@ -142,8 +148,8 @@ class WeightSender:
             raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
         return keep_in(shared)
 
-    def _links_to(self, target: Target) -> dict[SendingLink, bool]:
-        """[workers] links, True for those that are open: under the same prefix."""
+    def _links_to(self, target: Target, streams: int) -> dict[SendingLink, bool]:
+        """[workers * streams] links, True for those that are open: under the same prefix."""
         prefix, links = self._links.get(target.server, ("", []))
         if prefix == target.prefix:
             return dict.fromkeys(links, True)
@@ -154,13 +160,14 @@ class WeightSender:
                 target.transport,
                 Meeting(
                     self._store,
-                    link_name(target.prefix, self._rank, worker),
+                    link_name(target.prefix, self._rank, worker, stream),
                     self._address,
                     self._timeout_s,
                     self._stall_timeout_s,
                 ),
             )
             for worker in range(target.workers)
+            for stream in range(streams)
         ]
         self._links[target.server] = target.prefix, links
         return dict.fromkeys(links, False)

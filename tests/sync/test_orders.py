@@ -142,11 +142,14 @@ async def test_a_sender_that_dies_half_way_leaves_the_old_weights_serving(
 
     def send_half() -> None:
         store = join_store(order.host, order.port, TIMEOUT_S)
-        link = TcpSender(Meeting(store, link_name(order.prefix, 0, 0), order.host, TIMEOUT_S, TIMEOUT_S))
-        link.open()
+        names = [link_name(order.prefix, 0, 0, stream) for stream in range(order.plan["streams"])]
+        links = [TcpSender(Meeting(store, name, order.host, TIMEOUT_S, TIMEOUT_S)) for name in names]
+        for link in links:
+            link.open()
         bucket = TransferPlan.from_json(**order.plan).senders[0][0]
-        link.send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)])
-        link.close()
+        links[0].send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)])
+        for link in links:
+            link.close()
 
     with pytest.raises(RequestError, match="the old weights serve"):
         await asyncio.gather(give(client, order), asyncio.to_thread(send_half))

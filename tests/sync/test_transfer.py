@@ -33,9 +33,9 @@ def weights_of(seed: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]])
     }
 
 
-def plan_of(weights: Weights, n_ranks: int = 1, bucket_bytes: int = 1000) -> TransferPlan:
+def plan_of(weights: Weights, n_ranks: int = 1, bucket_bytes: int = 1000, streams: int = 1) -> TransferPlan:
     tensors = lay_out((name, each.shape, str(each.dtype)[6:]) for name, each in weights.items())
-    return plan_transfer(tensors, even_shares(tensors, n_ranks), bucket_bytes)
+    return plan_transfer(tensors, even_shares(tensors, n_ranks), bucket_bytes, streams)
 
 
 def pieces_of(weights: Weights, *, is_live: bool = True) -> Iterator[Piece]:
@@ -122,12 +122,13 @@ dtype = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.flo
     shapes=st.lists(st.tuples(shape, dtype), max_size=8),
     n_buckets=st.integers(1, 64),
     n_ranks=st.integers(1, 3),
+    streams=st.integers(1, 3),
     is_live=st.booleans(),
 )
-def test_what_arrives_is_what_was_sent(seed, shapes, n_buckets, n_ranks, is_live) -> None:
+def test_what_arrives_is_what_was_sent(seed, shapes, n_buckets, n_ranks, streams, is_live) -> None:
     weights = weights_of(seed, shapes)
     n_bytes = sum(each.nbytes for each in weights.values())
-    plan = plan_of(weights, n_ranks, 1 + n_bytes // n_buckets)
+    plan = plan_of(weights, n_ranks, 1 + n_bytes // n_buckets, streams)
     trainer = Trainer(n_ranks)
     server = Server(trainer)
     sent = transfer(trainer, [server], weights, plan, is_live=is_live)
@@ -285,7 +286,8 @@ def test_a_trainer_that_sends_nothing_ends_the_reception_with_rank_bucket_and_by
         sent = threads.submit(trainer.senders[0].send, plan, [server.target], stalling())
         server.open(plan)
         with pytest.raises(
-            SyncError, match=r"bucket 2 of 4 of rank 0 did not arrive: .*; 0\.0 of its 0\.0 MB had"
+            SyncError,
+            match=r"bucket 2 of 4 of rank 0 did not arrive: .*; 0\.0 of its 0\.0 MB of this link had",
         ):
             server.receive(plan)
         gate.set_result(None)
