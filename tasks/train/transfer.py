@@ -62,7 +62,9 @@ class Transfer:
         layers = (adapter_layers if self._sends_adapters else weight_layers)(engine.model)
         self._base = asdict(adapter_base(engine.model)) if self._sends_adapters else None
         stream = WeightStream(engine.model, layers, self._rank, self._world_size)
-        self._plan = plan_transfer(stream.tensors, stream.shares, self._config.sync.bucket_bytes)
+        self._plan = plan_transfer(
+            stream.tensors, stream.shares, self._config.sync.bucket_bytes, self._config.sync.streams
+        )
         self._stream = stream
         self._meet(engine.model.device)
 
