@@ -50,7 +50,7 @@ async def give(client: VllmClient, order: WeightOrder) -> WeightAnswer:
 async def send(source, client: VllmClient, version: str, **changes: Any) -> WeightAnswer:
     order = await order_of(source, version, **changes)
     answer, (sent,) = await asyncio.gather(
-        give(client, order), source.send([Target(client.url, "tcp", order.prefix)])
+        give(client, order), source.send([Target(client.url, "tcp", order.prefix)], print, TIMEOUT_S)
     )
     assert not sent.error
     return answer
