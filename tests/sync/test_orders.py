@@ -199,7 +199,8 @@ async def test_a_server_that_failed_half_way_holds_requests_and_has_no_policy_ve
         unknown = replace(order, plan={**order.plan, "tensors": tensors})
         with pytest.raises(RequestError, match="requests stay held, start this server again"):
             await asyncio.gather(
-                give(client, unknown), source.send([Target(client.url, "tcp", order.prefix)])
+                give(client, unknown),
+                source.send([Target(client.url, "tcp", order.prefix)], print, TIMEOUT_S),
             )
         assert await client.version() == "unusable"
         with pytest.raises(RequestError, match="an earlier update failed"):
@@ -229,6 +230,7 @@ async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
             source.change(seed=90 + number)
             order = await order_of(source, f"run:1:{number}", mode=mode)
             await asyncio.gather(
-                give(client, order), source.send([Target(client.url, "tcp", order.prefix, 2)])
+                give(client, order),
+                source.send([Target(client.url, "tcp", order.prefix, 2)], print, TIMEOUT_S),
             )
             assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
