@@ -186,6 +186,8 @@ def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
             _end(server.pid, STOP_GRACE_S)
             raise _failed(server, home, f"not healthy after {timeout_s:g} s: {problem}")
         time.sleep(LOOK_AGAIN_S)
+    if not server.is_running:
+        raise _failed(server, home, f"it ended while another Prefect server answered on port {server.port}")
 
 
 def _failed(server: Server, home: Path, reason: str) -> ServiceStartError:

@@ -218,6 +218,7 @@ class Servers:
 
         for server in servers.values():
             self._verified.pop(server, None)
+            self.run.pool.doubt(server.client, str(version))
         await self._sync.send(list(servers), version, take)
         return reports
 

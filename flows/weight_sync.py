@@ -187,6 +187,7 @@ class WeightSync:
             report = await self.verify(server, version, answer)
         except (ChecksumError, ParityError) as error:
             say(f"{error}; sending it once more")
+            await self._cut_off(server, version)
             await self.join(server, version)
             report = await self.send_verified(server, version)
         every = self._run.config.sync.verify_every
@@ -247,6 +248,12 @@ class WeightSync:
         if (reported := await server.version()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
         return SyncReport(server.url, answer.bytes, answer.received_s, answer.held_s, parity_s, difference)
+
+    async def _cut_off(self, server: VllmClient, version: PolicyVersion) -> None:
+        """End the requests that go on with wrong weights, to be sent again, and doubt what comes of the next transfer."""
+        self._run.pool.distrust(server)
+        await server.close()
+        self._run.pool.doubt(server, str(version))
 
     async def _verify_whole(self, server: VllmClient, version: PolicyVersion) -> float:
         """Compare every tensor, and the live model, with the trainer; returns the seconds that it took.

@@ -73,6 +73,7 @@ class PoolSampler:
                     until=until,
                     routing_from=self._routing_start(token_ids, routing_from),
                 )
+                await self.pool.vouch(server, [version for _, version in completion.version_spans])
             except TransientRequestError as error:
                 failed_on.add(server)
                 self.pool.report(server, error)

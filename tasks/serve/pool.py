@@ -22,18 +22,49 @@ class ServerPool:
         self._admitted: set[VllmClient] = set()
         self._server_of_group: dict[int, VllmClient] = {}
         self._is_open = asyncio.Event()
+        self._doubts: dict[VllmClient, tuple[str, asyncio.Future[bool]]] = {}
         self._failures_in_a_row: Counter[VllmClient] = Counter()
         self._alarms: dict[VllmClient, asyncio.Event] = {}
         self._counts: Counter[str] = Counter()
         self._most_outstanding = 0
 
     def admit(self, server: VllmClient) -> None:
-        """Let a server be asked."""
+        """Let a server be asked; the weights that it has are right."""
         self._admitted.add(server)
         self._is_open.set()
+        if doubt := self._doubts.pop(server, None):
+            _decide(doubt, is_right=True)
+
+    def doubt(self, server: VllmClient, version: str) -> None:
+        """Requests to a server may go on with weights of that name, which have yet to be compared.
+
+        Their answers wait until it is let in (`admit`), and are lost when it is set aside, or distrusted, instead.
+        """
+        self.distrust(server)
+        self._doubts[server] = version, asyncio.get_running_loop().create_future()
+
+    def distrust(self, server: VllmClient) -> None:
+        """The weights that were in doubt are wrong, or nobody will know."""
+        if doubt := self._doubts.get(server):
+            _decide(doubt, is_right=False)
+
+    async def vouch(self, server: VllmClient, versions: Collection[str]) -> None:
+        """Wait until the weights that gave an answer are known to be right.
+
+        Args:
+            server: that gave it.
+            versions: names of the weights.
+
+        Raises:
+            TransientRequestError: they are not.
+        """
+        version, verdict = self._doubts.get(server, ("", None))
+        if verdict is not None and version in versions and not await asyncio.shield(verdict):
+            raise TransientRequestError(f"{server.url}: its weights {version} are not known to be right")
 
     def set_aside(self, server: VllmClient) -> None:
         """Ask a server no more; its groups choose another, or wait."""
+        self.distrust(server)
         if server not in self._admitted:
             return
         self._counts["set_aside"] += 1
@@ -113,3 +144,9 @@ class ServerPool:
         server = min(candidates, key=lambda each: (self._outstanding_tokens[each], each.url))
         self._server_of_group[group] = server
         return server
+
+
+def _decide(doubt: tuple[str, asyncio.Future[bool]], *, is_right: bool) -> None:
+    _, verdict = doubt
+    if not verdict.done():
+        verdict.set_result(is_right)

@@ -16,7 +16,7 @@ from flows.config import RunConfig
 from flows.parity import Parity
 from flows.servers import Servers
 from flows.weight_sync import SyncReport, WeightSync, progress_line, sync_metrics
-from tasks.errors import RequestError, RequestsHeldError
+from tasks.errors import RequestError, RequestsHeldError, TransientRequestError
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool
 from tasks.serve.version import PolicyVersion
@@ -256,6 +256,18 @@ async def test_tensors_that_differ_are_sent_once_more_and_not_twice(fleet_of, n_
     await fleet.servers.bring_up(AT[0])
     assert len(fleet.services[0].orders) == 2
     assert (fleet.admitted == {"http://0"}) == (n_wrong == 1)
+
+
+async def test_what_was_sampled_by_weights_that_differ_is_lost_and_by_the_right_ones_kept(fleet_of) -> None:
+    fleet = fleet_of(1)
+    (server,), pool, version = fleet.services, fleet.servers.run.pool, str(AT[0])
+    answers: list[asyncio.Future[None]] = []
+    server.loading = lambda: answers.append(asyncio.ensure_future(pool.vouch(server, [version])))
+    server.digests = ["other"]
+    await fleet.servers.bring_up(AT[0])
+    wrong, right = await asyncio.gather(*answers, return_exceptions=True)
+    assert isinstance(wrong, TransientRequestError)
+    assert right is None
 
 
 async def test_all_weights_are_compared_every_so_many_versions_before_a_server_samples(fleet_of) -> None:

@@ -192,3 +192,34 @@ def test_no_server_is_ahead_of_another_by_more_than_one_request(sizes: list[int]
 
     tokens = asyncio.run(load())
     assert max(tokens.values()) - min(tokens.values()) <= max(sizes)
+
+
+async def test_an_answer_by_weights_in_doubt_waits_until_they_are_known_to_be_right() -> None:
+    pool = await pool_of(A, B)
+    pool.doubt(A, "run:1:2")
+    waiting = asyncio.ensure_future(pool.vouch(A, ["run:1:1", "run:1:2"]))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    pool.admit(A)
+    await waiting
+
+
+@pytest.mark.parametrize("end", ["set_aside", "distrust"])
+async def test_an_answer_by_wrong_weights_is_lost_also_when_it_came_first(end: str) -> None:
+    pool = await pool_of(A, B)
+    pool.doubt(A, "run:1:2")
+    waiting = asyncio.ensure_future(pool.vouch(A, ["run:1:2"]))
+    await asyncio.sleep(0)
+    getattr(pool, end)(A)
+    for late in (waiting, pool.vouch(A, ["run:1:2"])):
+        with pytest.raises(
+            TransientRequestError, match="http://a: its weights run:1:2 are not known to be right"
+        ):
+            await late
+
+
+async def test_answers_by_other_weights_or_of_other_servers_do_not_wait() -> None:
+    pool = await pool_of(A, B)
+    pool.doubt(A, "run:1:2")
+    await pool.vouch(A, ["run:1:1"])
+    await pool.vouch(B, ["run:1:2"])
