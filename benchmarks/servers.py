@@ -29,7 +29,7 @@ def ip(*words: str) -> None:
 @contextmanager
 def capped_spots(n_spots: int) -> Iterator[Sequence[Spot]]:
     """Namespaces, each with a link of its own to the trainer's address."""
-    mark = f"rm{os.getpid()}"
+    mark = f"rm{os.getpid() % 10**6}x{n_spots}"
     with ExitStack() as stack:
         ip("addr", "add", f"{TRAINER}/32", "dev", "lo")
         stack.callback(ip, "addr", "del", f"{TRAINER}/32", "dev", "lo")
