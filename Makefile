@@ -10,6 +10,9 @@ ARGS ?=
 PYTHON ?=
 CXX ?= g++
 
+# Tests mostly wait, for processes that start: two files of them side by side.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 UV := .venv/bin/uv
 MAIN_STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
@@ -37,10 +40,10 @@ quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed
 	@.venv/bin/rollmill run quickstart --again $(ARGS)
 
 test: setup  ## all tests but the long products of cases
-	@.venv/bin/pytest $(ARGS)
+	@.venv/bin/pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-all: setup  ## all tests
-	@.venv/bin/pytest -m "" $(ARGS)
+	@.venv/bin/pytest $(SIDE_BY_SIDE) -m "" $(ARGS)
 
 check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/ruff format --check .

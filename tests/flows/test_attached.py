@@ -16,7 +16,7 @@ from tasks.serve.process import free_port
 
 SETTINGS = {
     "model_config": {"max_model_len": 256, "logprobs_mode": "processed_logprobs", "more": 1},
-    "weight_transfer_config": {"backend": "gloo"},
+    "weight_transfer_config": {"backend": "rollmill"},
 }
 Route = tuple[int, Any]
 Serve = Callable[..., AbstractAsyncContextManager[str]]
@@ -114,8 +114,8 @@ async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(
         (vllm(generate=(404, {})), "--enable-scale-out"),
         (vllm(info=(404, {})), "VLLM_SERVER_DEV_MODE=1"),
         (vllm(info=(200, {"vllm_config": {}})), "/server_info"),
-        (vllm({"weight_transfer_config": None}), '--weight-transfer-config \'{"backend": "gloo"}\''),
-        (vllm({"weight_transfer_config": {"backend": "nccl"}}), '"gloo"'),
+        (vllm({"weight_transfer_config": None}), '--weight-transfer-config \'{"backend": "rollmill"}\''),
+        (vllm({"weight_transfer_config": {"backend": "nccl"}}), '"rollmill"'),
         (
             vllm({"model_config": SETTINGS["model_config"] | {"logprobs_mode": "raw_logprobs"}}),
             "--logprobs-mode",
