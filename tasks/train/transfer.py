@@ -30,6 +30,8 @@ T = TypeVar("T")
 _BY_MEMORY = ("auto", "shm")
 """Settings of sync.transport with which servers may read the trainer's memory."""
 
+_REMEDY = "set sync.host to an address of the first rank's machine that all ranks and servers reach"
+
 
 class Transfer:
     """Gives away the weights of an engine; every rank has one.
@@ -57,7 +59,8 @@ class Transfer:
         """Plan the transfer of a model that was just loaded; a collective.
 
         Raises:
-            SyncError: adapters are to travel alone, and the start model's folder has not what they are added to.
+            SyncError: adapters are to travel alone, and the start model's folder has not what they are added to;
+                sync.host is no address of rank 0's machine.
         """
         layers = (adapter_layers if self._sends_adapters else weight_layers)(engine.model)
         self._base = asdict(adapter_base(engine.model)) if self._sends_adapters else None
@@ -155,21 +158,32 @@ class Transfer:
     def _meet(self, device: torch.device) -> None:
         """Open store and shared memory, unless they are open, and tell every rank where they and all ranks are."""
         sync, size = self._config.sync, self._plan.total_bytes
-        if self._rank == 0 and self._store is None:
-            self._store = serve_store(sync.host, sync.timeout_s)
-            self._port = self._store.port
+        failure = self._serve()
         if self._memory and len(self._memory.stream) != size:
             self._memory.close()
             self._memory = None
         if self._rank == 0 and sync.transport in _BY_MEMORY and self._memory is None:
             self._memory = SharedMemory(size)
-        own = self._port, this_machine(), _gpu(device), self._memory.path if self._memory else ""
-        every: list[tuple[int, str, str, str]] = [own] * self._world_size
+        own = self._port, this_machine(), _gpu(device), self._memory.path if self._memory else "", failure
+        every: list[tuple[int, str, str, str, str]] = [own] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(every, own)
-        ports, machines, gpus, paths = zip(*every, strict=True)
+        ports, machines, gpus, paths, failures = zip(*every, strict=True)
+        if failures[0]:
+            raise SyncError(failures[0])
         self._port, self._shared = ports[0], paths[0] if len(set(machines)) == 1 else ""
         self._place = Place(machines[0], device.type, tuple(sorted(filter(None, set(gpus)))))
+
+    def _serve(self) -> str:
+        """Open the store on rank 0, unless it is open; why it cannot be, which all ranks are to hear, or nothing."""
+        sync = self._config.sync
+        if self._rank == 0 and self._store is None:
+            try:
+                self._store = serve_store(sync.host, sync.timeout_s)
+            except (RuntimeError, OSError) as error:
+                return f"cannot listen at sync.host={sync.host!r}: {error}; {_REMEDY}"
+            self._port = self._store.port
+        return ""
 
     def _shared_stream(self) -> torch.Tensor | None:
         """[total_bytes] uint8 that all ranks write and servers read; None when they do not share a memory."""
@@ -192,10 +206,7 @@ class Transfer:
                     straggler_s=sync.straggler_s,
                 )
             except (RuntimeError, OSError) as error:
-                remedy = (
-                    "set sync.host to an address of the first rank's machine that all ranks and servers reach"
-                )
-                raise SyncError(f"cannot reach {sync.host}:{self._port}: {error}; {remedy}") from error
+                raise SyncError(f"cannot reach {sync.host}:{self._port}: {error}; {_REMEDY}") from error
             self._progress = SendProgress(store, self._rank, self._world_size, sync.report_s)
         return self._sender, self._progress
 

@@ -118,6 +118,7 @@ async def test_a_server_computes_with_the_adapters_it_was_sent(
             for is_adapter in (True, False)
         }
         assert stats.bytes >= sizes[send == "adapters"]
+        assert (stats.bytes < sizes[False]) == (send == "adapters")
 
 
 async def test_adapters_on_a_mixture_of_experts_arrive_alone(
