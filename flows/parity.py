@@ -52,22 +52,15 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
 
 
 @dataclass(frozen=True, slots=True)
-class KnownScores:
-    """What the trainer says of known tokens at one version; a Scorer that need not ask again.
+class Expected:
+    """What the trainer says of known tokens at one version; a Scorer that asks the trainer once for all servers."""
 
-    Attributes:
-        version: name of the weights.
-        sequences: [B] arrays of token ids, [T] each.
-        values: [B][T-1] raw log-probabilities in nats.
-    """
-
-    version: str
-    sequences: Sequence[np.ndarray]
-    values: list[list[float]]
+    parity: "Parity"
+    version: PolicyVersion
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Those of the sequences that are known."""
-        return self.values
+        """Those of the sequences that servers are compared on."""
+        return await self.parity.expect(self.version)
 
 
 class Parity:
@@ -88,17 +81,24 @@ class Parity:
             timeout_s=run.config.rollout.env_timeout_s,
         )
         self._asking = asyncio.Lock()
-        self._known = KnownScores("", (), [])
+        self._choosing = asyncio.Lock()
+        self._known: tuple[str, list[list[float]]] = "", []
+        self._chosen: tuple[str, Sequence[np.ndarray]] = "", ()
 
-    async def expect(self, version: PolicyVersion) -> KnownScores:
-        """What the trainer, which stands at that version, says of the tokens that servers are compared on."""
+    async def sequences(self, version: PolicyVersion) -> Sequence[np.ndarray]:
+        """[B] arrays of the token ids that servers are compared on, [T] each; read once for each version."""
+        async with self._choosing:
+            if self._chosen[0] != str(version):
+                self._chosen = str(version), await self._choose(version.version)
+            return self._chosen[1]
+
+    async def expect(self, version: PolicyVersion) -> list[list[float]]:
+        """[B][T-1] raw log-probabilities in nats, by the trainer, which stands at that version, of these tokens."""
         async with self._asking:
-            if self._known.version != str(version):
-                sequences = await self._sequences(version.version)
-                listed = [sequence.tolist() for sequence in sequences]
-                values = await self._trainer.logprobs(listed) if listed else []
-                self._known = KnownScores(str(version), sequences, values)
-            return self._known
+            if self._known[0] != str(version):
+                listed = [sequence.tolist() for sequence in await self.sequences(version)]
+                self._known = str(version), await self._trainer.logprobs(listed) if listed else []
+            return self._known[1]
 
     async def compare(self, server: VllmClient, version: PolicyVersion) -> float:
         """Largest difference in log-probability, in nats; at version 0 it calibrates the threshold.
@@ -111,11 +111,10 @@ class Parity:
         threshold = threshold_of(config.train.dtype, config.sync.parity_threshold, self._at_0)
         if version.version == 0 and config.train.dtype != "float32":
             threshold = math.inf
-        known = await self.expect(version)
         difference = await check_parity(
-            known,
+            Expected(self, version),
             server,
-            known.sequences,
+            await self.sequences(version),
             str(version),
             threshold=threshold,
             timeout_s=config.sync.timeout_s,
@@ -144,8 +143,8 @@ class Parity:
             )
         return await server.tokenize("".join(each.content for each in messages))
 
-    async def _sequences(self, version: int) -> Sequence[np.ndarray]:
-        """Token ids to compare on: of the batch just trained, or the first prompts when there is none."""
+    async def _choose(self, version: int) -> Sequence[np.ndarray]:
+        """Token ids of the batch just trained, or of the first prompts when there is none."""
         n = self._run.config.sync.parity_sequences
         if version and (found := await asyncio.to_thread(stored_sequences, self._run.folder, version - 1, n)):
             return found

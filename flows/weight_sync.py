@@ -167,6 +167,7 @@ class WeightSync:
         dispatch = await self._dispatch(routes, version, files, whole)
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(self._sent(dispatch, version))
+            group.create_task(self._parity.sequences(version))
             for server in servers:
                 group.create_task(take(server, dispatch))
         failed = {each.server for each in sending.result() if each.error}
@@ -241,13 +242,22 @@ class WeightSync:
             SyncError, RequestError: it reports another version, or the comparison was not done in time.
         """
         started = time.perf_counter()
-        compare_checksums(server.url, str(version), await self._expect(version), answer.checksums)
-        difference = await self._parity.compare(server, version)
+        with one_error():
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._compare_checksums(server, version, answer))
+                difference = both.create_task(self._parity.compare(server, version))
         parity_s = time.perf_counter() - started
         self.calls += 1
         if (reported := await server.version()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
-        return SyncReport(server.url, answer.bytes, answer.received_s, answer.held_s, parity_s, difference)
+        return SyncReport(
+            server.url, answer.bytes, answer.received_s, answer.held_s, parity_s, difference.result()
+        )
+
+    async def _compare_checksums(
+        self, server: VllmClient, version: PolicyVersion, answer: WeightAnswer
+    ) -> None:
+        compare_checksums(server.url, str(version), await self._digests_of(version), answer.checksums)
 
     async def _cut_off(self, server: VllmClient, version: PolicyVersion) -> None:
         """End the requests that go on with wrong weights, to be sent again, and doubt what comes of the next transfer."""
@@ -311,9 +321,14 @@ class WeightSync:
         names = [tensor["name"] for tensor in offer.plan["tensors"]]
         return names_in_turn(names, version.version, self._run.config.sync.checksums)
 
-    async def _expect(self, version: PolicyVersion) -> Mapping[str, str]:
-        """What the trainer says that servers are compared with: scores, and the checksums of this version's tensors."""
-        await self._parity.expect(version)
+    async def _expect(self, version: PolicyVersion) -> None:
+        """Have the trainer say what servers are compared with: the checksums of this version's tensors, and scores."""
+        with one_error():
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._digests_of(version))
+                both.create_task(self._parity.expect(version))
+
+    async def _digests_of(self, version: PolicyVersion) -> Mapping[str, str]:
         async with self._asking:
             if self._digests[0] != str(version):
                 names = self._names_in_turn(await self._offered(version), version)
