@@ -67,7 +67,7 @@ def conclusion(verdicts: Sequence[SyncVerdict], version: int) -> str:
     if wrong := [each for each in verdicts if each.differing]:
         told = "; ".join(f"server {each.server}: {', '.join(each.differing)}" for each in wrong)
         raise SyncError(f"version {version} is not on the servers as the trainer has it: {told}")
-    return f"version {version} is on {len(verdicts)} servers as the trainer has it"
+    return f"version {version} is as the trainer has it on {len(verdicts)} of {len(verdicts)} servers"
 
 
 class Giving:

@@ -37,7 +37,7 @@ class SyncConfig(StageConfig):
     stall_timeout_s: float = setting(
         20.0,
         "Seconds in which no byte goes to a server or comes from the trainer, after which it is set aside.",
-        gt=0.0,
+        ge=0.1,
     )
     straggler_s: float = setting(
         30.0,

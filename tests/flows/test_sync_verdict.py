@@ -16,7 +16,7 @@ OTHER = SyncVerdict.of(
 
 
 def test_servers_that_have_every_tensor_pass() -> None:
-    assert conclusion([SAME], 3) == "version 3 is on 1 servers as the trainer has it"
+    assert conclusion([SAME], 3) == "version 3 is as the trainer has it on 1 of 1 servers"
 
 
 def test_a_server_that_differs_is_named_with_all_that_differs() -> None:

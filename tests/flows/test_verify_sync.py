@@ -91,6 +91,6 @@ def test_servers_are_verified_and_what_is_stale_in_one_is_named(
         stale.stdout,
     )
     assert verified.returncode == 0, verified.stdout
-    assert "version 0 is on 1 servers as the trainer has it" in verified.stdout
+    assert "version 0 is as the trainer has it on 1 of 1 servers" in verified.stdout
     assert shards(run) == before
     assert read_manifest(run).incarnation == incarnation + 2
