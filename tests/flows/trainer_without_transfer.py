@@ -29,6 +29,9 @@ class NoTransfer:
     def send(self, _engine: object, targets: list[Target]) -> list[Sent]:
         return [Sent(each.server, 0, 0.0) for each in targets]
 
+    def progress(self) -> dict[str, int]:
+        return {}
+
 
 def main() -> None:
     config = ServiceConfig.model_validate_json(Path(sys.argv[1]).read_text())
