@@ -28,7 +28,7 @@ router = APIRouter()
 async def place(raw_request: Request) -> dict[str, Any]:
     """Where this server runs."""
     workers = _workers(raw_request.app.state.engine_client)
-    return ServerPlace(this_machine(), current_platform.device_type, (), workers).to_json()
+    return ServerPlace(this_machine(), current_platform.device_type, _gpus(workers), workers).to_json()
 
 
 @router.post("/rollmill/weights")
@@ -54,7 +54,10 @@ async def _taken(state: Any, order: WeightOrder, raw_request: Request) -> Weight
         await engine.shutdown_weight_transfer_engine()
         raise HTTPException(500, f"the old weights serve: {text_of(error)}") from error
     if order.mode == "verify":
-        return _answer([*reports, *await _compared(engine, order)], 0.0)
+        try:
+            return _answer([*reports, *await _compared(engine, order)], 0.0)
+        except Exception as error:
+            raise HTTPException(500, f"the old weights serve, not compared: {text_of(error)}") from error
     return _answer(reports, await _put_in_place(engine, order.version))
 
 
@@ -87,6 +90,13 @@ async def _compared(engine: Any, order: WeightOrder) -> list[Report]:
         await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
         await engine.finish_weight_update()
         return await reports.all()
+
+
+def _gpus(n_workers: int) -> tuple[str, ...]:
+    """Ids of the workers' GPUs as torch has them, read without using one; NVML's begin with "GPU-"."""
+    if not current_platform.is_cuda():
+        return ()
+    return tuple(str(current_platform.get_device_uuid(n)).removeprefix("GPU-") for n in range(n_workers))
 
 
 def _workers(engine: Any) -> int:
