@@ -16,8 +16,8 @@ from flows.run import Run, TrainingRun
 from flows.servers import Servers, servers_of
 from flows.services import ServerService, TrainerService, open_services, restart
 from flows.space import is_checkpoint_due
+from flows.sync_report import SyncReport, sync_metrics
 from flows.watch import watch
-from flows.weight_sync import SyncReport, sync_metrics
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.serve.version import PolicyVersion

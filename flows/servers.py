@@ -10,7 +10,8 @@ from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
-from flows.weight_sync import SyncReport, WeightSync
+from flows.sync_report import SyncReport
+from flows.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, RollmillError, ServiceDiedError, SyncError
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion

@@ -3,16 +3,16 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from flows.failure import one_error
 from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
+from flows.sync_report import SyncReport, progress_line
 from flows.sync_verdict import SyncVerdict
 from tasks.errors import ChecksumError, ParityError, SyncError
-from tasks.observe.metrics import Metric
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.store.weights import addresses, remove_weights, weights_place
@@ -21,63 +21,6 @@ from tasks.sync.drive import FILES, VERIFY, Dispatch, Route, find_route
 from tasks.sync.order import Sent, WeightAnswer, WeightOffer
 from tasks.sync.task import send_weights
 from tasks.train.client import TrainerClient
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """One server's sync.
-
-    Attributes:
-        sent_bytes: to each of its workers; 0 when only the version's name was sent.
-        transfer_s: seconds until the last byte was there.
-        held_s: seconds that its requests were held.
-        parity_s: seconds that the comparison took.
-        verify_s: seconds that the comparison of all its weights took; 0 when it was not due.
-        difference: largest difference in log-probability to the trainer, in nats; NaN when not compared.
-    """
-
-    server: str
-    sent_bytes: int = 0
-    transfer_s: float = 0.0
-    held_s: float = 0.0
-    parity_s: float = 0.0
-    difference: float = float("nan")
-    verify_s: float = 0.0
-
-
-def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
-    """Of one version's sync to all servers: bytes to all of them together, else of the server with the most.
-
-    Args:
-        reports: a server each.
-        calls: commands to the trainer and requests to servers.
-    """
-    values = {
-        "sync/sent_bytes": float(sum(report.sent_bytes for report in reports)),
-        "sync/servers": float(len(reports)),
-        "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
-        "sync/held_s": max((report.held_s for report in reports), default=0.0),
-        "sync/parity_s": max((report.parity_s for report in reports), default=0.0),
-        "sync/verify_s": max((report.verify_s for report in reports), default=0.0),
-        "sync/logprob_difference": max((report.difference for report in reports), default=float("nan")),
-        "sync/control_calls": float(calls),
-    }
-    return [Metric(name, "all", "value", value) for name, value in values.items()]
-
-
-def progress_line(version: int, sent: Mapping[str, int], each_bytes: int, elapsed_s: float) -> str:
-    """How far a transfer is, in words.
-
-    Args:
-        version: the policy version's number.
-        sent: bytes so far, by server.
-        each_bytes: that each server is to get.
-        elapsed_s: seconds since it began.
-    """
-    whole = f"{sum(sent.values()) / 1e9:.1f} of {each_bytes * len(sent) / 1e9:.1f} GB"
-    by_server = ", ".join(f"{server}: {n_bytes / 1e9:.1f} GB" for server, n_bytes in sent.items())
-    return f"version {version} -> {len(sent)} servers: {whole}, {elapsed_s:.0f} s ({by_server})"
-
 
 SendTask = Callable[[Dispatch, str], Coroutine[Any, Any, list[Sent]]]
 """Has the trainer send what is dispatched, under a version's name."""

@@ -15,7 +15,8 @@ from prefect.logging import disable_run_logger
 from flows.config import RunConfig
 from flows.parity import Parity
 from flows.servers import Servers
-from flows.weight_sync import SyncReport, WeightSync, progress_line, sync_metrics
+from flows.sync_report import SyncReport, progress_line, sync_metrics
+from flows.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, TransientRequestError
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool
