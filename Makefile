@@ -29,7 +29,7 @@ VLLM_CONSTRAINTS := constraints-vllm.txt
 VLLM_ABSENT := torchvision torchaudio torchcodec
 endif
 
-.PHONY: help setup quickstart test test-all check bench clean
+.PHONY: help setup quickstart deploy test test-all test-packages check bench clean
 
 help:  ## list the jobs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -39,10 +39,14 @@ setup: $(MAIN_STAMP) $(VLLM_STAMP)  ## make both environments, or bring them up 
 quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed=1" for another seed
 	@.venv/bin/rollmill run quickstart --again $(ARGS)
 
-test: setup  ## all tests but the long products of cases
+deploy: setup  ## give the Prefect server a work pool and all deployments of prefect.yaml
+	@.venv/bin/rollmill up
+	@.venv/bin/rollmill deploy
+
+test: setup test-packages  ## all tests but the long products of cases
 	@.venv/bin/pytest $(SIDE_BY_SIDE) $(ARGS)
 
-test-all: setup  ## all tests
+test-all: setup test-packages  ## all tests
 	@.venv/bin/pytest $(SIDE_BY_SIDE) -m "" $(ARGS)
 
 check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
@@ -60,6 +64,20 @@ clean:  ## stop the Prefect server, remove environments and caches; runs/ and mo
 	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi
 	rm -rf .venv .venv-vllm .rollmill/peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find flows tasks tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# What tests start besides the environments: a browser, and what a cluster has.
+test-packages:
+	@missing=""; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
+	ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || missing="$$missing postgresql"; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing$$missing"; apt-get update -qq; \
+	  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends -qq $$missing >/dev/null; \
+	else \
+	  echo "the tests need$$missing: install them (Debian: apt install$$missing)" >&2; exit 1; \
+	fi
 
 # The first of these that is Python 3.11 with venv, and with the headers that DeepSpeed's own ops are built with.
 define find_python

@@ -27,6 +27,14 @@ def down() -> None:
 
 
 @commands.command(rich_help_panel=PANEL)
+def deploy() -> None:
+    """Give the Prefect server a work pool, and every deployment of prefect.yaml."""
+    from flows.deployments import deploy_all
+
+    deploy_all()
+
+
+@commands.command(rich_help_panel=PANEL)
 def trainer(
     preset: Preset,
     overrides: Overrides = None,
