@@ -1,0 +1,179 @@
+"""docs/reference.md, made from what settings and commands say of themselves: `python -m flows.reference` writes it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+import yaml
+from prefect.flows import Flow
+from typer.core import TyperGroup
+from typing_extensions import TypeIs
+
+from flows.cli import app
+from tasks.config import StageConfig, named
+
+PAGE = Path("docs") / "reference.md"
+DEPLOYMENTS = Path("prefect.yaml")
+TITLE = """\
+# Reference
+
+Every flow's settings and every command, as they describe themselves. `python -m flows.reference` writes this page.
+
+A setting is named as `--set` takes it: `--set train.lr=1e-6`. **Fixed** ones may not change when a run is gone on with
+([operations](operations.md#going-on-with-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
+"""
+_SETTINGS_HEAD = "| setting | type | default | allowed | fixed | meaning |\n|---|---|---|---|---|---|"
+_COMMANDS_HEAD = "| argument or option | meaning |\n|---|---|"
+_LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def page(deployments: Path = DEPLOYMENTS) -> str:
+    """The whole page.
+
+    Args:
+        deployments: prefect.yaml, whose entrypoints are the flows that are described.
+    """
+    flows = deployed_flows(deployments)
+    parts = [TITLE, "## Flows\n", "\n".join(_flows(flows)), "\n".join(_sections(flows)), "## Commands\n"]
+    return "\n".join([*parts, "\n".join(_commands())]).rstrip() + "\n"
+
+
+def deployed_flows(deployments: Path = DEPLOYMENTS) -> list[Flow[..., Any]]:
+    """The flows of prefect.yaml, each once, in their order there."""
+    listed = yaml.safe_load(deployments.read_text())["deployments"]
+    names = dict.fromkeys(str(each["entrypoint"]) for each in listed)
+    return [named("entrypoint", ":".join(name.rsplit(".", 1)), {}) for name in names]
+
+
+def _parameters(flow: Flow[..., Any]) -> dict[str, Any]:
+    hints = get_type_hints(flow.fn)
+    return {name: kind for name, kind in hints.items() if name != "return"}
+
+
+def _config(flow: Flow[..., Any]) -> type[StageConfig]:
+    return next(kind for kind in _parameters(flow).values() if _is_section(kind))
+
+
+def _is_section(kind: Any) -> TypeIs[type[StageConfig]]:
+    return isinstance(kind, type) and issubclass(kind, StageConfig)
+
+
+def _flows(flows: list[Flow[..., Any]]) -> Iterator[str]:
+    yield "| flow | what it does | parameters | settings that are its own |\n|---|---|---|---|"
+    for flow in flows:
+        config = _config(flow)
+        summary = (flow.fn.__doc__ or "").strip().partition("\n")[0]
+        parameters = ", ".join(f"`{name}`" for name in _parameters(flow))
+        yield _line(f"`{flow.name}`", summary, parameters, f"[{config.__name__}](#{config.__name__.lower()})")
+    yield "\nA flow's `config` has its own settings, and sections; a section that several flows have is described once.\n"
+
+
+def _sections(flows: list[Flow[..., Any]]) -> Iterator[str]:
+    """Each flow's own settings, then each section of settings once, those within it behind it."""
+    described: set[tuple[str, type[StageConfig]]] = set()
+    for config in dict.fromkeys(_config(flow) for flow in flows):
+        names = ", ".join(f"`{flow.name}`" for flow in flows if _config(flow) is config)
+        yield f"### {config.__name__}\n\nOf {names}.\n"
+        yield from _table(config, "")
+        yield from _below(config, "", described)
+
+
+def _below(
+    model: type[StageConfig], prefix: str, described: set[tuple[str, type[StageConfig]]]
+) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        section, path = field.annotation, f"{prefix}{name}"
+        if not _is_section(section) or (path, section) in described:
+            continue
+        described.add((path, section))
+        yield f"### {path}\n\n{field.description}\n"
+        yield from _table(section, f"{path}.")
+        yield from _below(section, f"{path}.", described)
+
+
+def _table(model: type[StageConfig], prefix: str) -> Iterator[str]:
+    """The settings of one section; the sections below it have tables of their own."""
+    properties = model.model_json_schema()["properties"]
+    yield _SETTINGS_HEAD
+    for name, field in model.model_fields.items():
+        path, shape = f"{prefix}{name}", properties[name]
+        if _is_section(field.annotation):
+            yield _line(f"`{path}`", "section", "", "", "", f"[{field.description}](#{_anchor(path)})")
+        else:
+            mark = "fixed" if shape.get("fixed") else ""
+            default = "" if field.is_required() else _code(field.get_default(call_default_factory=True))
+            yield _line(f"`{path}`", _kind(shape), default, _allowed(shape), mark, field.description or "")
+    yield ""
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _kind(shape: dict[str, Any]) -> str:
+    """A setting's type in words. Example: {"type": "array", "items": {"type": "string"}} is "list of text"."""
+    words = {
+        "string": "text",
+        "integer": "integer",
+        "number": "number",
+        "boolean": "yes or no",
+        "null": "none",
+    }
+    if "anyOf" in shape:
+        return " or ".join(_kind(each) for each in shape["anyOf"])
+    if shape.get("type") == "array":
+        return f"list of {_kind(shape.get('items', {}))}"
+    return "choice" if "enum" in shape else words.get(shape.get("type", ""), shape.get("type", ""))
+
+
+def _allowed(shape: dict[str, Any]) -> str:
+    """Choices or range. Example: {"minimum": 1, "exclusiveMaximum": 5} is "≥ 1, < 5"."""
+    shapes = [shape, *shape.get("anyOf", []), shape.get("items", {})]
+    for each in shapes:
+        if "enum" in each:
+            return ", ".join(_code(choice) for choice in each["enum"])
+    ranges = [f"{sign} {each[key]:.10g}" for each in shapes for key, sign in _LIMITS.items() if key in each]
+    texts = [f"matches `{each['pattern']}`" for each in shapes if "pattern" in each]
+    texts += [f"length ≥ {each[key]}" for each in shapes for key in ("minLength", "minItems") if key in each]
+    return ", ".join(ranges + texts)
+
+
+def _code(value: object) -> str:
+    """A value as `--set` takes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple | list):
+        return f"`[{','.join(str(each) for each in value)}]`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if value != "" else "empty"
+
+
+def _commands() -> Iterator[str]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    whole = typer.Context(group, info_name="rollmill")
+    for name in group.list_commands(whole):
+        command = group.commands[name]
+        context = typer.Context(command, whole, name)
+        usage = " ".join([name, *command.collect_usage_pieces(context)])
+        yield f"### rollmill {name}\n\n`rollmill {usage}`\n\n{_paragraph(command.help or '')}\n"
+        if command.params:
+            yield _COMMANDS_HEAD
+            told = (each.get_help_record(context) for each in command.params)
+            yield from (_line(f"`{name}`", meaning) for name, meaning in filter(None, told))
+            yield ""
+
+
+def _paragraph(text: str) -> str:
+    return "\n\n".join(" ".join(each.split()) for each in re.split(r"\n\s*\n", text))
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(' '.join(cell.replace('|', chr(92) + '|').split()) for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
