@@ -4,8 +4,8 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from flows.collect import Collected, collect_step
 from flows.evaluate import evaluate_version
+from flows.fan_out import Collected, collect_step
 from flows.run import Run
 from flows.space import StepSpace
 from tasks.errors import DiskSpaceError

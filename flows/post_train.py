@@ -5,9 +5,9 @@ import asyncio
 from prefect import flow
 
 from flows.beside import Beside
-from flows.collect import store_batch
 from flows.config import RunConfig
 from flows.failure import one_error
+from flows.fan_out import store_batch
 from flows.folder import check_resumable, run_folder
 from flows.policy import open_policy
 from flows.report import report_run, report_step, train_metrics

@@ -9,8 +9,8 @@ import polars as pl
 from prefect.runtime import flow_run
 
 from flows.artifacts import create_run_artifact
-from flows.collect import Collected
 from flows.drops import drop_line, drop_metrics, drops
+from flows.fan_out import Collected
 from flows.progress import say
 from flows.recording import forget_results
 from flows.run import Run, TrainingRun

@@ -10,8 +10,8 @@ from benchmarks.schedules.latencies import GROUP_SIZE, N_GROUPS, ROLLOUT_SLOTS, 
 from benchmarks.schedules.sleeping import STOPWATCH, SleepingSampler, score_group, score_trajectory
 from benchmarks.schedules.stopwatch import Stopwatch
 from benchmarks.schedules.timeline import Timeline
-from flows.collect import collect_step
 from flows.config import RunConfig
+from flows.fan_out import collect_step
 from flows.run import Run, open_run
 from flows.settings import validate
 from tasks.rollout.tokens import save_character_tokenizer

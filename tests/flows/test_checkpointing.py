@@ -11,7 +11,7 @@ from planned_run import PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 
 from flows.checkpointing import Checkpointing
-from flows.collect import collect_step, store_batch
+from flows.fan_out import collect_step, store_batch
 from flows.policy import Policy
 from tasks.errors import RequestError, RollmillError, ServiceDiedError, StoreError
 from tasks.serve.version import PolicyVersion

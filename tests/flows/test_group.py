@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, diary, opened, stored
 
-from flows.collect import planned
 from flows.drops import drop_line, drop_metrics, drops
 from flows.failures import FailureWatch
+from flows.fan_out import planned
 from flows.group import GroupCollection, StepCollection
 from flows.retention import drop_old_routing
 from flows.run import Run
