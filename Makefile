@@ -40,8 +40,7 @@ quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed
 	@.venv/bin/rollmill run quickstart --again $(ARGS)
 
 deploy: setup  ## give the Prefect server a work pool and all deployments of prefect.yaml
-	@.venv/bin/rollmill up
-	@.venv/bin/rollmill deploy
+	@.venv/bin/rollmill deploy $(ARGS)
 
 test: setup test-packages  ## all tests but the long products of cases
 	@.venv/bin/pytest $(SIDE_BY_SIDE) $(ARGS)

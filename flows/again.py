@@ -1,4 +1,4 @@
-"""What the commands `rescore`, `retrain`, `replay` and `verify-sync` do."""
+"""What the commands `rescore`, `evaluate`, `retrain`, `replay` and `verify-sync` do."""
 
 import asyncio
 import re
@@ -10,15 +10,15 @@ import typer
 from flows.command import lead_to_prefect, train_here
 from flows.comparison import versions_of
 from flows.config import RescoreConfig, RunConfig
-from flows.folder import existing_run, run_folder
+from flows.folder import existing_run, is_run, root_of, run_folder
 from flows.offline import check_offline, check_tokenizers, steps_of_sources
 from flows.preflight import check_trainer, preflight
-from flows.presets import preset_values
+from flows.presets import preset_name, preset_values
 from flows.settings import fixed_settings, overridden, parsed, validate
 from tasks.errors import ConfigError
 from tasks.store.fixed import check_fixed
 from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
+from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.resume import complete_checkpoints
 from tasks.store.sources import check_sources
 
@@ -51,6 +51,7 @@ def rescore_config(
         values["score"] = values["score"] | {"scorer": scorer, "sum": []}
     values |= _steps(steps) | ({"evaluations": True} if evaluations else {})
     values |= {"redo_failed": True} if redo_failed else {}
+    values["store"] = values["store"] | {"root": root_of(folder)}
     return parsed(RescoreConfig, overridden(values, overrides))
 
 
@@ -68,7 +69,52 @@ def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     from flows.rescore import rescore
 
     with flow_command(lambda: is_rescored(folder, config), config.observe.exit_timeout_s):
-        asyncio.run(rescore(folder.location, config))
+        asyncio.run(rescore(folder.name, config))
+
+
+def evaluate_config(
+    origin: str, overrides: Sequence[str], version: int = -1, name: str = ""
+) -> tuple[str, RunConfig]:
+    """The name of the run that is evaluated, and its settings.
+
+    Args:
+        origin: a run, with its settings; or a preset, whose start model is evaluated as version 0 of a run.
+        overrides: key=value.
+        version: policy version; -1: the last with a checkpoint.
+        name: of a preset's run; empty: the preset's.
+
+    Raises:
+        ConfigError: a setting is wrong, or there is neither such a run nor such a preset.
+    """
+    found = existing_run(origin) if is_run(origin) else None
+    values = read_manifest(found).config if found else preset_values(origin)
+    values["evaluate"] = values.get("evaluate", {}) | {"version": version}
+    if found:
+        values["store"] = values.get("store", {}) | {"root": root_of(found)}
+    return name or (found.name if found else preset_name(origin)), validate(overridden(values, overrides))
+
+
+def evaluate_here(run_name: str, config: RunConfig) -> None:
+    """Run the flow evaluate in this process.
+
+    Raises:
+        ConfigError: something is missing; nothing has been started.
+        RunMismatchError: a setting is given that would make another run of it.
+    """
+    folder = run_folder(run_name, config)
+    if has_manifest(folder):
+        stored = read_manifest(folder).config
+        check_fixed(folder.location, stored, config.model_dump(mode="json"), fixed_settings())
+    preflight(config, trains=False)
+    lead_to_prefect()
+    from flows.ending import flow_command
+    from flows.evaluation import check_evaluation, evaluate
+    from flows.stored_policy import chosen_version
+
+    check_evaluation(config)
+    chosen_version(folder, config.evaluate.version)
+    with flow_command(lambda: False, config.observe.exit_timeout_s):
+        asyncio.run(evaluate(run_name, config))
 
 
 def retrain_config(

@@ -41,16 +41,18 @@ class _Info(msgspec.Struct):
     vllm_config: _Settings
 
 
-async def check_attached(config: RunConfig, *, samples: bool = True) -> None:
-    """Ask every service at train.url and train.kl.urls, and when the run samples at serve.urls, whether it can serve a run.
+async def check_attached(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
+    """Ask every service that a run attaches to whether it can serve it.
+
+    Those are at train.url and train.kl.urls, if it trains, and at serve.urls, if it samples.
 
     Raises:
         ConfigError: one is not there within serve.attach_timeout_s, or lacks something; names the setting.
     """
     urls = [("serve.urls", url) for url in config.serve.urls if samples]
-    if config.train.kl.reference == "deployment":
+    if trains and config.train.kl.reference == "deployment":
         urls += [("train.kl.urls", url) for url in config.train.kl.urls]
-    urls += [("train.url", config.train.url)] if config.train.url else []
+    urls += [("train.url", config.train.url)] if trains and config.train.url else []
     await asyncio.gather(*(_check(config, field, url) for field, url in urls))
 
 

@@ -82,6 +82,28 @@ def train_here(
         asyncio.run(begun())
 
 
+def run_deployed(
+    config: RunConfig, name: str, deployment: str, *, again: bool, redo_failed: bool = False
+) -> None:
+    """Have a worker run post-train; as for `run_here`, but what a run needs is looked for where it runs.
+
+    Args:
+        config: all settings.
+        name: folder of the run below `store.root`.
+        deployment: name of the deployment, after the slash.
+        again: move a finished run of that name to NAME-N, and start anew.
+        redo_failed: sample what failed of the steps without a batch again.
+
+    Raises:
+        ConfigError: there is no Prefect server, or no such deployment.
+    """
+    run_folder(name, config)
+    lead_to_prefect()
+    from flows.triggering import Order, trigger
+
+    trigger(Order(deployment, name, config, again=again, redo_failed=redo_failed))
+
+
 def lead_to_prefect() -> None:
     """Find or start the Prefect server that flows of this process talk to; Prefect is imported only afterwards.
 

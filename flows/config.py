@@ -22,6 +22,11 @@ class EvaluateConfig(StageConfig):
     n_prompts: int = setting(512, "Held-out prompts, the same each time.", ge=1, fixed=True)
     scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
     prompts_per_task: int = setting(64, "Held-out prompts of one evaluation task run.", ge=1)
+    version: int = setting(
+        -1,
+        "Policy version that the flow evaluate takes, one with a checkpoint, or 0 for the start model; -1: the last.",
+        ge=-1,
+    )
 
 
 class RetrainConfig(StageConfig):
@@ -68,15 +73,15 @@ class RunConfig(StageConfig):
     model: str = setting(
         "", "Folder of the start model (Hugging Face format); empty with start_model.enabled.", fixed=True
     )
-    start_model: StartModelConfig = setting(StartModelConfig(), "Make a small start model here.")
     rollout: RolloutConfig = setting(RolloutConfig(), "Sampling.")
     score: ScoreConfig = setting(ScoreConfig(), "Scoring and advantages.")
     train: TrainConfig = setting(TrainConfig(), "The trainer.")
-    sync: SyncConfig = setting(SyncConfig(), "Weights from the trainer to the servers.")
-    serve: ServeConfig = setting(ServeConfig(), "The vLLM servers.")
-    store: StoreConfig = setting(StoreConfig(), "The data sets.")
     evaluate: EvaluateConfig = setting(EvaluateConfig(), "Held-out evaluation.")
+    serve: ServeConfig = setting(ServeConfig(), "The vLLM servers.")
+    sync: SyncConfig = setting(SyncConfig(), "Weights from the trainer to the servers.")
+    store: StoreConfig = setting(StoreConfig(), "The data sets.")
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
+    start_model: StartModelConfig = setting(StartModelConfig(), "Make a small start model here.")
     retrain: RetrainConfig = setting(RetrainConfig(), "Training from stored rollouts.")
 
     @property

@@ -44,9 +44,13 @@ def is_evaluated(run: TrainingRun, version: int) -> bool:
 
 
 async def evaluate_version(run: Run, version: int) -> None:
-    """Sample and score what is missing of a version's evaluation, if it is due; what is stored is kept."""
-    if not is_due(run, version):
-        return
+    """Evaluate a version, if it is due."""
+    if is_due(run, version):
+        await finish_evaluation(run, version)
+
+
+async def finish_evaluation(run: Run, version: int) -> None:
+    """Sample and score what is missing of a version's evaluation; what is stored is kept."""
     found = await asyncio.to_thread(
         read, run.folder, "evaluations", columns=["trajectory_id"], version=version
     )

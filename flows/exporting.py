@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flows.config import RunConfig
 from flows.recipe import start_model_folder
 from flows.settings import validate
 from tasks.errors import ConfigError, TrainError
@@ -43,16 +44,22 @@ def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> 
         raise ConfigError("model", str(model), "the run's start model is not there any more; bring it back")
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = copy_checkpoint(folder.path(checkpoint_key(chosen)), Path(scratch))
-        told = {
-            "train": config.train.model_dump(mode="json"),
-            "model": str(model),
-            "run": manifest.run,
-            "version": chosen,
-            "checkpoint": str(checkpoint),
-            "output": str(output),
-        }
-        _export(told)
+        _export(export_settings(config, model, manifest.run, chosen, checkpoint, output))
     return f"version {chosen} of {folder.location} is in {output}"
+
+
+def export_settings(
+    config: RunConfig, model: Path, run: str, version: int, checkpoint: Path, output: Path
+) -> dict[str, object]:
+    """What MODULE reads: see its ExportConfig."""
+    return {
+        "train": config.train.model_dump(mode="json"),
+        "model": str(model),
+        "run": run,
+        "version": version,
+        "checkpoint": str(checkpoint),
+        "output": str(output),
+    }
 
 
 def _export(told: dict[str, object]) -> None:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from flows.config import RunConfig
+from flows.config import RescoreConfig, RunConfig
 from flows.settings import fixed_settings
 from tasks.errors import ConfigError, RunFinishedError
 from tasks.store.config import StoreConfig
@@ -14,11 +14,32 @@ from tasks.store.resume import stored_batch_steps
 from tasks.store.sources import trained_from
 
 
-def run_folder(name: str, config: RunConfig) -> RunFolder:
+def run_folder(name: str, config: RunConfig | RescoreConfig) -> RunFolder:
     """Where a run lies; ConfigError when the name is not that of a folder below `store.root`."""
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
         raise ConfigError("run name", name, "give letters, digits and . _ - only, a letter or digit first")
     return RunFolder(f"{config.store.root}/{name}")
+
+
+def root_of(folder: RunFolder) -> str:
+    """The `store.root` below which a run lies. Example: that of s3://bucket/runs/a is s3://bucket/runs."""
+    parent, slash, _ = folder.location.rpartition("/")
+    return parent if slash else "."
+
+
+def check_run(folder: RunFolder) -> None:
+    """Refuse a folder that holds no run; ConfigError names those beside it."""
+    if has_manifest(folder):
+        return
+    known = sorted(path.parent.name for path in Path(root_of(folder)).glob(f"*/{MANIFEST}"))
+    there_are = f"; runs in {root_of(folder)}/ are {', '.join(known)}" if known else ""
+    remedy = f"there is no run in {folder.location} ({MANIFEST} is missing){there_are}"
+    raise ConfigError("run name", folder.name, remedy)
+
+
+def is_run(run: str) -> bool:
+    """True when this names a run, as for `existing_run`."""
+    return any(has_manifest(place) for place in _places(run))
 
 
 def existing_run(run: str) -> RunFolder:
@@ -27,16 +48,20 @@ def existing_run(run: str) -> RunFolder:
     Raises:
         ConfigError: there is no run; names those that there are.
     """
-    root = StoreConfig().root
-    places = [RunFolder(run)]
-    if "/" not in run:
-        places.append(RunFolder(f"{root}/{run}"))
-    for place in places:
+    for place in _places(run):
         if has_manifest(place):
             return place
+    root = StoreConfig().root
     known = sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST}"))
     there_are = f"; runs in {root}/ are {', '.join(known)}" if known else ""
     raise ConfigError("RUN", run, f"there is no run in this folder ({MANIFEST} is missing){there_are}")
+
+
+def _places(run: str) -> list[RunFolder]:
+    """Where a run may lie that is named so."""
+    is_here = run.rpartition("/")[2] in (".", "..")
+    places = [RunFolder(Path(run).resolve() if is_here else run)]
+    return places if "/" in run else [*places, RunFolder(f"{StoreConfig().root}/{run}")]
 
 
 def check_resumable(folder: RunFolder, config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from flows.config import RunConfig
 from flows.failure import one_error
 from flows.fan_out import store_batch
 from flows.folder import check_resumable, run_folder
+from flows.machine import check_machine
 from flows.policy import open_policy
 from flows.report import report_run, report_step, train_metrics
 from flows.retention import drop_old_routing
@@ -33,6 +34,7 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
     """
     check(config)
     check_scorer(config.score, config.evaluate.scorer)
+    await check_machine(config)
     await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
     with one_error():
         model = await ensure_start_model(config)

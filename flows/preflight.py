@@ -30,27 +30,38 @@ from tasks.train.memory_plan import NUMBERS_OF_EXPERTS
 from tasks.train.rules import HAS_RATIO
 
 
-def preflight(config: RunConfig, *, samples: bool = True) -> None:
-    """Check what a configuration needs of this machine; `samples` is False for a run that has no vLLM servers.
+def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
+    """Check what a configuration needs of this machine.
+
+    Args:
+        config: all settings.
+        samples: False for a run that has no vLLM servers.
+        trains: False for one that has no trainer.
 
     Raises:
         ConfigError: the first thing that is missing.
     """
     if samples:
         _check_stages(config)
-    if not config.train.url:
+    if trains and not config.train.url:
         _check_loss(config.train)
     _check_model(config)
-    _check_store(config.store.root)
+    check_store(config.store.root)
     check_sinks(config.observe)
     if samples and not config.serve.urls:
         check_vllm(config)
+    if trains:
+        _check_trainer(config)
+    asyncio.run(check_attached(config, samples=samples, trains=trains))
+
+
+def _check_trainer(config: RunConfig) -> None:
+    """What a trainer needs here, or what attaching to one does."""
     if not config.train.url:
         check_trainer(config)
     elif not os.environ.get(config.train.token_env):
         remedy = "set this environment variable to the access token of the trainer at train.url"
         raise ConfigError("train.token_env", config.train.token_env, remedy)
-    asyncio.run(check_attached(config, samples=samples))
 
 
 def _check_stages(config: RunConfig) -> None:
@@ -140,7 +151,8 @@ def _has_experts(config: RunConfig) -> bool:
     return any((settings | settings.get("text_config", {})).get(name) for name in NUMBERS_OF_EXPERTS)
 
 
-def _check_store(root: str) -> None:
+def check_store(root: str) -> None:
+    """Refuse a root that runs cannot lie below; ConfigError says why."""
     if "://" not in root:
         _check_folder("store.root", root)
         return

@@ -35,6 +35,12 @@ def preset_name(preset: str) -> str:
     return "-".join(Path(part).stem if part.endswith(_SUFFIXES) else part for part in parts)
 
 
+def task_of(preset: str) -> str:
+    """The name of a preset's task, its first part. Example: "conf/mine.yaml+dapo" is "mine"."""
+    part = preset if Path(preset).is_file() else preset.split("+")[0]
+    return Path(part).stem if part.endswith(_SUFFIXES) else part
+
+
 def are_algorithms(preset: str) -> bool:
     """True when a preset has no task's settings: all its parts are names in conf/algorithms/."""
     parts = [preset] if Path(preset).is_file() else preset.split("+")

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from flows.config import RescoreConfig
 from flows.failure import one_error
+from flows.folder import check_run, run_folder
+from flows.preflight import check_store
 from flows.progress import CountProgress, say
 from flows.recording import Recording
 from flows.turns import ScoredInTurn, Turns
@@ -25,18 +27,20 @@ from tasks.store.run import OpenRun
 from tasks.store.totals import score_totals
 
 
-@flow(name="rescore", flow_run_name="{run}", persist_result=False)
-async def rescore(run: str, config: RescoreConfig) -> str:
+@flow(name="rescore", flow_run_name="{run_name}", persist_result=False)
+async def rescore(run_name: str, config: RescoreConfig) -> str:
     """Score the stored rollouts of a run, finished or not; what the scorer has scored already is kept.
 
     Args:
-        run: the run's folder, or s3://bucket/prefix.
+        run_name: folder of the run below `store.root`.
         config: all settings.
 
     Returns:
         NAME@VERSION, by which the scores are stored.
     """
-    folder = RunFolder(run)
+    folder = run_folder(run_name, config)
+    await asyncio.to_thread(check_store, config.store.root)
+    check_run(folder)
     check_rescoring(folder, config)
     with one_error():
         async with open_rescoring(folder, config) as rescoring:

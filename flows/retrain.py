@@ -10,6 +10,7 @@ from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
 from flows.failure import one_error
 from flows.folder import check_resumable, existing_run, run_folder
+from flows.machine import check_machine
 from flows.offline import check_offline, check_tokenizers
 from flows.policy import Policy, open_policy
 from flows.progress import say
@@ -39,6 +40,7 @@ async def retrain(run_name: str, config: RunConfig) -> str:
     """
     check(config)
     check_offline(config)
+    await check_machine(config, samples=config.evaluate.enabled)
     await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
     sources = await asyncio.to_thread(checked_sources, run_name, config)
     with one_error():

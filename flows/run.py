@@ -31,7 +31,9 @@ from tasks.rollout.tokens import ChatTokenizer
 from tasks.score.scoring import Scoring
 from tasks.serve.pool import ServerPool
 from tasks.store.compactor import Compactor
+from tasks.store.fixed import check_fixed
 from tasks.store.layout import RunFolder
+from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.run import OpenRun
 from tasks.store.states import check_stored_columns
 
@@ -89,22 +91,37 @@ class Run(TrainingRun):
     recomputing: Recomputing | None = None
 
 
-@asynccontextmanager
-async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIterator[TrainingRun]:
-    """Lock the run's folder, made when it is not there, and open its data sets for writing.
-
-    Raises:
-        RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
-    """
-    store = await asyncio.to_thread(
-        OpenRun.open,
-        run_folder(name, config),
-        config=config.model_dump(mode="json"),
-        fixed=fixed_settings(),
+def _open_store(name: str, config: RunConfig, *, adds: bool) -> OpenRun:
+    folder, settings, fixed = run_folder(name, config), config.model_dump(mode="json"), fixed_settings()
+    if adds and has_manifest(folder):
+        check_fixed(folder.location, read_manifest(folder).config, settings, fixed)
+        return OpenRun.extend(folder, config_of=config.store)
+    return OpenRun.open(
+        folder,
+        config=settings,
+        fixed=fixed,
         versions={package: importlib.metadata.version(package) for package in VERSIONED_PACKAGES},
         git_commit=_git_commit(),
         config_of=config.store,
     )
+
+
+@asynccontextmanager
+async def open_offline_run(
+    name: str, config: RunConfig, model: Path, *, adds: bool = False
+) -> AsyncIterator[TrainingRun]:
+    """Lock the run's folder, made when it is not there, and open its data sets for writing.
+
+    Args:
+        name: of the folder below `store.root`.
+        config: all settings.
+        model: folder of the start model.
+        adds: True to add to a run, finished or not, that stays what it is.
+
+    Raises:
+        RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
+    """
+    store = await asyncio.to_thread(_open_store, name, config, adds=adds)
     recording = Recording(config.observe)
     try:
         await mark_leftovers(store.folder, store.files, config.observe.leftovers_timeout_s)
@@ -124,14 +141,14 @@ async def open_offline_run(name: str, config: RunConfig, model: Path) -> AsyncIt
 
 @asynccontextmanager
 async def open_run(
-    name: str, config: RunConfig, model: Path, *, redo_failed: bool = False
+    name: str, config: RunConfig, model: Path, *, redo_failed: bool = False, adds: bool = False
 ) -> AsyncIterator[Run]:
-    """Open a run's folder, and everything else that sampling needs and that is no service.
+    """Open a run's folder, and everything else that sampling needs and that is no service; `adds` as for an offline one.
 
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
     """
-    async with open_offline_run(name, config, model) as opened, AsyncExitStack() as stack:
+    async with open_offline_run(name, config, model, adds=adds) as opened, AsyncExitStack() as stack:
         store = opened.store
         scorings = await stack.enter_async_context(_open_scorings(config, opened.id))
         environment = await stack.enter_async_context(

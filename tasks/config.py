@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,10 +11,40 @@ from pydantic import BaseModel, ConfigDict, Field
 from tasks.errors import ConfigError
 
 
+UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes"}
+SPOKEN = {
+    **{"lr": "learning rate", "n": "number of", "env": "environment", "eps": "epsilon", "min": "least"},
+    **{"max": "most", "dtype": "type of numbers", "args": "arguments", "coef": "coefficient"},
+    **{"kl": "KL divergence", "lora": "LoRA", "zero": "ZeRO", "gpus": "GPUs", "gpu": "GPU", "kv": "KV"},
+    **{"url": "address", "urls": "addresses", "uri": "address", "api": "API", "mlflow": "MLflow"},
+}
+LIMITS = {"ge": "At least", "gt": "Above", "le": "at most", "lt": "below"}
+LONGEST_DEFAULT = 40
+
+
+def spoken(name: str) -> str:
+    """A setting's name as a form's title. Example: "request_timeout_s" is "Request timeout (seconds)"."""
+    words = name.split("_")
+    unit = UNITS.get(words[-1], "") if len(words) > 1 else ""
+    text = " ".join(SPOKEN.get(word, word) for word in (words[:-1] if unit else words))
+    return f"{text[0].upper()}{text[1:]}{unit and f' ({unit})'}"
+
+
+def _title_of_section(model: type) -> str:
+    """A section's title. Example: that of StartModelConfig is "Start model"."""
+    return spoken(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", model.__name__.removesuffix("Config")).lower())
+
+
 class StageConfig(BaseModel):
     """Frozen settings; an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        field_title_generator=lambda name, _: spoken(name),
+        model_title_generator=_title_of_section,
+    )
 
 
 def setting(default: Any, description: str, *, fixed: bool = False, **limits: Any) -> Any:
@@ -21,11 +52,35 @@ def setting(default: Any, description: str, *, fixed: bool = False, **limits: An
 
     Args:
         default: the value when none is given; `...` when one must be.
-        description: what the UI's form shows: meaning, unit, range.
+        description: meaning and unit; the UI's form shows it with range and default.
         fixed: True for what may not change when a run is resumed.
         limits: pydantic's `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`, ...
     """
-    return Field(default, description=description, json_schema_extra={"fixed": fixed}, **limits)
+    shown = " ".join([description, *_notes(default, limits, fixed=fixed)])
+    extra = {"fixed": fixed, "description": shown}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]:
+    """Sentences about a setting's range, default, and whether it stays. Example: "At least 0, below 1." """
+    notes = []
+    if bounds := [f"{text} {_number(limits[name])}" for name, text in LIMITS.items() if name in limits]:
+        text = ", ".join(bounds)
+        notes.append(f"{text[0].upper()}{text[1:]}.")
+    if isinstance(default, bool):
+        notes.append(f"Default: {'on' if default else 'off'}.")
+    elif (
+        default not in ("", ())
+        and len(str(default)) <= LONGEST_DEFAULT
+        and not isinstance(default, BaseModel)
+    ):
+        notes.append(f"Default: {_number(default)}.")
+    return [*notes, "Stays when a run is gone on with."] if fixed else notes
+
+
+def _number(value: Any) -> Any:
+    """A whole number without its decimal point, anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -38,6 +38,30 @@ def rescore(
 
 
 @commands.command(rich_help_panel=PANEL)
+def evaluate(
+    origin: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|PRESET", help="A run; or a preset, whose model is evaluated as a new run's."
+        ),
+    ],
+    version: Annotated[
+        int,
+        typer.Option(min=-1, help="Policy version: one with a checkpoint, 0: the start model; -1: the last."),
+    ] = -1,
+    name: Annotated[
+        str, typer.Option(help="Of a preset: folder of the run below store.root; its own name by default.")
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a version of a run's policy, or a model, on held-out prompts; what is evaluated already is kept."""
+    from flows.again import evaluate_config, evaluate_here
+
+    run_name, config = evaluate_config(origin, tuple(overrides or ()), version, name)
+    evaluate_here(run_name, config)
+
+
+@commands.command(rich_help_panel=PANEL)
 def retrain(
     origin: Annotated[
         str, typer.Argument(metavar="PRESET|RUN", help="Whose settings to take: a preset's, or a run's.")

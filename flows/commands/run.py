@@ -28,15 +28,28 @@ def run(
             help="Sample what failed or was cut of the open steps once more, as a further attempt.",
         ),
     ] = False,
+    deployment: Annotated[
+        bool,
+        typer.Option(
+            "--deployment", help="Have a worker run it: a flow run of the deployment post-train/PRESET."
+        ),
+    ] = False,
+    deployed_as: Annotated[
+        str, typer.Option(metavar="NAME", help="That of the deployment post-train/NAME instead.")
+    ] = "",
 ) -> None:
-    """Run the flow post-train here; an unfinished run of that name is gone on with."""
+    """Run the flow post-train here, or by a deployment; an unfinished run of that name is gone on with."""
     from flows.settings import load
 
     config = load(preset, tuple(overrides or ()))
-    from flows.command import run_here
-    from flows.presets import preset_name
+    from flows.command import run_deployed, run_here
+    from flows.presets import preset_name, task_of
 
-    run_here(config, name or preset_name(preset), again=again, redo_failed=redo_failed)
+    name = name or preset_name(preset)
+    if deployment or deployed_as:
+        run_deployed(config, name, deployed_as or task_of(preset), again=again, redo_failed=redo_failed)
+    else:
+        run_here(config, name, again=again, redo_failed=redo_failed)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -27,11 +27,16 @@ def down() -> None:
 
 
 @commands.command(rich_help_panel=PANEL)
-def deploy() -> None:
+def deploy(
+    pool: Annotated[
+        str, typer.Option(metavar="process|docker|kubernetes", help="Kind of the work pool that runs go to.")
+    ] = "process",
+    overrides: Overrides = None,
+) -> None:
     """Give the Prefect server a work pool, and every deployment of prefect.yaml."""
     from flows.deployments import deploy_all
 
-    deploy_all()
+    deploy_all(pool, tuple(overrides or ()))
 
 
 @commands.command(rich_help_panel=PANEL)

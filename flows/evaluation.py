@@ -1,0 +1,67 @@
+"""The flow evaluate: a stored version of a run's policy, or a model, against held-out prompts; without a trainer."""
+
+import asyncio
+
+from prefect import flow
+
+from flows.config import RunConfig
+from flows.evaluate import finish_evaluation
+from flows.failure import one_error
+from flows.folder import run_folder
+from flows.inspection import held_out
+from flows.machine import check_machine
+from flows.progress import say
+from flows.rules import check
+from flows.run import Run, open_run
+from flows.start_model import ensure_start_model
+from flows.stored_policy import chosen_version, model_of, serving
+from tasks.errors import ConfigError
+
+
+@flow(name="evaluate", flow_run_name="{run_name}", persist_result=False)
+async def evaluate(run_name: str, config: RunConfig) -> str:
+    """Evaluate a version of a run's policy on held-out prompts; the rows go to the run, which stays what it is.
+
+    Args:
+        run_name: folder of the run below `store.root`; one that is not there is begun, and its start model evaluated.
+        config: all settings; `evaluate.version` says which version.
+
+    Returns:
+        How it went, in words.
+    """
+    check(config)
+    check_evaluation(config)
+    await check_machine(config, trains=False)
+    folder = run_folder(run_name, config)
+    version = await asyncio.to_thread(chosen_version, folder, config.evaluate.version)
+    with one_error():
+        model = await ensure_start_model(config)
+        async with (
+            open_run(run_name, config, model, adds=True) as run,
+            model_of(run, version) as policy,
+            serving(run, policy, version),
+        ):
+            await finish_evaluation(run, version)
+            await run.store.writer.note()
+            await run.recording.wait_until_recorded()
+            result = await asyncio.to_thread(_told, run, version)
+    say(result)
+    return result
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Refuse servers that run elsewhere, which a policy could not be given without a trainer; ConfigError says so."""
+    if config.serve.urls:
+        remedy = (
+            "the flow evaluate starts servers of its own with the policy that it evaluates; leave it empty"
+        )
+        raise ConfigError("serve.urls", list(config.serve.urls), remedy)
+
+
+def _told(run: Run, version: int) -> str:
+    """Reward and accuracy of an evaluation, in a line."""
+    (row,) = held_out(run.folder, version=version).to_dicts()
+    return (
+        f"version {version} of {run.folder.location}: held-out reward {row['reward']:.3f} (sampled), "
+        f"accuracy {row['greedy_accuracy']:.3f} (greedy), {run.config.evaluate.n_prompts} prompts"
+    )

@@ -1,0 +1,56 @@
+"""What the run form of Prefect's UI says of a setting."""
+
+from typing import Any
+
+import pytest
+
+from flows.config import RescoreConfig, RunConfig
+from tasks.config import StageConfig, setting, spoken
+
+
+class Example(StageConfig):
+    share_s: float = setting(0.5, "Share.", gt=0.0, le=1.0, fixed=True)
+    names: tuple[str, ...] = setting((), "Names.")
+    is_on: bool = setting(True, "Whether.")
+
+
+def properties(model: type[StageConfig] = Example) -> dict[str, Any]:
+    found: dict[str, Any] = model.model_json_schema()["properties"]
+    return found
+
+
+def test_range_default_and_permanence_are_in_the_description_of_the_form_alone() -> None:
+    told = "Share. Above 0, at most 1. Default: 0.5. Stays when a run is gone on with."
+    assert properties()["share_s"]["description"] == told
+    assert Example.model_fields["share_s"].description == "Share."
+
+
+def test_a_default_that_says_nothing_is_left_out() -> None:
+    assert properties()["names"]["description"] == "Names."
+    assert properties()["is_on"]["description"] == "Whether. Default: on."
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("request_timeout_s", "Request timeout (seconds)"),
+        ("lr", "Learning rate"),
+        ("bucket_mib", "Bucket (MiB)"),
+        ("s", "S"),
+    ],
+)
+def test_titles_are_words_with_units(name: str, title: str) -> None:
+    assert spoken(name) == title
+
+
+@pytest.mark.parametrize("model", [RunConfig, RescoreConfig])
+def test_the_form_needs_no_json_box(model: type[StageConfig]) -> None:
+    """Unions and dictionaries are boxes for JSON in the form."""
+    schema = model.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    fields = [(each["title"], name, field) for each in sections for name, field in each["properties"].items()]
+    boxes = [
+        (title, name) for title, name, field in fields if "anyOf" in field or field.get("type") == "object"
+    ]
+    assert boxes == []
+    assert [(title, name) for title, name, field in fields if not field.get("description")] == []
