@@ -10,13 +10,28 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tasks.errors import ConfigError
 
-
 UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes"}
 SPOKEN = {
-    **{"lr": "learning rate", "n": "number of", "env": "environment", "eps": "epsilon", "min": "least"},
-    **{"max": "most", "dtype": "type of numbers", "args": "arguments", "coef": "coefficient"},
-    **{"kl": "KL divergence", "lora": "LoRA", "zero": "ZeRO", "gpus": "GPUs", "gpu": "GPU", "kv": "KV"},
-    **{"url": "address", "urls": "addresses", "uri": "address", "api": "API", "mlflow": "MLflow"},
+    "api": "API",
+    "args": "arguments",
+    "coef": "coefficient",
+    "dtype": "type of numbers",
+    "env": "environment",
+    "eps": "epsilon",
+    "gpu": "GPU",
+    "gpus": "GPUs",
+    "kl": "KL divergence",
+    "kv": "KV",
+    "lora": "LoRA",
+    "lr": "learning rate",
+    "max": "most",
+    "min": "least",
+    "mlflow": "MLflow",
+    "n": "number of",
+    "uri": "address",
+    "url": "address",
+    "urls": "addresses",
+    "zero": "ZeRO",
 }
 LIMITS = {"ge": "At least", "gt": "Above", "le": "at most", "lt": "below"}
 LONGEST_DEFAULT = 40
@@ -57,12 +72,12 @@ def setting(default: Any, description: str, *, fixed: bool = False, **limits: An
         limits: pydantic's `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`, ...
     """
     shown = " ".join([description, *_notes(default, limits, fixed=fixed)])
-    extra = {"fixed": fixed, "description": shown}
+    extra: dict[str, Any] = {"fixed": fixed, "description": shown}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]:
-    """Sentences about a setting's range, default, and whether it stays. Example: "At least 0, below 1." """
+    """Sentences about a setting's range, default, and whether it stays. such as "At least 0, below 1"."""
     notes = []
     if bounds := [f"{text} {_number(limits[name])}" for name, text in LIMITS.items() if name in limits]:
         text = ", ".join(bounds)
