@@ -56,23 +56,41 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
     train_here(config, name, begun, again=again)
 
 
+def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
+    """Run the flow collect in this process; arguments and errors as for `run_here`."""
+    preflight(config, trains=False)
+
+    def begun() -> Coroutine[Any, Any, str]:
+        from flows.collect import collect
+
+        return collect(name, config, redo_failed)
+
+    train_here(config, name, begun, again=again, trains=False)
+
+
 def train_here(
-    config: RunConfig, name: str, begun: Callable[[], Coroutine[Any, Any, str]], *, again: bool
+    config: RunConfig,
+    name: str,
+    begun: Callable[[], Coroutine[Any, Any, str]],
+    *,
+    again: bool,
+    trains: bool = True,
 ) -> None:
-    """Run a flow that trains a run of that name, as the last thing of this process.
+    """Run a flow that makes a run of that name, or goes on with it, as the last thing of this process.
 
     Args:
         config: all settings.
         name: folder of the run below `store.root`.
         begun: imports the flow, which is left to when Prefect's settings are known, and calls it.
         again: move a finished run of that name to NAME-N, and start anew.
+        trains: False for the flow collect.
     """
     folder = run_folder(name, config)
     starts_anew = again and is_finished(folder)
     if starts_anew:
         check_movable(folder)
     else:
-        check_resumable(folder, config)
+        check_resumable(folder, config, trains=trains)
     lead_to_prefect()
     if starts_anew:
         move_aside(folder)

@@ -44,7 +44,7 @@ class RetrainConfig(StageConfig):
     )
     first_step: int = setting(0, "First step of the sources to draw from.", ge=0, fixed=True)
     last_step: int = setting(
-        -1, "Last step of the sources to draw from; -1: all that they have trained on.", ge=-1, fixed=True
+        -1, "Last step of the sources to draw from; -1: all that are done.", ge=-1, fixed=True
     )
 
 

@@ -8,9 +8,9 @@ from flows.settings import fixed_settings
 from tasks.errors import ConfigError, RunFinishedError
 from tasks.store.config import StoreConfig
 from tasks.store.fixed import check_fixed
+from tasks.store.kind import check_kind, done_steps
 from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
-from tasks.store.resume import stored_batch_steps
 from tasks.store.sources import trained_from
 
 
@@ -64,8 +64,10 @@ def _places(run: str) -> list[RunFolder]:
     return places if "/" in run else [*places, RunFolder(f"{StoreConfig().root}/{run}")]
 
 
-def check_resumable(folder: RunFolder, config: RunConfig) -> None:
+def check_resumable(folder: RunFolder, config: RunConfig, *, trains: bool = True) -> None:
     """Refuse to go on with a run that is finished, or under settings that would make another run of it.
+
+    `trains` is False for the flow collect, which goes on with its own runs alone.
 
     Raises:
         ConfigError: it has done more steps than are asked for.
@@ -75,8 +77,9 @@ def check_resumable(folder: RunFolder, config: RunConfig) -> None:
     if not has_manifest(folder):
         return
     manifest = read_manifest(folder)
+    check_kind(folder, manifest, trains=trains)
     check_fixed(folder.location, manifest.config, config.model_dump(mode="json"), fixed_settings())
-    n_done = len(stored_batch_steps(folder))
+    n_done = len(done_steps(folder, manifest))
     if config.steps < n_done:
         raise ConfigError(
             "steps", config.steps, f"{folder.location} has done {n_done} steps already; give more"

@@ -66,7 +66,8 @@ def view(folder: RunFolder, selection: Selection) -> View:
 def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
     """The run by step, and its totals; of an environment without the columns that are measured of all."""
     selection = selection or Selection()
-    metrics = _step_metrics(folder)
+    trains = read_manifest(folder).trains
+    metrics = _step_metrics(folder, trains=trains)
     by_status = _counts(folder, selection.env)
     steps = _steps(folder, selection).join(metrics, on="step", how="left", maintain_order="left")
     columns: Sequence[Column] = STEP_COLUMNS
@@ -74,20 +75,20 @@ def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
         steps = steps.drop(OF_ALL_ENVIRONMENTS)
         columns = [column for column in columns if column.name not in OF_ALL_ENVIRONMENTS]
     shown = _ordered(steps, columns, selection)
-    n_trained = len(metrics)
+    n_done = len(metrics)
     values: dict[str, object] = {
         "run": folder.location,
-        "steps": n_trained,
+        "steps": n_done,
         "trajectories": sum(by_status.values()),
         "by_status": by_status,
         "held_out": held_out(folder, selection.env).to_dicts(),
-        "policy_version": n_trained,
+        "policy_version": n_done if trains else 0,
         "by_step": shown,
     }
     counts = ", ".join(f"{n} {status}" for status, n in by_status.items())
     n_sampled = counted(sum(by_status.values()), "trajectory", "trajectories")
     of_env = selection.env and f" of {selection.env}"
-    title = f"{folder.location}: {counted(n_trained, 'step')} trained, {n_sampled}{of_env}"
+    title = f"{folder.location}: {counted(n_done, 'step')} {'trained' if trains else 'collected'}, {n_sampled}{of_env}"
     notes = cut_notes(len(shown), len(steps))
     return View(values, f"{title}{counts and f' ({counts})'}", columns, shown, notes)
 
@@ -176,19 +177,19 @@ def _steps(folder: RunFolder, selection: Selection) -> pl.DataFrame:
     )
 
 
-def _step_metrics(folder: RunFolder) -> pl.DataFrame:
-    """Of each trained step: trajectories lost, and its seconds."""
+def _step_metrics(folder: RunFolder, *, trains: bool) -> pl.DataFrame:
+    """Of each step that is done: trajectories lost, and its seconds."""
     wanted = {"lost": "drops/trajectories", "seconds": "time/step_s"}
     value = pl.col("value").filter
     return (
         scan(folder, "metrics", ["step", "name", "value"])
         .group_by("step")
         .agg(
-            (pl.col("name") == "train/updated").any().alias("trained"),
+            (pl.col("name") == ("train/updated" if trains else wanted["seconds"])).any().alias("done"),
             *(value(pl.col("name") == name).last().alias(short) for short, name in wanted.items()),
         )
-        .filter("trained")
-        .drop("trained")
+        .filter("done")
+        .drop("done")
         .with_columns(pl.col("lost").cast(pl.Int64))
         .collect()
     )

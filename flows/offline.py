@@ -11,10 +11,10 @@ from tasks.errors import ConfigError
 from tasks.score.advantages.registry import advantage_of
 from tasks.score.check import check_scorer
 from tasks.score.registry import parts_of
+from tasks.store.kind import done_steps
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.partitions import stored_scorers, stored_steps
-from tasks.store.resume import stored_batch_steps
 
 
 def check_offline(config: RunConfig) -> None:
@@ -54,25 +54,25 @@ def _check_routing(config: RunConfig) -> None:
 
 
 def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
-    """The sources, and of each the steps to draw from: those that it has trained on, within the bounds.
+    """The sources, and of each the steps to draw from: those that are done, within the bounds.
+
+    A step is done when it has been trained on, or, in a run of the flow collect, when all its groups are collected.
 
     Raises:
         ConfigError: a source is no run or has no such scores, or no step is within the bounds.
     """
     scores, first, last = config.retrain.scores, config.retrain.first_step, config.retrain.last_step
-    found, trained = [], []
+    found, done = [], []
     for source in map(existing_run, config.retrain.sources):
         if scores not in (there_are := stored_scorers(source)):
             remedy = f"{source.location} has no such scores, but {', '.join(there_are) or 'none'}; `rollmill rescore` makes them"
             raise ConfigError("retrain.scores", scores, remedy)
-        steps = stored_batch_steps(source)
-        trained.append(
-            f"{source.location} has trained on {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}"
-        )
+        steps = done_steps(source, read_manifest(source))
+        done.append(f"{source.location} has done {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}")
         found.append((source, [step for step in steps if first <= step and (last < 0 or step <= last)]))
     if found and not any(steps for _, steps in found):
         bounds = f"no step is from retrain.first_step = {first} to retrain.last_step = {last}"
-        raise ConfigError("retrain.first_step", first, f"{bounds}: {', '.join(trained)}")
+        raise ConfigError("retrain.first_step", first, f"{bounds}: {', '.join(done)}")
     return found
 
 

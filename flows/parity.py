@@ -51,6 +51,39 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
     )
 
 
+def openings_of(run: Run) -> Openings:
+    """The openings of a run's training problems."""
+    return Openings(
+        run.environment,
+        run.player.tokenizer,
+        max_tokens=run.config.serve.max_model_len,
+        timeout_s=run.config.rollout.env_timeout_s,
+    )
+
+
+async def check_tokenizer(openings: Openings, server: VllmClient) -> None:
+    """Refuse a server that reads a prompt as other tokens than we do.
+
+    Raises:
+        ConfigError: it has another tokenizer or chat template.
+        EpisodeError: the environment gives no prompt to compare on.
+    """
+    (opening,) = await openings.first(1)
+    ours = opening.token_ids.tolist()
+    theirs = await _tokens(server, opening.messages, has_template=openings.tokenizer.has_template)
+    if ours != theirs:
+        remedy = (
+            f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
+        )
+        raise ConfigError("serve.urls", server.url, remedy)
+
+
+async def _tokens(server: VllmClient, messages: Sequence[Message], *, has_template: bool) -> list[int]:
+    if has_template:
+        return await server.tokenize_chat([{"role": each.role, "content": each.content} for each in messages])
+    return await server.tokenize("".join(each.content for each in messages))
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """What the trainer says of known tokens at one version; a Scorer that asks the trainer once for all servers."""
@@ -74,12 +107,7 @@ class Parity:
     def __init__(self, run: Run, trainer: Scorer) -> None:
         self._run, self._trainer = run, trainer
         self._at_0 = differences_at_start(run)
-        self._openings = Openings(
-            run.environment,
-            run.player.tokenizer,
-            max_tokens=run.config.serve.max_model_len,
-            timeout_s=run.config.rollout.env_timeout_s,
-        )
+        self._openings = openings_of(run)
         self._asking = asyncio.Lock()
         self._choosing = asyncio.Lock()
         self._known: tuple[str, list[list[float]]] = "", []
@@ -130,18 +158,7 @@ class Parity:
             ConfigError: it has another tokenizer or chat template.
             EpisodeError: the environment gives no prompt to compare on.
         """
-        (opening,) = await self._openings.first(1)
-        ours, theirs = opening.token_ids.tolist(), await self._tokens(server, opening.messages)
-        if ours != theirs:
-            remedy = f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
-            raise ConfigError("serve.urls", server.url, remedy)
-
-    async def _tokens(self, server: VllmClient, messages: Sequence[Message]) -> list[int]:
-        if self._run.player.tokenizer.has_template:
-            return await server.tokenize_chat(
-                [{"role": each.role, "content": each.content} for each in messages]
-            )
-        return await server.tokenize("".join(each.content for each in messages))
+        await check_tokenizer(self._openings, server)
 
     async def _choose(self, version: int) -> Sequence[np.ndarray]:
         """Token ids of the batch just trained, or of the first prompts when there is none."""

@@ -91,7 +91,7 @@ class Run(TrainingRun):
     recomputing: Recomputing | None = None
 
 
-def _open_store(name: str, config: RunConfig, *, adds: bool) -> OpenRun:
+def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> OpenRun:
     folder, settings, fixed = run_folder(name, config), config.model_dump(mode="json"), fixed_settings()
     if adds and has_manifest(folder):
         check_fixed(folder.location, read_manifest(folder).config, settings, fixed)
@@ -103,12 +103,13 @@ def _open_store(name: str, config: RunConfig, *, adds: bool) -> OpenRun:
         versions={package: importlib.metadata.version(package) for package in VERSIONED_PACKAGES},
         git_commit=_git_commit(),
         config_of=config.store,
+        trains=trains,
     )
 
 
 @asynccontextmanager
 async def open_offline_run(
-    name: str, config: RunConfig, model: Path, *, adds: bool = False
+    name: str, config: RunConfig, model: Path, *, adds: bool = False, trains: bool = True
 ) -> AsyncIterator[TrainingRun]:
     """Lock the run's folder, made when it is not there, and open its data sets for writing.
 
@@ -117,11 +118,12 @@ async def open_offline_run(
         config: all settings.
         model: folder of the start model.
         adds: True to add to a run, finished or not, that stays what it is.
+        trains: False for a run that is collected and no more.
 
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
     """
-    store = await asyncio.to_thread(_open_store, name, config, adds=adds)
+    store = await asyncio.to_thread(_open_store, name, config, adds=adds, trains=trains)
     recording = Recording(config.observe)
     try:
         await mark_leftovers(store.folder, store.files, config.observe.leftovers_timeout_s)
@@ -141,14 +143,23 @@ async def open_offline_run(
 
 @asynccontextmanager
 async def open_run(
-    name: str, config: RunConfig, model: Path, *, redo_failed: bool = False, adds: bool = False
+    name: str,
+    config: RunConfig,
+    model: Path,
+    *,
+    redo_failed: bool = False,
+    adds: bool = False,
+    trains: bool = True,
 ) -> AsyncIterator[Run]:
-    """Open a run's folder, and everything else that sampling needs and that is no service; `adds` as for an offline one.
+    """Open a run's folder, and everything else that sampling needs and that is no service; `adds` and `trains` as for an offline one.
 
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
     """
-    async with open_offline_run(name, config, model, adds=adds) as opened, AsyncExitStack() as stack:
+    async with (
+        open_offline_run(name, config, model, adds=adds, trains=trains) as opened,
+        AsyncExitStack() as stack,
+    ):
         store = opened.store
         scorings = await stack.enter_async_context(_open_scorings(config, opened.id))
         environment = await stack.enter_async_context(

@@ -10,6 +10,7 @@ from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
+from flows.start_weights import StartWeights
 from flows.sync_report import SyncReport
 from flows.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, RollmillError, ServiceDiedError, SyncError
@@ -49,7 +50,7 @@ class Servers:
         are_up: set when all have been brought up for the first time.
     """
 
-    def __init__(self, run: Run, sync: WeightSync, servers: Sequence[ServerService]) -> None:
+    def __init__(self, run: Run, sync: WeightSync | StartWeights, servers: Sequence[ServerService]) -> None:
         self.run, self._sync = run, sync
         self.every = tuple(servers)
         self.failed: dict[ServerService, str] = {}

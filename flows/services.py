@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -179,14 +179,35 @@ async def open_services(
     `variables` are those of the trainer's environment, besides ours.
     """
     trainer = TrainerService(config, logs, variables)
-    n_servers = (len(config.serve.urls) or config.serve.servers) if with_servers else 0
-    servers = tuple(ServerService(config, model, logs, number) for number in range(n_servers))
-    every: tuple[TrainerService | ServerService, ...] = (trainer, *servers)
+    servers = servers_of(config, model, logs) if with_servers else ()
+    async with started((trainer, *servers)):
+        yield trainer, servers
+
+
+@asynccontextmanager
+async def open_servers(
+    config: RunConfig, model: Path, logs: Path
+) -> AsyncIterator[tuple[ServerService, ...]]:
+    """As `open_services`, without a trainer."""
+    servers = servers_of(config, model, logs)
+    async with started(servers):
+        yield servers
+
+
+def servers_of(config: RunConfig, model: Path, logs: Path) -> tuple[ServerService, ...]:
+    """The vLLM servers that a run samples from, not yet started."""
+    n_servers = len(config.serve.urls) or config.serve.servers
+    return tuple(ServerService(config, model, logs, number) for number in range(n_servers))
+
+
+@asynccontextmanager
+async def started(every: Sequence[TrainerService | ServerService]) -> AsyncIterator[None]:
+    """Start services side by side; on the way out, however it is taken, what was launched ends."""
     try:
         async with asyncio.TaskGroup() as starting:
             for service in every:
                 starting.create_task(service.start())
-        yield trainer, servers
+        yield
     finally:
         for service in every:
             await service.client.close()

@@ -20,6 +20,7 @@ class StepSpace:
 
     def __init__(self, run: TrainingRun) -> None:
         self._config = run.config
+        self._trains = run.store.manifest.trains
         first = checkpoint_bytes(run.model, run.config.train)
         self._space = Space(run.folder, run.config.store.min_free_bytes, first)
 
@@ -29,7 +30,7 @@ class StepSpace:
         Raises:
             DiskSpaceError: the disk will not hold it.
         """
-        due = due_checkpoints(self._config, step + 1)[-_LOOKED_AT:]
+        due = due_checkpoints(self._config, step + 1)[-_LOOKED_AT:] if self._trains else []
         await asyncio.to_thread(self._space.check, step, due=due, is_collected=is_collected)
 
 

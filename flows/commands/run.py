@@ -53,6 +53,35 @@ def run(
 
 
 @commands.command(rich_help_panel=PANEL)
+def collect(
+    preset: Preset,
+    name: Annotated[
+        str,
+        typer.Option(help="Folder of the run below store.root; the preset's name and -collected by default."),
+    ] = "",
+    overrides: Overrides = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
+    ] = False,
+    redo_failed: Annotated[
+        bool,
+        typer.Option(
+            "--redo-failed",
+            help="Sample what failed or was cut of the open steps once more, as a further attempt.",
+        ),
+    ] = False,
+) -> None:
+    """Run the flow collect here: rollouts and scores by the start model, to rescore and retrain from; nothing trains."""
+    from flows.settings import load
+
+    config = load(preset, tuple(overrides or ()))
+    from flows.command import collect_here
+    from flows.presets import preset_name
+
+    collect_here(config, name or f"{preset_name(preset)}-collected", again=again, redo_failed=redo_failed)
+
+
+@commands.command(rich_help_panel=PANEL)
 def fork(
     run: RunLocation,
     step: Annotated[

@@ -57,6 +57,7 @@ class Manifest:
         status: forking until all that a forked run begins with has been brought over.
         origins: the runs that it was forked from, the first of them first; empty unless it was.
         sources: the runs that it trains from, or that the run it was forked from did; empty for one that samples.
+        trains: False for a run of the flow collect, which has no batches: its steps are done when they have metrics.
     """
 
     run: str
@@ -70,6 +71,7 @@ class Manifest:
     status: Literal["forking", "running", "finished"]
     origins: tuple[Origin, ...] = ()
     sources: tuple[Source, ...] = ()
+    trains: bool = True
 
     @property
     def first_step(self) -> int:

@@ -12,6 +12,7 @@ from tasks.store.config import StoreConfig
 from tasks.store.filesystem import Files, files_of
 from tasks.store.fixed import check_fixed
 from tasks.store.inventory import Inventory
+from tasks.store.kind import check_kind
 from tasks.store.layout import PARTITION_KEYS, RunFolder
 from tasks.store.lock import RunLock, lock_run
 from tasks.store.manifest import Manifest, Source, has_manifest, read_manifest, write_manifest
@@ -49,6 +50,7 @@ class OpenRun:
         versions: dict[str, str],
         git_commit: str,
         config_of: StoreConfig,
+        trains: bool = True,
     ) -> Self:
         """Begin a run, or go on with one: its id stays, its epoch rises, its configuration becomes `config`.
 
@@ -59,11 +61,12 @@ class OpenRun:
             versions: of the packages in use.
             git_commit: of the checkout; empty outside of one.
             config_of: settings of the data sets.
+            trains: False for a run that is collected and no more.
 
         Raises:
             ConfigError: the folder cannot be written.
             RunLockedError: another process writes to it.
-            RunMismatchError: fixed settings differ.
+            RunMismatchError: fixed settings differ, or one of the run and the flow trains and the other does not.
             RunFinishedError: all its steps are done.
             LeaseLostError: another process has taken the run over meanwhile.
             StoreError: run.json cannot be read or written, or shards of an older schema version be brought up to today's.
@@ -74,9 +77,10 @@ class OpenRun:
             now = {"config": config, "versions": versions, "git_commit": git_commit}
             stored = read_manifest(folder) if has_manifest(folder) else None
             if stored:
+                check_kind(folder, stored, trains=trains)
                 manifest = _brought_up(folder, files, _resumed(folder, stored, fixed, now), config_of)
             else:
-                manifest = _begun(folder, now)
+                manifest = _begun(folder, now | {"trains": trains})
             write_manifest(files, manifest, stored)
         except Exception:
             lock.release()

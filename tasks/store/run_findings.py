@@ -5,6 +5,7 @@ from tasks.store.batch import stored_digest
 from tasks.store.checkpoint_files import read_marker, wrong_files
 from tasks.store.filesystem import files_of, read_text
 from tasks.store.findings import Finding, named
+from tasks.store.kind import done_steps
 from tasks.store.layout import CHECKPOINT_MARKER, MANIFEST, RunFolder, checkpoint_key
 from tasks.store.manifest import Manifest
 from tasks.store.partitions import stored_steps
@@ -13,6 +14,8 @@ from tasks.store.resume import complete_checkpoints
 from tasks.store.run_settings import RunSettings
 
 _RESTORE = "restore what is missing from a copy"
+_ROWS = {"batches": "batch", "metrics": "metrics"}
+_A_ROW = {"batches": "a batch", "metrics": "metrics"}
 
 
 def run_findings(
@@ -24,8 +27,12 @@ def run_findings(
     """
     found: list[Finding] = []
     batches, metrics = stored_steps(folder, "batches"), stored_steps(folder, "metrics")
-    if gaps := sorted(set(range(max(batches, default=-1) + 1)) - set(batches)):
-        found.append(Finding(folder.dataset("batches"), f"no batch of steps {named(gaps)}", _RESTORE))
+    dataset = "batches" if manifest.trains else "metrics"
+    ended = done_steps(folder, manifest)
+    if gaps := sorted(set(range(max(ended, default=-1) + 1)) - set(ended)):
+        found.append(
+            Finding(folder.dataset(dataset), f"no {_ROWS[dataset]} of steps {named(gaps)}", _RESTORE)
+        )
     done = batches if manifest.status == "finished" else batches[:-1]
     if silent := sorted(set(done) - set(metrics)):
         found.append(Finding(folder.dataset("metrics"), f"no metrics of steps {named(silent)}", _RESTORE))
@@ -40,8 +47,8 @@ def run_findings(
             found += _held_out_scores(folder, version)
         except ShardError as error:
             notes.append(f"held-out scores of version {version} could not be checked: {error}")
-    if manifest.status == "finished" and settings.steps not in (None, len(batches)):
-        what = f"it says that the run is finished with {settings.steps} steps, {len(batches)} have a batch"
+    if manifest.status == "finished" and settings.steps not in (None, len(ended)):
+        what = f"it says that the run is finished with {settings.steps} steps, {len(ended)} have {_A_ROW[dataset]}"
         found.append(Finding(folder.path(MANIFEST), what, _RESTORE))
     found += _last_checkpoint(folder, manifest, settings)
     for version in complete_checkpoints(folder):
@@ -90,7 +97,12 @@ def _held_out_scores(folder: RunFolder, version: int) -> list[Finding]:
 def _last_checkpoint(folder: RunFolder, manifest: Manifest, settings: RunSettings) -> list[Finding]:
     """A finished run has the checkpoint of the version that its last step made."""
     last = settings.steps
-    if manifest.status != "finished" or not last or last in complete_checkpoints(folder):
+    if (
+        manifest.status != "finished"
+        or not manifest.trains
+        or not last
+        or last in complete_checkpoints(folder)
+    ):
         return []
     what = f"the run is finished, and its last checkpoint, of version {last}, is missing or not complete"
     remedy = "restore it from a copy; without one, raise steps and go on with the run: stored batches are applied again"

@@ -25,6 +25,7 @@ class Expected:
         max_staleness: steps that a trained row's first policy version may lie behind.
         scorer: NAME@VERSION of the run's; empty when no batch says it.
         leaves_short_groups_unscored: True when a group that lacks a trajectory may have no scores.
+        is_collected: True when all that is planned must be there, though nothing is trained.
     """
 
     run: str
@@ -32,6 +33,7 @@ class Expected:
     max_staleness: int
     scorer: str = ""
     leaves_short_groups_unscored: bool = False
+    is_collected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,10 @@ class StepRows:
 def step_findings(rows: StepRows, expected: Expected) -> list[Finding]:
     """All that is wrong with a step's rows; of a step without a batch nothing is missing yet."""
     found = [*_twice(rows), *_tokens_twice(rows), *_orphans(rows), *_of_other_runs(rows, expected)]
-    if rows.batch is not None and rows.planned:
-        found += [*_missing(rows, expected), *_stale(rows, rows.batch, expected)]
+    if rows.planned and (rows.batch is not None or expected.is_collected):
+        found += _missing(rows, expected)
+    if rows.planned and rows.batch is not None:
+        found += _stale(rows, rows.batch, expected)
     return found
 
 

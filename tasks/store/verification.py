@@ -154,7 +154,12 @@ class _Verification:
             max_staleness=settings.rollout.max_staleness,
             scorer=self._scorers[run],
             leaves_short_groups_unscored=settings.score.needs_whole_group,
+            is_collected=self._is_collected(step),
         )
+
+    def _is_collected(self, step: int) -> bool:
+        """True for a step of a run that does not train, once it is done."""
+        return not self._manifest.trains and step in stored_steps(self._folder, "metrics")
 
     def _scorer(self, run: str) -> str:
         """A run's, by the first of its batches that says it; else the only one there is."""
@@ -178,10 +183,12 @@ class _Verification:
             self._found.findings += value_findings(rows.where["rollouts"], tokens)
             for name, beside in self._by_token(step).items():
                 self._found.findings += token_findings(rows.where[name], tokens, beside)
-            if rows.batch is None:
-                self._found.notes.append(f"step {step} is not done: it has no batch yet")
-            else:
+            if rows.batch is not None:
                 self._found.findings += self._foreign(step, rows.batch)
+            elif self._manifest.trains:
+                self._found.notes.append(f"step {step} is not done: it has no batch yet")
+            elif not self._is_collected(step):
+                self._found.notes.append(f"step {step} is not done: it is not all collected yet")
         except ShardError as error:
             # The shard itself is among the findings.
             self._found.notes.append(f"step {step}: its rows could not be checked: {error}")

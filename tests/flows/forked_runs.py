@@ -1,15 +1,16 @@
-"""`rollmill run` again and again, each time in a forked child: what it imports is imported once.
+"""`rollmill run` or `rollmill collect` again and again, each in a forked child: what it imports is imported once.
 
-A line in begins the run of that name. A line out is the child's process id, the next one its exit status.
+A line in, COMMAND NAME, begins the run of that name. A line out is the child's process id, the next one its exit status.
 """
 
 import os
 import sys
 from pathlib import Path
 
+import flows.collect
 import flows.ending
-import flows.post_train  # noqa: F401 - the children find it imported
-from flows.command import run_here
+import flows.post_train  # noqa: F401 - as well
+from flows.command import collect_here, run_here
 from flows.config import RunConfig
 
 
@@ -20,7 +21,7 @@ def main() -> None:
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            run(config, line.strip())
+            run(config, *line.split())
             return
         sys.stdout.write(f"{child}\n")
         sys.stdout.flush()
@@ -29,12 +30,12 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def run(config: RunConfig, name: str) -> None:
+def run(config: RunConfig, command: str, name: str) -> None:
     """What the command does; its output goes to this process's error stream."""
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    run_here(config, name, again=False)
+    (collect_here if command == "collect" else run_here)(config, name, again=False)
 
 
 if __name__ == "__main__":

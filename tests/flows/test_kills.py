@@ -8,7 +8,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from flow_processes import DEADLINE_S, Runs
 
 from benchmarks.stubs.vllm_server import Asked, StubVllmServer
 from flows.command import QUIET_TERMINAL, SHORT_RETRIES
@@ -44,7 +44,6 @@ STEPS, GROUPS, GROUP_SIZE, N_HELD_OUT = 10, 6, 4, 3
 N_REFILLS = 2
 ROLLOUT_S, SLOTS = 0.06, 4
 TOKEN = "kills"
-DEADLINE_S = 120.0
 KEPT = ("rollouts", "scores", "groups", "batches", "evaluations", "logprobs", "annotations")
 SAME = [
     "step",
@@ -57,50 +56,6 @@ SAME = [
     "token_ids",
     "status",
 ]
-
-
-class Runs:
-    """Starts one flow at a time, in a child of a process that has imported everything."""
-
-    def __init__(self, folder: Path, config: RunConfig, environment: dict[str, str]) -> None:
-        settings = folder / "config.json"
-        settings.write_text(config.model_dump_json())
-        self.log = folder / "flows.log"
-        script = Path(__file__).with_name("forked_runs.py")
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(script), str(settings)],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-
-    def start(self, name: str) -> int:
-        """Begin, or go on with, a run; returns the process's id."""
-        assert self._process.stdin
-        self._process.stdin.write(f"{name}\n")
-        self._process.stdin.flush()
-        while (line := self._line()) == "ready":
-            pass
-        return int(line)
-
-    def ended(self) -> int:
-        """Wait for its end; returns its status."""
-        return int(self._line())
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait(DEADLINE_S)
-
-    def _line(self) -> str:
-        assert self._process.stdout
-        line = self._process.stdout.readline().strip()
-        assert line, self.log.read_text()[-3000:]
-        return line
 
 
 @dataclass

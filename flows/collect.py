@@ -1,0 +1,64 @@
+"""The flow collect: rollouts and scores by the start model, and no training."""
+
+import asyncio
+
+from prefect import flow
+
+from flows.beside import Beside
+from flows.config import RunConfig
+from flows.failure import one_error
+from flows.folder import check_resumable, run_folder
+from flows.machine import check_machine
+from flows.report import report_run, report_step
+from flows.rules import check
+from flows.run import open_run
+from flows.start_model import ensure_start_model
+from flows.start_policy import open_start_policy
+from tasks.observe.spans import StepClock
+from tasks.score.check import check_scorer
+from tasks.store.kind import done_steps
+
+
+@flow(name="collect", flow_run_name="{run_name}", persist_result=False)
+async def collect(run_name: str, config: RunConfig, redo_failed: bool = False) -> str:
+    """Sample and score steps by the start model, which nothing trains; `rescore` and `retrain` go on from there.
+
+    Args:
+        run_name: folder of the run below `store.root`; one that exists and is unfinished is gone on with.
+        config: all settings; those of training are not gone by, and nothing is evaluated.
+        redo_failed: sample what failed of the steps that are not done again, as a further attempt.
+
+    Returns:
+        The run's folder.
+    """
+    config = without_evaluation(config)
+    check(config)
+    check_scorer(config.score)
+    await check_machine(config, trains=False)
+    folder = run_folder(run_name, config)
+    await asyncio.to_thread(check_resumable, folder, config, trains=False)
+    with one_error():
+        model = await ensure_start_model(config)
+        async with (
+            open_run(run_name, config, model, redo_failed=redo_failed, trains=False) as run,
+            open_start_policy(run),
+            Beside(run) as beside,
+        ):
+            first = len(await asyncio.to_thread(done_steps, run.folder, run.store.manifest))
+            run.progress.begin(first)
+            run.compactor.begin(first)
+            for step in range(first, config.steps):
+                clock = StepClock()
+                beside.begin(step)
+                with clock.span("collect"):
+                    collected = await beside.collected(step)
+                await report_step(run, collected, [], clock)
+                run.compactor.begin(step + 1)
+            await report_run(run)
+    return run.folder.location
+
+
+def without_evaluation(config: RunConfig) -> RunConfig:
+    """Settings of a run that evaluates nothing."""
+    evaluate = config.evaluate.model_copy(update={"enabled": False})
+    return config.model_copy(update={"evaluate": evaluate})

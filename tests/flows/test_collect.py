@@ -1,0 +1,111 @@
+"""The flow collect: killed and gone on with, nothing is lost or there twice; another run can train from it."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+import pytest
+from flow_processes import DEADLINE_S, Runs
+from typer.testing import CliRunner
+
+from benchmarks.stubs.vllm_server import StubVllmServer
+from flows.cli import app
+from flows.command import QUIET_TERMINAL, SHORT_RETRIES
+from flows.config import RunConfig
+from flows.draws import GroupPool
+from flows.folder import check_resumable
+from flows.settings import validate
+from tasks.errors import RunMismatchError
+from tasks.serve.process import free_port
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest
+from tasks.store.partitions import stored_steps
+from tasks.store.reader import read
+from tasks.store.verification import verify_run
+
+pytestmark = pytest.mark.service
+
+STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tied_model: Path) -> Iterator[RunConfig]:
+    port, server = free_port(), StubVllmServer(tied_model, rollout_s=0.05)
+    control = server.serve(port)
+    yield validate(
+        {
+            "steps": STEPS,
+            "model": str(tied_model),
+            "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_in_flight": 4},
+            "serve": {"urls": [f"http://127.0.0.1:{port}"]},
+            "store": {"root": str(tmp_path_factory.mktemp("collect") / "runs")},
+        }
+    )
+    control.stop()
+
+
+@pytest.fixture(scope="module")
+def collected(config: RunConfig, tmp_path_factory: pytest.TempPathFactory, prefect_api: str) -> RunFolder:
+    """A run that was killed in its second step, and gone on with."""
+    folder = RunFolder(f"{config.store.root}/killed")
+    environment = os.environ | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
+    runs = Runs(tmp_path_factory.mktemp("flows"), config, environment)
+    try:
+        pid = runs.start("killed", "collect")
+        deadline = time.monotonic() + DEADLINE_S
+        while len(read(folder, "rollouts", ["group"], step=1)) < GROUP_SIZE:
+            assert time.monotonic() < deadline, runs.log.read_text()[-3000:]
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        assert runs.ended() == -signal.SIGKILL
+        assert not verify_run(folder).findings
+        runs.start("killed", "collect")
+        assert runs.ended() == 0, runs.log.read_text()[-3000:]
+    finally:
+        runs.close()
+    return folder
+
+
+def test_a_killed_collection_goes_on_and_has_each_trajectory_once(collected: RunFolder) -> None:
+    found = verify_run(collected)
+    assert (found.findings, found.notes) == ([], [])
+    for dataset in ("rollouts", "scores"):
+        ids = read(collected, dataset, ["trajectory_id"])["trajectory_id"].to_pylist()
+        assert len(ids) == len(set(ids)) == STEPS * GROUPS * GROUP_SIZE
+    assert len(read(collected, "groups", ["group"])) == STEPS * GROUPS
+    assert stored_steps(collected, "batches") == []
+    assert read_manifest(collected).status == "finished"
+
+
+def test_a_step_of_it_that_lost_its_rows_is_found(collected: RunFolder, tmp_path: Path) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(collected.local, copy.local)
+    for shard in copy.local.glob("groups/step=000001/*.arrow"):
+        shard.unlink()
+    assert any("planned groups have no row" in each.what for each in verify_run(copy).findings)
+
+
+def test_another_run_can_draw_from_it(collected: RunFolder, config: RunConfig) -> None:
+    retrain = config.retrain.model_copy(
+        update={"sources": (collected.location,), "scores": "addition@1", "groups_per_step": 4}
+    )
+    pool = GroupPool.read(config.model_copy(update={"retrain": retrain}))
+    assert len(pool.groups) + pool.left_out.total() == STEPS * GROUPS
+    assert pool.groups
+
+
+def test_a_run_that_trains_does_not_go_on_with_it(collected: RunFolder, config: RunConfig) -> None:
+    longer = config.model_copy(update={"steps": STEPS + 1})
+    with pytest.raises(RunMismatchError, match="rollmill retrain"):
+        check_resumable(collected, longer)
+    check_resumable(collected, longer, trains=False)
+
+
+def test_inspect_says_what_was_collected(collected: RunFolder) -> None:
+    shown = CliRunner().invoke(app, ["inspect", collected.location], catch_exceptions=False)
+    assert f"{STEPS} steps collected, {STEPS * GROUPS * GROUP_SIZE} trajectories" in shown.output
+    assert isinstance(pl.scan_ipc(f"{collected.location}/rollouts/**/*.arrow").collect(), pl.DataFrame)
