@@ -4,11 +4,16 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from flows.evaluate import evaluate_version
+from flows.evaluate import evaluate_version, is_due
 from flows.fan_out import Collected, collect_step
 from flows.run import Run
 from flows.space import StepSpace
+from flows.step_runs import name_of_evaluation, name_of_step
 from tasks.errors import DiskSpaceError
+from tasks.store.resume import resume_point
+
+STEPS_AHEAD = 2
+"""So many steps more than begin next have their flow runs made: steps may be shorter than it takes."""
 
 
 class Beside:
@@ -28,6 +33,8 @@ class Beside:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        point = await asyncio.to_thread(resume_point, self._run.folder)
+        self._run.step_runs.expect(self._names(point.stored_batches))
         return self
 
     async def __aexit__(
@@ -42,6 +49,7 @@ class Beside:
             if step not in self._collecting:
                 self._collecting[step] = self._tasks.create_task(self._collect(step))
         self._evaluating[version] = self._tasks.create_task(evaluate_version(run, version))
+        run.step_runs.expect(self._names(version + 1))
 
     async def collected(self, step: int) -> Collected:
         """A step that was begun, once all its groups are done.
@@ -62,7 +70,16 @@ class Beside:
             await self._space.check(step)
         except DiskSpaceError as error:
             return error
-        return await collect_step(self._run, step)
+        async with self._run.step_runs.of(name_of_step(step)):
+            return await collect_step(self._run, step)
+
+    def _names(self, version: int) -> list[str]:
+        """The flow runs of what begins once the servers are at a version, and of the steps after it."""
+        run, steps = self._run, self._run.config.steps
+        last = min(version + run.config.rollout.max_staleness + STEPS_AHEAD, steps - 1)
+        names = [name_of_step(step) for step in range(version, last + 1) if step not in self._collecting]
+        is_evaluated = version <= steps and is_due(run, version)
+        return [*names, name_of_evaluation(version)] if is_evaluated else names
 
     async def evaluated(self, version: int) -> None:
         """Wait for the rest of a version's evaluation."""

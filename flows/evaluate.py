@@ -12,6 +12,7 @@ from flows.failures import FailureWatch
 from flows.progress import say
 from flows.run import Run, TrainingRun
 from flows.sinks import evaluations
+from flows.step_runs import name_of_evaluation
 from tasks.rollout.admission import EVALUATION, Place
 from tasks.rollout.environment import Example
 from tasks.rollout.foreign import problem_of
@@ -58,10 +59,9 @@ async def finish_evaluation(run: Run, version: int) -> None:
     done = set(values(stored, "trajectory_id"))
     work = [each for each in await held_out_work(run, version) if each.trajectory_id not in done]
     failures = FailureWatch(version, len(work), max_share=1.0, logger=get_run_logger)
-    async with asyncio.TaskGroup() as fan_out:
-        for number, part in enumerate(parts_of(work, run.config.evaluate.prompts_per_task)):
-            fan_out.create_task(_evaluate_part(run, version, part, number, failures))
-            await asyncio.sleep(0)
+    if work:
+        async with run.step_runs.of(name_of_evaluation(version)):
+            await _evaluate_parts(run, version, work, failures)
     if failures.n_failed:
         say(
             f"evaluation of version {version}: {failures.n_failed} of {len(work)} trajectories failed, which count as "
@@ -69,6 +69,13 @@ async def finish_evaluation(run: Run, version: int) -> None:
         )
     for point in await asyncio.to_thread(lambda: list(evaluations(run.folder, version))):
         run.sinks.put(point)
+
+
+async def _evaluate_parts(run: Run, version: int, work: Sequence[Work], failures: FailureWatch) -> None:
+    async with asyncio.TaskGroup() as fan_out:
+        for number, part in enumerate(parts_of(work, run.config.evaluate.prompts_per_task)):
+            fan_out.create_task(_evaluate_part(run, version, part, number, failures))
+            await asyncio.sleep(0)
 
 
 async def _evaluate_part(

@@ -1,7 +1,7 @@
 """What a killed attempt leaves in Prefect: a flow run and task runs that seem to run for ever."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from datetime import datetime
 from uuid import UUID
 
@@ -9,10 +9,10 @@ from prefect import get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
-from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Crashed
 
+from flows.belonging import own_and_steps, run_flow_run
 from flows.failure import PREFECT_ERRORS, one_error
 from flows.progress import say
 from tasks.store.filesystem import Files
@@ -36,14 +36,14 @@ async def mark_leftovers(folder: RunFolder, files: Files, timeout_s: float) -> N
     Raises:
         StoreError: the folder's note of flow runs cannot be read or written.
     """
-    ours = _this_flow_run()
+    ours = run_flow_run()
     earlier = [each for each in await asyncio.to_thread(read_flow_runs, folder) if each != ours.id]
     await asyncio.to_thread(write_flow_runs, files, [*earlier, ours.id])
     ended: list[UUID] = []
     try:
         async with asyncio.timeout(timeout_s), get_client() as client:
             if ours.run_count > 1 and ours.state:
-                await _mark_task_runs(client, ours.id, before=ours.state.timestamp)
+                await _mark_below(client, ours.id, before=ours.state.timestamp)
             for each in earlier:
                 await _mark_flow_run(client, each)
                 ended.append(each)
@@ -56,41 +56,47 @@ async def mark_leftovers(folder: RunFolder, files: Files, timeout_s: float) -> N
         await asyncio.to_thread(write_flow_runs, files, [*left, ours.id])
 
 
-def _this_flow_run() -> FlowRun:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("leftovers are marked inside of a flow run")
-    return context.flow_run
-
-
 async def _mark_flow_run(client: PrefectClient, flow_run_id: UUID) -> None:
     """Mark a flow run that is over, and its task runs; one that this server does not know has left nothing."""
     try:
         flow_run = await client.read_flow_run(flow_run_id)
     except ObjectNotFound:
         return
-    await _mark_task_runs(client, flow_run_id)
+    await _mark_below(client, flow_run_id)
     if flow_run.state_type in UNFINISHED:
         await client.set_flow_run_state(flow_run_id, Crashed(message=MESSAGE), force=True)
 
 
-async def _mark_task_runs(client: PrefectClient, flow_run_id: UUID, before: datetime | None = None) -> None:
-    """Mark the unfinished task runs of a flow run, or those of its attempts that began before a time."""
-    found = await _unfinished_task_runs(client, flow_run_id)
-    states = {each.id: each.state for each in found}
-    leftover = [
-        run for run, state in states.items() if state and (before is None or state.timestamp < before)
-    ]
+async def _mark_below(client: PrefectClient, flow_run_id: UUID, before: datetime | None = None) -> None:
+    """Mark the unfinished flow runs of a run's steps, and its and their unfinished task runs; or those from before a time."""
+
+    def leftover(found: Sequence[FlowRun | TaskRun]) -> list[UUID]:
+        states = {each.id: each.state for each in found}
+        return [
+            each for each, state in states.items() if state and (before is None or state.timestamp < before)
+        ]
+
+    steps = leftover(await _unfinished_steps(client, flow_run_id))
     await _side_by_side(
-        client.set_task_run_state(each, Crashed(message=MESSAGE), force=True) for each in leftover
+        client.set_flow_run_state(each, Crashed(message=MESSAGE), force=True) for each in steps
     )
+    task_runs = leftover(await _unfinished_task_runs(client, flow_run_id))
+    await _side_by_side(
+        client.set_task_run_state(each, Crashed(message=MESSAGE), force=True) for each in task_runs
+    )
+
+
+async def _unfinished_steps(client: PrefectClient, flow_run_id: UUID) -> list[FlowRun]:
+    """The first unfinished flow runs of a run's steps: never more than a few are open."""
+    unfinished = {"parent_flow_run_id": {"any_": [flow_run_id]}, "state": {"type": {"any_": UNFINISHED}}}
+    return await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(unfinished), limit=PAGE)
 
 
 async def _unfinished_task_runs(client: PrefectClient, flow_run_id: UUID) -> list[TaskRun]:
     found: list[TaskRun] = []
     while True:
         page = await client.read_task_runs(
-            flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}}),
+            flow_run_filter=FlowRunFilter.model_validate(own_and_steps(flow_run_id)),
             task_run_filter=TaskRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}),
             limit=PAGE,
             offset=len(found),

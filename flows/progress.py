@@ -2,9 +2,10 @@
 
 from types import TracebackType
 
-from prefect.logging import get_run_logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from flows.belonging import run_logger
 
 CONSOLE = Console(stderr=True)
 
@@ -12,7 +13,7 @@ CONSOLE = Console(stderr=True)
 def say(text: str) -> None:
     """One line: on the terminal, above the bar when there is one, and in the flow run's log."""
     CONSOLE.print(text, highlight=False, soft_wrap=True, markup=False)
-    get_run_logger().info(text)
+    run_logger().info(text)
 
 
 class RunProgress:
@@ -55,7 +56,7 @@ class RunProgress:
         if not CONSOLE.is_terminal:
             say(line)
             return
-        get_run_logger().info(line)
+        run_logger().info(line)
         if step + 1 == self._steps:
             self._bar.stop()
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 from prefect import get_client
 from prefect.context import FlowRunContext
-from prefect.runtime import flow_run
 
+from flows.belonging import own_and_steps, run_flow_run
 from flows.failure import PREFECT_ERRORS
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
@@ -20,10 +20,14 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 async def count_recorded(since: datetime) -> int:
-    """How many task runs of this flow run, begun after `since`, Prefect's server has recorded as ended."""
-    task_runs = {"state": {"type": {"any_": ENDED}}, "start_time": {"after_": since.isoformat()}}
+    """How many task runs of this flow run and its steps', begun after `since`, Prefect's server has recorded as ended."""
+    task_runs = {
+        "state": {"type": {"any_": ENDED}},
+        "start_time": {"after_": since.isoformat()},
+        "subflow_runs": {"exists_": False},  # the nodes of steps are no task runs of ours
+    }
     async with get_client() as client:
-        body = {"flow_runs": {"id": {"any_": [flow_run.id]}}, "task_runs": task_runs}
+        body = {"flow_runs": own_and_steps(run_flow_run().id), "task_runs": task_runs}
         response = await client.request("POST", "/task_runs/count", json=body)
     return int(response.json())
 

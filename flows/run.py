@@ -18,6 +18,7 @@ from flows.recording import Recording
 from flows.reference_deployment import ReferenceDeployment, open_reference
 from flows.settings import fixed_settings
 from flows.sinks import open_sinks
+from flows.step_runs import StepRuns
 from tasks.observe.memory import keep_for_good
 from tasks.observe.sink_client import NoSinks, Sinks
 from tasks.rollout.admission import Admission
@@ -46,6 +47,7 @@ class TrainingRun:
 
     Attributes:
         model: folder of the start model.
+        step_runs: Prefect's flow runs of the steps.
         reference: the servers of the reference policy; None when it lies elsewhere, or nowhere.
     """
 
@@ -55,6 +57,7 @@ class TrainingRun:
     compactor: Compactor
     recording: Recording
     progress: RunProgress
+    step_runs: StepRuns
     sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
     reference: ReferenceDeployment | None = field(default=None, kw_only=True)
 
@@ -134,8 +137,9 @@ async def open_offline_run(
                 Compactor(store.files, store.writer, config.store, say) as compactor,
                 open_sinks(config, store.folder, store.manifest.run) as sinks,
                 open_reference(store, config) as reference,
+                StepRuns(config.observe, name) as step_runs,
             ):
-                shared = (config, model, store, compactor, recording, progress)
+                shared = (config, model, store, compactor, recording, progress, step_runs)
                 yield TrainingRun(*shared, sinks=sinks, reference=reference)
     finally:
         await asyncio.to_thread(store.close)
@@ -194,6 +198,7 @@ async def open_run(
             recording=opened.recording,
             picture=picture_of(config.observe.task_runs, opened.recording),
             progress=opened.progress,
+            step_runs=opened.step_runs,
             sinks=opened.sinks,
             redo_failed=redo_failed,
             reference=opened.reference,

@@ -11,6 +11,16 @@ class ObserveConfig(StageConfig):
         "What Prefect records of the fan-out: a task run for each rollout and score task, one for each group, or "
         "none and an event for each group.",
     )
+    step_runs: bool = setting(
+        True,
+        "Give each step, and each evaluation, a flow run of its own in Prefect, below that of the run, which has its "
+        "rollouts and scores; false: one flow run has all of them.",
+    )
+    step_run_timeout_s: float = setting(
+        2.0,
+        "Seconds that a step waits at most for its flow run, which is made while the step before goes on.",
+        ge=0.0,
+    )
     max_unrecorded_task_runs: int = setting(
         2000, "Task runs that Prefect has not recorded yet before new rollouts are held back.", ge=1, le=9000
     )

@@ -30,9 +30,20 @@ class Server:
         return str(httpx.get(f"{self.api}/flow_runs/{flow_run}").json()["state_type"])
 
     def task_runs(self, flow_run: str) -> Counter[str]:
-        body = {"flow_runs": {"id": {"any_": [flow_run]}}}
+        """States of the task runs of a run and its steps."""
+        ids = {"any_": [flow_run]}
+        body = {
+            "flow_runs": {"operator": "or_", "id": ids, "parent_flow_run_id": ids},
+            "task_runs": {"subflow_runs": {"exists_": False}},
+        }
         found = httpx.post(f"{self.api}/task_runs/filter", json=body).json()
         return Counter(each["state_type"] for each in found)
+
+    def steps(self, flow_run: str) -> dict[str, str]:
+        """States of the steps' flow runs, by their names."""
+        body = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        found = httpx.post(f"{self.api}/flow_runs/filter", json=body).json()
+        return {each["name"]: each["state_type"] for each in found}
 
     def schedule(self, flow_run: str) -> None:
         body = {"state": {"type": "SCHEDULED"}, "force": True}
@@ -97,8 +108,10 @@ def test_the_next_start_marks_a_killed_attempt_and_its_task_runs_crashed(
     assert server.state(killed) == "RUNNING"
     run(server, tmp_path, "end")
     assert (server.state(killed), server.task_runs(killed)) == ("CRASHED", {"CRASHED": 4})
+    assert server.steps(killed) == {"hanging / step 0": "CRASHED", "hanging / step 1": "CRASHED"}
     (ours,) = flow_runs(tmp_path)
     assert (server.state(ours), server.task_runs(ours)) == ("COMPLETED", {"COMPLETED": 4})
+    assert server.steps(ours) == {"hanging / step 0": "COMPLETED"}  # step 1 was made ahead and never begun
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -106,6 +119,7 @@ def test_nothing_runs_in_the_picture_after_a_signal(server: Server, tmp_path: Pa
     ended = end_hanging(server, tmp_path, number)
     wait_until(lambda: server.task_runs(ended) == {"CRASHED": 4}, timeout_s=15)
     assert server.state(ended) == "CRASHED"
+    assert server.steps(ended) == {"hanging / step 0": "CRASHED"}
 
 
 def test_a_retry_of_the_same_flow_run_marks_the_task_runs_of_the_attempt_before(

@@ -13,7 +13,9 @@ from flows.config import RunConfig
 from flows.progress import RunProgress
 from flows.recording import Recording
 from flows.run import Run
+from flows.step_runs import StepRuns
 from flows.turns import SampledPart, ScoredPart
+from tasks.observe.config import ObserveConfig
 from tasks.observe.metrics import Metric
 from tasks.rollout.addition import Addition
 from tasks.rollout.admission import Admission
@@ -156,6 +158,7 @@ async def opened(
                 recording=recording,
                 picture=Diary(),
                 progress=RunProgress("run", 1),
+                step_runs=StepRuns(ObserveConfig(step_runs=False), "run"),
             )
     finally:
         store.close()
