@@ -26,7 +26,7 @@ ENTRYPOINT ["tini", "--"]
 
 FROM base AS server
 RUN uv pip install --constraint constraints.txt prefect prefect-redis fastapi
-WORKDIR /home/rollmill
+WORKDIR /rollmill/work
 USER 1000
 EXPOSE 4200
 CMD ["prefect", "server", "start", "--host", "0.0.0.0"]
