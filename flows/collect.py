@@ -5,6 +5,7 @@ import asyncio
 from prefect import flow
 
 from flows.beside import Beside
+from flows.cancelling import mark_cancelled
 from flows.config import RunConfig
 from flows.failure import one_error
 from flows.folder import check_resumable, run_folder
@@ -19,7 +20,7 @@ from tasks.score.check import check_scorer
 from tasks.store.kind import done_steps
 
 
-@flow(name="collect", flow_run_name="{run_name}", persist_result=False)
+@flow(name="collect", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
 async def collect(run_name: str, config: RunConfig, redo_failed: bool = False) -> str:
     """Sample and score steps by the start model, which nothing trains; `rescore` and `retrain` go on from there.
 

@@ -26,6 +26,7 @@ QUIET_TERMINAL = {
     "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "DO_NOT_TRACK": "1",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
 }
 """The UI keeps the flow's log; the terminal shows the progress bar, and an error once."""
 

@@ -38,7 +38,7 @@ def rescore_preset(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def deploy_all(pool: str, overrides: Sequence[str] = ()) -> None:
-    """Make the work pool unless it is there, deploy all of prefect.yaml, and say what comes next.
+    """Make the work pool unless it is there, deploy all of prefect.yaml, put the automations, and say what comes next.
 
     Args:
         pool: process, docker or kubernetes: a name of definitions.pools in prefect.yaml.
@@ -52,13 +52,14 @@ def deploy_all(pool: str, overrides: Sequence[str] = ()) -> None:
     from flows.command import lead_to_prefect
 
     lead_to_prefect()
-    from flows import work_pools
+    from flows import automations, work_pools
 
     place = document["definitions"]["pools"][pool]
     asyncio.run(work_pools.ensure_pool(place["name"], pool))
     RENDERED.parent.mkdir(exist_ok=True)
     RENDERED.write_text(yaml.safe_dump(document, sort_keys=False))
     _prefect("deploy", "--all", "--prefect-file", str(RENDERED))
+    asyncio.run(automations.put_automations(automations.shipped()))
     names = [f"{_flow_of(each)}/{each['name']}" for each in document["deployments"]]
     for line in asyncio.run(work_pools.deployed(names, place["name"])):
         typer.echo(line)

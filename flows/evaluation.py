@@ -4,6 +4,7 @@ import asyncio
 
 from prefect import flow
 
+from flows.cancelling import mark_cancelled
 from flows.config import RunConfig
 from flows.evaluate import finish_evaluation
 from flows.failure import one_error
@@ -18,7 +19,7 @@ from flows.stored_policy import chosen_version, model_of, serving
 from tasks.errors import ConfigError
 
 
-@flow(name="evaluate", flow_run_name="{run_name}", persist_result=False)
+@flow(name="evaluate", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
 async def evaluate(run_name: str, config: RunConfig) -> str:
     """Evaluate a version of a run's policy on held-out prompts; the rows go to the run, which stays what it is.
 

@@ -5,11 +5,13 @@ import asyncio
 from prefect import flow
 
 from flows.beside import Beside
+from flows.cancelling import mark_cancelled
 from flows.config import RunConfig
 from flows.failure import one_error
 from flows.fan_out import store_batch
 from flows.folder import check_resumable, run_folder
 from flows.machine import check_machine
+from flows.pausing import pauses_between_steps
 from flows.policy import open_policy
 from flows.report import report_run, report_step, train_metrics
 from flows.retention import drop_old_routing
@@ -20,7 +22,7 @@ from tasks.observe.spans import StepClock
 from tasks.score.check import check_scorer
 
 
-@flow(name="post-train", flow_run_name="{run_name}", persist_result=False)
+@flow(name="post-train", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
 async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False) -> str:
     """Post-train a policy: sample, score, train and sync, step by step, from where the run's folder stands.
 
@@ -36,7 +38,7 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
     check_scorer(config.score, config.evaluate.scorer)
     await check_machine(config)
     await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
-    with one_error():
+    with one_error(), pauses_between_steps(config.steps) as pauses:
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed) as run,
@@ -56,11 +58,13 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
                     await beside.evaluated(step)
                 with clock.span("sync"):
                     synced = await policy.sync(only_name=not result.updated)
-                beside.begin(step + 1)
+                if not pauses.is_due(step + 1):
+                    beside.begin(step + 1)
                 await report_step(run, collected, [*train_metrics(result), *synced], clock)
                 await policy.checkpoint_if_due()
                 await policy.export_if_due()
                 await drop_old_routing(run, step + 1)
+                pauses.before(step + 1)
             await beside.evaluated(config.steps)
             await policy.checkpointed()
             await report_run(run)

@@ -8,6 +8,7 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
+from flows.cancelling import mark_cancelled
 from flows.config import RescoreConfig
 from flows.failure import one_error
 from flows.folder import check_run, run_folder
@@ -27,7 +28,7 @@ from tasks.store.run import OpenRun
 from tasks.store.totals import score_totals
 
 
-@flow(name="rescore", flow_run_name="{run_name}", persist_result=False)
+@flow(name="rescore", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
 async def rescore(run_name: str, config: RescoreConfig) -> str:
     """Score the stored rollouts of a run, finished or not; what the scorer has scored already is kept.
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from prefect import flow
 
+from flows.cancelling import mark_cancelled
 from flows.config import RunConfig
 from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
@@ -27,7 +28,7 @@ from tasks.store.manifest import Source
 from tasks.store.sources import check_sources, sources_of
 
 
-@flow(name="retrain", flow_run_name="{run_name}", persist_result=False)
+@flow(name="retrain", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
 async def retrain(run_name: str, config: RunConfig) -> str:
     """Train a new run on what others sampled; vLLM servers are there for evaluations alone, and without these not at all.
 

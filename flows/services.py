@@ -96,7 +96,10 @@ class ServerService:
         self.is_ours = not serve.urls
         self._port = serve.port + number if serve.port else free_port()
         url = f"http://{LOOPBACK}:{self._port}" if self.is_ours else serve.urls[number]
-        self.client = VllmClient(url, serve)
+        self._key = os.environ.get(serve.api_key_env, "")
+        if self.is_ours and not self._key:
+            self._key = secrets.token_urlsafe(24)  # other users of this machine reach loopback too
+        self.client = VllmClient(url, serve, self._key)
         self.name = f"vLLM server {self.client.url}"
         self.process: LaunchedProcess | None = None
 
@@ -108,7 +111,7 @@ class ServerService:
                 self.name,
                 vllm.command(serve, str(self._model), self._port, returns_routing=self._keeps_routing),
                 log=self._logs / f"vllm-{self._number}.log",
-                env=vllm.environment(serve, self._number),
+                env=vllm.environment(serve, self._number, api_key=self._key),
                 stop_grace_s=serve.stop_grace_s,
             )
         await self.client.wait_until_healthy(serve.start_timeout_s, self.process)

@@ -35,17 +35,22 @@ class VllmClient:
     Every request raises TransientRequestError when it may succeed if sent again (no connection, a time-out,
     a busy or failing server, an answer that is none), and RequestError when it would not. Control calls that may be repeated have been.
 
+    Args:
+        url: http://host:port of the server.
+        config: settings of the servers.
+        api_key: of the server; None: that in the environment variable that serve.api_key_env names, empty: none.
+
     Attributes:
         max_failures_in_a_row: after how many failed requests it is asked no more until it samples again.
     """
 
-    def __init__(self, url: str, config: ServeConfig) -> None:
+    def __init__(self, url: str, config: ServeConfig, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.max_failures_in_a_row = config.max_failures_in_a_row
         self._config = config
         self._connection = Connection(
             self.url,
-            api_key=os.environ.get(config.api_key_env, ""),
+            api_key=os.environ.get(config.api_key_env, "") if api_key is None else api_key,
             connect_timeout_s=config.connect_timeout_s,
         )
         self._decoders = ThreadPoolExecutor(config.decode_threads, thread_name_prefix="decode-answer")

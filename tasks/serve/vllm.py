@@ -55,20 +55,23 @@ def command(config: ServeConfig, model: str, port: int, *, returns_routing: bool
     ]
 
 
-def environment(config: ServeConfig, number: int = 0, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(
+    config: ServeConfig, number: int = 0, base: Mapping[str, str] = os.environ, *, api_key: str = ""
+) -> dict[str, str]:
     """The server's whole environment: ours, its development routes (on loopback), no downloads, no usage reports.
 
     Args:
         config: settings of the servers.
         number: which of the launched servers it is, from 0; it sees its share of serve.gpus.
         base: the environment to start from.
+        api_key: that every request needs; empty: what the variable serve.api_key_env says, if anything.
 
     Example: of the GPUs ("0", "1", "2", "3") for two servers, number 1 sees "2,3".
     """
     share = len(config.gpus) // config.servers
     gpus = ",".join(config.gpus[number * share : (number + 1) * share])
     ours = {name: value for name, value in base.items() if not name.startswith(("PREFECT_", "PYTHON"))}
-    key = base.get(config.api_key_env)
+    key = api_key or base.get(config.api_key_env)
     plugins = dict.fromkeys([*filter(None, base.get("VLLM_PLUGINS", "").split(",")), PLUGIN])
     return {
         **ours,

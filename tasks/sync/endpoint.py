@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
 from tasks.sync import weight_routes
+from tasks.sync.guard import Guard, keys_of
 
 ARRAYS = "application/vnd.rollmill.arrays"
 """The same as the client's (tasks/serve/answers.py), which this environment need not be able to import."""
@@ -36,12 +37,14 @@ class ArraysEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Take the place of vLLM's route."""
+        """Take the place of vLLM's route, and guard all of them."""
+        app.add_middleware(Guard)
         app.include_router(router)
         app.include_router(weight_routes.router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing has to be prepared."""
+        """Note the keys that requests need."""
+        state.rollmill_keys = keys_of(args)
 
 
 @router.post("/inference/v1/generate", dependencies=[Depends(validate_json_request)])
