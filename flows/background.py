@@ -7,7 +7,6 @@ from typing import Self
 from prefect import get_client
 from prefect.client.orchestration import PrefectClient
 
-from flows.failure import PREFECT_ERRORS
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
 
@@ -20,7 +19,7 @@ Request = Callable[[PrefectClient], Awaitable[object]]
 class Background:
     """Makes one request after the other to Prefect's server, in a task of its own.
 
-    What the server refuses, or is too slow for, is said once, and the run goes on.
+    What fails, since the server refuses it, is gone or too slow, is said once, and the run goes on.
 
     Args:
         config: how long the end waits for what is left.
@@ -78,8 +77,7 @@ class Background:
         if not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"Prefect's server did not take {self._what} ({type(error).__name__}: {error}); the run goes on, and "
-                "the UI may show less of it"
+                f"Prefect does not show all of {self._what} ({type(error).__name__}: {error}); the run goes on"
             )
 
     async def _work(self) -> None:
@@ -91,6 +89,6 @@ class Background:
                 try:
                     await self._doing(client)
                     self.is_well = True
-                except PREFECT_ERRORS as error:
+                except Exception as error:  # noqa: BLE001 - a picture for people ends no run, whatever fails
                     self.tell(error)
                 self._doing = None

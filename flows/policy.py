@@ -82,6 +82,7 @@ class Policy:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
             await store_metrics(self._run, 0, differences)
         self._run.progress.begin(self.current.version)
+        self._run.artifacts.begin(self.current.version)
         for step, result in self._replayed.items():
             if not await asyncio.to_thread(has_metrics, self._run, step):
                 await store_metrics(self._run, step, train_metrics(result))

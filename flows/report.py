@@ -8,12 +8,12 @@ import numpy as np
 import polars as pl
 from prefect.runtime import flow_run
 
-from flows.artifacts import create_run_artifact
 from flows.drops import drop_line, drop_metrics, drops
 from flows.fan_out import Collected
 from flows.progress import say
 from flows.recording import forget_results
 from flows.run import Run, TrainingRun
+from flows.step_runs import name_of_step
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.sinks import points_of
@@ -59,6 +59,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
         seconds=clock.elapsed_s,
         dropped=drop_line(dropped),
     )
+    run.artifacts.step_done(step, run.scoring.key, run.step_runs.taken_id(name_of_step(step)))
     forget_results()
 
 
@@ -105,7 +106,7 @@ def has_metrics(run: TrainingRun, step: int) -> bool:
 
 async def report_run(run: TrainingRun) -> None:
     """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
-    await create_run_artifact(run.folder)
+    run.artifacts.run_done()
     await asyncio.to_thread(print_summary, run.folder, flow_run.ui_url or "")
     async with asyncio.TaskGroup() as closing:
         closing.create_task(run.compactor.finish())

@@ -117,4 +117,5 @@ async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], c
         seconds=clock.elapsed_s,
         dropped="",
     )
+    run.artifacts.step_done(draw.step, scorer="")
     forget_results()

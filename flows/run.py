@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flows.artifacts import RunArtifacts
 from flows.config import RunConfig
 from flows.folder import run_folder
 from flows.leftovers import mark_leftovers
@@ -48,6 +49,7 @@ class TrainingRun:
     Attributes:
         model: folder of the start model.
         step_runs: Prefect's flow runs of the steps.
+        artifacts: what Prefect's UI shows beside.
         reference: the servers of the reference policy; None when it lies elsewhere, or nowhere.
     """
 
@@ -58,6 +60,7 @@ class TrainingRun:
     recording: Recording
     progress: RunProgress
     step_runs: StepRuns
+    artifacts: RunArtifacts
     sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
     reference: ReferenceDeployment | None = field(default=None, kw_only=True)
 
@@ -138,8 +141,9 @@ async def open_offline_run(
                 open_sinks(config, store.folder, store.manifest.run) as sinks,
                 open_reference(store, config) as reference,
                 StepRuns(config.observe, name) as step_runs,
+                RunArtifacts(config.observe, store.folder, config.steps) as artifacts,
             ):
-                shared = (config, model, store, compactor, recording, progress, step_runs)
+                shared = (config, model, store, compactor, recording, progress, step_runs, artifacts)
                 yield TrainingRun(*shared, sinks=sinks, reference=reference)
     finally:
         await asyncio.to_thread(store.close)
@@ -199,6 +203,7 @@ async def open_run(
             picture=picture_of(config.observe.task_runs, opened.recording),
             progress=opened.progress,
             step_runs=opened.step_runs,
+            artifacts=opened.artifacts,
             sinks=opened.sinks,
             redo_failed=redo_failed,
             reference=opened.reference,

@@ -17,9 +17,21 @@ class ObserveConfig(StageConfig):
         "rollouts and scores; false: one flow run has all of them.",
     )
     step_run_timeout_s: float = setting(
-        2.0,
+        5.0,
         "Seconds that a step waits at most for its flow run, which is made while the step before goes on.",
         ge=0.0,
+    )
+    step_page_every: int = setting(
+        1,
+        "Steps from one that has a page in Prefect (seconds, what was lost, trajectories to read) to the next; 0: none.",
+        ge=0,
+    )
+    picture_every_s: float = setting(
+        60.0, "Seconds at least from one drawing of the run's page in Prefect to the next.", ge=0.0
+    )
+    viewer_url: str = setting(
+        "http://127.0.0.1:4300",
+        "Address that the pages link to for trajectories, where `rollmill view RUN` listens; empty: no links.",
     )
     max_unrecorded_task_runs: int = setting(
         2000, "Task runs that Prefect has not recorded yet before new rollouts are held back.", ge=1, le=9000

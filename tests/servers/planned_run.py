@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flows.artifacts import RunArtifacts
 from flows.config import RunConfig
 from flows.progress import RunProgress
 from flows.recording import Recording
@@ -159,6 +160,7 @@ async def opened(
                 picture=Diary(),
                 progress=RunProgress("run", 1),
                 step_runs=StepRuns(ObserveConfig(step_runs=False), "run"),
+                artifacts=RunArtifacts(ObserveConfig(), store.folder, 1),
             )
     finally:
         store.close()

@@ -1,0 +1,52 @@
+"""Text of any origin stands in markdown as it is."""
+
+import json
+
+import pytest
+
+from flows.harmless import MOST_BLOCK, block, inline
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "![a](http://evil.example/x.png)",
+        "| a | b |",
+        "**a**",
+        "`a`",
+        "https://a.b",
+        "a_b",
+    ],
+)
+def test_inline_text_has_nothing_that_markdown_reads(text: str) -> None:
+    assert not set("<>![]()|*`:/_") & set(inline(text))
+
+
+def test_inline_text_is_one_short_line() -> None:
+    assert inline("a\n# b\x1b[31m", 20) == "a &#35; b&#9243;&#91;31m"
+    assert inline("x" * 500, 5) == "xxxxx…"
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 17])
+def test_no_fence_in_a_text_ends_its_block(n: int) -> None:
+    text = f"a\n{'`' * n}\n<img src=x onerror=alert(1)>"
+    first, *lines, last = block(text)
+    assert lines == text.split("\n")
+    assert first == f"{last}text"
+    assert set(last) == {"`"}
+    assert len(last) > max(n, 2)
+
+
+def test_ten_megabytes_on_one_line_are_shortened_and_say_so() -> None:
+    shown = "\n".join(block("y" * 10_000_000 + "end"))
+    assert len(shown) < MOST_BLOCK + 100
+    assert f"{10_000_003 - MOST_BLOCK} characters more" in shown
+    assert "end" in shown
+
+
+def test_broken_unicode_and_controls_are_seen_and_can_be_sent() -> None:
+    text = json.loads('"\\ud800 \\u202e \\u001b[2J \\u0000"')
+    (shown,) = block(text)[1:-1]
+    assert shown == "<U+D800> <U+202E> ␛[2J ␀"
+    shown.encode()
