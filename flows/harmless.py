@@ -17,8 +17,8 @@ def inline(text: object, most: int = MOST_INLINE) -> str:
     """
     line = str(text)
     shown = visible(" ".join(line[: most + 1].split()))
-    cut = f"{shown[:most]}…" if len(line) > most else shown
-    return re.sub(r"[^\w\s]|_", lambda found: f"&#{ord(found[0])};", cut)
+    numbered = re.sub(r"[^\w\s]|_", lambda found: f"&#{ord(found[0])};", shown[:most])
+    return f"{numbered}…" if len(line) > most else numbered
 
 
 def block(text: str, most: int = MOST_BLOCK) -> list[str]:

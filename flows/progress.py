@@ -1,19 +1,45 @@
 """What a person in front of a terminal sees of a run: a bar, or a line a step where there is no terminal."""
 
+import logging
+import os
 from types import TracebackType
 
+from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from flows.belonging import run_logger
 
 CONSOLE = Console(stderr=True)
+LEVEL_OF_TASK_RUNS = "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL"
 
 
 def say(text: str) -> None:
-    """One line: on the terminal, above the bar when there is one, and in the flow run's log."""
-    CONSOLE.print(text, highlight=False, soft_wrap=True, markup=False)
+    """One line: in the flow run's log, and on the terminal, above the bar when there is one.
+
+    Where Prefect writes the log to the terminal too, as a worker does, that is the line on the terminal.
+    """
+    if not logs_to_terminal():
+        CONSOLE.print(text, highlight=False, soft_wrap=True, markup=False)
     run_logger().info(text)
+
+
+def logs_to_terminal() -> bool:
+    """True when Prefect writes the log of flow runs to this process's terminal too."""
+    logger: logging.Logger | None = logging.getLogger("prefect.flow_runs")
+    while logger is not None:
+        if any(
+            isinstance(each, PrefectConsoleHandler) and each.level <= logging.INFO for each in logger.handlers
+        ):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def quiet_task_runs() -> None:
+    """Leave out of the log that each of thousands of task runs has ended, unless a level was set for it."""
+    if LEVEL_OF_TASK_RUNS not in os.environ:
+        logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)
 
 
 class RunProgress:
@@ -43,7 +69,7 @@ class RunProgress:
     def begin(self, step: int) -> None:
         """Show the bar, standing at the step that is worked on first."""
         self._bar.update(self._task, completed=step)
-        if CONSOLE.is_terminal:
+        if CONSOLE.is_terminal and not logs_to_terminal():
             self._bar.start()
 
     def step_done(
@@ -53,7 +79,7 @@ class RunProgress:
         figures = f"reward {reward:.2f} {tokens_per_s:,.0f} tok/s"
         line = f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s{dropped and f', {dropped}'}"
         self._bar.update(self._task, completed=step + 1, figures=figures)
-        if not CONSOLE.is_terminal:
+        if not CONSOLE.is_terminal or logs_to_terminal():
             say(line)
             return
         run_logger().info(line)
@@ -72,7 +98,7 @@ class CountProgress:
             TimeRemainingColumn(compact=True),
             console=CONSOLE,
             expand=True,
-            disable=not CONSOLE.is_terminal,
+            disable=not CONSOLE.is_terminal or logs_to_terminal(),
         )
         self._task: TaskID = self._bar.add_task(name, total=total)
 

@@ -13,7 +13,7 @@ from flows.config import RescoreConfig
 from flows.failure import one_error
 from flows.folder import check_run, run_folder
 from flows.preflight import check_store
-from flows.progress import CountProgress, say
+from flows.progress import CountProgress, quiet_task_runs, say
 from flows.recording import Recording
 from flows.turns import ScoredInTurn, Turns
 from flows.unscored import Unscored, check_rescoring, standing, steps_to_score, unscored_groups
@@ -148,6 +148,7 @@ async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncItera
     Raises:
         RunLockedError: a process writes to it.
     """
+    quiet_task_runs()
     store = await asyncio.to_thread(OpenRun.extend, folder, config_of=config.store)
     try:
         async with Scoring(config.score, store.manifest.run) as scoring, store.writer:

@@ -13,7 +13,7 @@ from flows.config import RunConfig
 from flows.folder import run_folder
 from flows.leftovers import mark_leftovers
 from flows.picture import Picture, picture_of
-from flows.progress import RunProgress, say
+from flows.progress import RunProgress, quiet_task_runs, say
 from flows.recomputing import Recomputing
 from flows.recording import Recording
 from flows.reference_deployment import ReferenceDeployment, open_reference
@@ -133,6 +133,7 @@ async def open_offline_run(
     recording = Recording(config.observe)
     try:
         await mark_leftovers(store.folder, store.files, config.observe.leftovers_timeout_s)
+        quiet_task_runs()
         keep_for_good()
         with RunProgress(name, config.steps) as progress:
             async with (
