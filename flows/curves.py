@@ -6,7 +6,7 @@ import polars as pl
 
 from flows.inspection import held_out
 from tasks.store.layout import RunFolder
-from tasks.store.reader import scan
+from tasks.store.reader import Scan, scan
 
 SPANS = ("collect", "train", "evaluate", "sync")
 REST = "rest"
@@ -39,23 +39,23 @@ class Curves:
     spans: pl.DataFrame
 
 
-def read_curves(folder: RunFolder) -> Curves:
+def read_curves(folder: RunFolder, scan: Scan = scan) -> Curves:
     """Read a run's curves, of a few columns of its data sets."""
     groups = scan(folder, "groups", ["step", "env", "reward_mean", "tokens_mean"]).with_columns(
         pl.col("reward_mean", "tokens_mean").fill_nan(None)
     )
-    metrics = _metrics(folder)
+    metrics = _metrics(folder, scan)
     return Curves(
         groups=_by_step(groups.group_by("step").agg(*_spread("reward"), *_spread("tokens"))),
         by_env=groups.group_by("env", "step")
         .agg(pl.col("reward_mean").mean().alias("reward"))
         .sort("env", "step")
         .collect(),
-        held_out=held_out(folder),
+        held_out=held_out(folder, scan=scan),
         entropy=_by_step(
             metrics.filter(pl.col("name") == _ENTROPY).select("step", pl.col("value").alias("entropy"))
         ),
-        staleness=_staleness(folder),
+        staleness=_staleness(folder, scan),
         drops=_drops(metrics),
         spans=_spans(metrics),
     )
@@ -74,7 +74,7 @@ def _spread(name: str) -> list[pl.Expr]:
     ]
 
 
-def _metrics(folder: RunFolder) -> pl.LazyFrame:
+def _metrics(folder: RunFolder, scan: Scan) -> pl.LazyFrame:
     """The metrics of all environments together that are drawn, one value a step."""
     name = pl.col("name")
     is_drawn = (name == _ENTROPY) | name.str.starts_with(_TIME) | name.str.starts_with(_CAUSE)
@@ -83,7 +83,7 @@ def _metrics(folder: RunFolder) -> pl.LazyFrame:
     return rows.filter(is_drawn & is_told).unique(["step", "name"], keep="last")
 
 
-def _staleness(folder: RunFolder) -> pl.DataFrame:
+def _staleness(folder: RunFolder, scan: Scan) -> pl.DataFrame:
     behind = pl.col("step") - pl.col("policy_version_first")
     rows = scan(folder, "rollouts", ["step", "policy_version_first"]).filter(
         pl.col("policy_version_first") >= 0

@@ -11,7 +11,7 @@ from flows.view import Column, View, counted, without_alike
 from tasks.store.attempts import last_attempts
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
-from tasks.store.reader import scan
+from tasks.store.reader import Scan, scan
 
 FULL_REWARD = 1.0
 TRAINED = "trained"
@@ -63,13 +63,13 @@ def view(folder: RunFolder, selection: Selection) -> View:
     return groups_view(folder, selection) if level == "groups" else run_view(folder, selection)
 
 
-def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
+def run_view(folder: RunFolder, selection: Selection | None = None, scan: Scan = scan) -> View:
     """The run by step, and its totals; of an environment without the columns that are measured of all."""
     selection = selection or Selection()
     trains = read_manifest(folder).trains
-    metrics = _step_metrics(folder, trains=trains)
-    by_status = _counts(folder, selection.env)
-    steps = _steps(folder, selection).join(metrics, on="step", how="left", maintain_order="left")
+    metrics = _step_metrics(folder, scan, trains=trains)
+    by_status = _counts(folder, selection.env, scan)
+    steps = _steps(folder, selection, scan).join(metrics, on="step", how="left", maintain_order="left")
     columns: Sequence[Column] = STEP_COLUMNS
     if selection.env:
         steps = steps.drop(OF_ALL_ENVIRONMENTS)
@@ -81,7 +81,7 @@ def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
         "steps": n_done,
         "trajectories": sum(by_status.values()),
         "by_status": by_status,
-        "held_out": held_out(folder, selection.env).to_dicts(),
+        "held_out": held_out(folder, selection.env, scan=scan).to_dicts(),
         "policy_version": n_done if trains else 0,
         "by_step": shown,
     }
@@ -96,8 +96,27 @@ def run_view(folder: RunFolder, selection: Selection | None = None) -> View:
 def groups_view(folder: RunFolder, selection: Selection) -> View:
     """The groups of some steps, one by one."""
     steps = partitions(folder, "groups", "step", selection.steps)
+    groups = selected_groups(folder, selection, steps)
+    shown = _ordered(groups, GROUP_COLUMNS, selection)
+    return View(
+        {"step": steps[0] if steps and len(steps) == 1 else None, "n": len(groups), "groups": shown},
+        f"{counted(len(groups), 'group')}{_of_steps(steps)}",
+        without_alike(GROUP_COLUMNS, shown, ("step", "env")),
+        shown,
+        cut_notes(len(shown), len(groups)),
+    )
+
+
+def selected_groups(
+    folder: RunFolder, selection: Selection, steps: list[int] | None, scan: Scan = scan
+) -> pl.DataFrame:
+    """The groups of these steps, None: of all, that are asked for, by step and number.
+
+    Raises:
+        ConfigError: the run has no such environment, and no group that such became of; names what there is.
+    """
     names = [column.name for column in GROUP_COLUMNS]
-    groups = scan_partitions(folder, "groups", [*names, "subgroup"], "step", steps).collect()
+    groups = scan_partitions(folder, "groups", [*names, "subgroup"], "step", steps, scan).collect()
     if selection.env:
         known_value("--env", selection.env, groups["env"])
         groups = groups.filter(pl.col("env") == selection.env)
@@ -110,14 +129,7 @@ def groups_view(folder: RunFolder, selection: Selection) -> View:
         groups = groups.filter(pl.col("reward_mean").is_between(selection.reward.low, selection.reward.high))
     if selection.group is not None:
         groups = groups.filter(pl.col("group") == selection.group)
-    shown = _ordered(groups.sort("step", "group", "subgroup"), GROUP_COLUMNS, selection)
-    return View(
-        {"step": steps[0] if steps and len(steps) == 1 else None, "n": len(groups), "groups": shown},
-        f"{counted(len(groups), 'group')}{_of_steps(steps)}",
-        without_alike(GROUP_COLUMNS, shown, ("step", "env")),
-        shown,
-        cut_notes(len(shown), len(groups)),
-    )
+    return groups.sort("step", "group", "subgroup")
 
 
 def versions_view(folder: RunFolder, selection: Selection) -> View:
@@ -132,7 +144,7 @@ def versions_view(folder: RunFolder, selection: Selection) -> View:
     return View({"held_out": shown}, title, VERSION_COLUMNS, shown, cut_notes(len(shown), len(frame)))
 
 
-def held_out(folder: RunFolder, env: str = "", version: int | None = None) -> pl.DataFrame:
+def held_out(folder: RunFolder, env: str = "", version: int | None = None, scan: Scan = scan) -> pl.DataFrame:
     """Each complete evaluation, or that of one version, oldest first, of an environment or of all.
 
     Columns: step (policy version), reward (sampled), greedy_accuracy.
@@ -157,10 +169,10 @@ def held_out(folder: RunFolder, env: str = "", version: int | None = None) -> pl
     )
 
 
-def _steps(folder: RunFolder, selection: Selection) -> pl.DataFrame:
+def _steps(folder: RunFolder, selection: Selection, scan: Scan) -> pl.DataFrame:
     steps = partitions(folder, "groups", "step", selection.steps)
     columns = ["step", "group", "env", "survived", "reward_mean", "tokens_mean", "reason"]
-    groups = scan_partitions(folder, "groups", columns, "step", steps).collect()
+    groups = scan_partitions(folder, "groups", columns, "step", steps, scan).collect()
     if selection.env:
         known_value("--env", selection.env, groups["env"])
         groups = groups.filter(pl.col("env") == selection.env)
@@ -177,7 +189,7 @@ def _steps(folder: RunFolder, selection: Selection) -> pl.DataFrame:
     )
 
 
-def _step_metrics(folder: RunFolder, *, trains: bool) -> pl.DataFrame:
+def _step_metrics(folder: RunFolder, scan: Scan, *, trains: bool) -> pl.DataFrame:
     """Of each step that is done: trajectories lost, and its seconds."""
     wanted = {"lost": "drops/trajectories", "seconds": "time/step_s"}
     value = pl.col("value").filter
@@ -195,7 +207,7 @@ def _step_metrics(folder: RunFolder, *, trains: bool) -> pl.DataFrame:
     )
 
 
-def _counts(folder: RunFolder, env: str) -> dict[str, int]:
+def _counts(folder: RunFolder, env: str, scan: Scan) -> dict[str, int]:
     """Trajectories by status of their last attempt, of an environment or of all."""
     rows = scan(folder, "rollouts", ["group", "sample", "attempt", "status", "env"])
     rows = last_attempts(rows).filter(pl.lit(not env) | (pl.col("env") == env))

@@ -9,7 +9,7 @@ import polars as pl
 from tasks.errors import ConfigError
 from tasks.store.layout import PartitionValue, RunFolder
 from tasks.store.partitions import stored_steps
-from tasks.store.reader import scan
+from tasks.store.reader import Scan, scan
 
 Level: TypeAlias = Literal["steps", "groups", "trajectories"]
 
@@ -122,6 +122,7 @@ def scan_partitions(
     columns: list[str],
     key: str,
     values: list[int] | None,
+    scan: Scan = scan,
     **outer: PartitionValue,
 ) -> pl.LazyFrame:
     """A query over some columns of chosen partitions; the others are not opened. None: all of them."""

@@ -32,30 +32,31 @@ def print_trajectory(console: Console, found: Found) -> None:
 
 
 def _print_page(console: Console, found: Found) -> None:
-    facts = Table.grid(padding=(0, INDENT))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for name, value in _facts(found):
-        facts.add_row(name, Text(visible(value)))
-    console.print(facts)
+    table = Table.grid(padding=(0, INDENT))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts(found):
+        table.add_row(name, Text(visible(value)))
+    console.print(table)
     for message in found.row["messages"]:
         colour = ROLES.get(message["role"], "white")
-        console.print(Rule(Text(_heading(message), f"bold {colour}"), align="left", style=colour))
-        for said, style in _said(message):
-            console.print(Padding(Text(said, style), (0, 0, 0, INDENT)))
+        console.print(Rule(Text(heading(message), f"bold {colour}"), align="left", style=colour))
+        for text, style in said(message):
+            console.print(Padding(Text(visible(text), style), (0, 0, 0, INDENT)))
 
 
 def _print_plainly(console: Console, found: Found) -> None:
-    facts = [(name, visible(value)) for name, value in _facts(found)]
-    width = max(len(name) for name, _ in facts) + INDENT
-    lines = [f"{name:{width}}{value}" for name, value in facts]
+    known = [(name, visible(value)) for name, value in facts(found)]
+    width = max(len(name) for name, _ in known) + INDENT
+    lines = [f"{name:{width}}{value}" for name, value in known]
     for message in found.row["messages"]:
-        lines.append(f"{_heading(message)} {'─' * (console.width - cell_len(_heading(message)) - 1)}")
-        lines += [f"{' ' * INDENT}{line}" for said, _ in _said(message) for line in said.split("\n")]
+        lines.append(f"{heading(message)} {'─' * (console.width - cell_len(heading(message)) - 1)}")
+        lines += [f"{' ' * INDENT}{line}" for text, _ in said(message) for line in visible(text).split("\n")]
     console.file.write("".join(f"{line}\n" for line in lines))
 
 
-def _facts(found: Found) -> Iterator[tuple[str, str]]:
+def facts(found: Found) -> Iterator[tuple[str, str]]:
+    """What is known of a trajectory beside its conversation, by name; nothing of it has been made visible yet."""
     row = found.row
     kind = "greedy" if row.get("greedy") else "sampled"
     where = f"held out, policy version {row['step']}, {kind}" if found.is_held_out else f"step {row['step']}"
@@ -126,16 +127,17 @@ def _versions(row: Mapping[str, Any]) -> str:
     )
 
 
-def _heading(message: Mapping[str, Any]) -> str:
+def heading(message: Mapping[str, Any]) -> str:
+    """Who says a message, and to which call of a tool it is the answer."""
     name = f" {message['name']}" if message.get("name") else ""
     answers = f" (answers {message['tool_call_id']})" if message.get("tool_call_id") else ""
     return visible(f"{message['role']}{name}{answers}")
 
 
-def _said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a message says and the tools it calls, each with its style."""
+def said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a message says and the tools it calls, each with its style; nothing of it has been made visible yet."""
     if message["content"]:
-        yield visible(str(message["content"])), ""
+        yield str(message["content"]), ""
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
-        yield visible(f"→ {function.get('name', '?')}({function.get('arguments', '')})"), "yellow"
+        yield f"→ {function.get('name', '?')}({function.get('arguments', '')})", "yellow"

@@ -35,7 +35,7 @@ COLUMNS = (
     Column("answer", rank=1, is_text=True),
     Column("error", rank=9, is_text=True),
 )
-_PLAIN = (
+PLAIN = (
     "trajectory_id",
     "step",
     "group",
@@ -49,6 +49,9 @@ _PLAIN = (
     "error_type",
     "error",
 )
+"""Columns of rollouts that a table of them needs, and that are small."""
+SCORE_COLUMNS = ["trajectory_id", "reward", "error_type", "error"]
+BATCH_COLUMNS = ["trajectory_id", "advantage"]
 
 
 def trajectories_view(folder: RunFolder, selection: Selection) -> View:
@@ -58,10 +61,10 @@ def trajectories_view(folder: RunFolder, selection: Selection) -> View:
         ConfigError: the run has no such step, group, scorer, environment, status or column; names what there is.
     """
     found, scorer = _evaluated(folder, selection) if selection.evaluations else _sampled(folder, selection)
-    found = _filtered(found, selection)
+    found = filtered(found, selection)
     limit = SHOWN_ROWS if selection.limit is None else selection.limit
     chosen = ordered(found, COLUMNS, selection.sort, limit)
-    rows = _with_messages(folder, chosen, is_held_out=selection.evaluations)
+    rows = with_messages(folder, chosen, is_held_out=selection.evaluations)
     values = {"group": selection.group, "scorer": scorer, "n": len(found), "trajectories": rows}
     kind = "held-out " if selection.evaluations else ""
     n = counted(len(found), f"{kind}trajectory", f"{kind}trajectories")
@@ -125,32 +128,33 @@ def _sampled(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, str
     else:
         steps = partitions(folder, "rollouts", "step", selection.steps)
     scorer = scorer_of(folder, selection.scorer)
-    rollouts = last_attempts(scan_partitions(folder, "rollouts", [*_PLAIN, "attempt"], "step", steps))
+    rollouts = last_attempts(scan_partitions(folder, "rollouts", [*PLAIN, "attempt"], "step", steps))
     if selection.group is not None:
         rollouts = rollouts.filter(pl.col("group") == selection.group)
-    batches = scan_partitions(folder, "batches", ["trajectory_id", "advantage"], "step", steps)
-    found = rollouts.join(batches.unique("trajectory_id"), on="trajectory_id", how="left")
-    if scorer is None:
-        found = found.with_columns(pl.lit(None, pl.Float64).alias("reward"))
-    else:
-        names = ["trajectory_id", "reward", "error_type", "error"]
-        scores = scan_partitions(folder, "scores", names, "step", steps, scorer=scorer)
-        found = found.join(scores.unique("trajectory_id"), on="trajectory_id", how="left", suffix="_of_score")
-        found = found.with_columns(
-            pl.when(pl.col(name) == "")
-            .then(pl.col(f"{name}_of_score"))
-            .otherwise(name)
-            .fill_null("")
-            .alias(name)
-            for name in ("error_type", "error")
-        ).drop("error_type_of_score", "error_of_score")
+    batches = scan_partitions(folder, "batches", BATCH_COLUMNS, "step", steps)
+    scores = None
+    if scorer:
+        scores = scan_partitions(folder, "scores", SCORE_COLUMNS, "step", steps, scorer=scorer)
+    found = judged(rollouts, batches, scores)
     return found.sort("step", "group", "sample", "trajectory_id").collect(), scorer or ""
+
+
+def judged(rollouts: pl.LazyFrame, batches: pl.LazyFrame, scores: pl.LazyFrame | None) -> pl.LazyFrame:
+    """Rollouts with their advantages, their rewards, and the errors of their scores; without scores no rewards."""
+    found = rollouts.join(batches.unique("trajectory_id"), on="trajectory_id", how="left")
+    if scores is None:
+        return found.with_columns(pl.lit(None, pl.Float64).alias("reward"))
+    found = found.join(scores.unique("trajectory_id"), on="trajectory_id", how="left", suffix="_of_score")
+    return found.with_columns(
+        pl.when(pl.col(name) == "").then(pl.col(f"{name}_of_score")).otherwise(name).fill_null("").alias(name)
+        for name in ("error_type", "error")
+    ).drop("error_type_of_score", "error_of_score")
 
 
 def _evaluated(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, str]:
     """Held-out trajectories with rewards; a step is the policy version."""
     versions = partitions(folder, "evaluations", "version", selection.steps)
-    names = [*_PLAIN, "reward", "greedy"]
+    names = [*PLAIN, "reward", "greedy"]
     found = scan_partitions(folder, "evaluations", names, "version", versions)
     if selection.group is not None:
         found = found.filter(pl.col("group") == selection.group)
@@ -158,8 +162,8 @@ def _evaluated(folder: RunFolder, selection: Selection) -> tuple[pl.DataFrame, s
     return found.sort("step", "group", "sample").collect(), ""
 
 
-def _filtered(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
-    """What the other options leave."""
+def filtered(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
+    """What environment, status and reward leave; ConfigError for one that the run does not have."""
     if selection.env:
         known_value("--env", selection.env, found["env"])
         found = found.filter(pl.col("env") == selection.env)
@@ -173,7 +177,7 @@ def _filtered(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
     return found
 
 
-def _with_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:
+def with_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:
     """The chosen rows with their conversations, of which no others are read."""
     messages: dict[str, str] = {}
     for (step,), rows in chosen.group_by("step"):

@@ -128,6 +128,25 @@ def show(
 
 
 @commands.command(rich_help_panel=PANEL)
+def view(
+    run: RunLocation,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Loopback port; 4300 by default, or the next one that is free.", min=0, max=65535),
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    refresh_s: Annotated[
+        float, typer.Option(help="Seconds between two looks for something new.", min=0.2, max=3600)
+    ] = 2.0,
+) -> None:
+    """Open a local web page over a run: curves, tables, trajectories token by token, two scorers or policies."""
+    from flows.folder import existing_run
+    from flows.viewer.serve import serve
+
+    serve(existing_run(run), port, refresh_s, opens_browser=browser)
+
+
+@commands.command(rich_help_panel=PANEL)
 def plot(
     run: RunLocation,
     output: Annotated[

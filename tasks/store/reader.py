@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 import polars as pl
 import pyarrow as pa
@@ -16,6 +17,19 @@ from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
 from tasks.store.names import current
 from tasks.store.schemas import schema_like, schema_of, states_schema
 from tasks.store.upgrade import schema_at, upgrade, version_of
+
+
+class Scan(Protocol):
+    """`scan`, or what takes its place: `Shelf.scan` keeps what it has read."""
+
+    def __call__(
+        self,
+        folder: RunFolder,
+        dataset: str,
+        columns: Sequence[str] | None = None,
+        **partition: PartitionValue,
+    ) -> pl.LazyFrame:
+        """A query over some columns of a data set, or of the partitions given."""
 
 
 def read(

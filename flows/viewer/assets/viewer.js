@@ -1,0 +1,176 @@
+/* What pages do in the browser: cells that are text or links, tokens by colour, tables that are asked again.
+   Everything of a run is put into the page as text (textContent, React's children), never as HTML. */
+(function () {
+  "use strict";
+
+  const AT_ONCE = 5000; // tokens that are painted at once; a button paints as many again
+
+  function go(event, address) {
+    if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+    event.preventDefault();
+    window.history.pushState({}, "", address);
+    window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+    window.scrollTo(0, 0);
+  }
+
+  const renderers = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
+
+  renderers.Said = function (props) {
+    const text = props.value === undefined || props.value === null ? "" : String(props.value);
+    return window.React.createElement("span", { title: text.length > 12 ? text : undefined }, text);
+  };
+
+  renderers.Address = function (props) {
+    if (props.value === undefined || props.value === null) return null;
+    const address = props.colDef.cellRendererParams.address.replace(/\{(\w+)\}/g, (_, name) =>
+      encodeURIComponent(name === "value" ? props.value : props.data[name])
+    );
+    return window.React.createElement(
+      "a",
+      { href: address, onClick: (event) => go(event, address) },
+      String(props.value)
+    );
+  };
+
+  // Enter on any cell of a row opens what the row is about.
+  document.addEventListener("keydown", (event) => {
+    const cell = event.target.closest && event.target.closest(".ag-cell");
+    if (!cell || event.key !== "Enter") return;
+    const row = cell.closest(".ag-row");
+    const link = document.querySelector(`.ag-row[row-index="${row.getAttribute("row-index")}"] a`);
+    if (link) link.click();
+  });
+
+  function rgb(colour) {
+    return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  }
+
+  function shade(stops, value) {
+    let [low, first] = stops[0];
+    let colour = rgb(first);
+    for (const [high, name] of stops.slice(1)) {
+      const share = Math.min(1, Math.max(0, (value - low) / (high - low)));
+      const next = rgb(name);
+      colour = colour.map((each, at) => Math.round(each + share * (next[at] - each)));
+      if (value <= high) break;
+      low = high;
+    }
+    return colour;
+  }
+
+  function dress(element, stops, value) {
+    if (value === null || value === undefined) {
+      element.className = "given";
+      return;
+    }
+    const [r, g, b] = shade(stops, value);
+    element.style.background = `rgb(${r},${g},${b})`;
+    element.style.color = 0.299 * r + 0.587 * g + 0.114 * b >= 140 ? "#000" : "#fff";
+  }
+
+  function number(value) {
+    return value === null || value === undefined ? "–" : Number(value.toPrecision(5)).toString();
+  }
+
+  function told(data, at) {
+    const lines = [`token ${at}, id ${data.id[at]}: ${JSON.stringify(data.text[at])}`];
+    if (data.version[at] === null) lines.push("not sampled");
+    else lines.push(`policy version ${data.version[at]}`);
+    for (const [name, values] of Object.entries({ ...data.values, ...data.told }))
+      if (values[at] !== null) lines.push(`${name} ${number(values[at])}`);
+    return lines;
+  }
+
+  function paint(data, by) {
+    const place = document.getElementById("painted");
+    if (!data || !place) return window.dash_clientside.no_update;
+    const note = document.getElementById("token-told");
+    const stops = data.scales[by];
+    let shown = 0;
+    let chosen = -1;
+    place.replaceChildren();
+
+    function more() {
+      const part = document.createDocumentFragment();
+      const end = Math.min(data.text.length, shown + AT_ONCE);
+      for (; shown < end; shown++) {
+        const token = document.createElement("span");
+        token.dataset.at = shown;
+        token.textContent = data.text[shown];
+        dress(token, stops, data.values[by][shown]);
+        part.append(token);
+      }
+      place.append(part);
+      if (shown < data.text.length) {
+        const button = document.createElement("button");
+        button.textContent = `show more: ${shown} of ${data.text.length} tokens`;
+        button.onclick = () => {
+          button.remove();
+          more();
+        };
+        place.append(button);
+      }
+    }
+
+    function tell(at) {
+      const token = place.children[at];
+      if (!token || token.dataset.at === undefined) return;
+      if (chosen >= 0 && place.children[chosen]) place.children[chosen].classList.remove("chosen");
+      chosen = at;
+      token.classList.add("chosen");
+      note.textContent = told(data, at).join(" · ");
+    }
+
+    more();
+    note.textContent = "point at a token, or go through them with the arrow keys";
+    place.onmouseover = (event) => event.target.dataset.at !== undefined && tell(Number(event.target.dataset.at));
+    place.onkeydown = (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      tell(Math.max(0, chosen + by));
+    };
+    const address = new URL(window.location.href);
+    address.searchParams.set("by", by);
+    window.history.replaceState(window.history.state, "", address);
+    return legend(stops);
+  }
+
+  function legend(stops) {
+    const entry = (props, text) => ({ namespace: "dash_html_components", type: "Span", props: { ...props, children: text } });
+    const shown = stops.map(([value]) => {
+      const [r, g, b] = shade(stops, value);
+      const ink = 0.299 * r + 0.587 * g + 0.114 * b >= 140 ? "#000" : "#fff";
+      return entry({ style: { background: `rgb(${r},${g},${b})`, color: ink } }, number(value));
+    });
+    return [...shown, entry({ className: "given" }, "not sampled")];
+  }
+
+  // A table that is filtered otherwise begins anew.
+  async function ask_again(asked) {
+    const api = await window.dash_ag_grid.getApiAsync("grid");
+    if (api.getDisplayedRowCount()) api.ensureIndexVisible(0, "top");
+    api.purgeInfiniteCache();
+    return window.dash_clientside.no_update;
+  }
+
+  // A table over which rows have come asks for those it shows again; where it is scrolled to stays.
+  async function look_again(revision) {
+    if (document.getElementById("grid")) (await window.dash_ag_grid.getApiAsync("grid")).refreshInfiniteCache();
+    return window.dash_clientside.no_update;
+  }
+
+  // The order that a heading was clicked to is part of the address.
+  function note_order(request) {
+    const unchanged = window.dash_clientside.no_update;
+    if (!request) return unchanged;
+    const [order] = request.sortModel || [];
+    const address = new URL(window.location.href);
+    if (order) address.searchParams.set("sort", (order.sort === "desc" ? "-" : "") + order.colId);
+    else address.searchParams.delete("sort");
+    if (address.href !== window.location.href) window.history.replaceState(window.history.state, "", address);
+    return unchanged;
+  }
+
+  window.dash_clientside = Object.assign({}, window.dash_clientside, { viewer: { paint, ask_again, look_again, note_order } });
+})();

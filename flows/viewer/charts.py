@@ -1,0 +1,164 @@
+"""A run's curves as figures of Plotly: one chart a question, over one axis of steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from flows.curves import REST, SPANS, Curves
+from flows.plot import BLUE, GREEN, HUES, ORANGE, SPAN_COLOURS
+from flows.view import visible
+
+MOST_POINTS = 2000
+"""Of more points of a line every n-th is drawn."""
+BY_STEP = ("step", "")
+HEIGHT = 240
+"""Pixels of a chart."""
+FEW_STEPS = 8
+"""Of fewer steps each has its tick."""
+QUIET = "rgba(128,128,128,0.25)"
+INK = "#7d8590"
+
+
+def charts(curves: Curves) -> list[Component]:
+    """The six charts; one that has no data says so."""
+    return [
+        _chart("reward", "mean over groups, 10 to 90 %", _rewards(curves)),
+        _chart("length", "sampled tokens a trajectory", _banded(curves.groups, "tokens", "tokens")),
+        _chart("entropy", "nats a token", [_line(curves.entropy, "entropy", "entropy", BLUE)]),
+        _chart(
+            "staleness",
+            "policy versions behind",
+            [
+                _line(curves.staleness, "mean", "mean", BLUE),
+                _line(curves.staleness, "max", "largest", ORANGE),
+            ],
+        ),
+        _chart("drops", "trajectories by cause", _drops(curves.drops), is_stacked=True),
+        _chart("time", "seconds a step", _spans(curves.spans), is_stacked=True),
+    ]
+
+
+def scatter(title: str, rows: pl.DataFrame, a: str, b: str) -> Component:
+    """Two columns of numbers against each other."""
+    points = {
+        "x": rows[a].to_list(),
+        "y": rows[b].to_list(),
+        "mode": "markers",
+        "type": "scatter",
+        "marker": {"color": BLUE, "size": 6, "opacity": 0.55},
+    }
+    return _chart(title, f"{a} across, {b} up", [points], axes=(a, b))
+
+
+def _chart(
+    name: str,
+    unit: str,
+    traces: Sequence[dict[str, Any]],
+    *,
+    is_stacked: bool = False,
+    axes: tuple[str, str] = BY_STEP,
+) -> Component:
+    shown = [trace for trace in traces if len(trace["x"])]
+    head = html.H3([name, html.Small(f" {unit}")])
+    if not shown:
+        return html.Figure([head, html.P("nothing to show yet", className="quiet")], className="chart")
+    is_scatter = axes != BY_STEP
+    axis = {"gridcolor": QUIET, "zerolinecolor": QUIET, "automargin": True}
+    layout = {
+        "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
+        "height": HEIGHT,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": INK, "size": 11, "family": "inherit"},
+        "xaxis": axis | ({"title": {"text": axes[0]}} if is_scatter else _whole(shown)),
+        "yaxis": axis | {"title": {"text": axes[1]}, "nticks": 6},
+        "hovermode": "closest" if is_scatter else "x unified",
+        "hoverlabel": {"font": {"size": 11}},
+        "legend": {"orientation": "h", "y": -0.14, "font": {"size": 10}, "traceorder": "normal"},
+        "showlegend": len([trace for trace in shown if trace.get("showlegend", True)]) > 1,
+        "uirevision": name,
+    }
+    if is_stacked:
+        layout["barmode"] = "stack"
+    graph = dcc.Graph(
+        figure={"data": shown, "layout": layout},
+        config={"displayModeBar": False, "responsive": True, "displaylogo": False},
+        style={"height": HEIGHT},
+    )
+    return html.Figure([head, graph], className="chart")
+
+
+def _whole(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ticks of an axis of steps, at whole numbers."""
+    steps = [step for trace in traces for step in (trace["x"][0], trace["x"][-1])]
+    return {"dtick": 1} if max(steps) - min(steps) < FEW_STEPS else {"nticks": 8}
+
+
+def _rewards(curves: Curves) -> list[dict[str, Any]]:
+    traces = _banded(curves.groups, "reward", "training")
+    envs = curves.by_env["env"].unique(maintain_order=True).to_list()
+    for at, env in enumerate(envs if len(envs) > 1 else []):
+        rows = curves.by_env.filter(pl.col("env") == env)
+        traces.append(_line(rows, "reward", env, HUES[(3 + at) % len(HUES)], width=1))
+    traces.append(_line(curves.held_out, "reward", "held out", ORANGE, mode="lines+markers"))
+    traces.append(
+        _line(curves.held_out, "greedy_accuracy", "held out, greedy accuracy", GREEN, mode="lines+markers")
+    )
+    return traces
+
+
+def _banded(rows: pl.DataFrame, name: str, label: str) -> list[dict[str, Any]]:
+    """A mean over the band between its quantiles."""
+    low, high = (_line(rows, f"{name}_{end}", end, "rgba(0,0,0,0)") for end in ("low", "high"))
+    hidden = {"showlegend": False, "hoverinfo": "skip"}
+    band = high | hidden | {"fill": "tonexty", "fillcolor": "rgba(47,111,176,0.14)"}
+    return [low | hidden, band, _line(rows, name, label, BLUE)]
+
+
+def _line(
+    rows: pl.DataFrame, column: str, label: str, colour: str, *, width: float = 2, mode: str = "lines"
+) -> dict[str, Any]:
+    drawn = rows.gather_every(max(1, -(-len(rows) // MOST_POINTS)))
+    values = drawn[column].cast(pl.Float64).fill_nan(None)
+    few = "lines+markers" if len(drawn) <= 2 else mode
+    return {
+        "x": drawn["step"].to_list(),
+        "y": [None if value is None else round(value, 6) for value in values],
+        "name": _plain(label),
+        "mode": few,
+        "type": "scatter",
+        "line": {"color": colour, "width": width},
+        "hovertemplate": "%{y:.4g}",
+    }
+
+
+def _drops(drops: pl.DataFrame) -> list[dict[str, Any]]:
+    causes = drops["cause"].unique(maintain_order=True).to_list()
+    return [
+        _bar(drops.filter(pl.col("cause") == cause), "n", cause, HUES[(4 + at) % len(HUES)])
+        for at, cause in enumerate(causes)
+    ]
+
+
+def _spans(spans: pl.DataFrame) -> list[dict[str, Any]]:
+    return [_bar(spans, name, name, SPAN_COLOURS[name]) for name in (*SPANS, REST)]
+
+
+def _bar(rows: pl.DataFrame, column: str, label: str, colour: str) -> dict[str, Any]:
+    drawn = rows.gather_every(max(1, -(-len(rows) // MOST_POINTS)))
+    return {
+        "x": drawn["step"].to_list(),
+        "y": drawn[column].cast(pl.Float64).fill_nan(None).to_list(),
+        "name": _plain(label),
+        "type": "bar",
+        "marker": {"color": colour},
+        "hovertemplate": "%{y:.4g}",
+    }
+
+
+def _plain(label: str) -> str:
+    """A name of the run's as Plotly shows it, which reads some HTML in its texts."""
+    return visible(label).replace("&", "&amp;").replace("<", "&lt;")

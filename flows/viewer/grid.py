@@ -1,0 +1,97 @@
+"""A table whose rows come as they are scrolled to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dash_ag_grid as dag
+from dash import html
+from dash.development.base_component import Component
+
+from flows.view import Column
+
+ROWS_AT_ONCE = 100
+WIDTHS = {
+    "trajectory": 130,
+    "group": 100,
+    "status": 110,
+    "env": 130,
+    "answer": 340,
+    "error": 300,
+    "reason": 200,
+}
+USUAL_WIDTH = 100
+PINNED = ("trajectory", "group", "prompt")
+"""Columns that stay where they are when a narrow window is scrolled."""
+UNSORTED = ("answer",)
+"""Columns that are read for the rows of a page alone."""
+
+
+def grid(columns: Sequence[Column], sort: str = "", links: Mapping[str, str] | None = None) -> Component:
+    """A table of these columns; what its cells say is text, whatever it looks like.
+
+    Args:
+        columns: in their order.
+        sort: column, - before it for largest first.
+        links: column: where its cells lead; {value} of the address is the cell's.
+    """
+    shown = [_column(column, sort, (links or {}).get(column.name, "")) for column in columns]
+    options = {
+        "cacheBlockSize": ROWS_AT_ONCE,
+        "maxBlocksInCache": 20,
+        "infiniteInitialRowCount": 1,
+        "rowHeight": 30,
+        "headerHeight": 34,
+        "enableCellTextSelection": True,
+        "ensureDomOrder": True,
+        "suppressColumnVirtualisation": True,
+        "suppressMultiSort": True,
+        "noRowsOverlayComponentParams": {},
+    }
+    table = dag.AgGrid(
+        id="grid",
+        rowModelType="infinite",
+        columnDefs=shown,
+        defaultColDef={"resizable": True, "sortable": True, "suppressMovable": True},
+        dashGridOptions=options,
+        className="table",
+        style={"height": None, "width": "100%"},
+    )
+    return html.Div(table, className="rows")
+
+
+def sort_of(request: Mapping[str, Any]) -> str:
+    """The order that a table's request asks for, as an address has it."""
+    model = request.get("sortModel") or []
+    if not model:
+        return ""
+    return f"{'-' if model[0]['sort'] == 'desc' else ''}{model[0]['colId']}"
+
+
+def cells(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], cut: int) -> list[dict[str, str]]:
+    """Rows as texts, each of `cut` characters at most."""
+    return [{column.name: _cut(column, row, cut) for column in columns} for row in rows]
+
+
+def _cut(column: Column, row: Mapping[str, Any], cut: int) -> str:
+    value = row.get(column.name)
+    if isinstance(value, str) and len(value) > cut:
+        return f"{column.cell({column.name: value[:cut]})}…"
+    return column.cell({column.name: value})
+
+
+def _column(column: Column, sort: str, link: str) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "field": column.name,
+        "headerName": column.heading,
+        "width": WIDTHS.get(column.name, USUAL_WIDTH),
+        "sortable": column.name not in UNSORTED,
+        "cellRenderer": "Said",
+    }
+    if column.is_text:
+        known |= {"flex": 1, "minWidth": 160}
+    if link:
+        known |= {"cellRenderer": "Address", "cellRendererParams": {"address": link}}
+        known |= {"pinned": "left"} if column.name in PINNED else {}
+    if sort.removeprefix("-") == column.name:
+        known["sort"] = "desc" if sort.startswith("-") else "asc"
+    return known

@@ -1,0 +1,179 @@
+"""The viewer's pages: the run as a whole, and its tables with what they are filtered by."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from flows.curves import read_curves
+from flows.inspection import GROUP_COLUMNS, TRAINED, run_view
+from flows.trajectories import COLUMNS, STATUSES, UNSCORED
+from flows.view import Column, counted, visible
+from flows.viewer.address import GROUPS, HELD_OUT, TRAJECTORIES, TRAJECTORY, Query
+from flows.viewer.charts import charts
+from flows.viewer.grid import grid
+from flows.viewer.source import Source
+from tasks.store.partitions import stored_scorers
+
+MOST_STEPS = 200
+"""Steps that the first page lists, the newest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A page with a table.
+
+    Attributes:
+        title: its heading.
+        columns: of the table.
+        links: column: where its cells lead.
+        filters: names of its filters, as in the address.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    links: Mapping[str, str]
+    filters: Sequence[str]
+
+
+OF_TRAJECTORY = {"trajectory": f"{TRAJECTORY}{{value}}"}
+TABLES = {
+    GROUPS: Table(
+        "groups",
+        GROUP_COLUMNS,
+        {"group": f"{TRAJECTORIES}?group={{value}}"},
+        ("step", "status", "env", "reward"),
+    ),
+    TRAJECTORIES: Table(
+        "trajectories",
+        COLUMNS,
+        OF_TRAJECTORY,
+        ("step", "group", "status", "env", "reward", "text", "scorer"),
+    ),
+    HELD_OUT: Table(
+        "held-out trajectories",
+        [
+            Column("step", header="version") if column.name == "step" else column
+            for column in COLUMNS
+            if column.name not in ("advantage", "policy_version_last")
+        ],
+        OF_TRAJECTORY,
+        ("step", "status", "env", "reward", "text"),
+    ),
+}
+PLACEHOLDERS = {
+    "step": "12, or 3:7",
+    "group": "784",
+    "reward": "0.5:, or :0.2",
+    "text": "what is said",
+}
+
+
+def home(source: Source) -> Component:
+    """Curves, and the table of steps."""
+    curves = source.made("curves", [source.revision()], lambda: read_curves(source.folder, source.shelf.scan))
+    steps = source.made("steps", [source.revision()], lambda: run_view(source.folder, scan=source.shelf.scan))
+    if not steps.rows and not steps.values["trajectories"]:
+        return html.Section([html.H1(source.folder.name), waiting()])
+    rows = list(reversed(steps.rows))[:MOST_STEPS]
+    left_out = len(steps.rows) - len(rows)
+    note = f"; below are the newest {MOST_STEPS}" if left_out else ""
+    links = {"step": f"{GROUPS}?step={{value}}"}
+    return html.Section(
+        [
+            html.H1(source.folder.name),
+            html.P(f"{visible(steps.title)}{note}", className="quiet"),
+            html.Div(charts(curves), className="charts"),
+            html.H2("steps"),
+            plain_table(steps.columns, rows, links),
+        ]
+    )
+
+
+def waiting() -> Component:
+    """What stands where nothing has been stored yet; the page goes on by itself."""
+    return html.P("Waiting for the first rollouts. This page fills as they are stored.", className="waiting")
+
+
+def plain_table(
+    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], links: Mapping[str, str]
+) -> Component:
+    """A table of few rows."""
+
+    def cell(column: Column, row: Mapping[str, Any]) -> Component:
+        text = column.cell(row)
+        if column.name in links and text != "-":
+            return html.Td(dcc.Link(text, href=links[column.name].replace("{value}", text)))
+        return html.Td(text)
+
+    head = html.Thead(html.Tr([html.Th(column.heading, scope="col") for column in columns]))
+    body = html.Tbody([html.Tr([cell(column, row) for column in columns]) for row in rows])
+    return html.Div(html.Table([head, body], className="plain"), className="wide")
+
+
+def table(source: Source, path: str, query: Query) -> Component:
+    """A table and its filters, set as the address says."""
+    kind = TABLES[path]
+    filters = [_filter(source, path, name, query[name]) for name in kind.filters]
+    return html.Section(
+        [
+            html.Div(
+                [html.H1(kind.title), html.Span(id="count", className="quiet", role="status")],
+                className="head",
+            ),
+            html.Div(filters, className="filters", role="search"),
+            dcc.Store(id="asked", data={"path": path, "search": query.search}),
+            grid(kind.columns, query["sort"], kind.links),
+        ]
+    )
+
+
+def _filter(source: Source, path: str, name: str, value: str) -> Component:
+    known = _choices(source, path, name)
+    of = {"type": "filter", "name": name}
+    label = "version" if path == HELD_OUT and name == "step" else name
+    if known is None:
+        shown: Component = dcc.Input(
+            id=of,
+            value=value,
+            debounce=0.6,
+            placeholder=PLACEHOLDERS.get(name, ""),
+            type="text",
+            className="field",
+        )
+    else:
+        shown = dcc.Dropdown(
+            id=of,
+            options=[{"label": visible(each), "value": each} for each in known],
+            value=value.split(",") if name == "status" and value else value or None,
+            multi=name == "status",
+            clearable=True,
+            searchable=False,
+            placeholder="all" if name != "scorer" else "the run's own",
+            className="choice",
+        )
+    return html.Label([html.Span(label), shown], className=f"filter {name}")
+
+
+def _choices(source: Source, path: str, name: str) -> list[str] | None:
+    """The values that a filter can have; None where one writes them."""
+    if name == "status" and path == GROUPS:
+        reasons = source.shelf.rows("groups", ["reason"])["reason"].unique().to_list()
+        return [TRAINED, *sorted(each for each in reasons if each)]
+    if name == "status":
+        return [*STATUSES, UNSCORED]
+    if name == "env":
+        return sorted(
+            source.shelf.rows("evaluations" if path == HELD_OUT else "groups", ["env"])["env"].unique()
+        )
+    if name == "scorer":
+        return stored_scorers(source.folder)
+    return None
+
+
+def counted_rows(path: str, n: int, note: str) -> str:
+    """What stands beside a table's heading."""
+    noun = {GROUPS: ("group", "")}.get(path, ("trajectory", "trajectories"))
+    return f"{counted(n, *noun)}{note and f' · {note}'}"

@@ -1,0 +1,267 @@
+"""What the viewer reads of a run, what its pages say, and who may ask for them."""
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import plotly.io
+import pytest
+from flask.testing import FlaskClient
+
+from flows.folder import existing_run
+from flows.selection import Interval, Selection
+from flows.viewer import serve
+from flows.viewer.address import Query
+from flows.viewer.app import page, viewer
+from flows.viewer.source import Source
+from tasks.errors import ConfigError
+from tasks.store.layout import RunFolder
+from tasks.store.reader import scan
+from tasks.store.shelf import Shelf
+
+Command = Callable[..., str]
+PORT = 4300
+AT = {"base_url": f"http://127.0.0.1:{PORT}/"}
+
+
+def shown(source: Source, path: str, search: str = "") -> str:
+    """A page's content as it is sent."""
+    return plotly.io.json.to_json_plotly(page(source, path, search))
+
+
+def asked(source: Source, search: str, *, held_out: bool = False) -> tuple[int, list[str]]:
+    """How many trajectories a query has, and which come first."""
+    query = Query.of(search)
+    found = source.trajectories(query.selection(evaluations=held_out), query["text"], 0, 100)
+    return found.n, [row["trajectory"] for row in found.rows]
+
+
+@pytest.fixture
+def source(small_run: RunFolder) -> Source:
+    return Source(small_run, fresh_s=0.0)
+
+
+@pytest.fixture
+def client(source: Source) -> FlaskClient:
+    return viewer(source, PORT, 1.0).server.test_client()
+
+
+def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: Source) -> None:
+    assert asked(source, "")[1][:2] == ["8.0", "8.1"]
+    assert asked(source, "?sort=trajectory")[1][:2] == ["0.0", "0.1"]
+    assert asked(source, "?sort=-n_completion_tokens&step=0")[1][0] == "1.0"
+    assert asked(source, "?sort=-reward&env=addition")[1][:2] == ["10.0", "10.1"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"status": "failed"},
+        {"status": "failed,cancelled"},
+        {"status": "unscored"},
+        {"reward": ":0.2"},
+        {"reward": "0.5:", "env": "calculator"},
+        {"step": "1:2", "group": "5"},
+        {"group": "6", "scorer": "brevity@1", "reward": "-0.05:"},
+    ],
+)
+def test_a_filter_leaves_what_inspect_leaves(
+    source: Source, rollmill: Command, words: dict[str, str]
+) -> None:
+    options = [text for name, value in words.items() for text in (f"--{name}", value)]
+    rows = json.loads(rollmill("inspect", "small", "--trajectories", "--json", *options))["trajectories"]
+    n, found = asked(source, Query(words).search)
+    assert n == len(rows)
+    assert set(found) == {row["trajectory"] for row in rows}
+
+
+def test_a_page_of_rows_has_rewards_advantages_and_the_last_message(source: Source) -> None:
+    (row,) = [
+        row for row in source.trajectories(Selection(group=5), "", 0, 10).rows if row["trajectory"] == "5.0"
+    ]
+    assert row["reward"] == 1.0
+    assert row["advantage"] == pytest.approx(0.3)
+    assert row["answer"] == "[15+25=40]40"
+
+
+def test_trajectories_are_found_by_what_is_said_in_them(source: Source) -> None:
+    assert set(asked(source, "?text=%5B15%2B25%3D40")[1]) == {"5.0", "5.1"}
+    assert asked(source, "?text=nobody+says+this") == (0, [])
+    assert asked(source, "?text=36&step=0", held_out=True)[0] == 3
+
+
+def test_a_redone_trajectory_is_counted_once(redone_run: RunFolder) -> None:
+    n, found = asked(Source(redone_run, 0.0), "?group=5")
+    assert n == 4
+    assert "5.3.1" in found
+
+
+def test_groups_are_filtered_by_what_became_of_them(source: Source) -> None:
+    assert source.groups(Query.of("?status=trained").selection(), 0, 10).n == 6
+    assert source.groups(Query.of("?reward=1:").selection(), 0, 10).n == 3
+    with pytest.raises(ConfigError, match="no_reward_spread"):
+        source.groups(Query.of("?status=lost").selection(), 0, 10)
+
+
+def test_what_is_wrong_with_an_address_is_said(source: Source) -> None:
+    assert "near it are" in shown(source, "/trajectory/5.9")
+    assert "the run has no such group" in shown(source, "/trajectory/99.0")
+    assert "There is no such page" in shown(source, "/nothing")
+    assert "give one of addition@1, brevity@1, v0, v3" in shown(source, "/compare", "?a=loud@1")
+
+
+def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: Source) -> None:
+    assert "45 trajectories in both; mean reward 0.540 by addition@1" in shown(source, "/compare")
+    assert "3 prompts in both; mean reward 1.000 of v0" in shown(source, "/compare", "?a=v0&b=v3")
+    both = shown(source, "/beside/v0.1.greedy/v3.1.greedy")
+    assert "policy version 0, greedy" in both
+    assert "policy version 3, greedy" in both
+
+
+def test_a_run_without_a_rollout_waits_for_it_and_a_removed_one_says_so(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.local.mkdir()
+    shutil.copy(small_run.local / "run.json", folder.local)
+    source = Source(folder, 0.0)
+    assert "Waiting for the first rollouts" in shown(source, "/")
+    for path in ("/groups", "/trajectories", "/held-out", "/compare"):
+        assert '"role":"alert"' not in shown(source, path)
+    assert asked(source, "") == (0, [])
+    shutil.rmtree(folder.local)
+    assert "is not there any more" in shown(source, "/trajectories")
+
+
+def test_a_run_on_s3_has_the_same_pages(small_run_on_s3: RunFolder, source: Source) -> None:
+    there = Source(existing_run(small_run_on_s3.location), 0.0)
+    for search in ("", "?status=failed", "?reward=0.5:&sort=reward"):
+        assert asked(there, search) == asked(source, search)
+    assert shown(there, "/trajectory/5.0") == shown(source, "/trajectory/5.0")
+
+
+def test_what_is_kept_is_what_is_stored_also_when_shards_come_and_are_put_together(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(small_run.local, folder.local)
+    later = folder.local / "rollouts" / "step=000002"
+    later.rename(tmp_path / "later")
+    shelf, columns = Shelf(folder, 0.0), ["trajectory_id", "status"]
+    before, revision = shelf.rows("rollouts", columns), shelf.revision(["rollouts"])
+    assert shelf.rows("rollouts", columns) is before
+    (tmp_path / "later").rename(later)
+    after = shelf.rows("rollouts", columns)
+    assert after.sort("trajectory_id").equals(
+        scan(folder, "rollouts", columns).collect().sort("trajectory_id")
+    )
+    assert (len(before), len(after)) == (32, 48)
+    assert shelf.revision(["rollouts"]) != revision
+    assert shelf.rows("rollouts", columns, step=1).equals(scan(folder, "rollouts", columns, step=1).collect())
+    shutil.rmtree(folder.local / "rollouts")
+    assert len(shelf.rows("rollouts", columns)) == 0
+
+
+def test_pages_change_nothing_below_the_run(small_run: RunFolder, source: Source) -> None:
+    def files() -> dict[Path, tuple[int, int]]:
+        found = {path: path.stat() for path in small_run.local.rglob("*")}
+        return {path: (status.st_mtime_ns, status.st_size) for path, status in found.items()}
+
+    before = files()
+    for path in ("/", "/groups", "/trajectories", "/trajectory/5.0", "/compare", "/held-out"):
+        shown(source, path)
+    asked(source, "?text=5")
+    assert files() == before
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_answered"),
+    [
+        ({}, True),
+        ({"Host": f"localhost:{PORT}"}, True),
+        ({"Host": f"rebound.example:{PORT}"}, False),
+        ({"Host": "127.0.0.1:80"}, False),
+        ({"Origin": f"http://127.0.0.1:{PORT}", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Origin": "http://elsewhere.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, False),
+        ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, False),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, True),
+    ],
+)
+def test_only_its_own_pages_and_links_to_them_are_answered(
+    client: FlaskClient, headers: dict[str, str], is_answered: bool
+) -> None:
+    assert (client.get("/", headers=headers, **AT).status_code == 200) is is_answered
+
+
+def test_nothing_can_be_sent_to_it_but_what_its_pages_ask(client: FlaskClient) -> None:
+    for method in (client.post, client.put, client.delete):
+        assert method("/trajectory/5.0", **AT).status_code == 403
+    crossed = client.post("/_dash-update-component", json={}, headers={"Origin": "http://else.example"}, **AT)
+    assert crossed.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/../../../run.json",
+        "/assets/%2e%2e/%2e%2e/run.json",
+        "/download/trajectory/..%2f..%2frun.json",
+        "/_dash-component-suites/dash/../../run.json",
+    ],
+)
+def test_no_address_is_a_path_of_the_disk(client: FlaskClient, path: str) -> None:
+    answer = client.get(path, **AT)
+    assert b"5eed5eed" not in answer.data
+    assert answer.status_code in (404, 500) or b"rollmill" in answer.data.lower()
+
+
+def test_a_page_may_load_nothing_from_elsewhere_and_run_no_script_that_stands_in_it(
+    client: FlaskClient,
+) -> None:
+    answer = client.get("/", **AT)
+    rules = dict(rule.split(" ", 1) for rule in answer.headers["Content-Security-Policy"].split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    assert "unsafe" not in rules["script-src"]
+    assert b"://" not in answer.data.replace(b"http://www.w3.org", b"")
+
+
+def test_all_that_is_known_of_a_trajectory_can_be_downloaded(client: FlaskClient) -> None:
+    answer = client.get("/download/trajectory/5.0.json", **AT)
+    assert answer.json["messages"][-1]["content"] == "[15+25=40]40"
+    assert "attachment" in answer.headers["Content-Disposition"]
+    assert client.get("/download/trajectory/99.0.json", **AT).status_code == 404
+
+
+def test_a_port_that_is_taken_is_refused_and_the_default_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            serve.listen("127.0.0.1", port)
+        monkeypatch.setattr(serve, "PORT", port)
+        with serve.listen("127.0.0.1", None) as other:
+            assert port < other.getsockname()[1] < port + serve.OTHER_PORTS
+
+
+def test_a_query_is_read_as_it_is_written() -> None:
+    query = Query.of("?step=1%3A2&status=failed&nonsense=1&text=%3Cb%3E+%26")
+    assert query.values == {"step": "1:2", "status": "failed", "text": "<b> &"}
+    assert Query.of(query.search) == query
+    assert query.selection().steps == Interval(1, 2)
+    assert query.but(step="", env="x").search == "?status=failed&text=%3Cb%3E+%26&env=x"
+
+
+def test_pages_are_read_by_several_at_once(source: Source) -> None:
+    async def ask() -> list[tuple[int, list[str]]]:
+        calls = [asyncio.to_thread(asked, source, "?sort=-reward") for _ in range(8)]
+        return await asyncio.gather(*calls)
+
+    answers = asyncio.run(ask())
+    assert all(each == answers[0] for each in answers)

@@ -1,0 +1,269 @@
+"""The viewer as a person uses it, in a real browser: filters, reads, colours, compares, and sees a run go on.
+
+With ROLLMILL_SCREENSHOTS=docs its pictures are stored there.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tasks.serve.process import LaunchedProcess, free_port
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder, partition_folder
+from tasks.store.names import ShardName
+from tasks.store.reader import read
+from tasks.store.shard import write_shard
+
+pytestmark = pytest.mark.service
+
+LONGEST_MS = 60_000
+expect.set_options(timeout=LONGEST_MS)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+LINE = 10_000_000
+HOSTILE = (
+    "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"
+    "<a href='javascript:window.harmed = 1'>answer</a> [md](javascript:window.harmed=1) "
+    "<think>do not look</think> \x1b[31mred\x1b[0m \u202eback\u202c \ud800 end"
+)
+
+Open = Callable[[str], Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def viewed(folder: RunFolder, log: Path) -> Iterator[str]:
+    """`rollmill view` of a run; yields its address."""
+    port = free_port()
+    words = ["view", folder.location, "--no-browser", "--port", str(port), "--refresh-s", "0.5"]
+    command = [str(Path(sys.executable).parent / "rollmill"), *words]
+    process = LaunchedProcess.start("viewer", command, log=log, env={**os.environ}, stop_grace_s=2.0)
+    try:
+        _wait_until_it_answers(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stop_now()
+
+
+def _wait_until_it_answers(port: int, process: LaunchedProcess) -> None:
+    deadline = time.monotonic() + LONGEST_MS / 1000
+    while True:
+        with socket.socket() as asking:
+            if not asking.connect_ex(("127.0.0.1", port)):
+                return
+        assert process.is_running, process.log_tail()
+        assert time.monotonic() < deadline, "the viewer does not answer"
+        time.sleep(0.1)
+
+
+@contextmanager
+def opened(browser: Browser, address: str) -> Iterator[Open]:
+    """Opens pages, of which no request may go elsewhere, and no script may fail or be refused."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    context.set_default_timeout(LONGEST_MS)
+    page = context.new_page()
+    requested, wrong = list[str](), list[str]()
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+
+    def to(path: str) -> Page:
+        page.goto(address + path)
+        expect(page.locator("main > *")).to_be_visible()
+        return page
+
+    try:
+        yield to
+        assert [url for url in requested if not url.startswith((f"{address}/", "data:"))] == []
+        assert wrong == []
+    finally:
+        context.close()
+
+
+def picture(page: Page, name: str) -> None:
+    """Store what the page looks like, where it is asked for."""
+    if folder := os.environ.get("ROLLMILL_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"viewer-{name}.png")
+
+
+@pytest.fixture(scope="module")
+def small(small_run: RunFolder, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Pages of the small run."""
+    log = tmp_path_factory.mktemp("viewer") / "viewer.log"
+    with viewed(small_run, log) as address, opened(browser, address) as to:
+        yield to
+
+
+def test_a_failed_trajectory_is_found_and_read(small: Open) -> None:
+    page = small("/")
+    expect(page.locator(".chart .main-svg").first).to_be_visible()
+    picture(page, "run")
+    page.get_by_role("link", name="trajectories").click()
+    expect(page.locator("#count")).to_have_text("48 trajectories")
+    page.locator(".filter.status button").click()
+    page.get_by_role("option", name="failed").click()
+    expect(page.locator("#count")).to_have_text("1 trajectory")
+    expect(page).to_have_url(re.compile(r"/trajectories\?status=failed"))
+    page.keyboard.press("Escape")
+    picture(page, "failed")
+    page.get_by_role("link", name="5.3").click()
+    expect(page.locator(".facts")).to_contain_text("RequestError: 503 from the server")
+    expect(page).to_have_url(re.compile(r"/trajectory/5\.3$"))
+    page.go_back()
+    expect(page.locator("#count")).to_have_text("1 trajectory")
+    page.reload()
+    expect(page.locator("#count")).to_have_text("1 trajectory")
+
+
+def test_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbers(small: Open) -> None:
+    page = small("/trajectory/5.0")
+    token = page.locator("#painted span").nth(8)
+    by_logprob = token.evaluate("each => each.style.background")
+    page.get_by_label("advantage").check()
+    expect(page).to_have_url(re.compile("by=advantage"))
+    expect(token).not_to_have_css("background-color", by_logprob)
+    expect(page.locator("#legend")).to_contain_text("not sampled")
+    token.hover()
+    for told in ("token 8", "policy version 1", "logprob -", "advantage 0.3"):
+        expect(page.locator("#token-told")).to_contain_text(told)
+    picture(page, "trajectory")
+    page.locator("#painted").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#token-told")).to_contain_text("token 9")
+
+
+def test_two_scorers_and_two_versions_stand_side_by_side(small: Open) -> None:
+    page = small("/compare?a=addition%401&b=brevity%401")
+    expect(page.locator("#count")).to_have_text("46 trajectories")
+    expect(page.locator(".summary")).to_contain_text(
+        "mean reward 0.540 by addition@1 and -0.118 by brevity@1"
+    )
+    expect(page.locator(".ag-center-cols-container .ag-row").first).to_contain_text("-1.210")
+    picture(page, "scorers")
+    page = small("/compare?a=v0&b=v3")
+    page.get_by_role("link", name="1 greedy").click()
+    expect(page.locator(".beside .facts")).to_have_count(2)
+    expect(page.locator(".beside")).to_contain_text("policy version 3")
+
+
+def test_a_table_is_sorted_by_its_heading_gone_through_with_keys_and_fits_a_narrow_window(
+    small: Open,
+) -> None:
+    page = small("/groups?env=addition")
+    expect(page.locator("#count")).to_have_text("6 groups")
+    page.locator(".ag-header-cell[col-id=reward_mean]").click()
+    expect(page).to_have_url(re.compile("sort=reward_mean"))
+    page.locator(".ag-row[row-index='0'] .ag-cell[col-id=env]").click()
+    page.keyboard.press("Enter")
+    expect(page.locator("#count")).to_have_text("4 trajectories")
+    page.set_viewport_size({"width": 420, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    small("/trajectory/5.0")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.set_viewport_size({"width": 1280, "height": 860})
+
+
+def test_a_step_that_is_stored_meanwhile_appears_by_itself(
+    small_run: RunFolder, browser: Browser, tmp_path: Path
+) -> None:
+    folder, aside = RunFolder(tmp_path / "run"), tmp_path / "aside"
+    shutil.copytree(small_run.local, folder.local)
+    kept_back = [*folder.local.glob("*/step=000002"), *folder.local.glob("scores/*/step=000002")]
+    for place in kept_back:
+        target = aside / place.relative_to(folder.local)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place.rename(target)
+    with viewed(folder, tmp_path / "viewer.log") as address, opened(browser, address) as to:
+        page = to("/trajectories")
+        expect(page.locator("#count")).to_have_text("32 trajectories")
+        for place in kept_back:
+            (aside / place.relative_to(folder.local)).rename(place)
+        expect(page.locator("#count")).to_have_text("48 trajectories")
+        expect(page.locator(".ag-pinned-left-cols-container .ag-row").first).to_have_text("8.0")
+        page = to("/")
+        expect(page.locator(".plain tbody tr")).to_have_count(3)
+
+
+@pytest.fixture
+def hostile_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
+    """The same run, with a trajectory that says what could do harm, and one of a single line of 10 MB."""
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(small_run.local, folder.local)
+    rows = read(folder, "rollouts", step=1)
+    first = rows.filter((pc.field("group") == 5) & (pc.field("sample") == 0)).to_pylist()[0]
+    said = {0: HOSTILE, 1: "x" * LINE}
+    made = [
+        first
+        | {
+            "sample": sample,
+            "attempt": 1,
+            "trajectory_id": f"{first['run']}.5.{sample}.1",
+            "messages": json.dumps([{"role": "assistant", "content": text}]),
+            "status": "failed",
+            "error_type": "EpisodeError",
+            "error": text[:1000].encode(errors="replace").decode(),
+            "env": "<b>env</b>",
+        }
+        for sample, text in said.items()
+    ]
+    batch = pa.RecordBatch.from_pylist(made, schema=rows.schema)
+    write = partial(write_shard, name=ShardName(2, 0), dataset="rollouts", appended=[batch])
+    files_of(folder).publish(partition_folder("rollouts", {"step": 1}), write)
+    return folder
+
+
+def test_what_a_model_says_is_shown_as_it_is_and_does_nothing(
+    hostile_run: RunFolder, browser: Browser, tmp_path: Path
+) -> None:
+    with viewed(hostile_run, tmp_path / "viewer.log") as address, opened(browser, address) as to:
+        page = to("/trajectories?status=failed")
+        expect(page.locator("#count")).to_have_text("3 trajectories")
+        expect(page.locator(".ag-center-cols-container")).to_contain_text("<script>window.harmed")
+        page = to("/trajectory/5.0.1")
+        text = page.locator(".conversation pre").inner_text()
+        for shown in (
+            "<script>window.harmed",
+            "<think>do not look</think>",
+            "␛[31mred",
+            "<U+202E>back",
+            "<U+D800>",
+        ):
+            assert shown in text
+        assert page.locator(".conversation :is(script, img, a)").count() == 0
+        picture(page, "harmless")
+        page = to("/trajectory/5.1.1")
+        expect(page.locator("summary")).to_contain_text("of 10,000,000 in all")
+        assert len(page.locator(".conversation pre").first.inner_text()) == 20_000
+        page.locator("summary").click()
+        expect(page.locator(".conversation")).to_contain_text("9,500,000 more characters are in the file")
+        assert page.evaluate("window.harmed") is None
+        with page.expect_download() as download:
+            page.get_by_role("link", name="download").click()
+        assert Path(download.value.path()).stat().st_size > LINE
