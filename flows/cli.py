@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from flows.commands import again, look, run, services
-from tasks.errors import ConfigError, RollmillError
+from tasks.errors import ConfigError, RollmillError, masked
 
 app = typer.Typer(
     add_completion=False,
@@ -35,7 +35,9 @@ def main() -> None:
     try:
         app()
     except RollmillError as error:
-        typer.echo(f"rollmill: {error}", err=True)
+        from flows.view import visible
+
+        typer.echo(f"rollmill: {visible(masked(str(error)))}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

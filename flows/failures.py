@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from flows.view import visible
 from tasks.errors import FailedShareError
 from tasks.store.rows import Rows
 
@@ -45,7 +46,8 @@ class FailureWatch:
             if row["status"] not in LOST:
                 continue
             if is_new:
-                self._logger().warning("trajectory %s %s: %s: %s", *(row[column] for column in COLUMNS))
+                said = (visible(str(row[column])) for column in COLUMNS)
+                self._logger().warning("trajectory %s %s: %s: %s", *said)
             if row["status"] in FAILED:
                 self._kinds[row["error_type"]] += 1
                 self._examples.setdefault(row["error_type"], row["error"])

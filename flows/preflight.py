@@ -23,7 +23,7 @@ from tasks.rollout.tokens import ChatTokenizer
 from tasks.rollout.verifiers_load import check_installed
 from tasks.rollout.verifiers_state import kept_states
 from tasks.score.check import check_scorer
-from tasks.serve.vllm import is_cpu_build
+from tasks.serve.vllm import check_guarded, is_cpu_build
 from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
 from tasks.train.config import TrainConfig
 from tasks.train.memory_plan import NUMBERS_OF_EXPERTS
@@ -193,6 +193,7 @@ def check_vllm(config: RunConfig) -> None:
             "there is no Python there; make the vLLM environment with `make setup`, or attach with serve.urls"
         )
         raise ConfigError("serve.python", str(python), remedy)
+    check_guarded(config.serve)
     if config.rollout.keep_routing and is_cpu_build(config.serve.python):
         remedy = "vLLM returns routed experts on GPUs alone, and serve.python has its CPU build"
         raise ConfigError("rollout.keep_routing", True, remedy)

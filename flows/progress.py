@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from flows.belonging import run_logger
+from flows.view import visible
+from tasks.errors import masked
 
 CONSOLE = Console(stderr=True)
 LEVEL_OF_TASK_RUNS = "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL"
@@ -19,6 +21,7 @@ def say(text: str) -> None:
 
     Where Prefect writes the log to the terminal too, as a worker does, that is the line on the terminal.
     """
+    text = visible(masked(text))
     if not logs_to_terminal():
         CONSOLE.print(text, highlight=False, soft_wrap=True, markup=False)
     run_logger().info(text)

@@ -14,7 +14,7 @@ from flows.config import RunConfig
 from flows.presets import are_algorithms, preset_values
 from flows.rules import check
 from tasks.config import StageConfig, nearest
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, masked
 from tasks.store.fixed import value_of
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -64,7 +64,8 @@ def parsed(model: type[Config], values: dict[str, Any]) -> Config:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         remedy = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ConfigError(field, first["input"], f"{remedy}{_meant(model, field, first)}") from None
+        value = masked(str(first["input"])) if first["type"] == "secret" else first["input"]
+        raise ConfigError(field, value, f"{remedy}{_meant(model, field, first)}") from None
 
 
 def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:

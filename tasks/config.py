@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, masked
 
 UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes"}
 SPOKEN = {
@@ -35,6 +36,10 @@ SPOKEN = {
 }
 LIMITS = {"ge": "At least", "gt": "Above", "le": "at most", "lt": "below"}
 LONGEST_DEFAULT = 40
+NO_SECRET = (
+    "an address may hold no user name or password: settings are stored and shown; leave them out, and give them by the "
+    "environment variables that docs/security.md names"
+)
 
 
 def spoken(name: str) -> str:
@@ -60,6 +65,15 @@ class StageConfig(BaseModel):
         field_title_generator=lambda name, _: spoken(name),
         model_title_generator=_title_of_section,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _holds_no_secret(cls, value: Any) -> Any:
+        """Settings are shown in logs and in Prefect, and stored in run.json: no password may come in by an address."""
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and masked(text) != text:
+                raise PydanticCustomError("secret", NO_SECRET)
+        return value
 
 
 def setting(default: Any, description: str, *, fixed: bool = False, **limits: Any) -> Any:

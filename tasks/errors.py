@@ -44,8 +44,11 @@ All of them are picklable: their arguments are what they print. `printable` and 
 foreign code raised.
 """
 
+import re
+
 MAX_ERROR_CHARACTERS = 2000
 MAX_NAMED_TENSORS = 8
+_CREDENTIALS = re.compile(r"://[^/\s@]+@")
 
 
 class RollmillError(Exception):
@@ -250,8 +253,14 @@ class SkippedStepsError(TrainError):
 
 
 def printable(text: str) -> str:
-    """Text that can be stored and sent: of bounded length, and without what is no character (lone surrogates)."""
+    """Text that can be stored and sent: of bounded length, without what is no character (lone surrogates), and masked."""
+    text = masked(text[: 2 * MAX_ERROR_CHARACTERS])
     return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
+
+
+def masked(text: str) -> str:
+    """Text whose addresses have no user name and password. Example: of http://me:secret@host it makes http://***@host."""
+    return _CREDENTIALS.sub("://***@", text)
 
 
 def text_of(error: BaseException) -> str:

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
+from tasks.errors import ConfigError
 from tasks.serve.config import ServeConfig
 
 TRANSFER_BACKEND = "rollmill"
@@ -88,6 +90,23 @@ def environment(
         **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
         **(_CPU_ENVIRONMENT if is_cpu_build(config.python) else {}),
     }
+
+
+def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ) -> None:
+    """Refuse a server that others reach and that has no key; a key in the arguments, which everybody can read.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    words = [word for each in config.extra_args for word in each.split("=", 1)]
+    variable = config.api_key_env
+    if "--api-key" in words:
+        remedy = f"arguments are stored and shown: put the key in the environment variable {variable}"
+        raise ConfigError("serve.extra_args", "--api-key", remedy)
+    hosts = [after for word, after in pairwise(words) if word == "--host"]
+    if any(host != LOOPBACK for host in hosts) and not base.get(variable):
+        remedy = f"others reach its control routes there: put a key in the environment variable {variable}, which they need"
+        raise ConfigError("serve.extra_args", f"--host {hosts[-1]}", remedy)
 
 
 def is_cpu_build(python: str) -> bool:

@@ -1,0 +1,77 @@
+"""Secrets do not come into settings, and what foreign text says is shown without them and without commands to a terminal."""
+
+import pytest
+
+from flows.cli import main
+from flows.progress import CONSOLE
+from flows.settings import validate
+from flows.view import visible
+from tasks.errors import ConfigError, masked, printable
+from tasks.serve.config import ServeConfig
+from tasks.serve.vllm import check_guarded
+
+SECRET = "planted-password"
+ADDRESS = f"http://me:{SECRET}@host:5000/path"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"serve": {"urls": [ADDRESS]}}, "serve.urls"),
+        ({"train": {"url": ADDRESS}}, "train.url"),
+        ({"train": {"kl": {"urls": [ADDRESS]}}}, "train.kl.urls"),
+        ({"score": {"judge": {"url": ADDRESS}}}, "score.judge.url"),
+        ({"score": {"reward_model": {"url": ADDRESS}}}, "score.reward_model.url"),
+        ({"observe": {"mlflow_uri": ADDRESS}}, "observe.mlflow_uri"),
+        ({"store": {"root": f"s3://key:{SECRET}@bucket/runs"}}, "store.root"),
+    ],
+)
+def test_an_address_with_a_password_is_refused_without_saying_it(
+    values: dict[str, object], field: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(values)
+    assert refused.value.field == field
+    assert "***@" in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
+def test_an_api_key_among_arguments_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_guarded(ServeConfig(extra_args=("--api-key", SECRET)))
+    assert SECRET not in str(refused.value)
+
+
+def test_a_server_that_others_reach_needs_a_key() -> None:
+    open_to_all = ServeConfig(extra_args=("--host=0.0.0.0",), api_key_env="KEY")
+    with pytest.raises(ConfigError, match="environment variable KEY"):
+        check_guarded(open_to_all, {})
+    check_guarded(open_to_all, {"KEY": SECRET})
+    check_guarded(ServeConfig(extra_args=("--host", "127.0.0.1")), {})
+
+
+def test_text_of_errors_is_stored_without_passwords() -> None:
+    assert masked(f"no answer from {ADDRESS}") == "no answer from http://***@host:5000/path"
+    assert SECRET not in printable("x" * 1990 + ADDRESS)
+    assert masked("mail me@host, see http://host/@me") == "mail me@host, see http://host/@me"
+
+
+def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["rollmill", "run", "no-\x1b[2Jsuch"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert "␛[2J" in said
+
+
+def test_what_a_run_says_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import progress
+
+    lines: list[str] = []
+    logger = type("Logger", (), {"info": lambda self, line: lines.append(line)})()
+    monkeypatch.setattr(progress, "run_logger", lambda: logger)
+    with CONSOLE.capture() as captured:
+        progress.say(f"server: \x1b]0;title\x07 {ADDRESS} [bold]")
+    assert "\x1b" not in captured.get()
+    assert lines == [visible("server: \x1b]0;title\x07 http://***@host:5000/path [bold]")]
