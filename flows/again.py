@@ -10,6 +10,7 @@ import typer
 from flows.command import lead_to_prefect, train_here
 from flows.comparison import versions_of
 from flows.config import RescoreConfig, RunConfig
+from flows.evaluable import check_evaluation, chosen_version
 from flows.folder import existing_run, is_run, root_of, run_folder
 from flows.offline import check_offline, check_tokenizers, steps_of_sources
 from flows.preflight import check_trainer, preflight
@@ -102,17 +103,16 @@ def evaluate_here(run_name: str, config: RunConfig) -> None:
         RunMismatchError: a setting is given that would make another run of it.
     """
     folder = run_folder(run_name, config)
+    check_evaluation(config)
+    chosen_version(folder, config.evaluate.version)
     if has_manifest(folder):
         stored = read_manifest(folder).config
         check_fixed(folder.location, stored, config.model_dump(mode="json"), fixed_settings())
     preflight(config, trains=False)
     lead_to_prefect()
     from flows.ending import flow_command
-    from flows.evaluation import check_evaluation, evaluate
-    from flows.stored_policy import chosen_version
+    from flows.evaluation import evaluate
 
-    check_evaluation(config)
-    chosen_version(folder, config.evaluate.version)
     with flow_command(lambda: False, config.observe.exit_timeout_s):
         asyncio.run(evaluate(run_name, config))
 

@@ -6,7 +6,8 @@ from prefect import flow
 
 from flows.cancelling import mark_cancelled
 from flows.config import RunConfig
-from flows.evaluate import finish_evaluation
+from flows.evaluable import check_evaluation, chosen_version
+from flows.evaluate import finish_evaluation, is_evaluated
 from flows.failure import one_error
 from flows.folder import run_folder
 from flows.inspection import held_out
@@ -15,8 +16,7 @@ from flows.progress import say
 from flows.rules import check
 from flows.run import Run, open_run
 from flows.start_model import ensure_start_model
-from flows.stored_policy import chosen_version, model_of, serving
-from tasks.errors import ConfigError
+from flows.stored_policy import model_of, serving
 
 
 @flow(name="evaluate", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
@@ -32,31 +32,20 @@ async def evaluate(run_name: str, config: RunConfig) -> str:
     """
     check(config)
     check_evaluation(config)
-    await check_machine(config, trains=False)
     folder = run_folder(run_name, config)
     version = await asyncio.to_thread(chosen_version, folder, config.evaluate.version)
+    await check_machine(config, trains=False)
     with one_error():
         model = await ensure_start_model(config)
-        async with (
-            open_run(run_name, config, model, adds=True) as run,
-            model_of(run, version) as policy,
-            serving(run, policy, version),
-        ):
-            await finish_evaluation(run, version)
-            await run.store.writer.note()
-            await run.recording.wait_until_recorded()
+        async with open_run(run_name, config, model, adds=True) as run:
+            if not await asyncio.to_thread(is_evaluated, run, version):
+                async with model_of(run, version) as policy, serving(run, policy, version):
+                    await finish_evaluation(run, version)
+                await run.store.writer.note()
+                await run.recording.wait_until_recorded()
             result = await asyncio.to_thread(_told, run, version)
     say(result)
     return result
-
-
-def check_evaluation(config: RunConfig) -> None:
-    """Refuse servers that run elsewhere, which a policy could not be given without a trainer; ConfigError says so."""
-    if config.serve.urls:
-        remedy = (
-            "the flow evaluate starts servers of its own with the policy that it evaluates; leave it empty"
-        )
-        raise ConfigError("serve.urls", list(config.serve.urls), remedy)
 
 
 def _told(run: Run, version: int) -> str:

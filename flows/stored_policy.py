@@ -15,30 +15,14 @@ from flows.failure import one_error
 from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
-from tasks.errors import ConfigError, ServiceDiedError, TrainError
+from tasks.errors import ServiceDiedError, TrainError
 from tasks.serve.process import LaunchedProcess
 from tasks.serve.version import PolicyVersion
 from tasks.store.checkpoints import copy_checkpoint
 from tasks.store.layout import RunFolder, checkpoint_key
-from tasks.store.resume import complete_checkpoints
 
 LOGS = "evaluate"
 """Folder of the servers' logs, and of the export's, in the run's logs/."""
-
-
-def chosen_version(folder: RunFolder, wanted: int) -> int:
-    """The version that `evaluate.version` means; 0 where nothing is trained yet.
-
-    Raises:
-        ConfigError: it has no checkpoint; names those that have one.
-    """
-    stored = sorted({0, *complete_checkpoints(folder)})
-    if wanted < 0:
-        return stored[-1]
-    if wanted not in stored:
-        remedy = f"{folder.location} has checkpoints of {', '.join(map(str, stored[1:])) or 'no version'}; give one of them, 0 for the start model, or -1 for the last"
-        raise ConfigError("evaluate.version", wanted, remedy)
-    return wanted
 
 
 @asynccontextmanager

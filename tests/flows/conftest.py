@@ -32,6 +32,28 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.down(home)
 
 
+STUB = """\
+#!{python}
+import sys, threading
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from benchmarks.stubs.vllm_server import StubVllmServer
+after = lambda word: sys.argv[sys.argv.index(word) + 1]
+StubVllmServer(Path(after("--model")), 0.0).serve(int(after("--port")))
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def stub_python(tmp_path: Path) -> str:
+    """For `serve.python`: launched as vLLM is, it answers at once, and reads of the model its tokenizer alone."""
+    script = tmp_path / "stub" / "bin" / "python"
+    script.parent.mkdir(parents=True)
+    script.write_text(STUB.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    script.chmod(0o700)
+    return str(script)
+
+
 class Workplace:
     """A folder to run the command in, and what is left of its processes."""
 

@@ -51,7 +51,9 @@ def the_process(workplace: Any, words: str) -> int:
     return pid
 
 
-def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(workplace: Any) -> None:
+def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
+    workplace: Any, stub_python: str
+) -> None:
     run = workplace.folder / "runs" / "small"
 
     interrupted = workplace.start("run", "small")
@@ -88,8 +90,23 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(workplace:
     again = workplace.run("run", "small")
     assert again.returncode == 1
     assert f"has done all its {STEPS} steps" in again.stdout
+    check_evaluable(workplace, run, stub_python)
     verified = workplace.run("verify", "small")
     assert verified.returncode == 0, verified.stdout
+
+
+def check_evaluable(workplace: Any, run: Path, stub_python: str) -> None:
+    """A checkpoint of the finished run is evaluated, and the run stays finished."""
+    words = ("evaluate", "small", "--set", f"serve.python={stub_python}", "--version")
+    there_is_none = workplace.run(*words, "5")
+    assert there_is_none.returncode == 2
+    assert "has checkpoints of 6, 8; give one of them" in there_is_none.stdout
+    evaluated = workplace.run(*words, "6")
+    assert evaluated.returncode == 0, evaluated.stdout
+    assert "version 6 of runs/small: held-out reward" in evaluated.stdout
+    rows = pl.scan_ipc(run / "evaluations/**/*.arrow").collect()
+    assert sorted(rows["policy_version"].unique()) == [0, 4, 6, 8]
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
 
 
 def wait_until_gone(workplace: Any, timeout_s: float = 30.0) -> None:

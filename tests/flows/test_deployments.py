@@ -1,0 +1,125 @@
+"""prefect.yaml: its parameters fit the flows' forms, its job variables the work pools; and what deploying says."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.flows import load_flow_from_entrypoint
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.importtools import import_object
+from prefect.utilities.schema_tools.validation import validate
+from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
+
+from flows import cli
+from flows.deployments import rendered
+from tasks.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
+POOLS: dict[str, dict[str, Any]] = DOCUMENT["definitions"]["pools"]
+DEPLOYMENTS: list[dict[str, Any]] = DOCUMENT["deployments"]
+NAMES = [f"{each['entrypoint'].split('.')[1]}/{each['name']}" for each in DEPLOYMENTS]
+
+
+def parameters_of(deployment: dict[str, Any]) -> dict[str, Any]:
+    """What the deployment is given, its build step carried out."""
+    (step,) = [each for each in deployment["build"] if "id" in next(iter(each.values()))]
+    ((name, arguments),) = step.items()
+    assert deployment["parameters"]["config"] == f"{{{{ {arguments.pop('id')}.config }}}}"
+    return deployment["parameters"] | {"config": import_object(name)(**arguments)["config"]}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=NAMES)
+def test_a_deployment_fills_in_run_name_and_a_config_that_its_form_takes(
+    deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    deployment = yaml.safe_load(yaml.safe_dump(deployment))
+    schema = parameter_schema(load_flow_from_entrypoint(deployment["entrypoint"])).model_dump()
+    assert list(schema["properties"])[:2] == ["run_name", "config"]
+    parameters = parameters_of(deployment)
+    assert validate(parameters, schema) == []
+    parameters["config"]["store"]["flush_s"] = -1
+    assert [error.message for error in validate(parameters, schema)] == ["-1 is less than the minimum of 0.0"]
+    assert deployment["description"]
+    assert "rollmill" in deployment["tags"]
+
+
+def wrong_variables(kind: str, variables: dict[str, Any]) -> list[str]:
+    """What is wrong with job variables, by the default base job template of a work pool of that kind."""
+    template = asyncio.run(get_default_base_job_template_for_infrastructure_type(kind))
+    assert template is not None
+    schema = template["variables"] | {"additionalProperties": False}
+    return [error.message for error in validate(variables, schema)]
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_job_variables_are_those_that_the_kind_of_work_pool_has(kind: str) -> None:
+    assert wrong_variables(kind, POOLS[kind]["job_variables"]) == []
+
+
+def test_a_job_variable_that_a_work_pool_lacks_or_takes_otherwise_is_found() -> None:
+    assert wrong_variables("docker", {"working_dir": "here"})
+    assert wrong_variables("kubernetes", {"image": 3})
+
+
+def test_containers_get_what_docker_can_make_of_the_job_variables() -> None:
+    from docker.types import HostConfig
+
+    arguments = POOLS["docker"]["job_variables"]["container_create_kwargs"]
+    made = HostConfig(version="1.44", **arguments)
+    assert made["DeviceRequests"][0]["Capabilities"] == [["gpu"]]
+    assert made["ShmSize"] == 8 << 30
+
+
+def test_all_deployments_go_to_the_pool_that_is_asked_for_and_keep_their_queues() -> None:
+    placed = rendered(DOCUMENT, "docker", ["serve.urls=[http://h:1]"])["deployments"]
+    pools = [each["work_pool"] for each in placed]
+    assert {each["name"] for each in pools} == {"rollmill-docker"}
+    queues = [each["work_pool"]["work_queue_name"] for each in DEPLOYMENTS]
+    assert [each["work_queue_name"] for each in pools] == queues
+    steps = {
+        name: step[name] for each in placed for step in each["build"] for name in step if "limit" in name
+    }
+    assert {step["pool"] for step in steps.values()} == {"rollmill-docker"}
+    presets = [step for each in placed for step in each["build"] if "flows.deployments.preset" in step]
+    assert all("serve.urls=[http://h:1]" in each["flows.deployments.preset"]["overrides"] for each in presets)
+
+
+def test_a_pool_that_is_not_in_the_file_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="process, docker, kubernetes"):
+        rendered(DOCUMENT, "slurm")
+
+
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    """What a command says that refuses a wrong setting."""
+    monkeypatch.setattr("sys.argv", ["rollmill", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_deploying_outside_of_a_checkout_says_where_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "prefect.yaml is not in this folder; run it in a checkout" in said(capsys, monkeypatch, "deploy")
+    (tmp_path / "prefect.yaml").write_text("a: [")
+    (tmp_path / "conf").mkdir()
+    assert "it is not YAML" in said(capsys, monkeypatch, "deploy")
+
+
+@pytest.mark.parametrize("words", [["deploy"], ["run", "quickstart", "--deployment"]])
+def test_a_prefect_server_that_is_not_there_is_told_with_what_to_do(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    error = said(capsys, monkeypatch, *words)
+    assert "PREFECT_API_URL = 'http://127.0.0.1:9/api': nothing answers there" in error
+    assert "start that server, correct the address, or unset it" in error
