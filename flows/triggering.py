@@ -80,12 +80,11 @@ async def _deployment(client: PrefectClient, name: str) -> DeploymentResponse:
 
 
 def _make_way(order: Order, deployment: DeploymentResponse) -> None:
-    """What can be said, and done, of a run's folder where the worker's folder is this one."""
-    is_here = (deployment.job_variables or {}).get("working_dir") == str(Path.cwd())
+    """What can be said, and done, of a run's folder where the worker's folder is this one; else the flow says it."""
     folder = run_folder(order.run_name, order.config)
-    if not is_here and folder.is_local:
+    if not folder.is_local or (deployment.job_variables or {}).get("working_dir") != str(Path.cwd()):
         if order.again:
-            remedy = "runs of this deployment do not lie in this folder: begin under another --name"
+            remedy = f"{folder.location} is not a folder below this one: begin under another --name"
             raise ConfigError("--again", True, remedy)
         return
     if order.again and is_finished(folder):
