@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from tasks.errors import ConfigError, masked
 
-UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes"}
+UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes", "env": "environment variable"}
 SPOKEN = {
     "api": "API",
     "args": "arguments",

@@ -67,7 +67,7 @@ class TrainConfig(StageConfig):
     )
     ranks: int = setting(1, "Trainer processes (W); with GPUs one for each.", ge=1)
     threads: int = setting(1, "CPU threads of each rank.", ge=1)
-    zero_stage: Literal[0, 1, 2, 3] = setting(0, "DeepSpeed ZeRO stage.")
+    zero_stage: int = setting(0, "DeepSpeed ZeRO stage.", ge=0, le=3)
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the trained weights.", fixed=True)
     micro_batch_tokens: int = setting(
         4096, "Most tokens, padding included, of one forward pass of a rank.", ge=1
