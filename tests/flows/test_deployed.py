@@ -77,6 +77,7 @@ def test_runs_of_one_gpu_set_follow_each_other_and_what_is_wrong_is_said_before_
         "AWS_ACCESS_KEY_ID": "tests",
         "AWS_SECRET_ACCESS_KEY": "tests",
     }
+    check_refusals(deployed, prefect_api)
     first, said = triggered(deployed, "--set", "store.root=s3://bucket/runs", "--name", "first")
     assert "no worker takes runs from the work pool" in said
     assert f"prefect worker start --pool {deployed.marker}" in said
@@ -107,7 +108,8 @@ def spans_of(api: str, run: str) -> tuple[str, str]:
     return min(pending), max(over)
 
 
-def test_what_the_server_and_the_folder_cannot_do_is_refused(deployed: Any, prefect_api: str) -> None:
+def check_refusals(deployed: Any, prefect_api: str) -> None:
+    """What is wrong already before a worker has anything of it."""
     deployment = httpx.get(f"{prefect_api}/deployments/name/post-train/small").json()
     config = deployment["parameters"]["config"] | {"steps": 0}
     body = {"parameters": {"run_name": "x", "config": config}}
