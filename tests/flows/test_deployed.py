@@ -128,4 +128,4 @@ def check_refusals(deployed: Any, prefect_api: str) -> None:
     assert queue["concurrency_limit"] == 1
     other = deployed.run("deploy", "--pool", "slurm")
     assert other.returncode == 2
-    assert "process, docker, kubernetes" in other.stdout
+    assert "prefect.yaml has docker, kubernetes, process" in other.stdout
