@@ -71,7 +71,7 @@ RUN set -eu; \
 WORKDIR /rollmill/work
 RUN mkdir models && chown -R rollmill:rollmill .
 USER 1000
-# The development routes carry pausing and weight updates, and ask for no key: reach this port from flows alone.
+# The development routes carry pausing and weight updates: give VLLM_API_KEY, which all routes but /health then ask for.
 # hadolint ignore=DL3064
 ENV VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill VLLM_HTTP_TIMEOUT_KEEP_ALIVE=60 \
     HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

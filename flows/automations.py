@@ -22,6 +22,11 @@ async def put_automations(automations: list[AutomationCore]) -> None:
             await _put(client, each)
 
 
+async def put_shipped() -> None:
+    """Put those of the file: a build step of deploy/kubernetes/deployments.yaml."""
+    await put_automations(shipped())
+
+
 async def _put(client: PrefectClient, automation: AutomationCore) -> None:
     there = await client.read_automations_by_name(automation.name)
     for former in there[1:]:

@@ -1,0 +1,120 @@
+"""The images: what the Dockerfile says, and what compose and Kubernetes start in them."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manifests import KUBERNETES, ROOT, compose, dockerfile, entrypoint, manifest
+
+from benchmarks.stubs.prefect_cluster import settings_of
+from flows.settings import load
+from tasks.serve import vllm
+
+A_PORT = 8700
+
+
+def test_dockerfile_is_as_hadolint_wants_it() -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    checked = subprocess.run(
+        [hadolint, "--failure-threshold", "info", ROOT / "Dockerfile"], capture_output=True
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_images_are_those_that_compose_and_kubernetes_name() -> None:
+    built = {
+        each["build"]["target"]: each["image"] for each in compose()["services"].values() if "build" in each
+    }
+    assert built == {target: f"rollmill-{target}" for target in ("server", "worker", "vllm")}
+    assert built.keys() <= dockerfile().keys()
+    kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
+    assert {each["name"] for each in kustomization["images"]} == set(built.values())
+    assert (
+        json.loads((KUBERNETES / "pool.json").read_text())["variables"]["properties"]["image"]["default"]
+        in built.values()
+    )
+
+
+def test_an_image_takes_a_work_pools_command_as_its_program() -> None:
+    # Docker's and Kubernetes' pools give `prefect flow-run execute` as arguments of the entrypoint.
+    assert entrypoint("base") == ["tini", "--"]
+    for target in ("server", "worker"):
+        assert not [word for word, _ in dockerfile()[target] if word == "ENTRYPOINT"]
+
+
+@pytest.mark.parametrize("target", ["server", "worker", "vllm"])
+def test_an_image_runs_as_a_user_whose_number_is_known(target: str) -> None:
+    assert [rest for word, rest in dockerfile()[target] if word == "USER"][-1:] == ["1000"]
+
+
+def test_what_the_dockerfile_copies_is_there_and_sent_to_the_builder() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    copied = [rest.split()[:-1] for stage in dockerfile().values() for word, rest in stage if word == "COPY"]
+    names = [name for names in copied for name in names]
+    assert len(names) > 6
+    for name in names:
+        assert list(ROOT.glob(name)), name
+        assert not any(Path(name).match(pattern) for pattern in ignored), name
+
+
+def test_what_is_secret_or_large_is_not_sent_to_the_builder() -> None:
+    assert {".env", ".git", "runs", "models"} <= set((ROOT / ".dockerignore").read_text().split())
+
+
+def test_the_workers_extra_and_the_vllm_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    runs = {
+        target: " ".join(rest for word, rest in stage if word == "RUN")
+        for target, stage in dockerfile().items()
+    }
+    assert "cluster" in re.findall(r"'\.\[(\w+)\]'", runs["worker"])
+    assert "cluster" in project
+    for kind in ("vllm-cpu", "vllm-cuda"):
+        line = re.search(rf'^{kind} = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        assert line is not None
+        assert project[kind] == [line[1]]
+
+
+@pytest.mark.parametrize("machine", ["laptop", "gpu"])
+def test_vllm_in_compose_is_started_as_the_command_starts_it(machine: str) -> None:
+    settings = settings_of(ROOT / "deploy" / f"{machine}.env")
+    config = load(settings["ROLLMILL_PRESET"]).serve.model_copy(update={"python": python_of(machine)})
+    check_same_start(config, settings["ROLLMILL_MODEL"], settings["ROLLMILL_VLLM_ARGUMENTS"].split(), machine)
+
+
+def test_vllm_in_kubernetes_is_started_as_the_command_starts_it() -> None:
+    preset = settings_of(KUBERNETES / "run.env")["ROLLMILL_PRESET"]
+    (container,) = manifest("StatefulSet", "vllm")["spec"]["template"]["spec"]["containers"]
+    words = [word for each in container["args"] for word in each.split("=", 1)]
+    model = words[words.index("--model") + 1]
+    ours = [word for word in words if word not in ("--host", "0.0.0.0", "--model", model)]
+    config = load(preset).serve.model_copy(update={"python": python_of("gpu")})
+    check_same_start(config, model, ours, "gpu")
+    assert Path(load(preset).model).name == Path(model).name
+
+
+def python_of(machine: str) -> str:
+    """Of an environment with the CPU build where there is one; else of one that does not exist."""
+    return str(ROOT / ".venv-vllm/bin/python") if machine == "laptop" else "/nowhere/bin/python"
+
+
+def check_same_start(config: Any, model: str, ours: list[str], machine: str) -> None:
+    """The image's words and the manifest's ours are those of `rollmill vllm`, but for where the server listens."""
+    if machine == "laptop" and not vllm.is_cpu_build(config.python):
+        pytest.skip("vLLM's CPU build is not here")
+    theirs = vllm.command(config, model, A_PORT)[3:]
+    if machine == "gpu":  # a server of its own GPU takes more of it
+        theirs[theirs.index("--gpu-memory-utilization") + 1] = "0.85"
+    for option, value in (("--host", "127.0.0.1"), ("--port", str(A_PORT)), ("--model", model)):
+        at = theirs.index(option)
+        assert theirs[at : at + 2] == [option, value]
+        del theirs[at : at + 2]
+    image = entrypoint("vllm")
+    words = image[image.index("--port") + 2 :]
+    assert sorted([*words, *ours]) == sorted(theirs)
