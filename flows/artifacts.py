@@ -9,14 +9,17 @@ from types import TracebackType
 from typing import Self
 from uuid import UUID
 
+from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
 from flows.background import Background
 from flows.belonging import run_flow_run
 from flows.curves import read_curves
-from flows.pages import StepPage, run_page
+from flows.failure import PREFECT_ERRORS
+from flows.pages import StepPage, run_page, scores_page
 from flows.plot import draw
+from flows.progress import say
 from tasks.observe.config import ObserveConfig
 from tasks.store.layout import RunFolder
 
@@ -119,6 +122,15 @@ class RunArtifacts:
         picture = io.BytesIO()
         draw(self._folder.name, read_curves(self._folder)).savefig(picture, dpi=PICTURE_DPI, format="png")
         return run_page(self._folder, picture.getvalue(), self._config.viewer_url)
+
+
+async def show_scores(folder: RunFolder) -> None:
+    """A page with what each scorer said of a run; a Prefect server that is gone fails nothing."""
+    try:
+        page = await asyncio.to_thread(scores_page, folder)
+        await acreate_markdown_artifact(page, key=f"{_key(folder.name)}-scores")
+    except PREFECT_ERRORS as error:
+        say(f"Prefect did not take the page of scores: {type(error).__name__}: {error}")
 
 
 def _key(name: str) -> str:

@@ -14,6 +14,7 @@ from flows.view import counted
 from tasks.store.layout import RunFolder
 from tasks.store.partitions import stored_steps
 from tasks.store.reader import scan
+from tasks.store.totals import score_totals
 
 CAUSE, TIME = "drops/cause_", "time/"
 FIRST_MESSAGES, LAST_MESSAGES = 2, 4
@@ -65,7 +66,7 @@ class StepPage:
 
     def _readings(self) -> Iterator[str]:
         for reading in choose(self.folder, self.step, self.scorer) if self.scorer else ():
-            yield from _reading(reading, self.viewer)
+            yield from reading_lines(reading, self.viewer)
 
     def _further(self) -> Iterator[str]:
         run, step = shlex.quote(self.folder.location), self.step
@@ -101,10 +102,22 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
     which = "steps" if len(shown) == len(steps) else f"the last {len(shown)} of {len(steps)} steps"
     lines += [f"**{which}**", "", heading, rule, *shown, ""]
     if viewer:
-        lines += [f"In the viewer, while it runs: [{inline(folder.name)}]({viewer}/).", ""]
+        lines += [f"In the viewer, while it runs: [the run]({viewer}/).", ""]
     return "\n".join(
         [*lines, *_code(f"rollmill view {shlex.quote(folder.location)}"), *_polars(folder, "**/*.arrow")]
     )
+
+
+def scores_page(folder: RunFolder) -> str:
+    """The page of a run's scores: what each scorer said of its rollouts."""
+    lines = [f"# {inline(folder.name)}: scores", ""]
+    lines += ["| scorer | mean reward | scored | failed | dropped |", "|---|---:|---:|---:|---:|"]
+    for each in score_totals(folder):
+        counts = " | ".join(str(each.by_status[status]) for status in ("scored", "failed", "dropped"))
+        lines.append(f"| {inline(each.scorer)} | {each.reward:.4f} | {counts} |")
+    run, place = shlex.quote(folder.location), f"{folder.absolute}/scores/**/*.arrow"
+    shown = _code(f"pl.scan_ipc({place!r}, hive_partitioning=True)")
+    return "\n".join([*lines, "", *_code(f"rollmill view {run}"), *shown])
 
 
 def _metrics(folder: RunFolder, step: int) -> dict[str, float]:
@@ -138,7 +151,7 @@ def _drops(metrics: Mapping[str, float]) -> Iterator[str]:
         yield from ("No trajectory was lost.", "")
 
 
-def _reading(reading: Reading, viewer: str) -> Iterator[str]:
+def reading_lines(reading: Reading, viewer: str) -> Iterator[str]:
     """A trajectory's facts, and what was said."""
     row = reading.row
     name = f"[{reading.short}]({viewer}/trajectory/{reading.short})" if viewer else reading.short

@@ -8,6 +8,7 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
+from flows.artifacts import show_scores
 from flows.cancelling import mark_cancelled
 from flows.config import RescoreConfig
 from flows.failure import one_error
@@ -46,6 +47,7 @@ async def rescore(run_name: str, config: RescoreConfig) -> str:
     with one_error():
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
+    await show_scores(folder)
     Console().print(await asyncio.to_thread(scores_table, folder))
     return rescoring.scorer
 

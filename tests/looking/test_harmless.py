@@ -1,30 +1,34 @@
 """Text of any origin stands in markdown as it is."""
 
 import json
+import string
 
 import pytest
 
-from flows.harmless import MOST_BLOCK, block, inline
+from flows.harmless import JOINER, MOST_BLOCK, block, inline
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "<script>alert(1)</script>",
+        "<b>",
         "![a](http://evil.example/x.png)",
-        "| a | b |",
+        "| a |",
         "**a**",
         "`a`",
         "https://a.b",
         "a_b",
+        "&lt;",
+        "a\\",
+        "# a",
     ],
 )
-def test_inline_text_has_nothing_that_markdown_reads(text: str) -> None:
-    assert not set("<>![]()|*`:/_") & set(inline(text))
+def test_before_all_that_markdown_reads_stands_a_backslash(text: str) -> None:
+    assert inline(text) == "".join(f"\\{each}" if each in string.punctuation else each for each in text)
 
 
 def test_inline_text_is_one_short_line() -> None:
-    assert inline("a\n# b\x1b[31m", 20) == "a &#35; b&#9243;&#91;31m"
+    assert inline("a\n# b\x1b[31m", 20) == "a \\# b␛\\[31m"
     assert inline("x" * 500, 5) == "xxxxx…"
 
 
@@ -36,6 +40,12 @@ def test_no_fence_in_a_text_ends_its_block(n: int) -> None:
     assert first == f"{last}text"
     assert set(last) == {"`"}
     assert len(last) > max(n, 2)
+
+
+def test_a_character_by_name_is_read_as_it_was_written() -> None:
+    (shown,) = block("&lt;b&gt; a && b; &#60;")[1:-1]
+    assert shown.replace(JOINER, "") == "&lt;b&gt; a && b; &#60;"
+    assert shown.count(JOINER) == 3
 
 
 def test_ten_megabytes_on_one_line_are_shortened_and_say_so() -> None:
