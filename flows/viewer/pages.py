@@ -7,8 +7,7 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from flows.curves import read_curves
-from flows.inspection import GROUP_COLUMNS, TRAINED, run_view
+from flows.inspection import GROUP_COLUMNS, TRAINED
 from flows.trajectories import COLUMNS, STATUSES, UNSCORED
 from flows.view import Column, counted, visible
 from flows.viewer.address import GROUPS, HELD_OUT, TRAJECTORIES, TRAJECTORY, Query
@@ -73,8 +72,7 @@ PLACEHOLDERS = {
 
 def home(source: Source) -> Component:
     """Curves, and the table of steps."""
-    curves = source.made("curves", [source.revision()], lambda: read_curves(source.folder, source.shelf.scan))
-    steps = source.made("steps", [source.revision()], lambda: run_view(source.folder, scan=source.shelf.scan))
+    curves, steps = source.curves(), source.steps()
     if not steps.rows and not steps.values["trajectories"]:
         return html.Section([html.H1(source.folder.name), waiting()])
     rows = list(reversed(steps.rows))[:MOST_STEPS]

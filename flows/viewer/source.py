@@ -1,6 +1,7 @@
 """What the viewer's tables read of a run: rows that are kept while the run does not change, and the page asked for."""
 
 import contextlib
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,7 +10,8 @@ from typing import Any
 
 import polars as pl
 
-from flows.inspection import GROUP_COLUMNS, selected_groups
+from flows.curves import Curves, read_curves
+from flows.inspection import GROUP_COLUMNS, run_view, selected_groups
 from flows.ordering import ordered
 from flows.scored import scorer_of
 from flows.selection import Selection, known_value
@@ -26,6 +28,7 @@ from flows.trajectories import (
     short_id,
     with_messages,
 )
+from flows.view import View
 from flows.viewer.text_search import search
 from tasks.errors import ConfigError, RollmillError
 from tasks.store.attempts import last_attempts
@@ -34,6 +37,14 @@ from tasks.store.shelf import Shelf
 
 DATASETS = ("rollouts", "scores", "groups", "batches", "metrics", "evaluations", "annotations")
 """What pages show; a change in one of them is a change of the run."""
+TOGETHER = {
+    "rollouts": [*PLAIN, "attempt"],
+    "groups": [*(column.name for column in GROUP_COLUMNS), "subgroup"],
+    "scores": ["step", *SCORE_COLUMNS],
+    "metrics": ["step", "name", "env", "stat", "value"],
+    "evaluations": [*PLAIN, "reward", "greedy", "policy_version", "example_id"],
+}
+"""Columns of which pages need several, of one data set or another."""
 MOST_KEPT = 16
 MOST_STEPS_READ = 12
 """Conversations of a page's rows are read when they lie in no more steps than this."""
@@ -59,7 +70,7 @@ class Source:
     """One run as the viewer's pages read it; used from several threads."""
 
     def __init__(self, folder: RunFolder, fresh_s: float) -> None:
-        self.folder, self.shelf = folder, Shelf(folder, fresh_s)
+        self.folder, self.shelf = folder, Shelf(folder, fresh_s, TOGETHER)
         self._lock = threading.Lock()
         self._made: OrderedDict[object, tuple[tuple[int, ...], object, Any]] = OrderedDict()
 
@@ -71,7 +82,23 @@ class Source:
         """Read what the tables need, before somebody asks; what cannot be read is told where it is asked for."""
         with contextlib.suppress(RollmillError):
             self.trajectories(Selection(), "", 0, 0)
-            self.shelf.rows("groups", ["env"])
+            self.curves()
+            self.steps()
+            self.trajectories(Selection(sort="-reward"), "", 0, 0)
+
+    def curves(self) -> Curves:
+        """The run by step, as curves."""
+        made: Curves = self.made("curves", self._parts(), lambda: read_curves(self.folder, self.shelf.scan))
+        return made
+
+    def steps(self) -> View:
+        """The table of steps, and the run's totals."""
+        made: View = self.made("steps", self._parts(), lambda: run_view(self.folder, scan=self.shelf.scan))
+        return made
+
+    def _parts(self) -> list[str]:
+        """The same object while the run is the same."""
+        return [sys.intern(self.revision())]
 
     def made(self, of: object, parts: Sequence[object], make: Callable[[], Any]) -> Any:
         """What `make` makes of these parts, made again when they are others; `of` says what it is."""

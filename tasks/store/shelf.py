@@ -7,7 +7,7 @@ of which a row has little: no tokens, no conversations.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -45,14 +45,19 @@ class Shelf:
     Args:
         folder: the run.
         fresh_s: a list of shards that is not older, in seconds, is not made again.
+        together: by data set, columns that are read at once when one of them is asked for; opening a shard costs more.
     """
 
-    def __init__(self, folder: RunFolder, fresh_s: float) -> None:
-        self.folder, self._fresh_s = folder, fresh_s
+    def __init__(
+        self, folder: RunFolder, fresh_s: float, together: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        self.folder, self._fresh_s, self._together = folder, fresh_s, together or {}
         self._files, self._lock = files_of(folder), threading.Lock()
         self._building: defaultdict[_Of, threading.Lock] = defaultdict(threading.Lock)
         self._listed: dict[str, tuple[float, list[str]]] = {}
         self._kept: dict[_Of, _Kept] = {}
+        self._reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._read_together: dict[tuple[str, tuple[str, ...]], pl.DataFrame] = {}
 
     def scan(
         self,
@@ -80,7 +85,7 @@ class Shelf:
         with lock:
             kept = self._kept.get((pattern, wanted))
             if kept is None or kept.shards != shards:
-                kept = _Kept(shards, self._read(dataset, shards, wanted))
+                kept = _Kept(shards, self._some(dataset, shards, wanted))
                 self._kept[pattern, wanted] = kept
         return kept.rows
 
@@ -93,6 +98,21 @@ class Shelf:
         """A text that changes when a data set among these has other shards than before."""
         names = [key for each in datasets for key in self._shards(each, partition_pattern(each, {}))]
         return str(xxhash.xxh3_64_hexdigest("\n".join(names).encode()))
+
+    def _some(self, dataset: str, shards: tuple[str, ...], columns: tuple[str, ...]) -> pl.DataFrame:
+        """Columns of shards, out of those that are read together with them where all are."""
+        together = tuple(self._together.get(dataset, ()))
+        if columns == together or not set(columns) <= set(together):
+            return self._read(dataset, shards, columns)
+        with self._reading[dataset]:
+            kept = self._read_together.get((dataset, shards))
+            if kept is None:
+                kept = self._read(dataset, shards, together)
+                if len({key.rpartition("/")[0] for key in shards}) > 1:
+                    self._read_together = {
+                        of: rows for of, rows in self._read_together.items() if of[0] != dataset
+                    } | {(dataset, shards): kept}
+        return kept.select(columns)
 
     def _read(self, dataset: str, shards: Sequence[str], columns: tuple[str, ...]) -> pl.DataFrame:
         """Rows of partitions in the order of their folders; those that are kept already are not opened."""
