@@ -25,7 +25,7 @@ from tasks.serve.process import free_port
 
 N_TASK_RUNS = 5000
 LOOK_AGAIN_S = 0.5
-NO_MORE_S = 20.0
+NO_MORE_S = 60.0
 """When nothing has been recorded for so long, no more will be."""
 PREFECTS_OWN = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1",

@@ -22,7 +22,7 @@ from flows import server
 from tasks.serve.process import LaunchedProcess, free_port
 
 SETTINGS = Path(__file__).parents[2] / "deploy" / "kubernetes"
-LONGEST_START_S = 120.0
+LONGEST_START_S = 300.0
 STOP_GRACE_S = 10.0
 USER = "postgres"
 
