@@ -4,13 +4,14 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from flows.collectors import Collectors
 from flows.evaluate import evaluate_version, is_due
 from flows.fan_out import Collected, collect_step
 from flows.run import Run
 from flows.space import StepSpace
 from flows.step_runs import name_of_evaluation, name_of_step
 from tasks.errors import DiskSpaceError
-from tasks.store.resume import resume_point
+from tasks.store.kind import done_steps
 
 STEPS_AHEAD = 2
 """So many steps more than begin next have their flow runs made: steps may be shorter than it takes."""
@@ -24,8 +25,8 @@ class Beside:
     being stale. A version is evaluated by the servers while they have it: the next sync waits for the rest.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, collectors: Collectors | None = None) -> None:
+        self._run, self._collectors = run, collectors
         self._tasks = asyncio.TaskGroup()
         self._space = StepSpace(run)
         self._collecting: dict[int, asyncio.Task[Collected | DiskSpaceError]] = {}
@@ -33,8 +34,8 @@ class Beside:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        point = await asyncio.to_thread(resume_point, self._run.folder)
-        self._run.step_runs.expect(self._names(point.stored_batches))
+        done = await asyncio.to_thread(done_steps, self._run.folder, self._run.store.manifest)
+        self._run.step_runs.expect(self._names(len(done)))
         return self
 
     async def __aexit__(
@@ -71,7 +72,7 @@ class Beside:
         except DiskSpaceError as error:
             return error
         async with self._run.step_runs.of(name_of_step(step)):
-            return await collect_step(self._run, step)
+            return await collect_step(self._run, step, self._collectors)
 
     def _names(self, version: int) -> list[str]:
         """The flow runs of what begins once the servers are at a version, and of the steps after it."""

@@ -2,10 +2,13 @@
 
 import asyncio
 
-from prefect import flow
+from prefect import State, flow
+from prefect.runtime import flow_run
 
 from flows.beside import Beside
 from flows.cancelling import mark_cancelled
+from flows.collector import NO_RUN, JoinConfig, collect_for
+from flows.collector_runs import open_collectors
 from flows.config import RunConfig
 from flows.failure import one_error
 from flows.folder import check_resumable, run_folder
@@ -20,18 +23,29 @@ from tasks.score.check import check_scorer
 from tasks.store.kind import done_steps
 
 
-@flow(name="collect", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def collect(run_name: str, config: RunConfig, redo_failed: bool = False) -> str:
+def _flow_run_name() -> str:
+    values = flow_run.parameters
+    join = JoinConfig.model_validate(values.get("join") or {})
+    return f"{values['run_name']} / collector {join.number}" if join.url else str(values["run_name"])
+
+
+@flow(name="collect", flow_run_name=_flow_run_name, persist_result=False, on_cancellation=[mark_cancelled])
+async def collect(
+    run_name: str, config: RunConfig, redo_failed: bool = False, join: JoinConfig = NO_RUN
+) -> str | State[str]:
     """Sample and score steps by the start model, which nothing trains; `rescore` and `retrain` go on from there.
 
     Args:
         run_name: folder of the run below `store.root`; one that exists and is unfinished is gone on with.
         config: all settings; those of training are not gone by, and nothing is evaluated.
         redo_failed: sample what failed of the steps that are not done again, as a further attempt.
+        join: of a collector; filled in by the run that shares its groups (rollout.collectors).
 
     Returns:
         The run's folder.
     """
+    if join.url:
+        return await collect_for(config, join)
     config = without_evaluation(config)
     check(config)
     check_scorer(config.score)
@@ -42,8 +56,9 @@ async def collect(run_name: str, config: RunConfig, redo_failed: bool = False) -
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed, trains=False) as run,
+            open_collectors(run) as collectors,
             open_start_policy(run),
-            Beside(run) as beside,
+            Beside(run, collectors) as beside,
         ):
             first = len(await asyncio.to_thread(done_steps, run.folder, run.store.manifest))
             run.progress.begin(first)

@@ -61,7 +61,7 @@ def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool
     """Run the flow collect in this process; arguments and errors as for `run_here`."""
     preflight(config, trains=False)
 
-    def begun() -> Coroutine[Any, Any, str]:
+    def begun() -> Coroutine[Any, Any, object]:
         from flows.collect import collect
 
         return collect(name, config, redo_failed)
@@ -72,7 +72,7 @@ def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool
 def train_here(
     config: RunConfig,
     name: str,
-    begun: Callable[[], Coroutine[Any, Any, str]],
+    begun: Callable[[], Coroutine[Any, Any, object]],
     *,
     again: bool,
     trains: bool = True,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from prefect.logging import get_run_logger
 
+from flows.collectors import Collectors
 from flows.failures import FailureWatch
 from flows.group import GroupCollection, StepCollection
 from flows.progress import say
 from flows.refills import Refills
 from flows.run import Run
+from flows.shared_group import SharedGroup
 from tasks.score.advantages.batch import settled
 from tasks.score.outcome import GroupOutcome, batch_rows
 from tasks.store.batch import stored_digest
@@ -34,10 +36,10 @@ class Collected:
     seconds: float
 
 
-async def collect_step(run: Run, step: int) -> Collected:
+async def collect_step(run: Run, step: int, collectors: Collectors | None = None) -> Collected:
     """Finish the step's rollouts, scores and groups.
 
-    What lies in the folder already is kept; only what is missing is generated.
+    What lies in the folder already is kept; only what is missing is generated, by collectors where the run has them.
 
     Raises:
         FailedShareError: too many of its trajectories failed.
@@ -62,21 +64,27 @@ async def collect_step(run: Run, step: int) -> Collected:
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)
     refills = Refills(run, step, ranges, is_closed=plan.has_batch)
-    outcomes = await _fan_out(StepCollection(run, step, failures), plan.groups, refills)
+    outcomes = await _fan_out(run, StepCollection(run, step, failures), plan.groups, refills, collectors)
     if lacking := refills.lacking(outcomes):
         say(lacking)
     return Collected(step, outcomes, time.perf_counter() - started)
 
 
 async def _fan_out(
-    collection: StepCollection, groups: Sequence[GroupPlan], refills: Refills
+    run: Run,
+    collection: StepCollection,
+    groups: Sequence[GroupPlan],
+    refills: Refills,
+    collectors: Collectors | None,
 ) -> list[GroupOutcome]:
     """Collect all groups side by side, and refills the moment a group is found untrainable; outcomes by number."""
     outcomes: list[GroupOutcome] = []
-    group_size = collection.run.config.rollout.group_size
+    group_size = run.config.rollout.group_size
 
     async def collect(group: GroupPlan) -> None:
-        judged = await GroupCollection(collection, group).collect()
+        here = GroupCollection(collection, group)
+        work = SharedGroup(run, collection, group, collectors) if collectors else here
+        judged = await work.collect()
         outcomes.extend(judged)
         if (refill := await refills.after(judged)) is not None:
             collection.failures.plan_more(group_size)

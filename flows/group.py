@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 
+from flows.collecting import Collecting
 from flows.failures import FailureWatch
 from flows.run import Run
 from tasks.rollout.admission import ROLLOUT, Place
@@ -19,7 +20,7 @@ from tasks.store.step import GroupPlan
 class StepCollection:
     """What the groups of one step share: how they sample, and what fails."""
 
-    def __init__(self, run: Run, step: int, failures: FailureWatch) -> None:
+    def __init__(self, run: Run | Collecting, step: int, failures: FailureWatch) -> None:
         self.run, self.step, self.failures = run, step, failures
         self.sampler = StepSampler(
             player=run.player,
@@ -33,18 +34,18 @@ class StepCollection:
 
     def keep_rollouts(self, rows: Rows) -> Awaitable[None]:
         """Hand rollouts to the writer."""
-        stored = self.run.store.writer.append("rollouts", rows, step=self.step)
+        stored = self.run.writer.append("rollouts", rows, step=self.step)
         self.failures.see(rows)
         return stored
 
     def keep_beside(self, dataset: str, rows: Rows) -> Awaitable[None]:
         """Hand rows that belong to rollouts to the writer: routed experts, states."""
         env = {"env": self.run.environment.name} if dataset == "states" else {}
-        return self.run.store.writer.append(dataset, rows, **env, step=self.step)
+        return self.run.writer.append(dataset, rows, **env, step=self.step)
 
     def keep_scores(self, rows: Rows) -> Awaitable[None]:
         """Hand scores to the writer."""
-        stored = self.run.store.writer.append("scores", rows, scorer=self.run.scoring.key, step=self.step)
+        stored = self.run.writer.append("scores", rows, scorer=self.run.scoring.key, step=self.step)
         self.failures.see(rows)
         return stored
 
@@ -138,20 +139,11 @@ class GroupCollection:
         await self._score(survivors)
 
     async def _judge(self, duration_s: float) -> tuple[GroupOutcome, ...]:
-        run, scores = self._run, joined(*self._scores)
-        outcomes = judge_group(
-            run.config.score,
-            group=self._group,
-            env=run.environment.name,
-            expected=run.config.rollout.group_size,
-            survivors=survivors_of(joined(*self._rollouts), scores),
-            dropped=where(scores, "status", "dropped").num_rows,
-        )
-        run.pool.forget(self._group)
-        if not self._plan.is_judged:
-            rows = group_rows(run.id, self._step, outcomes, duration_s)
-            await run.store.writer.append("groups", rows, step=self._step)
-        return outcomes
+        self._run.pool.forget(self._group)
+        if isinstance(self._run, Collecting):
+            return ()
+        rows = joined(*self._rollouts), joined(*self._scores)
+        return await judged(self._run, self._step, self._plan, *rows, duration_s)
 
     async def _missing(self) -> list[Work]:
         """The trajectories to sample, with the group's problem."""
@@ -167,3 +159,20 @@ class GroupCollection:
             temperature=config.rollout.temperature,
             timeout_s=config.rollout.trajectory_timeout_s,
         )
+
+
+async def judged(
+    run: Run, step: int, plan: GroupPlan, rollouts: Rows, scores: Rows, duration_s: float
+) -> tuple[GroupOutcome, ...]:
+    """What became of a group all of whose rows are stored; it is stored too, unless that was done before."""
+    outcomes = judge_group(
+        run.config.score,
+        group=plan.group,
+        env=run.environment.name,
+        expected=run.config.rollout.group_size,
+        survivors=survivors_of(rollouts, scores),
+        dropped=where(scores, "status", "dropped").num_rows,
+    )
+    if not plan.is_judged:
+        await run.writer.append("groups", group_rows(run.id, step, outcomes, duration_s), step=step)
+    return outcomes

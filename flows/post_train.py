@@ -6,6 +6,7 @@ from prefect import flow
 
 from flows.beside import Beside
 from flows.cancelling import mark_cancelled
+from flows.collector_runs import open_collectors
 from flows.config import RunConfig
 from flows.failure import one_error
 from flows.fan_out import store_batch
@@ -42,8 +43,9 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed) as run,
+            open_collectors(run) as collectors,
             open_policy(run) as policy,
-            Beside(run) as beside,
+            Beside(run, collectors) as beside,
         ):
             first = await policy.restore()
             await drop_old_routing(run, first)

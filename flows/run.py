@@ -38,6 +38,7 @@ from tasks.store.layout import RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.run import OpenRun
 from tasks.store.states import check_stored_columns
+from tasks.store.writer import RunWriter
 
 VERSIONED_PACKAGES = ("rollmill", "prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
 
@@ -68,6 +69,11 @@ class TrainingRun:
     def id(self) -> str:
         """Random id of the run, from run.json; never the folder's name."""
         return self.store.manifest.run
+
+    @property
+    def writer(self) -> RunWriter:
+        """Stores rows in the data sets."""
+        return self.store.writer
 
     @property
     def folder(self) -> RunFolder:

@@ -19,7 +19,7 @@ async def open_start_policy(run: Run) -> AsyncIterator[None]:
 
     Raises:
         ServiceStartError: one did not answer in time.
-        ConfigError: one has another tokenizer or chat template, or another run's weights.
+        ConfigError: one has another tokenizer or chat template, or a trainer's weights.
     """
     version = PolicyVersion(run.id, 0, 0)
     say("bringing up the vLLM servers")

@@ -18,7 +18,7 @@ class StartWeights:
     calls = 0
 
     def __init__(self, run: Run) -> None:
-        self._run_id, self._openings = run.id, openings_of(run)
+        self._openings = openings_of(run)
 
     def is_joined(self, server: VllmClient, version: PolicyVersion) -> bool:
         """Always: no weights travel, so no route is needed."""
@@ -28,17 +28,21 @@ class StartWeights:
         """Nothing is kept of a server."""
 
     async def join(self, server: VllmClient, version: PolicyVersion) -> None:
-        """See to it that a server answers, has our tokenizer, and has not taken weights of another run.
+        """See to it that a server answers, has our tokenizer, and has not taken weights of a trainer.
+
+        Incarnation 0 is none that a trainer gave: it is what another run of the flow collect named.
 
         Raises:
             SyncError, RequestError: it does not answer.
-            ConfigError: it has another tokenizer or chat template, or another run's weights.
+            ConfigError: it has another tokenizer or chat template, or a trainer's weights.
         """
         if not await server.is_healthy():
             raise SyncError(f"server {server.url} does not answer /health")
         name = await server.version()
-        if PolicyVersion.is_one(name) and PolicyVersion.parse(name).run != self._run_id:
-            remedy = f"it has the weights {name} of another run: start it anew with the model to sample from"
+        if PolicyVersion.is_one(name) and PolicyVersion.parse(name).incarnation > 0:
+            remedy = (
+                f"it has weights that a trainer gave it, {name}: start it anew with the model to sample from"
+            )
             raise ConfigError("serve.urls", server.url, remedy)
         await check_tokenizer(self._openings, server)
 

@@ -203,8 +203,11 @@ class WeightSync:
         compare_checksums(server.url, str(version), await self._digests_of(version), answer.checksums)
 
     async def _cut_off(self, server: VllmClient, version: PolicyVersion) -> None:
-        """End the requests that go on with wrong weights, to be sent again, and doubt what comes of the next transfer."""
-        self._run.pool.distrust(server)
+        """End the requests that go on with wrong weights, to be sent again, and doubt what comes of the next transfer.
+
+        Nothing new is asked of the server until it has right ones.
+        """
+        self._run.pool.set_aside(server)
         await server.close()
         self._run.pool.doubt(server, str(version))
 

@@ -15,6 +15,7 @@ RollmillError
 ├── ServiceError
 │   ├── ServiceStartError       a service did not become healthy: its last log lines
 │   └── ServiceDiedError        a service ended or stopped answering: its last log lines
+├── CollectorGoneError          a collector ended, or gave no sign of life: its groups go to others
 ├── RequestError                a request to a service failed for good
 │   └── TransientRequestError   ... and may succeed when sent again
 │       └── ConnectionLostError ... there was no connection, or it broke
@@ -124,6 +125,17 @@ class ServiceStartError(ServiceError):
 
 class ServiceDiedError(ServiceError):
     """A service ended or stopped answering during the run."""
+
+
+class CollectorGoneError(RollmillError):
+    """A collector ended, or gave no sign of life; what it had not finished goes to others."""
+
+    def __init__(self, collector: str, reason: str) -> None:
+        super().__init__(collector, reason)
+        self.collector, self.reason = collector, reason
+
+    def __str__(self) -> str:
+        return f"{self.collector} is gone: {self.reason}"
 
 
 class RequestError(RollmillError):

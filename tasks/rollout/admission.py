@@ -27,10 +27,14 @@ class Admission:
 
     Example: with one slot, places taken with the urgencies (1, 0), (0, 0), (0, 0) while it is held are served
     second, third, first.
+
+    Args:
+        n_slots: slots that are free now.
+        reuses: False when a slot is used once, and further ones are given by `add`.
     """
 
-    def __init__(self, n_slots: int) -> None:
-        self._free = n_slots
+    def __init__(self, n_slots: int, *, reuses: bool = True) -> None:
+        self._free, self._reuses = n_slots, reuses
         self._line: list[tuple[Urgency, int, Place]] = []
         self._numbers = itertools.count()
 
@@ -45,7 +49,7 @@ class Admission:
             yield taken
         finally:
             for place in taken:
-                self._leave(place)
+                self.leave(place)
 
     @asynccontextmanager
     async def slot(self, place: Place, until: float | None = None) -> AsyncIterator[None]:
@@ -59,18 +63,22 @@ class Admission:
                 await asyncio.shield(place.granted)
             yield
         finally:
-            self._leave(place)
+            self.leave(place)
 
-    def _leave(self, place: Place) -> None:
+    def leave(self, place: Place) -> None:
         """Give a place up, and its slot if it has one; once."""
         if place.is_over:
             return
         place.is_over = True
         if place.granted.done():
-            self._free += 1
-            self._grant()
+            self.add(int(self._reuses))
         else:
             place.granted.cancel()
+
+    def add(self, n: int) -> None:
+        """So many slots more are free."""
+        self._free += n
+        self._grant()
 
     def _grant(self) -> None:
         while self._free and self._line:

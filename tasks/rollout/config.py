@@ -126,6 +126,28 @@ class RolloutConfig(StageConfig):
     retry_backoff_s: float = setting(
         0.5, "Seconds before the second send; doubled each time, with jitter.", gt=0.0
     )
+    collectors: int = setting(
+        0,
+        "Flow runs of their own among which the groups are shared (docs/collectors.md); 0: the run's own process collects.",
+        ge=0,
+    )
+    collector_deployment: str = setting(
+        "collect/collector", "Deployment of the flow collect, FLOW/NAME, that collectors are flow runs of."
+    )
+    collector_host: str = setting(
+        "127.0.0.1",
+        "Address of this machine at which collectors reach the run; they are on this machine unless it is another.",
+    )
+    collector_start_s: float = setting(
+        120.0,
+        "Seconds that the first groups wait for a collector; then the run's own process collects until one joins.",
+        ge=0.0,
+    )
+    collector_timeout_s: float = setting(
+        30.0,
+        "Seconds without a sign of life after which a collector, or to a collector the run, counts as gone.",
+        gt=0.0,
+    )
     max_failed_share: float = setting(
         0.5,
         "Share of a step's trajectories that may fail, in sampling or in scoring, before the run stops.",

@@ -62,6 +62,7 @@ class PoolSampler:
         until = waiting.when()
         async with self.pool.lease(work.group, n_tokens, failed_on) as server:
             waiting.reschedule(None)
+            cuts = self.pool.cuts(server)
             try:
                 completion = await server.generate(
                     token_ids,
@@ -73,7 +74,8 @@ class PoolSampler:
                     until=until,
                     routing_from=self._routing_start(token_ids, routing_from),
                 )
-                await self.pool.vouch(server, [version for _, version in completion.version_spans])
+                versions = [version for _, version in completion.version_spans]
+                await self.pool.vouch(server, versions, cuts)
             except TransientRequestError as error:
                 failed_on.add(server)
                 self.pool.report(server, error)

@@ -42,15 +42,17 @@ class VllmClient:
 
     Attributes:
         max_failures_in_a_row: after how many failed requests it is asked no more until it samples again.
+        api_key: that its requests show; empty: none.
     """
 
     def __init__(self, url: str, config: ServeConfig, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.max_failures_in_a_row = config.max_failures_in_a_row
+        self.api_key = os.environ.get(config.api_key_env, "") if api_key is None else api_key
         self._config = config
         self._connection = Connection(
             self.url,
-            api_key=os.environ.get(config.api_key_env, "") if api_key is None else api_key,
+            api_key=self.api_key,
             connect_timeout_s=config.connect_timeout_s,
         )
         self._decoders = ThreadPoolExecutor(config.decode_threads, thread_name_prefix="decode-answer")

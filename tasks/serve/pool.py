@@ -2,12 +2,23 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from tasks.errors import ConnectionLostError, TransientRequestError
 from tasks.observe.metrics import ALL, Metric
 from tasks.serve.client import VllmClient
+
+
+class Authority(Protocol):
+    """Who knows more of the servers than a pool that follows it: the pool of the run, in another process."""
+
+    async def vouch(self, url: str, versions: Collection[str], cuts: int) -> None:
+        """As ServerPool.vouch, of the server at an address."""
+
+    def report(self, url: str, error: TransientRequestError) -> None:
+        """As ServerPool.report, of the server at an address."""
 
 
 class ServerPool:
@@ -15,9 +26,18 @@ class ServerPool:
 
     All of them serve the policy, whatever deployments they belong to. Requests wait while there is none:
     bringing one back, or ending the run, is up to who watches over them.
+
+    Args:
+        authority: whose word counts, of a pool in another process than who watches over the servers.
+
+    Attributes:
+        on_change: called after each change of what servers may be asked, or of what they are known to be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, authority: Authority | None = None) -> None:
+        self.on_change: Callable[[], None] = _nothing
+        self._authority = authority
+        self._cuts: Counter[VllmClient] = Counter()
         self._outstanding_tokens: Counter[VllmClient] = Counter()
         self._admitted: set[VllmClient] = set()
         self._server_of_group: dict[int, VllmClient] = {}
@@ -34,6 +54,7 @@ class ServerPool:
         self._is_open.set()
         if doubt := self._doubts.pop(server, None):
             _decide(doubt, is_right=True)
+        self.on_change()
 
     def doubt(self, server: VllmClient, version: str) -> None:
         """Requests to a server may go on with weights of that name, which have yet to be compared.
@@ -45,26 +66,60 @@ class ServerPool:
 
     def distrust(self, server: VllmClient) -> None:
         """The weights that were in doubt are wrong, or nobody will know."""
-        if doubt := self._doubts.get(server):
+        if (doubt := self._doubts.get(server)) and not doubt[1].done():
             _decide(doubt, is_right=False)
+            self._cuts[server] += 1
+            self.on_change()
 
-    async def vouch(self, server: VllmClient, versions: Collection[str]) -> None:
+    async def vouch(self, server: VllmClient, versions: Collection[str], cuts: int = 0) -> None:
         """Wait until the weights that gave an answer are known to be right.
 
         Args:
             server: that gave it.
             versions: names of the weights.
+            cuts: what `cuts` said when the request was sent, for an authority; here a cut ends requests.
 
         Raises:
             TransientRequestError: they are not.
         """
+        if self._authority is not None:
+            await self._authority.vouch(server.url, versions, cuts)
+            return
         version, verdict = self._doubts.get(server, ("", None))
         if verdict is not None and version in versions and not await asyncio.shield(verdict):
             raise TransientRequestError(f"{server.url}: its weights {version} are not known to be right")
 
+    async def vouch_to_follower(self, server: VllmClient, versions: Collection[str], cuts: int) -> None:
+        """As `vouch`, of an answer to a pool that follows this one, whose requests no cut has ended."""
+        await self.vouch(server, versions)
+        if self.cuts(server) != cuts:
+            raise TransientRequestError(f"{server.url}: it was set aside while it answered")
+
+    def cuts(self, server: VllmClient) -> int:
+        """How often a server was set aside or distrusted: what it answers across a cut need not be by right weights."""
+        return self._cuts[server]
+
+    def states(self) -> dict[str, tuple[bool, int]]:
+        """Of each server that was ever let in, by its address: whether it may be asked, and its cuts."""
+        return {each.url: (each in self._admitted, self._cuts[each]) for each in self.known()}
+
+    def known(self) -> set[VllmClient]:
+        """Every server that was ever let in or set aside."""
+        return {*self._admitted, *self._cuts}
+
+    def follow(self, server: VllmClient, *, is_admitted: bool, cuts: int) -> None:
+        """Take over what the authority says of a server."""
+        self._cuts[server] = cuts
+        if is_admitted:
+            self.admit(server)
+        else:
+            self.set_aside(server)
+            self._cuts[server] = cuts
+
     def set_aside(self, server: VllmClient) -> None:
         """Ask a server no more; its groups choose another, or wait."""
         self.distrust(server)
+        self._cuts[server] += 1
         if server not in self._admitted:
             return
         self._counts["set_aside"] += 1
@@ -74,12 +129,16 @@ class ServerPool:
         self._server_of_group = {
             group: chosen for group, chosen in self._server_of_group.items() if chosen is not server
         }
+        self.on_change()
 
     def report(self, server: VllmClient, error: TransientRequestError) -> None:
         """Tell of a request that failed: who watches over the server looks at once.
 
         One whose connection was lost, or that fails one request after the other, is set aside until then.
         """
+        if self._authority is not None:
+            self._authority.report(server.url, error)
+            return
         self._failures_in_a_row[server] += 1
         if isinstance(error, ConnectionLostError) or self.is_suspect(server):
             self.set_aside(server)
@@ -144,6 +203,10 @@ class ServerPool:
         server = min(candidates, key=lambda each: (self._outstanding_tokens[each], each.url))
         self._server_of_group[group] = server
         return server
+
+
+def _nothing() -> None:
+    """Nobody wants to know of changes."""
 
 
 def _decide(doubt: tuple[str, asyncio.Future[bool]], *, is_right: bool) -> None:
