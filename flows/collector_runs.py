@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 from uuid import UUID
 
@@ -11,7 +12,7 @@ from prefect.blocks.system import Secret
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling
 
 from flows.collector import JoinConfig
@@ -83,12 +84,20 @@ async def _start(client: PrefectClient, deployment: UUID, run: Run, url: str, bl
             "config": share_of(run.config, n).model_dump(mode="json"),
             "join": join.model_dump(mode="json"),
         }
-        await client.create_flow_run_from_deployment(
-            deployment,
-            parameters=parameters,
-            name=f"{run.folder.name} / collector {number}",
-            tags=[TAG, f"rollmill-run:{run.id}"],
-        )
+        try:
+            await client.create_flow_run_from_deployment(
+                deployment,
+                parameters=parameters,
+                name=f"{run.folder.name} / collector {number}",
+                tags=[TAG, f"rollmill-run:{run.id}"],
+            )
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != HTTPStatus.CONFLICT:
+                raise
+            remedy = "this deployment takes other settings than this Rollmill has: make it anew with `rollmill deploy`"
+            raise ConfigError(
+                "rollout.collector_deployment", run.config.rollout.collector_deployment, remedy
+            ) from error
     say(f"{n} collectors are asked for: flow runs of {run.config.rollout.collector_deployment}")
 
 
