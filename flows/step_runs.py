@@ -50,6 +50,7 @@ class StepRuns:
         self._expected: dict[str, asyncio.Future[FlowRun | None]] = {}
         self._open: dict[str, FlowRun] = {}
         self._ids: dict[str, UUID] = {}
+        self._waits = True
 
     async def __aenter__(self) -> Self:
         self._run_id = run_flow_run().id
@@ -89,10 +90,12 @@ class StepRuns:
 
     async def _made(self, name: str) -> FlowRun | None:
         made = self._expected.get(name)
-        if made is None or not (made.done() or self._background.is_well):
+        if made is None:
             return None
-        await asyncio.wait([made], timeout=self._config.step_run_timeout_s)
+        if not made.done() and self._waits and self._background.is_well:
+            await asyncio.wait([made], timeout=self._config.step_run_timeout_s)
         if not made.done():
+            self._waits = False  # a server that was too slow once holds up no further step
             self._background.tell(TimeoutError(f"{name} was not made in observe.step_run_timeout_s"))
             made.set_result(None)
         del self._expected[name]
@@ -101,7 +104,7 @@ class StepRuns:
     async def _make(self, name: str, made: "asyncio.Future[FlowRun | None]", client: PrefectClient) -> None:
         """Make a flow run and its node in the run's flow run."""
         flow_run = None
-        if self._background.is_closing:
+        if self._background.is_closing or made.done():
             return
         try:
             below = await client.create_task_run(
