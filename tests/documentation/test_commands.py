@@ -1,0 +1,283 @@
+"""Every command of README and docs is one: parsed by the program that it calls, with settings that exist.
+
+Commands stand in fences (`sh`; `console` with the output, commands after a `$`) or in a line of text between backticks.
+Those in fences are run, too, as they are written: RUN_BY says where. What cannot be is in ELSEWHERE.
+"""
+
+import importlib.util
+import itertools
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+from typer._click.exceptions import BadOptionUsage, MissingParameter
+from typer.core import TyperGroup
+
+from flows.cli import app
+from flows.config import RunConfig
+from flows.presets import preset_values
+from flows.settings import overridden, parsed
+
+ROOT = Path(__file__).parents[2]
+GENERATED = {"reference.md"}
+PAGES = [
+    ROOT / "README.md",
+    *(each for each in sorted((ROOT / "docs").glob("*.md")) if each.name not in GENERATED),
+]
+LANGUAGES = {"sh", "console", "python", "yaml", "text", "mermaid", "json", "toml"}
+PROGRAMS = {
+    "rollmill", "make", "prefect", "docker", "kubectl", "python", "pip", "apt", "git", "cd", "export", "aws",
+    "tensorboard", "huggingface-cli", "openssl", "cp", "kill", "mkdir", "curl", "while",
+}  # fmt: skip
+PLACEHOLDERS = {
+    "PRESET": "quickstart",
+    "STEP": "3",
+    "N": "3",
+    "A": "1",
+    "NAME@VERSION": "estimate@1",
+    "RUN": "quickstart",
+    "KIND": "process",
+    "KEY=VALUE": "train.lr=1e-6",
+    "...": "",
+}
+RUN_BY = {
+    "tests/flows/test_documented_commands.py": "each stands there as on its page",
+    "tests/flows/test_product.py": "the tutorial, and make deploy's two commands",
+}
+ELSEWHERE = {
+    "make quickstart": "tests/flows/test_post_train.py",
+    "make test": ".ci/run",
+    "make check": "Makefile",
+    "make test-all": "Makefile",
+    "make bench": "Makefile",
+    "make setup": "Makefile",
+    "make clean": "Makefile",
+    "make deploy": "tests/flows/test_product.py",
+    "apt install": "Makefile",
+    "PREFECT_API_URL=http://127.0.0.1:4200/api prefect worker start": "tests/flows/test_product.py",
+    "rollmill view": "tests/flows/test_product.py",
+    "rollmill run quickstart --deployment": "tests/flows/test_product.py",
+    "rollmill deploy": "tests/flows/test_product.py",
+    "rollmill rescore sampled": "tests/flows/test_collect.py",
+    "rollmill retrain sampled": "tests/flows/test_collect.py",
+    "rollmill run quickstart --set rollout.collectors": "tests/flows/test_collectors.py",
+    "while read": "tests/deploy/test_compose.py",
+    "mkdir -p models": "tests/deploy/test_compose.py",
+    "docker compose": "tests/deploy/test_compose.py",
+    "kubectl": "tests/deploy/test_kubernetes.py",
+    "PREFECT_API_URL=http://127.0.0.1:4200/api .venv/bin/prefect worker start": "tests/flows/test_product.py",
+    "prefect worker start": "tests/flows/test_deployed.py",
+    "prefect deployment run": "tests/flows/test_deployed.py",
+    "rollmill evaluate": "tests/flows/test_evaluation.py",
+    "rollmill collect": "tests/flows/test_collect.py",
+    "rollmill trainer PRESET --set train.ranks=16": "tests/train/test_nodes.py",
+    "rollmill run PRESET --set train.ranks=16": "tests/train/test_nodes.py",
+    "rollmill run quickstart --set train.loss=my_package.losses:soft_clip": "tests/train/test_algorithms_documentation.py",
+}
+"""Beginnings of commands in fences that are not run as they stand, and where what they call is run."""
+
+
+class Command(NamedTuple):
+    """A command as a page has it."""
+
+    page: str
+    text: str
+    in_fence: bool
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each fence."""
+    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands_of(page: Path) -> list[Command]:
+    found = []
+    for language, text in fences(page):
+        joined = text.replace("\\\n", " ")
+        if language == "sh":
+            lines = [line.strip() for line in joined.splitlines()]
+            found += [Command(page.name, line, True) for line in lines if line and not line.startswith("#")]
+        if language == "console":
+            found += [
+                Command(page.name, line.strip()[2:], True)
+                for line in joined.splitlines()
+                if line.strip().startswith("$ ")
+            ]
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
+    return found + [Command(page.name, span, False) for span in spans if is_command(span)]
+
+
+def is_command(span: str) -> bool:
+    """True for a program that is called with something: `rollmill` alone is a name."""
+    words = span.replace(".venv/bin/", "").split()
+    return len(words) > 1 and words[0] in PROGRAMS and re.match(r"[\w./'\"\[-]", words[1]) is not None
+
+
+COMMANDS = list(dict.fromkeys(each for page in PAGES for each in commands_of(page)))
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a command, without variables before it and a remark behind it; placeholders filled in."""
+    listed = shlex.split(re.sub(r"\[--[^\]]*\]", "", text), comments=True)
+    words = [word.removeprefix(".venv/bin/") for word in listed]
+    while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
+        assert is_variable(words[0].partition("=")[0]), words[0]
+        del words[0]
+    filled = [PLACEHOLDERS.get(word, word) for word in words if word not in {"&", "|", "…"}]
+    return [word for word in filled if word]
+
+
+def is_variable(name: str) -> bool:
+    """True for a variable that somebody reads: one of Prefect's settings, or one that our code names."""
+    if name.startswith("PREFECT_"):
+        from prefect.settings.legacy import _get_valid_setting_names
+        from prefect.settings.models.root import Settings
+
+        return name in _get_valid_setting_names(Settings)
+    folders = ("flows", "tasks", "docs", "compose.yaml", "Makefile")
+    searched = subprocess.run(
+        ["git", "grep", "-qw", name, "--", *folders], cwd=ROOT, capture_output=True, check=False
+    )
+    return name.startswith("AWS_") or searched.returncode == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_says_what_it_is(page: Path) -> None:
+    assert [language for language, _ in fences(page) if language not in LANGUAGES] == []
+    outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"(?<=\n\n)    \S.*", outside) == [], "a block that is indented instead of fenced"
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 60
+    assert {command.page for command in COMMANDS} >= {
+        "README.md",
+        "operations.md",
+        "rescoring.md",
+        "tutorial.md",
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_documented_command_is_one(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = words_of(command.text)
+    assert words[0] in PROGRAMS, f"nothing here knows the program {words[0]}"
+    try:
+        CHECKS[words[0]](words)
+    except (MissingParameter, BadOptionUsage):
+        assert not command.in_fence  # in a sentence a command may be named without its arguments
+
+
+def rollmill_is_right(words: list[str]) -> None:
+    """The command exists and takes these arguments; its preset and its settings exist."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    whole = typer.Context(group, info_name="rollmill")
+    assert words[1] in group.commands, f"there is no command rollmill {words[1]}"
+    command = group.commands[words[1]]
+    context = command.make_context(words[1], words[2:], parent=whole)
+    overrides = tuple(context.params.get("overrides") or ())
+    preset = str(context.params.get("preset", "quickstart"))
+    if (ROOT / "conf" / f"{preset.partition('+')[0]}.yaml").is_file():
+        overridden(preset_values(preset), overrides)
+    if overrides and words[1] != "rescore":
+        meant = tuple(re.sub(r"=N$", "=3", each) for each in overrides if each)
+        parsed(RunConfig, overridden({"start_model": {"enabled": True}}, meant))
+
+
+def make_is_right(words: list[str]) -> None:
+    words = [re.sub(r"^(PYTHON|CXX)=.*", r"\1=true", word) for word in words]
+    subprocess.run([*words, "--dry-run", "--silent"], cwd=ROOT, check=True, capture_output=True)
+
+
+def prefect_is_right(words: list[str]) -> None:
+    from prefect.cli._app import _app
+
+    called, bound, *_ = _app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    assert called is not None, bound
+
+
+def python_is_right(words: list[str]) -> None:
+    assert words[1] == "-m", words
+    module = words[2].replace("NAME", "packing")
+    assert importlib.util.find_spec(module) or (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def pip_is_right(words: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert words[1] == "install"
+    for extra in re.findall(r"rollmill\[(\w[\w-]*)\]", " ".join(words)):
+        assert extra in project["optional-dependencies"], extra
+
+
+def docker_is_right(words: list[str]) -> None:
+    if words[1] == "build":
+        target = words[words.index("--target") + 1]
+        assert re.search(rf"^FROM .* AS {target}$", (ROOT / "Dockerfile").read_text(), re.MULTILINE), target
+        return
+    assert words[1] in {"compose", "run"}, words
+    files_are_there(words, {"-f", "--env-file"})
+
+
+def kubectl_is_right(words: list[str]) -> None:
+    assert set(words) & {"apply", "create", "delete", "get", "kustomize", "logs", "port-forward"}, words
+    files_are_there(words, {"-k", "-f", "kustomize"})
+
+
+def files_are_there(words: list[str], flags: set[str]) -> None:
+    """What follows these flags is in the repository; `.env` is what a user makes."""
+    named = {name for flag, name in itertools.pairwise(words) if flag in flags} - {".env"}
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def apt_is_right(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text() + (ROOT / "Dockerfile").read_text()
+    assert words[1] == "install"
+    known = {"make", "git"}
+    assert [name for name in words[2:] if name not in known and name not in makefile] == []
+
+
+def is_taken_as_it_is(words: list[str]) -> None:
+    """Programs that are not ours, with little to be wrong: a file that is named has to be here."""
+    assert words[1:], words
+
+
+CHECKS = dict.fromkeys(PROGRAMS, is_taken_as_it_is) | {
+    "rollmill": rollmill_is_right,
+    "make": make_is_right,
+    "prefect": prefect_is_right,
+    "python": python_is_right,
+    "pip": pip_is_right,
+    "docker": docker_is_right,
+    "kubectl": kubectl_is_right,
+    "apt": apt_is_right,
+}
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.in_fence], ids=str)
+def test_a_command_in_a_fence_is_run_by_a_test(command: Command) -> None:
+    text = " ".join(command.text.partition(" #")[0].split())
+    known = [place for beginning, place in ELSEWHERE.items() if text.startswith(beginning)]
+    runs = '"' + text + '"' in (ROOT / "tests/flows/test_documented_commands.py").read_text()
+    assert runs or known or command.page == "tutorial.md", "no test runs it: see RUN_BY and ELSEWHERE"
+
+
+@pytest.mark.parametrize("place", [*RUN_BY, *ELSEWHERE.values()])
+def test_what_runs_commands_is_there(place: str) -> None:
+    assert (ROOT / place).is_file()
+
+
+@pytest.mark.parametrize("words", ["rollmill runn quickstart", "rollmill run quickstart --sett a=1", "foo --bar", "make quickstrat", "prefect worker strat", "PREFECT_APIURL=x rollmill up", "rollmill run quickstart --set train.learning_rate=1"])  # fmt: skip
+def test_a_wrong_command_is_found(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BaseException, match=r"."):  # parsers exit in their own ways
+        test_a_documented_command_is_one(Command("", words, True), monkeypatch)

@@ -1,0 +1,96 @@
+"""README and docs hold together: links lead somewhere, settings in YAML exist, Python is run by a test."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.config import RunConfig
+from flows.settings import parsed, settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [page.name for page in PAGES]
+LARGEST_PICTURE_BYTES = 200_000
+PYTHON_IS_RUN_BY = {
+    "README.md": "tests/flows/test_documented_commands.py",
+    "algorithms.md": "tests/train/test_algorithms_documentation.py",
+    "checkpoints.md": "tests/flows/test_documented_commands.py",
+    "compaction.md": "tests/flows/test_documented_commands.py",
+    "datasets.md": "tests/looking/test_recipes.py",
+    "environments.md": "tests/rollout/test_tools.py",
+    "rescoring.md": "tests/flows/test_documented_commands.py",
+    "scorers.md": "tests/score/test_scorers_documentation.py",
+    "storage.md": "tests/flows/test_documented_commands.py",
+    "tutorial.md": "tests/flows/test_product.py",
+}
+
+
+def without_fences(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in links, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", without_fences(page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    lost = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_fences(page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        if not linked.exists() or (anchor and anchor not in anchors(linked)):
+            lost.append(target)
+    assert lost == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name}" not in readme] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_settings_in_yaml_are_settings(page: Path) -> None:
+    for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        if re.match(r" *- name:", text):
+            continue  # an entry of prefect.yaml: tests/flows/test_product.py deploys it
+        values: Any = yaml.safe_load(text)
+        if isinstance(values, dict) and values.keys() & RunConfig.model_fields.keys():
+            parsed(RunConfig, values)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_setting_that_is_named_exists(page: Path) -> None:
+    known = settings().keys()
+    sections = {name.rpartition(".")[0] for name in known} - {""}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", without_fences(page.read_text()))
+    first = {name.partition(".")[0] for name in sections}
+    said = {name for name in named if name.partition(".")[0] in first}
+    ignored = {name for name in said if re.search(r"\.(md|py|json|yaml|env|log)$", name)}
+    assert sorted(said - ignored - set(known) - sections) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_on_a_page_is_run_by_a_test(page: Path) -> None:
+    if re.search(r"^```python$", page.read_text(), re.MULTILINE):
+        test = ROOT / PYTHON_IS_RUN_BY[page.name]
+        assert page.stem in test.read_text(), f"{test} does not read {page.name}"
+
+
+def test_pictures_are_small() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "docs/*.png"],
+        cwd=ROOT, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.splitlines()}
+    assert sizes
+    assert {name: size for name, size in sizes.items() if size > LARGEST_PICTURE_BYTES} == {}

@@ -1,0 +1,276 @@
+"""The product as people meet it: docs/tutorial.md, step by step, in a real browser, and a run that is cancelled there.
+
+`ROLLMILL_SCREENSHOTS=docs pytest tests/flows/test_product.py` stores what the browser shows as docs/product-*.png.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from tasks.serve.process import free_port
+
+pytestmark = pytest.mark.service
+ROOT = Path(__file__).parents[2]
+TOOLS = Path(sys.executable).parent
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
+PICTURES = os.environ.get("ROLLMILL_SCREENSHOTS", "")
+PATIENCE_MS = 120_000
+LONGEST_RUN_MS = 1_200_000
+CANCEL_MS = 120_000
+PICTURE = "img[src^='data:image/']"
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+
+
+def fences(language: str) -> list[str]:
+    """Those of the tutorial, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
+
+
+def fence_after(words: str) -> str:
+    """The tutorial's first fence after these words, which are there once."""
+    assert TUTORIAL.count(words) == 1, words
+    return re.findall(r"^```\w+\n(.*?)^```", TUTORIAL.partition(words)[2], re.DOTALL | re.MULTILINE)[0]
+
+
+def command_with(words: str) -> list[str]:
+    """The words of the tutorial's command that has these, as a shell would part them."""
+    (line,) = [line for block in fences("sh") for line in block.splitlines() if words in line]
+    return [word for word in shlex.split(line) if not word.startswith("PREFECT_API_URL=")]
+
+
+class Product:
+    """A folder as a fresh clone has it, its Prefect server, its worker and a browser."""
+
+    def __init__(self, folder: Path, page: Page) -> None:
+        self.folder, self.page = folder, page
+        self.marker = f"product-{folder.name}-{os.getpid()}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        self.environment = kept | {"WORKPLACE": self.marker, "SPT_NOENV": "1"}
+
+    def command(self, *words: str) -> str:
+        """Run a command of the environment's; its output."""
+        called = [str(TOOLS / words[0]), *words[1:]]
+        done = subprocess.run(
+            called,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(TOOLS / words[0]), *words[1:]],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=(self.folder / f"{words[0]}.log").open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def processes(self) -> dict[int, str]:
+        """Command line of every living process that was started from here, by process id."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.marker.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended meanwhile, or is not ours
+        return found
+
+    def picture(self, name: str) -> None:
+        """Store what the browser shows, when that is asked for."""
+        if PICTURES:
+            self.page.screenshot(path=ROOT / PICTURES / f"product-{name}.png")
+
+    def field(self, label: str) -> Locator:
+        """The first input of the run form below a label."""
+        heading = self.page.locator(
+            ".schema-form-property__label", has_text=re.compile(f"^{label}\\b", re.IGNORECASE)
+        )
+        return heading.first.locator("xpath=following::*[self::input or self::textarea][1]")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        found = shutil.which("chromium")
+        assert found, "there is no chromium: `make test` installs it"
+        browser = playwright.chromium.launch(executable_path=found, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Product]:
+    """`make deploy` and a worker, in a copy of what a clone has."""
+    folder = tmp_path_factory.mktemp("product")
+    shutil.copytree(ROOT / "conf", folder / "conf")
+    for name in (".venv", ".venv-vllm"):
+        (folder / name).symlink_to(TOOLS.parent.parent / name)
+    for name in ("sorting.py", "rewards.py"):
+        (folder / name).write_text(fence_after(f"`{name}`:\n"))
+    (folder / "conf" / "sorting.yaml").write_text(fence_after("as `conf/sorting.yaml`"))
+    deployments = (ROOT / "prefect.yaml").read_text() + fence_after("At the end of `prefect.yaml`")
+    (folder / "prefect.yaml").write_text(deployments)
+
+    page = browser.new_page(viewport={"width": 1280, "height": 860})
+    page.set_default_timeout(PATIENCE_MS)
+    place = Product(folder, page)
+    port = free_port()
+    worker = None
+    try:
+        place.command(*command_with("rollmill up"), "--port", str(port))
+        place.command(*command_with("rollmill deploy"))
+        place.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+        worker = place.start(*command_with("worker start"))
+        yield place
+    finally:
+        if worker:
+            worker.terminate()
+            worker.wait(60)
+        place.command("rollmill", "down")
+    assert not place.processes(), "a process was left behind"
+
+
+def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while True:
+        with socket.socket() as asking:
+            if not asking.connect_ex(("127.0.0.1", port)):
+                return
+        assert process.poll() is None, "it ended"
+        assert time.monotonic() < deadline, "nothing answers"
+        time.sleep(0.1)
+
+
+def open_form(product: Product) -> None:
+    """By the way that a person takes: the list of deployments, the deployment, Run, Custom run."""
+    ui = product.environment["PREFECT_API_URL"].removesuffix("/api")
+    product.page.goto(f"{ui}/deployments")
+    product.page.get_by_role("link", name="sorting").first.click()
+    product.page.get_by_role("button", name="Run", exact=True).click()
+    product.page.get_by_text("Custom run").click()
+    product.field("steps").wait_for()
+
+
+def submit(product: Product) -> None:
+    """Send the form, which leads back to the deployment's page, and open the page of the run from there."""
+    page = product.page
+    page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(lambda address: not urlsplit(address).path.endswith("/run"))
+    page.goto(urljoin(page.url, page.locator("a[href*='/flow-run/']").first.get_attribute("href")))
+
+
+@pytest.fixture(scope="module")
+def run(product: Product) -> str:
+    """A run of two steps, submitted by the form and waited for at its page; the page's address."""
+    open_form(product)
+    assert product.field("run_name").input_value() == "sorting"
+    assert product.field("steps").input_value() == "20"
+    product.picture("form")
+    product.field("steps").fill("2")
+    submit(product)
+    page = product.page
+    page.get_by_text(re.compile("^(Completed|Failed|Crashed|Cancelled)$")).first.wait_for(
+        timeout=LONGEST_RUN_MS
+    )
+    assert page.get_by_text("Completed", exact=True).count(), page.inner_text("body")
+    page.wait_for_load_state("networkidle")
+    product.picture("run")
+    return page.url
+
+
+def test_a_run_from_the_form_has_the_steps_that_were_filled_in(product: Product, run: str) -> None:
+    shown = json.loads(product.command("rollmill", "inspect", "sorting", "--json"))
+    assert [row["step"] for row in shown["by_step"]] == [0, 1]
+
+
+def test_its_artifact_shows_the_picture(product: Product, run: str) -> None:
+    page = product.page
+    page.goto(run)
+    page.get_by_text("Artifacts", exact=True).click()
+    links = page.locator("a[href*='/artifacts/artifact/']")
+    links.first.wait_for()
+    for address in {urljoin(run, link.get_attribute("href")) for link in links.all()}:
+        page.goto(address)
+        page.wait_for_load_state("networkidle")
+        if page.locator(PICTURE).count():
+            break
+    assert page.locator(PICTURE).first.evaluate("picture => picture.naturalWidth") > 400
+    product.picture("artifact")
+
+
+def test_what_the_tutorial_looks_at_is_there(product: Product, run: str) -> None:
+    for block in fences("sh")[-4:]:
+        for line in block.splitlines():
+            if " view " not in line:  # which goes on until it is ended
+                product.command(*shlex.split(line))
+    assert "ConnectionError" in product.command(*command_with("--status failed"), "--json")
+    done = subprocess.run(
+        [sys.executable, "-c", fence_after("so Polars, DuckDB and pyarrow read it too:")],
+        cwd=product.folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "attempts" in done.stdout, done.stderr
+
+
+def test_the_viewer_filters_to_failed_trajectories_and_shows_one(product: Product, run: str) -> None:
+    page, port = product.page, free_port()
+    viewer = product.start(*command_with("rollmill view"), "--no-browser", "--port", str(port))
+    try:
+        wait_for_port(port, viewer)
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.get_by_role("link", name="trajectories").click()
+        page.locator(".filter.status button").click()
+        page.get_by_role("option", name="failed").click()
+        page.wait_for_url(re.compile("status=failed"))
+        page.keyboard.press("Escape")
+        page.get_by_role("link", name=re.compile(r"^\d+\.\d+$")).first.wait_for()
+        product.picture("viewer")
+        page.get_by_role("link", name=re.compile(r"^\d+\.\d+$")).first.click()
+        page.get_by_text("the sandbox of this attempt is gone").first.wait_for()
+        product.picture("trajectory")
+    finally:
+        viewer.terminate()
+        viewer.wait(60)
+
+
+def test_the_scorers_can_be_tried_without_a_model(product: Product) -> None:
+    snippet = fence_after("Both can be tried without a model:")
+    subprocess.run([sys.executable, "-c", snippet], cwd=product.folder, check=True)
+
+
+def test_a_run_that_is_cancelled_at_its_page_leaves_no_process(product: Product, run: str) -> None:
+    page = product.page
+    before = product.processes().keys()
+    said = product.command(*command_with("--deployment"))
+    page.goto(re.findall(r"http://\S+/flow-run/\S+", said)[0])
+    page.get_by_text("bringing up the trainer").first.wait_for(timeout=LONGEST_RUN_MS)
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Confirm").click()
+    page.get_by_text("Cancelled", exact=True).first.wait_for(timeout=CANCEL_MS)
+    deadline = time.monotonic() + CANCEL_MS / 1000
+    while left := product.processes().keys() - before:
+        assert time.monotonic() < deadline, [product.processes().get(each) for each in left]
+        time.sleep(0.2)
+    product.picture("cancelled")
+    product.command("rollmill", "verify", "sorting")
