@@ -167,6 +167,9 @@ class Collectors:
         finally:
             self.members.remove(member)
             posting.cancel()
+            if member.leases:
+                gone = CollectorGoneError(member.name, reason)
+                say(f"{gone}; what it had not finished of {len(member.leases)} groups goes on elsewhere")
             for lease in [*member.leases.values()]:
                 if not lease.over.done():
                     lease.over.set_exception(CollectorGoneError(member.name, reason))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from flows.collectors import Collectors
 from flows.group import GroupCollection, StepCollection, judged
-from flows.progress import say
 from flows.run import Run
 from tasks.errors import CollectorGoneError
 from tasks.rollout.admission import ROLLOUT, Place
@@ -62,8 +61,7 @@ class SharedGroup:
             return False
         try:
             await lease.over
-        except CollectorGoneError as error:
-            say(f"{error}; what it had not finished of group {self._plan.group} goes on elsewhere")
+        except CollectorGoneError:
             return False
         finally:
             self._collectors.take_back(lease)
