@@ -80,7 +80,7 @@ def services(workplace, start_models: Path) -> Iterator[None]:  # type: ignore[n
     """A trainer and a server in terminals of their own; the preset quickstart, small, is attached to them."""
     conf, ports = workplace.folder / "conf", {"serve": free_port(), "train": free_port()}
     preset = yaml.safe_load((conf / "small.yaml").read_text()) | {"steps": STEPS}
-    preset["rollout"] |= {"temperature": 1.0}
+    preset["sync"] = {"timeout_s": ANSWER_S}
     for section, port in ports.items():
         preset[section] = preset.get(section, {}) | {"port": port}
     (conf / "quickstart.yaml").write_text(yaml.safe_dump(preset))
