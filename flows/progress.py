@@ -30,6 +30,8 @@ def say(text: str) -> None:
 def logs_to_terminal() -> bool:
     """True when Prefect writes the log of flow runs to this process's terminal too."""
     logger: logging.Logger | None = logging.getLogger("prefect.flow_runs")
+    if not logger.isEnabledFor(logging.INFO):
+        return False
     while logger is not None:
         if any(
             isinstance(each, PrefectConsoleHandler) and each.level <= logging.INFO for each in logger.handlers
