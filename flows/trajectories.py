@@ -30,7 +30,7 @@ COLUMNS = (
     Column("reward"),
     Column("advantage", rank=3),
     Column("n_completion_tokens", rank=4, header="tokens"),
-    Column("policy_version_last", rank=6, header="version"),
+    Column("policy_version_last", rank=6, header="version", absent=-1),
     Column("duration_s", rank=5, header="seconds", digits=2),
     Column("answer", rank=1, is_text=True),
     Column("error", rank=9, is_text=True),

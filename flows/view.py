@@ -31,6 +31,7 @@ class Column:
         header: its heading; the name by default.
         is_text: True for text of any length, which is shortened to what is left of the line.
         digits: after the point of a number that is no integer.
+        absent: the value that stands for none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Column:
     header: str = ""
     is_text: bool = False
     digits: int = 3
+    absent: object = None
 
     @property
     def heading(self) -> str:
@@ -46,7 +48,7 @@ class Column:
 
     def cell(self, row: Mapping[str, object]) -> str:
         """A value as a person reads it, on one line; "-" for none and NaN."""
-        value = row[self.name]
+        value = None if row[self.name] == self.absent else row[self.name]
         if isinstance(value, float):
             return "-" if math.isnan(value) else f"{value:.{self.digits}f}"
         return "-" if value is None else visible(" ".join(str(value).split()))

@@ -247,7 +247,8 @@ def test_the_viewer_filters_to_failed_trajectories_and_shows_one(product: Produc
         page.get_by_role("link", name=re.compile(r"^\d+\.\d+$")).first.wait_for()
         product.picture("viewer")
         page.get_by_role("link", name=re.compile(r"^\d+\.\d+$")).first.click()
-        page.get_by_text("the sandbox of this attempt is gone").first.wait_for()
+        page.wait_for_url(re.compile(r"/trajectory/\d+\.\d+"))
+        page.get_by_text("ConnectionError: the sandbox of this attempt is gone").first.wait_for()
         product.picture("trajectory")
     finally:
         viewer.terminate()
