@@ -29,9 +29,10 @@ def say(text: str) -> None:
 
 def logs_to_terminal() -> bool:
     """True when Prefect writes the log of flow runs to this process's terminal too."""
-    logger: logging.Logger | None = logging.getLogger("prefect.flow_runs")
-    if not logger.isEnabledFor(logging.INFO):
+    named = logging.getLogger("prefect.flow_runs")
+    if not named.isEnabledFor(logging.INFO):
         return False
+    logger: logging.Logger | None = named
     while logger is not None:
         if any(
             isinstance(each, PrefectConsoleHandler) and each.level <= logging.INFO for each in logger.handlers

@@ -1,10 +1,12 @@
 """A Prefect server for the session, and the command `rollmill` as a user runs it."""
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +36,32 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 STUB = """\
 #!{python}
-import sys, threading
+import json, sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from benchmarks.stubs.vllm_server import StubVllmServer
+from benchmarks.stubs import vllm_server
 after = lambda word: sys.argv[sys.argv.index(word) + 1]
-StubVllmServer(Path(after("--model")), 0.0).serve(int(after("--port")))
-threading.Event().wait()
+told = lambda: json.loads(Path({told!r}).read_text())
+server = vllm_server.StubVllmServer(Path(after("--model")), 0.0)
+server.serve(int(after("--port")))
+while True:
+    server.rollout_s = told().get("rollout_s", 0.0)
+    time.sleep(0.1)
 """
 
 
 @pytest.fixture
 def stub_python(tmp_path: Path) -> str:
-    """For `serve.python`: launched as vLLM is, it answers at once, and reads of the model its tokenizer alone."""
+    """For `serve.python`: launched as vLLM is, it reads of the model its tokenizer alone.
+
+    It answers after the `rollout_s` of stub.json in the test's folder, which may be changed meanwhile; at once without.
+    """
+    told = tmp_path / "stub.json"
+    told.write_text("{}")
     script = tmp_path / "stub" / "bin" / "python"
     script.parent.mkdir(parents=True)
-    script.write_text(STUB.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    root = str(Path(__file__).parents[2])
+    script.write_text(STUB.format(python=sys.executable, root=root, told=str(told)))
     script.chmod(0o700)
     return str(script)
 
@@ -90,6 +102,25 @@ class Workplace:
         process = self.start(*words)
         output, _ = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(words, process.returncode, output)
+
+    @contextmanager
+    def worker(self, pool: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+        """A worker of a work pool, for as long; what it says is in worker.log."""
+        with (self.folder / "worker.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool],
+                cwd=self.folder,
+                env=self.environment | {"PREFECT_WORKER_QUERY_SECONDS": "1"} | environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=60)
 
     def processes(self) -> dict[int, str]:
         """Command line of every living process that was started from here, by process id."""
