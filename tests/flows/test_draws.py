@@ -98,7 +98,7 @@ async def test_groups_and_batch_of_an_open_step_are_of_one_draw(source: RunFolde
     with opened(tmp_path / "new") as store:
         async with store.writer:
             await store.writer.append("groups", other, step=0)
-            run = TrainingRun(config, tmp_path, store, absent, absent, absent)
+            run = TrainingRun(config, tmp_path, store, *[absent] * 5)
             draw = await store_draw(run, GroupPool.read(config), 0)
 
     groups, batch = (read(run.folder, name, step=0) for name in ("groups", "batches"))
@@ -112,7 +112,7 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
         with pytest.raises(ConfigError, match=r"has no such scores, but short@1"):
             steps_of_sources(config_of(source, scores=wrong))
     for bounds in ({"first_step": 9}, {"first_step": 1, "last_step": 0}):
-        with pytest.raises(ConfigError, match=r"no step is from .* trained on steps 0 to 1"):
+        with pytest.raises(ConfigError, match=r"no step is from .* has done steps 0 to 1"):
             steps_of_sources(config_of(source, **bounds))
 
 

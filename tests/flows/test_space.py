@@ -8,7 +8,9 @@ import pytest
 from flows.beside import Beside
 from flows.settings import load
 from flows.space import checkpoint_bytes, due_checkpoints
+from flows.step_runs import StepRuns
 from tasks.errors import DiskSpaceError
+from tasks.observe.config import ObserveConfig
 from tasks.store.layout import RunFolder
 from tasks.train.config import LoraConfig, TrainConfig
 
@@ -17,7 +19,13 @@ async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_le
     tmp_path: Path,
 ) -> None:
     config = load("quickstart", (f"store.min_free_bytes={1 << 62}", "evaluate.enabled=false"))
-    run = SimpleNamespace(config=config, model=tmp_path, folder=RunFolder(tmp_path))
+    run = SimpleNamespace(
+        config=config,
+        model=tmp_path,
+        folder=RunFolder(tmp_path),
+        store=SimpleNamespace(manifest=SimpleNamespace(trains=True)),
+        step_runs=StepRuns(ObserveConfig(step_runs=False), "run"),
+    )
     async with Beside(run) as beside:  # type: ignore[arg-type]
         beside.begin(1)
         await beside.evaluated(1)
