@@ -26,7 +26,7 @@ ENTRYPOINT ["tini", "--"]
 
 FROM base AS server
 RUN uv pip install --constraint constraints.txt prefect prefect-redis fastapi
-WORKDIR /rollmill/work
+WORKDIR /rollmill/workplace
 USER 1000
 EXPOSE 4200
 CMD ["prefect", "server", "start", "--host", "0.0.0.0"]
@@ -46,7 +46,7 @@ FROM compiler AS worker
 ARG TORCH_BACKEND=cu130
 RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt '.[cluster]'
 # The working directory comes first on sys.path: it holds the presets, the data sets, and no code.
-WORKDIR /rollmill/work
+WORKDIR /rollmill/workplace
 RUN mkdir runs models data .rollmill && chown -R rollmill:rollmill .
 COPY prefect.yaml ./
 COPY conf conf
@@ -68,7 +68,7 @@ RUN set -eu; \
     uv pip install --torch-backend "$TORCH_BACKEND" --constraint "$constraints" --override absent.txt \
       "$(sed -n "s/^$VLLM = \[\"\(.*\)\"\]$/\1/p" pyproject.toml)"; \
     uv pip install --no-deps .
-WORKDIR /rollmill/work
+WORKDIR /rollmill/workplace
 RUN mkdir models && chown -R rollmill:rollmill .
 USER 1000
 # The development routes carry pausing and weight updates: give VLLM_API_KEY, which all routes but /health then ask for.

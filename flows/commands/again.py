@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import Overrides, RunLocation
+from flows.commands.options import Again, Overrides, RunLocation
 
 PANEL = "Again"
 commands = typer.Typer()
@@ -72,9 +72,7 @@ def retrain(
         list[str] | None, typer.Option("--from", metavar="RUN", help="Run to train from; repeatable.")
     ] = None,
     overrides: Overrides = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
-    ] = False,
+    again: Again = False,
 ) -> None:
     """Train a new run from stored rollouts and their scores; an unfinished run of that name is gone on with."""
     from flows.again import retrain_config, retrain_here

@@ -20,3 +20,13 @@ RunLocation = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Again = Annotated[
+    bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
+]
+RedoFailed = Annotated[
+    bool,
+    typer.Option(
+        "--redo-failed",
+        help="Sample what failed or was cut of the open steps once more, as a further attempt.",
+    ),
+]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import Overrides, Preset, RunLocation
+from flows.commands.options import Again, Overrides, Preset, RedoFailed, RunLocation
 
 PANEL = "Run"
 commands = typer.Typer()
@@ -18,16 +18,8 @@ def run(
         str, typer.Option(help="Folder of the run below store.root; the preset's name by default.")
     ] = "",
     overrides: Overrides = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
-    ] = False,
-    redo_failed: Annotated[
-        bool,
-        typer.Option(
-            "--redo-failed",
-            help="Sample what failed or was cut of the open steps once more, as a further attempt.",
-        ),
-    ] = False,
+    again: Again = False,
+    redo_failed: RedoFailed = False,
     deployment: Annotated[
         bool,
         typer.Option(
@@ -60,16 +52,8 @@ def collect(
         typer.Option(help="Folder of the run below store.root; the preset's name and -collected by default."),
     ] = "",
     overrides: Overrides = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
-    ] = False,
-    redo_failed: Annotated[
-        bool,
-        typer.Option(
-            "--redo-failed",
-            help="Sample what failed or was cut of the open steps once more, as a further attempt.",
-        ),
-    ] = False,
+    again: Again = False,
+    redo_failed: RedoFailed = False,
 ) -> None:
     """Run the flow collect here: rollouts and scores by the start model, to rescore and retrain from; nothing trains."""
     from flows.settings import load

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from marked_processes import marked_processes
 
 from flows import server
 from tasks.serve.process import free_port
@@ -124,14 +125,7 @@ class Workplace:
 
     def processes(self) -> dict[int, str]:
         """Command line of every living process that was started from here, by process id."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.marker.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue  # it ended meanwhile, or is not ours
-        return found
+        return marked_processes(self.marker)
 
 
 @pytest.fixture(scope="session")

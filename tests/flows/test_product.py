@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 import pytest
+from marked_processes import marked_processes
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from tasks.serve.process import free_port
@@ -88,14 +89,7 @@ class Product:
 
     def processes(self) -> dict[int, str]:
         """Command line of every living process that was started from here, by process id."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.marker.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue  # it ended meanwhile, or is not ours
-        return found
+        return marked_processes(self.marker)
 
     def picture(self, name: str) -> None:
         """Store what the browser shows, when that is asked for."""
