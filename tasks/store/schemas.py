@@ -247,6 +247,19 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("stat", pa.string(), "value | mean | std | min | max"),
         _column("value", pa.float64(), "value"),
     ),
+    "spans": _schema(
+        "spans",
+        _RUN,
+        _column("step", pa.int32(), "step that it was done for; -1 for none"),
+        _column("process", pa.string(), "flow | trainer/RANK | a server's address"),
+        _column(
+            "lane", pa.string(), "one line of control in it: step, main, or a trajectory as GROUP.SAMPLE"
+        ),
+        _column("name", pa.string(), "what was done; of nested spans of a lane the innermost is the owner"),
+        _column("cause", pa.string(), "of a wait, the name of what it was for; else empty"),
+        _column("started_at", pa.timestamp("us", tz="UTC"), "when it began", unit="us, UTC"),
+        _column("duration_s", pa.float64(), "from start to end", unit="s"),
+    ),
     "shards": _schema(
         "shards",
         _RUN,
