@@ -24,7 +24,11 @@ class Span:
         step: the step that it was done for; -1 for none.
         started_ns: nanoseconds since 1970, by that process's machine.
         duration_ns: nanoseconds, by its monotonic clock.
-        cause: of a wait: the name of what it was for, whoever holds the stopwatch; else empty.
+        cause: of a wait: the name of what it was for, whoever holds the stopwatch, or the process waited for;
+            else empty.
+
+    The lane `step` of the flow has one span `step` around all others of each step, which ends where the next one's
+    begins: the steps' spans leave no gap, so that a step's seconds can be added up.
     """
 
     process: str
