@@ -29,7 +29,7 @@ VLLM_CONSTRAINTS := constraints-vllm.txt
 VLLM_ABSENT := torchvision torchaudio torchcodec
 endif
 
-.PHONY: help setup quickstart deploy test test-all test-packages check bench clean
+.PHONY: help setup quickstart deploy test test-all test-packages check bench bench-full clean
 
 help:  ## list the jobs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -55,9 +55,11 @@ check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/lint-imports
 	@.venv/bin/pytest -q -m "not service and not long" $(ARGS)
 
-bench: setup  ## every benchmark: a table each, and a JSON object as the last line
-	@for script in benchmarks/*.py; do name=$$(basename "$$script" .py); echo "== $$name"; \
-	  .venv/bin/python -m "benchmarks.$$name" $(ARGS); done
+bench: setup  ## quick benchmarks, without peers, in 15 minutes; ARGS="sync lag" for these alone
+	@.venv/bin/python -m benchmarks.run quick $(ARGS)
+
+bench-full: setup  ## all benchmarks beside their peers, in about two hours
+	@.venv/bin/python -m benchmarks.run full $(ARGS)
 
 clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay
 	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi

@@ -97,7 +97,12 @@ def main() -> None:
         print(f"{each.algorithm:<14} {each.start:>7.3f} {each.end:>7.3f}")
     if words.picture:
         draw(learned, words.picture)
-    print(json.dumps({"steps": STEPS, "seed": words.seed, "algorithms": [asdict(each) for each in learned]}))
+    lowest = {
+        "lowest_end": min(each.end for each in learned),
+        "lowest_gain": min(each.end - each.start for each in learned),
+    }
+    told = {"steps": STEPS, "seed": words.seed, "algorithms": [asdict(each) for each in learned]}
+    print(json.dumps({"benchmark": "algorithms"} | lowest | told))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ that of all threads of the flow's process, and of the server's process tree, fro
 has recorded everything. Lag is how much later than asked a sleep of 1 ms ends on the flow's event loop.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -139,7 +140,15 @@ def measured(n_pairs: int, task_runs: str, api_url: str, server_pid: int) -> dic
     if task_runs == "none":
         figures = measure_bare(n_pairs)
     else:
-        command = [sys.executable, "-m", "benchmarks.fanout", str(n_pairs), task_runs, str(server_pid)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.fanout",
+            "--measure",
+            str(n_pairs),
+            task_runs,
+            str(server_pid),
+        ]
         environment = QUIET_TERMINAL | os.environ | {"PREFECT_API_URL": api_url}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         figures = json.loads(done.stdout.splitlines()[-1])
@@ -164,7 +173,8 @@ def row(figures: dict[str, Any]) -> str:
     return " | ".join(f"{each!s:>16}" for each in shown)
 
 
-def main() -> None:
+def compare(sizes: tuple[int, ...]) -> None:
+    """Prints the table and the JSON object."""
     from flows import server
     from tasks.serve.process import free_port
 
@@ -175,7 +185,7 @@ def main() -> None:
             api_url = f"{server.up(Path(home), free_port())}/api"
             running = server.status(Path(home))
             assert running is not None
-            kinds = [(size, kind) for size in SIZES for kind in ("none", "all")]
+            kinds = [(size, kind) for size in sizes for kind in ("none", "all")]
             for size, kind in [*kinds, (REPORTED, "groups"), (REPORTED, "events")]:
                 rows.append(measured(size, kind, api_url, running.pid))
                 print(row(rows[-1]), flush=True)
@@ -187,11 +197,26 @@ def main() -> None:
         verdict = "reached" if reported[name] <= target else "MISSED"
         print(f"{name}: {reported[name]:.2f}, target {target:g}: {verdict}")
     sums = {name: sum(each[name] for each in by_task) for name in ("recorded", "expected")}
-    print(json.dumps({"benchmark": "fanout"} | {name: reported[name] for name in FIGURES} | sums))
+    share = {"recorded_share": sums["recorded"] / sums["expected"]}
+    by_size = {
+        f"{side}_cpu_s": {each["pairs"]: each[f"{side}_cpu_s"] for each in by_task}
+        for side in ("flow", "server")
+    }
+    figures = {name: reported[name] for name in FIGURES}
+    print(json.dumps({"benchmark": "fanout"} | figures | sums | share | by_size))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--few", action="store_true", help="without the largest fan-out")
+    parser.add_argument("--measure", nargs=3, metavar=("PAIRS", "KIND", "SERVER"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        n_pairs, kind, server_pid = given.measure
+        print(json.dumps(measure(int(n_pairs), kind, int(server_pid))))
+    else:
+        compare(SIZES[:-1] if given.few else SIZES)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
-    else:
-        main()
+    main()

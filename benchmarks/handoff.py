@@ -29,6 +29,7 @@ from benchmarks.deliveries.machine import (
 )
 from benchmarks.deliveries.requests import N_ROWS, TIMEOUT_S, each_body, warm_up
 from benchmarks.stubs.loop_lag import LoopLag, idle_lag_ms
+from benchmarks.stubs.routing_server import N_LAYERS, N_TOKENS, TOP_K
 from tasks.observe.memory import keep_for_good
 from tasks.rollout.trajectory import rollout_rows
 from tasks.serve.client import VllmClient
@@ -37,6 +38,8 @@ from tasks.serve.process import LaunchedProcess, free_port
 from tasks.store.layout import RunFolder
 
 PASSES, IDLE_S = 5, 2.0
+BYTES_A_TOKEN = 9
+"""Of a row besides routed experts: an id, a log-probability and a mask."""
 FORMS = {
     "ours, base64": "json",
     "ours, arrays": "arrays",
@@ -180,7 +183,8 @@ def compare(n_passes: int) -> None:
     for name, target in TARGETS.items():
         reached = "reached" if own[name] <= target else "MISSED"
         print(f"{name}: {own[name]:.3f}, target {target:g}: {reached}")
-    figures = {"passes": n_passes, "ways": median, "worst": worst}
+    n_bytes = N_ROWS * N_TOKENS * (N_LAYERS * TOP_K + BYTES_A_TOKEN)
+    figures = {"passes": n_passes, "rows": N_ROWS, "bytes": n_bytes, "ways": median, "worst": worst}
     print(json.dumps({"benchmark": "handoff"} | own | figures))
 
 

@@ -23,6 +23,11 @@ MEDIAN_S = 0.5
 """m: the work is then half a minute, beside which the fan-out's own seconds and a machine's noise are small."""
 WARM_UP_MEDIAN_S = 0.001
 """m of the run before the first that counts: much is imported in it."""
+PEERS = {
+    peer_process.FUSED: ("ART 0.5.18, scores complete groups", "ratio_art_fused"),
+    peer_process.TWO_GATHERS: ("ART 0.4.11, scores when all are there", "ratio_art_two_gathers"),
+}
+"""Their lines in the table, and their figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +99,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N-1")
     parser.add_argument("--median-s", type=float, default=MEDIAN_S, help="seconds of the median rollout (m)")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone: nothing is installed")
     arguments = parser.parse_args()
     seeds, median_s = range(arguments.seeds), arguments.median_s
 
     first = draw(seeds[0], median_s)
     peers = {
         peer: [by_group(first, peer_process.measure(peer, first))]
-        for peer in (peer_process.FUSED, peer_process.TWO_GATHERS)
+        for peer in ([] if arguments.no_peers else PEERS)
     }
     with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder) / "prefect"):
         ours = measure_ours(Path(folder), seeds, median_s)
@@ -111,16 +117,14 @@ def main() -> None:
     print(row("no overhead, by trajectory", [by_trajectory(draw(s, median_s)) for s in seeds], median_s))
     print(row("ours, by group", ours["group"], median_s))
     print(row("no overhead, by group", [by_group(draw(s, median_s)) for s in seeds], median_s))
-    print(row("ART 0.5.18, scores complete groups", peers[peer_process.FUSED], median_s))
-    print(row("ART 0.4.11, scores when all are there", peers[peer_process.TWO_GATHERS], median_s))
+    for peer, found in peers.items():
+        print(row(PEERS[peer][0], found, median_s))
     figures = {
         "ratio_trajectory": mean(ours["trajectory"], lambda each: each.ratio),
         "ratio_group": mean(ours["group"], lambda each: each.ratio),
         "overhead_trajectory": mean(ours["trajectory"], lambda each: each.overhead),
         "overhead_group": mean(ours["group"], lambda each: each.overhead),
-        "ratio_art_fused": peers[peer_process.FUSED][0].ratio,
-        "ratio_art_two_gathers": peers[peer_process.TWO_GATHERS][0].ratio,
-    }
+    } | {PEERS[peer][1]: found[0].ratio for peer, found in peers.items()}
     rounded = {name: round(value, 4) for name, value in figures.items()}
     print(json.dumps({"benchmark": "overlap", "seeds": len(seeds), "median_s": median_s} | rounded))
 

@@ -118,7 +118,8 @@ def main() -> None:
         print(f"{name}: {value:.1f}, target {target:g}: {'reached' if value <= target else 'MISSED'}")
     print(
         json.dumps(
-            {"benchmark": "persist", "rows_cpu_ms": rows_cpu_ms, "first_rows_cpu_ms": rows_ms[0]}
+            {"benchmark": "persist", "rows": N_ROWS, "bytes": sum(each.nbytes for each in rows)}
+            | {"rows_cpu_ms": rows_cpu_ms, "first_rows_cpu_ms": rows_ms[0]}
             | found["ours"]
             | {"ways": found}
         )

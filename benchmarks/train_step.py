@@ -120,10 +120,11 @@ def difference(folder: Path, way: str) -> float:
     return max(float((found[name] - each).norm() / each.norm()) for name, each in expected.items())
 
 
-def compare(sizes: list[str]) -> None:
+def compare(sizes: list[str], has_peers: bool) -> None:
     """Prints the table and the JSON object."""
     found = {
-        size: measured(size, [*WAYS, *(["trl"] if size == "5M" else [])], REPEATS[size]) for size in sizes
+        size: measured(size, [*WAYS, *(["trl"] if has_peers and size == "5M" else [])], REPEATS[size])
+        for size in sizes
     }
     print(f"{'':16}{'CPU s':>10}{'tokens/CPU s':>14}{'to bare':>10}{'peak MB':>10}{'gradient':>10}")
     ratios: dict[str, dict[str, float]] = {}
@@ -145,9 +146,12 @@ def compare(sizes: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=REPEATS, default=list(REPEATS))
+    parser.add_argument(
+        "--no-peers", action="store_true", help="ours and the bare loop: nothing is installed"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
-    compare(given.sizes)
+    compare(given.sizes, not given.no_peers)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""Every benchmark of the product, its figures and their targets."""
+
+from benchmarks.suite.figures import Benchmark, Beside, Figure
+
+FUSED = Beside("openpipe-art 0.5.18", "ratio_art_fused")
+BOUND = Beside("lower bound")
+IDEAL = Beside("no overhead")
+TRL = "trl 1.16.0"
+PER_PARAMETER = "a call a parameter"
+LARGE_TENSOR = Beside("one large tensor")
+
+ROLLOUTS = (
+    Benchmark(
+        "overlap",
+        full=("--seeds", "5"),
+        quick=("--seeds", "1", "--no-peers"),
+        figures=(
+            Figure(
+                "ratio_trajectory",
+                "x",
+                1.13,
+                peer=Beside("openpipe-art 0.4.11", "ratio_art_two_gathers"),
+                limit=BOUND,
+            ),
+            Figure("ratio_group", "x", 1.29, peer=FUSED, limit=BOUND),
+            Figure("overhead_trajectory", "x", 1.03, limit=IDEAL),
+            Figure("overhead_group", "x", 1.03, limit=IDEAL),
+            Figure("ratio_art_fused", "x", limit=BOUND, is_steady=False),
+            Figure("ratio_art_two_gathers", "x", limit=BOUND, is_steady=False),
+        ),
+    ),
+    Benchmark(
+        "fanout",
+        quick=("--few",),
+        figures=(
+            Figure("recorded_share", "x", 1.0, more_is_better=True),
+            Figure("flow_cpu_ms_per_task", "ms", 2.5),
+            Figure("server_cpu_ms_per_task", "ms"),
+            Figure("lag_p50_ms", "ms"),
+            Figure("lag_p99_ms", "ms", 60.0),
+            Figure("lag_max_ms", "ms"),
+        ),
+    ),
+    Benchmark(
+        "exposed_reward",
+        quick=(),
+        figures=(
+            Figure("exposed_s", "s", 0.05, peer=Beside("in a thread", "exposed_thread_s"), is_steady=False),
+            Figure("exposed_as_they_come_s", "s"),
+        ),
+    ),
+    Benchmark(
+        "staleness",
+        figures=(
+            Figure("one_behind_train_1s", "s"),
+            Figure("one_behind_train_3s", "s"),
+            Figure("on_policy_train_1s", "s"),
+        ),
+    ),
+    Benchmark(
+        "recording",
+        figures=(
+            Figure(
+                "recorded_share",
+                "x",
+                1.0,
+                more_is_better=True,
+                peer=Beside("Prefect's default", "recorded_share_default"),
+            ),
+        ),
+    ),
+)
+
+STORING = (
+    Benchmark(
+        "handoff",
+        figures=(
+            Figure("cpu_s", "s", 0.6, peer=Beside("msgpack", "ways/msgpack/cpu_s")),
+            Figure("decode_cpu_s", "s"),
+            Figure("wall_s", "s", peer=Beside("msgpack", "ways/msgpack/wall_s")),
+            Figure("lag_excess_ms", "ms", 10.0, peer=Beside("msgpack", "ways/msgpack/lag_excess_ms")),
+            Figure("peak_rss_gb", "GB", 1.5, peer=Beside("msgpack", "ways/msgpack/peak_rss_gb")),
+            Figure("read_column_s", "s", 0.01, peer=Beside("msgpack", "ways/msgpack/read_column_s")),
+        ),
+    ),
+    Benchmark(
+        "persist",
+        quick=(),
+        figures=(
+            Figure("cpu_ms", "ms", 40.0, peer=Beside("orjson", "ways/orjson/cpu_ms")),
+            Figure(
+                "lag_excess_ms",
+                "ms",
+                5.0,
+                peer=Beside("orjson", "ways/orjson/lag_excess_ms"),
+                is_steady=False,
+            ),
+        ),
+    ),
+    Benchmark(
+        "scan",
+        figures=(
+            Figure("inspect_s", "s", 2.0),
+            Figure("column_s", "s", 2.0),
+            Figure("inspect_s3_s", "s"),
+            Figure("column_s3_s", "s"),
+        ),
+    ),
+    Benchmark(
+        "compaction",
+        quick=(),
+        figures=(
+            Figure("compaction_s", "s"),
+            Figure("commit_beside_ms", "ms", limit=Beside("nothing compacted", "commit_ms"), is_steady=False),
+        ),
+    ),
+    Benchmark("endurance", figures=(Figure("rss_growth", "x", 0.02, is_steady=False),)),
+    Benchmark(
+        "viewer",
+        figures=(Figure("slowest_first_s", "s", 1.0), Figure("slowest_again_s", "s", 1.0)),
+    ),
+)
+
+TRAINING = (
+    Benchmark(
+        "train_step",
+        quick=("--sizes", "5M", "--no-peers"),
+        figures=(
+            Figure("ratio_to_bare", "x", 0.9, more_is_better=True, limit=Beside("a bare loop")),
+            Figure("ratio_to_trl", "x", 2.8, more_is_better=True, peer=Beside(TRL)),
+        ),
+    ),
+    Benchmark(
+        "normalization",
+        figures=(
+            Figure("max_relative_difference", "x", 1e-5, is_steady=False),
+            Figure("split_difference", "x", 1e-6, is_steady=False),
+        ),
+    ),
+    Benchmark(
+        "packing",
+        quick=(),
+        figures=(Figure("padding_share", "x", 0.02), Figure("seconds", "s", 0.2)),
+    ),
+    Benchmark(
+        "head_memory",
+        figures=(
+            Figure(
+                "chunks/512 MiB/head_mb",
+                "MB",
+                peer=Beside("nothing cut", "chunks/whole/head_mb"),
+            ),
+        ),
+    ),
+    Benchmark("algorithms", figures=(Figure("lowest_gain", "reward", 0.0, more_is_better=True),)),
+)
+
+SYNC = (
+    Benchmark(
+        "sync",
+        quick=("--passes", "2"),
+        figures=(
+            Figure("speedup", "x", 4.0, more_is_better=True, peer=Beside(PER_PARAMETER)),
+            Figure("speedup_zero3", "x", 6.0, more_is_better=True, peer=Beside(PER_PARAMETER)),
+            Figure("share_of_loopback", "x", 0.8, more_is_better=True, limit=LARGE_TENSOR),
+            Figure("control_calls", "calls", 5.0),
+            Figure("seconds_ours", "s", limit=Beside("memcpy", "seconds_memcpy"), is_steady=False),
+            Figure("seconds_per_parameter", "s"),
+            Figure("seconds_ours_zero3", "s"),
+            Figure("seconds_per_parameter_zero3", "s"),
+        ),
+    ),
+    Benchmark(
+        "stall",
+        figures=(
+            Figure("gap_none_s", "s"),
+            Figure("gap_keep_s", "s", peer=Beside(PER_PARAMETER, "gap_per_parameter_s")),
+            Figure(
+                "gap_second_copy_s",
+                "s",
+                0.1,
+                peer=Beside(PER_PARAMETER, "gap_per_parameter_s"),
+                limit=Beside("no sync", "gap_none_s"),
+            ),
+            Figure("gap_per_parameter_s", "s"),
+            Figure("first_new_token_s", "s"),
+        ),
+    ),
+    Benchmark(
+        "servers",
+        figures=(
+            Figure("ratio_4_to_1", "x", 1.15, limit=Beside("one receiver")),
+            Figure("cpu_s_per_gb_and_receiver/1", "s"),
+            Figure("cpu_s_per_gb_and_receiver/4", "s"),
+        ),
+    ),
+)
+
+WHOLE = (
+    Benchmark(
+        "step_overhead",
+        quick=(),
+        figures=(Figure("added_s", "s"), Figure("flow_cpu_s", "s", 1.0), Figure("server_cpu_s", "s")),
+    ),
+    Benchmark(
+        "lag",
+        quick=(),
+        figures=(Figure("lag_p99_excess_ms", "ms", 5.0), Figure("lag_max_excess_ms", "ms", 30.0)),
+    ),
+    Benchmark(
+        "submission",
+        quick=(),
+        figures=(Figure("calls_64", "calls", 1.5, limit=Beside("one call")),),
+    ),
+    Benchmark(
+        "time_to_reward",
+        figures=(
+            Figure("tiny_step_ratio_to_trl", "x", 2.0, peer=Beside(TRL)),
+            Figure("speedup_vs_trl_5m", "x", 1.5, more_is_better=True, peer=Beside(TRL)),
+            Figure("end_reward", "x", peer=Beside(TRL, "end_reward_trl"), is_steady=False),
+            Figure("tiny_step_s", "s"),
+            Figure("step_5m_s", "s"),
+        ),
+    ),
+)
+
+BENCHMARKS = (*ROLLOUTS, *STORING, *TRAINING, *SYNC, *WHOLE)

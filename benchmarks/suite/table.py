@@ -1,0 +1,119 @@
+"""The table of docs/performance.md: every figure as measured last, its target, and what it is compared with."""
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.suite.figures import Benchmark, Beside, Figure
+from benchmarks.suite.process import ROOT
+from benchmarks.suite.results import Result, Results
+
+PAGE = ROOT / "docs" / "performance.md"
+HEADINGS = ("benchmark", "figure", "measured", "target", "", "to the peer", "to the limit", "measured on")
+
+
+class PageError(Exception):
+    """The page has no place for a text between its markers."""
+
+
+def between(page: str, name: str, text: str) -> str:
+    """The page with a text between its markers `<!-- NAME -->` and `<!-- end of NAME -->`.
+
+    Raises:
+        PageError: it has not both.
+    """
+    first, last = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    head, begun, rest = page.partition(first)
+    _, ended, tail = rest.partition(last)
+    if not begun or not ended:
+        raise PageError(f"{PAGE.name} needs the lines {first.strip()} and {last}, in this order")
+    return head + first + text + last + tail
+
+
+def table(benchmarks: Sequence[Benchmark], results: Results) -> str:
+    """The table, and below it when and where each benchmark ran."""
+    lines = [line(HEADINGS), "|" + "---|" * len(HEADINGS)]
+    used: dict[str, Result] = {}
+    for benchmark in benchmarks:
+        for number, figure in enumerate(benchmark.figures):
+            name = f"`{benchmark.script}`" if number == 0 else ""
+            newest = results.newest(benchmark.script, figure)
+            if newest:
+                used[benchmark.script] = newest
+            lines.append(line((name, *cells(benchmark.script, figure, newest, results))))
+    return "\n".join([*lines, "", counted(benchmarks, results), "", *places(used.values())]) + "\n"
+
+
+def cells(script: str, figure: Figure, newest: Result | None, results: Results) -> tuple[str, ...]:
+    """All cells of a figure's row but the first."""
+    value = figure.value(newest.values) if newest else None
+    unit = "" if figure.unit == "x" else f" {figure.unit}"
+    sign = "≥" if figure.more_is_better else "≤"
+    target = "" if figure.target is None else f"{sign} {figure.target:g}{unit}"
+    return (
+        f"`{figure.key}`",
+        "" if value is None else f"{shown(value)}{unit}",
+        target,
+        verdict(figure, value),
+        compared(script, figure, figure.peer, results),
+        compared(script, figure, figure.limit, results),
+        f"{newest.date[:10]}, {newest.mode}" if newest else "",
+    )
+
+
+def verdict(figure: Figure, value: float | None) -> str:
+    """What became of a figure's target."""
+    if value is None:
+        return "not run"
+    met = figure.is_met(value)
+    return "" if met is None else "met" if met else "**missed**"
+
+
+def compared(script: str, figure: Figure, beside: Beside | None, results: Results) -> str:
+    """The figure's ratio to a peer or a limit, of one run, and whose: `0.83 x orjson`."""
+    newest = results.newest(script, figure, beside) if beside else None
+    if not newest or not beside:
+        return ""
+    ratio = figure.ratio(newest.values, beside)
+    assert ratio is not None
+    return f"{shown(ratio)} x {beside.name}"
+
+
+def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
+    """How many targets are met."""
+    verdicts = []
+    for benchmark in benchmarks:
+        for figure in benchmark.figures:
+            newest = results.newest(benchmark.script, figure)
+            if figure.target is not None:
+                verdicts.append(verdict(figure, figure.value(newest.values) if newest else None))
+    met, missed, not_run = (verdicts.count(each) for each in ("met", "**missed**", "not run"))
+    return f"Of {len(verdicts)} targets {met} are met, {missed} missed, {not_run} not run."
+
+
+def places(results: Iterable[Result]) -> list[str]:
+    """On which machines, with which versions, at which commits: a line for each place that is not the same."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for each in results:
+        versions = ", ".join(f"{name} {version}" for name, version in each.versions.items())
+        place = f"{each.machine}; {versions}" if versions else each.machine
+        found.setdefault(place, {}).setdefault(each.commit, []).append(f"`{each.script}`")
+    return [
+        f"- {place}: "
+        + "; ".join(f"{', '.join(names)} at {commit}" for commit, names in commits.items())
+        + "."
+        for place, commits in found.items()
+    ]
+
+
+def shown(value: float) -> str:
+    """Three figures that count; small ones with a power of ten.
+
+    Example: 0.0345, 1.00, 62.4, 5014, 7.9e-07.
+    """
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 1000 else f"{value:.0f}"
+
+
+def line(row: Sequence[str]) -> str:
+    """A row of a table in Markdown."""
+    return "| " + " | ".join(row) + " |"

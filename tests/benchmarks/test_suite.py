@@ -1,0 +1,182 @@
+"""The suite of benchmarks: what is declared, when a ratio is worse, and that one failure stops nothing."""
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from benchmarks import model
+from benchmarks.run import run_all
+from benchmarks.suite.declared import BENCHMARKS
+from benchmarks.suite.figures import Benchmark, Beside, Figure
+from benchmarks.suite.process import ROOT, ScriptError, run_script
+from benchmarks.suite.regression import (
+    Baseline,
+    baselines,
+    keep,
+    ratios,
+    read_baseline,
+    regressions,
+    suspects,
+)
+from benchmarks.suite.results import Result, Results, result_of
+from benchmarks.suite.table import PAGE, PageError, between, table
+
+MADE_UP = Benchmark(
+    "made_up",
+    figures=(
+        Figure("speedup", "x", 2.0, more_is_better=True),
+        Figure("ratio", "x", 1.1),
+        Figure("cpu_ms", "ms", 40.0, peer=Beside("json", "ways/json/cpu_ms")),
+        Figure("noise", "x", is_steady=False),
+    ),
+)
+STORED = {"made_up: speedup": [4.0, 4.4, 3.9], "made_up: ratio": [1.0, 1.02, 1.3]}
+
+
+def values(speedup: float, ratio: float, cpu_ms: float = 50.0) -> dict[str, object]:
+    return {
+        "speedup": speedup,
+        "ratio": ratio,
+        "cpu_ms": cpu_ms,
+        "noise": 9.0,
+        "ways": {"json": {"cpu_ms": 100.0}},
+    }
+
+
+def result(date: str, mode: str, **figures: object) -> Result:
+    return Result(
+        "made_up", "quick" if mode == "quick" else "full", dict(figures), date, 1.0, "c0ffee", "a machine"
+    )
+
+
+def test_a_ratio_is_the_figure_or_its_ratio_to_a_peer_and_noise_is_none() -> None:
+    found = ratios(MADE_UP, values(4.0, 1.0))
+    assert found == {"made_up: speedup": 4.0, "made_up: ratio": 1.0, "made_up: cpu_ms / json": 0.5}
+
+
+def test_within_twenty_percent_of_the_median_nothing_is_worse() -> None:
+    assert not Baseline((1.0, 1.0, 1.0)).is_worse(1.19)
+    assert Baseline((1.0, 1.0, 1.0)).is_worse(1.21)
+    assert not Baseline((4.0, 4.0, 4.0), more_is_better=True).is_worse(3.3)
+    assert Baseline((4.0, 4.0, 4.0), more_is_better=True).is_worse(3.1)
+
+
+def test_what_lay_in_the_spread_before_is_not_worse() -> None:
+    assert not Baseline((1.0, 1.02, 1.5)).is_worse(1.45)
+    assert Baseline((1.0, 1.02, 1.5)).is_worse(1.55)
+
+
+def test_the_median_of_three_decides() -> None:
+    stored = baselines(STORED, MADE_UP)
+    slow, good = ratios(MADE_UP, values(2.0, 1.0)), ratios(MADE_UP, values(4.1, 1.0))
+    assert suspects(slow, stored) == ["made_up: speedup"]
+    assert regressions([slow, good, good], stored) == {}
+    assert regressions([slow, good, slow], stored) == {"made_up: speedup": 2.0}
+
+
+def test_better_is_never_worse_and_a_ratio_without_a_baseline_is_no_suspect() -> None:
+    assert suspects(ratios(MADE_UP, values(40.0, 0.1, cpu_ms=1e6)), baselines(STORED, MADE_UP)) == []
+
+
+def test_another_benchmarks_ratio_of_the_same_name_is_not_compared() -> None:
+    stored = baselines({"made_up_too: ratio": [0.1]}, MADE_UP)
+    assert suspects(ratios(MADE_UP, values(4.0, 1.0)), stored) == []
+
+
+def test_the_baseline_keeps_the_newest_values(tmp_path: Path) -> None:
+    for number in range(12):
+        keep({"made_up: ratio": float(number)}, tmp_path / "baseline.json")
+    assert read_baseline(tmp_path / "baseline.json") == {
+        "made_up: ratio": [float(each) for each in range(3, 12)]
+    }
+
+
+async def test_a_script_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    scripts = [Benchmark(name, (), quick=()) for name in ("no_such_script", "suite.figures", "model")]
+    outcome = await run_all(scripts, "quick", results, tmp_path / "baseline.json")
+    assert "No module named" in outcome.failed["no_such_script"]
+    assert "no JSON object" in outcome.failed["suite.figures"]
+    assert [each.script for each in Results(tmp_path / "results.json")] == ["model"]
+
+
+async def test_a_ratio_that_stays_worse_is_measured_three_times(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    baseline = tmp_path / "baseline.json"
+    baseline.write_text(json.dumps({"model: flow_s_a_task": [1e-9, 1e-9, 1e-9]}))
+    watched = Benchmark("model", (Figure("flow_s_a_task", "x"),), quick=())
+    outcome = await run_all([watched], "quick", Results(tmp_path / "results.json"), baseline)
+    assert list(outcome.worse) == ["model: flow_s_a_task"]
+    assert capfd.readouterr().out.count("measured again") == 2
+
+
+async def test_a_script_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(ScriptError, match=r"not done after 0\.01 s"):
+        await run_script("model", (), timeout_s=0.01)
+
+
+def test_each_figure_is_of_the_newest_result_and_each_ratio_of_one_run(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    results.keep(result("2026-01-01 10:00", "full", **values(4.0, 1.2)))
+    results.keep(result("2026-01-02 10:00", "quick", speedup=1.5, cpu_ms=30.0))
+    lines = table([MADE_UP], results).splitlines()
+    assert lines[2] == "| `made_up` | `speedup` | 1.50 | ≥ 2 | **missed** |  |  | 2026-01-02, quick |"
+    assert lines[3] == "|  | `ratio` | 1.20 | ≤ 1.1 | **missed** |  |  | 2026-01-01, full |"
+    assert lines[4] == "|  | `cpu_ms` | 30.0 ms | ≤ 40 ms | met | 0.500 x json |  | 2026-01-02, quick |"
+    assert "Of 3 targets 1 are met, 2 missed, 0 not run." in lines
+
+
+def test_what_never_ran_says_so(tmp_path: Path) -> None:
+    lines = table([MADE_UP], Results(tmp_path / "results.json"))
+    assert "| `made_up` | `speedup` |  | ≥ 2 | not run |  |  |  |" in lines
+
+
+def test_a_result_tells_machine_versions_and_date(tmp_path: Path) -> None:
+    kept = result_of("made_up", "quick", {"ratio": 1.0}, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+    Results(tmp_path / "results.json").keep(kept)
+    (again,) = Results(tmp_path / "results.json")
+    assert again == kept
+    assert again.date == "2026-01-02 03:04"
+    assert re.match(r"\d+ cores, .+ GiB, Linux", again.machine)
+    assert again.versions["prefect"].startswith("3.8")
+
+
+def test_a_page_without_its_markers_is_refused() -> None:
+    with pytest.raises(PageError, match="<!-- end of table -->"):
+        between("<!-- table -->\n", "table", "")
+
+
+def test_the_page_is_what_results_say() -> None:
+    page, results = PAGE.read_text(), Results()
+    written = between(between(page, "table", table(BENCHMARKS, results)), "model", model.text(results))
+    assert written == page, "run `python -m benchmarks.run table`"
+
+
+def test_every_script_is_declared_once() -> None:
+    scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"run", "model"}
+    declared = [each.script for each in BENCHMARKS]
+    assert len(declared) == len(set(declared))
+    assert scripts - set(declared) == set()
+
+
+def test_constants_are_lines_through_what_was_measured(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    calls = {"calls_1": 1.0, "calls_16": 1.15, "calls_64": 1.63}
+    results.keep(Result("submission", "quick", calls, "2026-01-01 10:00", 1.0, "", ""))
+    found = model.constants(results)
+    assert found["calls_a_server"] == pytest.approx(0.01)
+    assert found["calls_at_once"] == pytest.approx(0.99)
+    assert "flow_s_a_task" not in found
+    assert "not run" in model.text(results)
+
+
+def test_ten_times_the_groups_cost_ten_times_what_goes_by_groups() -> None:
+    given = model.constants(Results())
+    for part in model.PARTS:
+        if part.law.startswith(("2 P G", "P ", "P G")) and given.keys() >= set(part.needs):
+            base, grown = (part.cost(work, given) for work in (model.BASE, model.GROWN["10 x groups"]))
+            assert grown == pytest.approx(10 * base), part.name
