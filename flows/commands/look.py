@@ -165,6 +165,28 @@ def plot(
 
 
 @commands.command(rich_help_panel=PANEL)
+def spans(
+    run: RunLocation,
+    step: Annotated[str, typer.Option(metavar="A[:B]", help="These steps, both included.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of steps went: owners, waits and their causes, the critical path, what would shorten it."""
+    from flows.folder import existing_run
+    from flows.ledger_views import ledger_values, ledger_views
+    from flows.run_ledger import read_ledger
+    from flows.selection import Interval
+    from flows.terminal import print_json, print_view
+
+    folder = existing_run(run)
+    ledger = read_ledger(folder, Interval.parse("--step", step) if step else None)
+    if as_json:
+        print_json(ledger_values(folder.location, ledger))
+        return
+    for view in ledger_views(folder.name, ledger):
+        print_view(view)
+
+
+@commands.command(rich_help_panel=PANEL)
 def export(
     run: RunLocation,
     to: Annotated[str, typer.Option("--to", metavar="parquet|jsonl", help="Format of the files.")],

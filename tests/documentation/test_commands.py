@@ -60,6 +60,7 @@ ELSEWHERE = {
     "make deploy": "tests/flows/test_product.py",
     "apt install": "Makefile",
     "PREFECT_API_URL=http://127.0.0.1:4200/api prefect worker start": "tests/flows/test_product.py",
+    "rollmill spans": "tests/looking/test_spans.py",
     "rollmill view": "tests/flows/test_product.py",
     "rollmill run quickstart --deployment": "tests/flows/test_product.py",
     "rollmill deploy": "tests/flows/test_product.py",

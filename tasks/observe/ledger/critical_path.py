@@ -1,0 +1,263 @@
+"""The critical path of a step: the chain of spans, without gaps, that decided how long it took."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from tasks.observe.ledger.timeline import (
+    FLOW,
+    IDLE,
+    LINE,
+    MAIN,
+    WHOLE,
+    Ints,
+    Timeline,
+    is_trainer,
+    is_wait,
+    overlap,
+)
+
+UNATTRIBUTED = "unattributed"
+TRAJECTORIES, SERVICES, TRAINER = "trajectories", "services", "trainer"
+WAITS_FOR = {
+    "collect": TRAJECTORIES,
+    "waiting_for_stragglers": TRAJECTORIES,
+    "evaluate": TRAJECTORIES,
+    "evaluating": TRAJECTORIES,
+    "train": TRAINER,
+    "sync": SERVICES,
+    "checkpoint": TRAINER,
+    "export": TRAINER,
+}
+"""Spans of the step's line in which it waits for others, and for whom."""
+BESIDE_SYNC = ["generating", IDLE]
+"""What servers do that no transfer of weights waits for."""
+CLOCKS_US = 1000
+"""What a clock may be ahead of another: who ended so much after a wait for it has ended it."""
+TRAJECTORY = r"^v?\d+\."
+"""How the lanes of trajectories are called."""
+
+
+class Segment(NamedTuple):
+    """A stretch of the path: a piece of the timeline, or -1 where it is the step's line itself."""
+
+    piece: int
+    start: int
+    end: int
+
+
+class Told(NamedTuple):
+    """A piece with its words: its index, lane, start, end, name, cause."""
+
+    piece: int
+    lane: int
+    start: int
+    end: int
+    name: str
+    cause: str
+
+
+_end = attrgetter("end")
+
+
+def critical_paths(timeline: Timeline) -> pl.DataFrame:
+    """The path through each window of a timeline.
+
+    It is found backward. At a step's end the step's line was at work, or it waited: then the path goes on with what ended
+    last among those that it waited for, back to where that began, there to what had held the same thing until then, and so
+    on. A wait whose cause is a process goes on in that process.
+
+    Returns:
+        step, start, end (microseconds; those of a step follow each other without gaps and fill its windows), phase (what
+        the step's line did: a name, or `unattributed`), process, lane, name, cause (of what it waited for; else its own).
+    """
+    line = _line(timeline)
+    found = [segment for segment in _segments(timeline, line) if segment.end > segment.start]
+    found.sort(key=lambda each: each.start)
+    piece, start, end = np.array(found, np.int64).reshape(-1, 3).T
+    which, cell, start, end = overlap(start, end, line.start, line.end)
+    return _described(timeline, line, piece[which], cell, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The step's line as cells that fill all windows: `span` is an index into the spans, or -1 for nobody's."""
+
+    step: Ints
+    span: Ints
+    start: Ints
+    end: Ints
+
+
+def _line(timeline: Timeline) -> _Line:
+    """The pieces of the step's line within windows, and the gaps between them."""
+    pieces, windows = timeline.pieces, timeline.windows
+    window_start, window_end = windows["start"].to_numpy(), windows["end"].to_numpy()
+    lane = timeline.lanes.index((FLOW, LINE))
+    own = pieces.take(pieces.lane == lane)
+    own = own.take((timeline.spans["name"][own.span] != WHOLE).to_numpy())
+    which, _, start, end = overlap(own.start, own.end, window_start, window_end)
+    # windows are disjoint: between each end or window's beginning and what begins next, or a window's end, lies a gap
+    gap_start = np.sort(np.concatenate([window_start, end]))
+    gap_end = np.sort(np.concatenate([start, window_end]))
+    is_gap = gap_end > gap_start
+    span = np.concatenate([own.span[which], np.full(int(is_gap.sum()), -1)])
+    start, end = np.concatenate([start, gap_start[is_gap]]), np.concatenate([end, gap_end[is_gap]])
+    order = np.argsort(start)
+    window = np.searchsorted(window_start, start[order], side="right") - 1
+    return _Line(windows["step"].to_numpy()[window], span[order], start[order], end[order])
+
+
+def _segments(timeline: Timeline, line: _Line) -> Iterator[Segment]:
+    """The path of every window, unordered."""
+    names = timeline.spans["name"].to_list()
+    others = _Others(timeline)
+    at = 0
+    while at < len(line.span):
+        kind = WAITS_FOR.get(names[line.span[at]]) if line.span[at] >= 0 else None
+        last = at
+        while kind and last + 1 < len(line.span) and _goes_on(line, names, last, kind):
+            last += 1
+        start, end = int(line.start[at]), int(line.end[last])
+        if kind is None:
+            yield Segment(-1, start, end)
+        else:
+            yield from others.path(kind, int(line.step[at]), start, end)
+        at = last + 1
+
+
+def _goes_on(line: _Line, names: list[str], at: int, kind: str) -> bool:
+    """True when the line waits for the same ones in its next cell, which follows this one."""
+    span = line.span[at + 1]
+    return bool(
+        span >= 0
+        and WAITS_FOR.get(names[span]) == kind
+        and line.step[at + 1] == line.step[at]
+        and line.start[at + 1] == line.end[at]
+    )
+
+
+class _Others:
+    """The pieces that the step's line may wait for, by their ends; those of trajectories by step and end."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        lanes, pieces, spans = timeline.lanes, timeline.pieces, timeline.spans
+        self._pieces = pieces
+        self._main = {process: at for at, (process, lane) in enumerate(lanes) if lane == MAIN}
+        self._names, self._causes = (spans[column].to_numpy() for column in ("name", "cause"))
+        name = self._names[pieces.span]
+        step = spans["step"].to_numpy().astype(np.int64)[pieces.span]
+        is_trajectory = [process == FLOW and bool(re.match(TRAJECTORY, lane)) for process, lane in lanes]
+        of_lane = {
+            TRAJECTORIES: (is_trajectory, [IDLE]),
+            TRAINER: ([is_trainer(process) for process, _ in lanes], [IDLE]),
+            SERVICES: ([process != FLOW for process, _ in lanes], BESIDE_SYNC),
+        }
+        self._kinds: dict[str, tuple[Ints, Ints, Ints]] = {}
+        for kind, (is_held, no_part) in of_lane.items():
+            held = np.flatnonzero(np.array(is_held, bool)[pieces.lane] & ~np.isin(name, no_part))
+            steps = step[held] if kind == TRAJECTORIES else np.zeros(len(held), np.int64)
+            order = np.lexsort((pieces.end[held], steps))
+            self._kinds[kind] = held[order], steps[order], pieces.end[held][order]
+
+    def path(self, kind: str, step: int, start: int, end: int) -> Iterator[Segment]:
+        """The path through a stretch in which the step's line waits for these."""
+        pieces, steps, ends = self._kinds[kind]
+        first, last = np.searchsorted(steps, [step, step + 1]) if kind == TRAJECTORIES else (0, len(pieces))
+        ends = ends[first:last]
+        low = first + int(np.searchsorted(ends, start, side="right"))
+        high = first + int(np.searchsorted(ends, end + CLOCKS_US, side="right"))
+        yield from _Walk(self._told(pieces[low:high]), self._main, follows_senders=kind == SERVICES).back(
+            start, end
+        )
+
+    def _told(self, pieces: Ints) -> list[Told]:
+        held = self._pieces.take(pieces)
+        columns = (pieces, held.lane, held.start, held.end, self._names[held.span], self._causes[held.span])
+        return [Told(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+class _Walk:
+    """One walk back through pieces, which are in the order of their ends.
+
+    Args:
+        pieces: that may be walked over.
+        main: the lane `main` of each process.
+        follows_senders: where a lane begins, what another is in the midst of had it begin, as a sender does a receiver.
+    """
+
+    def __init__(self, pieces: list[Told], main: dict[str, int], *, follows_senders: bool) -> None:
+        self._main, self._pieces, self._follows_senders = main, pieces, follows_senders
+        self._of_lane: dict[int, list[Told]] = {}
+        self._of_name: dict[str, list[Told]] = {}
+        for each in pieces:
+            self._of_lane.setdefault(each.lane, []).append(each)
+            self._of_name.setdefault(each.name, []).append(each)
+
+    def back(self, start: int, end: int) -> Iterator[Segment]:
+        """The segments from `end` to `start`, the last first."""
+        time, held = end, self._pieces[-1] if self._pieces else None
+        while time > start:
+            if held is None or held.end <= start:
+                yield Segment(-1, start, time)
+                return
+            if held.end < time:  # nobody had it in between
+                yield Segment(-1, held.end, time)
+                time = held.end
+            before = self._released_by(held, time)
+            until = max(start, held.start)
+            if before is not None and is_wait(held.name):
+                until = max(until, min(time, before.end))
+            yield Segment(held.piece, until, time)
+            time, held = until, before
+
+    def _released_by(self, held: Told, time: int) -> Told | None:
+        """What the path goes on with before a piece, or before `time` where it is a wait."""
+        before = self._covering(held.lane, held.start)
+        if not is_wait(held.name):
+            return before or self._sender(held) or self._had(held.name, held.start, held.lane)
+        main = self._main.get(held.cause)
+        if main in self._of_lane:
+            other = self._covering(main, time)
+            return before if other is None or is_wait(other.name) else other
+        after = self._covering(held.lane, held.end + 1)
+        last = self._had(after.name, time, held.lane) if after else None
+        return last if last and last.end > held.start else before
+
+    def _had(self, name: str, time: int, lane: int) -> Told | None:
+        """The piece of this name that was last to end until then, in another lane."""
+        of_name = self._of_name[name]
+        at = bisect_right(of_name, time, key=_end)
+        return next((of_name[each] for each in range(at - 1, -1, -1) if of_name[each].lane != lane), None)
+
+    def _sender(self, held: Told) -> Told | None:
+        """What another lane was in the midst of when this one began."""
+        lanes = self._of_lane.keys() - {held.lane} if self._follows_senders else ()
+        active = [each for lane in lanes if (each := self._covering(lane, held.start))]
+        return min(active, key=lambda each: each.piece, default=None)
+
+    def _covering(self, lane: int, time: int) -> Told | None:
+        """The piece of a lane that holds the instant before `time`."""
+        of_lane = self._of_lane.get(lane, [])
+        at = bisect_left(of_lane, time, key=_end)
+        return of_lane[at] if at < len(of_lane) and of_lane[at].start < time else None
+
+
+def _described(
+    timeline: Timeline, line: _Line, piece: Ints, cell: Ints, start: Ints, end: Ints
+) -> pl.DataFrame:
+    """Segments with words: of what was waited for, or of the step's line itself."""
+    span = np.where(piece >= 0, np.append(timeline.pieces.span, -1)[piece], line.span[cell])
+    row = pl.Series(np.where(span >= 0, span, len(timeline.spans)))
+    nobody = pl.DataFrame({"process": FLOW, "lane": LINE, "name": UNATTRIBUTED, "cause": ""})
+    words = pl.concat([timeline.spans.select("process", "lane", "name", "cause"), nobody])
+    phase = pl.Series(np.where(line.span[cell] >= 0, line.span[cell], len(timeline.spans)))
+    return pl.DataFrame({"step": line.step[cell], "start": start, "end": end}).hstack(
+        [words["name"][phase].alias("phase"), *words[row].get_columns()]
+    )

@@ -1,0 +1,256 @@
+"""What is made of spans: owners that add up, causes of waits, the critical path, what would shorten a step."""
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from span_rows import BEGAN, Row, spans_of, whole_step
+
+from tasks.observe.ledger.attribution import Ledger, ledger_of
+from tasks.observe.ledger.balance import Balance, balance_of
+from tasks.observe.ledger.shortening import savings
+from tasks.observe.ledger.timeline import timeline_of
+
+SERVER, OTHER_SERVER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
+START_US = int(BEGAN.timestamp() * 1e6)
+
+
+def seconds(ledger: Ledger, process: str, step: int = 0) -> dict[tuple[str, str], float]:
+    """A process's seconds by (name, cause)."""
+    rows = ledger.owners.filter((pl.col("process") == process) & (pl.col("step") == step))
+    return {(row["name"], row["cause"]): row["us"] / 1e6 for row in rows.to_dicts()}
+
+
+def path(ledger: Ledger, step: int = 0) -> list[tuple[float, float, str, str]]:
+    """Its segments as (start, end, process or lane of a trajectory, name), in seconds."""
+    rows = ledger.path.filter(pl.col("step") == step).to_dicts()
+    return [
+        (
+            (row["start"] - START_US) / 1e6,
+            (row["end"] - START_US) / 1e6,
+            row["lane"] if row["process"] == "flow" else row["process"],
+            row["name"],
+        )
+        for row in rows
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12))
+def test_of_the_spans_of_a_lane_the_one_that_began_last_owns_an_instant(
+    intervals: list[tuple[int, int]],
+) -> None:
+    rows = (
+        spans_of(
+            *(
+                (0, "p", "main", str(at), start * 1e-6, (start + n) * 1e-6)
+                for at, (start, n) in enumerate(intervals)
+            )
+        )
+        if intervals
+        else spans_of((0, "p", "main", "0", 0, 0))
+    )
+    timeline = timeline_of(rows)
+    owned = {
+        instant: timeline.spans.row(span, named=True)
+        for span, start, end in zip(
+            timeline.pieces.span,
+            timeline.pieces.start - START_US,
+            timeline.pieces.end - START_US,
+            strict=True,
+        )
+        for instant in range(start, end)
+    }
+    for instant in range(45):
+        open_ones = [(start, -n) for start, n in intervals if start <= instant < start + n]
+        if not open_ones:
+            assert instant not in owned
+            continue
+        owner = owned[instant]
+        assert (owner["start"] - START_US, owner["start"] - owner["end"]) == max(open_ones)
+
+
+def test_every_process_has_every_microsecond_of_a_step_once() -> None:
+    ledger = ledger_of(spans_of(*whole_step(0), *whole_step(1, began=10)))
+    sums = ledger.owners.group_by("step", "process").agg(pl.col("us").sum())
+    assert len(sums) == 2 * 4
+    assert set(sums["us"]) == {10_000_000}
+
+
+def test_what_no_span_owns_is_unattributed_and_never_idle() -> None:
+    ledger = ledger_of(spans_of(*whole_step()))
+    assert seconds(ledger, "trainer/1")["unattributed", ""] == pytest.approx(1.2)
+    assert seconds(ledger, "flow")["unattributed", ""] == pytest.approx(0.4)
+
+
+def test_an_idle_rank_or_server_has_what_the_step_does_meanwhile_as_its_cause() -> None:
+    ledger = ledger_of(spans_of(*whole_step()))
+    trainer = seconds(ledger, "trainer/0")
+    assert trainer["idle", "generating"] == pytest.approx(3.5)
+    assert trainer["idle", "waiting_for_stragglers"] == pytest.approx(2.0)
+    assert trainer["idle", "storing"] == pytest.approx(0.7)
+    server = seconds(ledger, SERVER)
+    assert server["idle", "forward"] == pytest.approx(2.3)
+    assert server["idle", "waiting_for_server"] == pytest.approx(0.5)
+
+
+def test_a_server_that_waits_for_another_says_which() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 2),
+        (0, "flow", "step", "collect", 0, 2),
+        (0, "flow", "0.0", "generating", 0, 2, OTHER_SERVER),
+        (0, OTHER_SERVER, "main", "generating", 0, 2),
+        (0, SERVER, "main", "idle", 0, 2),
+    ]
+    assert seconds(ledger_of(spans_of(*rows)), SERVER) == {("idle", f"generating at {OTHER_SERVER}"): 2.0}
+
+
+def test_the_path_goes_back_over_whoever_had_the_slot_and_the_slow_rank() -> None:
+    assert path(ledger_of(spans_of(*whole_step()))) == [
+        (0, 0.5, "0.0", "waiting_for_server"),
+        (0.5, 3, "0.0", "generating"),
+        (3, 4, "0.1", "generating"),
+        (4, 5.5, "0.1", "generating"),  # from here on as a straggler
+        (5.5, 5.9, "0.1", "scoring"),
+        (5.9, 6, "step", "waiting_for_stragglers"),
+        (6, 6.1, "step", "unattributed"),
+        (6.1, 6.2, "step", "train"),
+        (6.2, 8.5, "trainer/1", "forward"),
+        (8.5, 8.9, "trainer/0", "optimizer"),
+        (8.9, 9, "step", "train"),
+        (9, 9.2, "step", "unattributed"),
+        (9.2, 9.9, "step", "storing"),
+        (9.9, 10, "step", "unattributed"),
+    ]
+
+
+def test_the_path_of_a_sync_goes_over_what_servers_take_and_the_trainer_sends_but_not_over_their_generating() -> (
+    None
+):
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 4),
+        (0, "flow", "step", "sync", 0, 4),
+        (0, "trainer/0", "main", "gathering", 0, 1),
+        (0, "trainer/0", "main", "sending", 1, 3),
+        (1, SERVER, "main", "generating", 0, 2),
+        (0, SERVER, "main", "receiving", 2, 3.5),
+        (0, SERVER, "main", "switching", 3.5, 3.9),
+        (1, SERVER, "main", "generating", 3.9, 4),
+    ]
+    ledger = ledger_of(spans_of(*rows))
+    assert path(ledger) == [
+        (0, 1, "trainer/0", "gathering"),
+        (1, 2, "trainer/0", "sending"),
+        (2, 3.5, SERVER, "receiving"),
+        (3.5, 3.9, SERVER, "switching"),
+        (3.9, 4, "step", "sync"),
+    ]
+
+
+def test_a_rank_whose_clock_is_a_little_ahead_is_still_what_was_waited_for() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 2),
+        (0, "flow", "step", "train", 0, 2),
+        (0, "trainer/0", "main", "forward", 0.5, 2.0004),
+    ]
+    assert path(ledger_of(spans_of(*rows))) == [(0, 0.5, "step", "train"), (0.5, 2, "trainer/0", "forward")]
+
+
+def overlapping() -> list[Row]:
+    """Two steps with max_staleness 1: the server generates for step 1 while step 0 is trained."""
+    return [
+        (0, "flow", "step", "step", 0, 5),
+        (0, "flow", "step", "collect", 0, 2),
+        (0, "flow", "step", "train", 2, 5),
+        (1, "flow", "step", "step", 5, 9),
+        (1, "flow", "step", "collect", 5, 6),
+        (1, "flow", "step", "train", 6, 9),
+        (0, "flow", "0.0", "generating", 0, 2, SERVER),
+        (1, "flow", "1.0", "generating", 2, 6, SERVER),
+        (0, SERVER, "main", "generating", 0, 2),
+        (1, SERVER, "main", "generating", 2, 6),
+        (2, SERVER, "main", "idle", 6, 9),
+        (0, "trainer/0", "main", "idle", 0, 2),
+        (0, "trainer/0", "main", "forward", 2, 5),
+        (1, "trainer/0", "main", "idle", 5, 6),
+        (1, "trainer/0", "main", "forward", 6, 9),
+    ]
+
+
+def test_where_steps_overlap_a_second_has_one_owner_though_it_serves_another_step() -> None:
+    owners = ledger_of(spans_of(*overlapping())).owners.filter(pl.col("process") == SERVER)
+    assert owners.select("step", "name", "is_other", pl.col("us") / 1e6).rows() == [
+        (0, "generating", True, 3.0),
+        (0, "generating", False, 2.0),
+        (1, "idle", False, 3.0),
+        (1, "generating", False, 1.0),
+    ]
+
+
+def test_where_steps_overlap_a_trajectory_counts_on_the_path_from_where_it_was_waited_for() -> None:
+    assert path(ledger_of(spans_of(*overlapping())), step=1) == [
+        (5, 6, "1.0", "generating"),
+        (6, 9, "trainer/0", "forward"),
+    ]
+
+
+def test_a_step_that_was_tried_again_has_the_seconds_of_the_attempt_that_finished_it() -> None:
+    dead: list[Row] = [(0, "flow", "step", "collect", -100, -97), (0, "flow", "0.0", "generating", -100, -97)]
+    ledger = ledger_of(spans_of(*dead, *whole_step()))
+    assert ledger.steps["us"].to_list() == [10_000_000]
+
+
+def test_a_step_that_is_still_in_hand_goes_from_its_lines_first_span_to_its_last() -> None:
+    open_step = [row for row in whole_step(1, began=10) if row[3] != "step"]
+    ledger = ledger_of(spans_of(*whole_step(0), *open_step))
+    assert ledger.steps["us"].to_list() == [10_000_000, 9_900_000]
+
+
+def test_several_lanes_of_a_process_are_one_line_in_which_work_goes_before_waits() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 6),
+        (0, "trainer/0", "main", "idle", 0, 4),
+        (0, "trainer/0", "main", "forward", 4, 6),
+        (0, "trainer/0", "checkpoint", "checkpointing", 1, 5),
+    ]
+    owned = seconds(ledger_of(spans_of(*rows)), "trainer/0")
+    assert owned == {("checkpointing", ""): 3.0, ("forward", ""): 2.0, ("idle", "unattributed"): 1.0}
+
+
+def test_only_the_steps_asked_for_are_in_the_ledger() -> None:
+    rows = spans_of(*whole_step(0), *whole_step(1, began=10))
+    assert ledger_of(rows, [1]).steps["step"].to_list() == [1]
+
+
+def test_a_saving_ends_where_another_trajectory_would_decide() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 10),
+        (0, "flow", "step", "collect", 0, 10),
+        (0, "flow", "0.0", "generating", 0, 10, SERVER),
+        (0, "flow", "0.1", "environment", 0, 9.5),
+        (0, SERVER, "main", "generating", 0, 10),
+    ]
+    saved = {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*rows)))}
+    assert saved["another server"] == pytest.approx(0.5)
+    assert "environments twice as fast" not in saved
+
+
+def test_a_saving_ends_where_the_servers_would_have_no_pause_left() -> None:
+    saved = {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*overlapping()), [1]))}
+    assert saved["twice as many ranks, or as fast ones"] == pytest.approx(1.5)
+    busy = [row for row in overlapping() if row[3] != "idle"] + [(2, SERVER, "main", "generating", 6, 8.5)]
+    saved = {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*busy), [1]))}
+    assert saved["twice as many ranks, or as fast ones"] == pytest.approx(0.5)
+
+
+def test_the_balance_says_how_many_servers_would_be_even_and_what_overlapping_hides() -> None:
+    balance = balance_of(ledger_of(spans_of(*whole_step())))
+    assert balance is not None
+    assert (balance.generation_s, balance.training_s) == pytest.approx((5.0, 2.6))
+    assert balance.hint == (
+        "generation takes 1.9 times as long as training: 1 more server would make them even; "
+        "rollout.max_staleness: 1 would hide up to 2.6 s of a step"
+    )
+    assert Balance(2.0, 6.0, 3, 1, is_overlapping=True).hint == (
+        "training takes 3.0 times as long as generation: 2 more ranks would make them even, and 2 servers could go"
+    )
+    assert balance_of(ledger_of(spans_of((0, "flow", "step", "step", 0, 1)))) is None
