@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Self
 
 from prefect import get_client
@@ -9,6 +10,7 @@ from prefect.client.orchestration import PrefectClient
 
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
+from tasks.observe.spans import Lane, current_lane, span
 
 MOST_WAITING = 200
 """Requests that may wait; what comes on top is left out of the picture."""
@@ -66,8 +68,9 @@ class Background:
 
     def put(self, request: Request) -> None:
         """Make a request when those before it are made."""
+        lane = current_lane()
         if self._requests.qsize() < MOST_WAITING:
-            self._requests.put_nowait(request)
+            self._requests.put_nowait(partial(_recorded, request, lane.beside("recording") if lane else None))
         else:
             self.tell(TimeoutError(f"{MOST_WAITING} requests wait for it"))
 
@@ -92,3 +95,12 @@ class Background:
                 except Exception as error:  # noqa: BLE001 - a picture for people ends no run, whatever fails
                     self.tell(error)
                 self._doing = None
+
+
+async def _recorded(request: Request, lane: Lane | None, client: PrefectClient) -> None:
+    """Make a request; its seconds belong to what it was put for, beside of that."""
+    recording = span("recording").begin(lane)
+    try:
+        await request(client)
+    finally:
+        recording.end()

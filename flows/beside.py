@@ -1,6 +1,7 @@
 """What goes on beside training: the next steps' rollouts, and the evaluation of the policy's version."""
 
 import asyncio
+import time
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +12,7 @@ from flows.run import Run
 from flows.space import StepSpace
 from flows.step_runs import name_of_evaluation, name_of_step
 from tasks.errors import DiskSpaceError
+from tasks.observe.spans import current_lane, within
 from tasks.store.kind import done_steps
 
 STEPS_AHEAD = 2
@@ -49,7 +51,7 @@ class Beside:
         for step in range(version, min(version + run.config.rollout.max_staleness + 1, run.config.steps)):
             if step not in self._collecting:
                 self._collecting[step] = self._tasks.create_task(self._collect(step))
-        self._evaluating[version] = self._tasks.create_task(evaluate_version(run, version))
+        self._evaluating[version] = self._tasks.create_task(self._evaluate(version))
         run.step_runs.expect(self._names(version + 1))
 
     async def collected(self, step: int) -> Collected:
@@ -58,10 +60,13 @@ class Beside:
         Raises:
             DiskSpaceError: the disk would not hold it, or not its training; all that was begun before is done.
         """
+        waited_ns = time.perf_counter_ns()
         collected = await self._collecting[step]
         del self._collecting[step]
         if isinstance(collected, DiskSpaceError):
             raise collected
+        if (lane := current_lane()) and (now := time.perf_counter_ns()) > collected.few_left_ns:
+            lane.add("waiting_for_stragglers", max(waited_ns, collected.few_left_ns), now)
         await self._space.check(step, is_collected=True)
         return collected
 
@@ -71,8 +76,14 @@ class Beside:
             await self._space.check(step)
         except DiskSpaceError as error:
             return error
-        async with self._run.step_runs.of(name_of_step(step)):
-            return await collect_step(self._run, step, self._collectors)
+        with within(step=step, lane=f"collect.{step}"):
+            async with self._run.step_runs.of(name_of_step(step)):
+                return await collect_step(self._run, step, self._collectors)
+
+    async def _evaluate(self, version: int) -> None:
+        """Evaluate a version, if it is due: for the step that it trains, the last one for that which is left."""
+        with within(step=min(version, self._run.config.steps - 1), lane=f"evaluate.{version}"):
+            await evaluate_version(self._run, version)
 
     def _names(self, version: int) -> list[str]:
         """The flow runs of what begins once the servers are at a version, and of the steps after it."""

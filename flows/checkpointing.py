@@ -10,6 +10,7 @@ from flows.retention import drop_old_checkpoints
 from flows.run import TrainingRun
 from tasks.errors import RollmillError
 from tasks.observe.metrics import Metric
+from tasks.observe.spans import span, within
 from tasks.store.checkpoint_files import read_marker
 from tasks.store.filesystem import files_of, read_text
 from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
@@ -55,6 +56,10 @@ class Checkpointing:
 
     async def _follow(self, version: int, held_s: float) -> RollmillError | None:
         """What an error is depends on what became of the trainer, so it does not end what goes on beside it."""
+        with within(lane="checkpoint"), span("checkpointing"):
+            return await self._followed(version, held_s)
+
+    async def _followed(self, version: int, held_s: float) -> RollmillError | None:
         try:
             written = await self._client.await_checkpoint(version)
             values = {

@@ -18,7 +18,7 @@ from flows.rules import check
 from flows.run import open_run
 from flows.start_model import ensure_start_model
 from flows.start_policy import open_start_policy
-from tasks.observe.spans import StepClock
+from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
 from tasks.store.kind import done_steps
 
@@ -64,12 +64,12 @@ async def collect(
             run.progress.begin(first)
             run.compactor.begin(first)
             for step in range(first, config.steps):
-                clock = StepClock()
-                beside.begin(step)
-                with clock.span("collect"):
-                    collected = await beside.collected(step)
-                await report_step(run, collected, [], clock)
-                run.compactor.begin(step + 1)
+                with StepClock(step) as clock:
+                    beside.begin(step)
+                    with clock.span("collect"):
+                        collected = await beside.collected(step)
+                    await report_step(run, collected, [], clock)
+                    run.compactor.begin(step + 1)
             await report_run(run)
     return run.folder.location
 

@@ -13,6 +13,7 @@ from flows.progress import say
 from flows.run import Run, TrainingRun
 from flows.sinks import evaluations
 from flows.step_runs import name_of_evaluation
+from tasks.observe.spans import span, within
 from tasks.rollout.admission import EVALUATION, Place
 from tasks.rollout.environment import Example
 from tasks.rollout.foreign import problem_of
@@ -20,6 +21,7 @@ from tasks.rollout.group import parts_of
 from tasks.rollout.prompts import sampling_seed
 from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_rows
 from tasks.score.scoring import scorable
+from tasks.store.attempts import short_id
 from tasks.store.reader import read
 from tasks.store.rows import Rows, rows_of, values
 from tasks.store.schemas import batch_of
@@ -82,10 +84,14 @@ async def _evaluate_part(
     run: Run, version: int, work: Sequence[Work], number: int, failures: FailureWatch
 ) -> None:
     """Begin a part's task run once its first trajectory may begin."""
-    with run.admission.places(len(work), (version, EVALUATION)) as places:
-        await asyncio.shield(places[0].granted)
+    with (
+        within(lane=f"evaluate.{version}/{number}"),
+        run.admission.places(len(work), (version, EVALUATION)) as places,
+    ):
+        await places[0].turn()
         run.recording.started()
-        await evaluate(EvaluationPart(run, version, work, places, failures), version, number)
+        with span("recording"):
+            await evaluate(EvaluationPart(run, version, work, places, failures), version, number)
 
 
 async def held_out_work(run: Run, version: int) -> list[Work]:
@@ -129,28 +135,33 @@ class EvaluationPart:
     async def evaluate(self) -> str:
         """Sample, score and store; returns how it went, in words."""
         acknowledgements: list[Awaitable[None]] = []
-        async with asyncio.TaskGroup() as playing:
-            unfinished = {
-                playing.create_task(self._play(*each)) for each in zip(self.work, self.places, strict=True)
-            }
-            while unfinished:
-                finished, unfinished = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
-                acknowledgements.append(await self._keep([task.result() for task in finished]))
-        await asyncio.gather(*acknowledgements)
+        with span("sampling"):
+            async with asyncio.TaskGroup() as playing:
+                unfinished = {
+                    playing.create_task(self._play(*each))
+                    for each in zip(self.work, self.places, strict=True)
+                }
+                while unfinished:
+                    finished, unfinished = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+                    acknowledgements.append(await self._keep([task.result() for task in finished]))
+        with span("storing"):
+            await asyncio.gather(*acknowledgements)
         for each in self.work:
             self.run.pool.forget(each.group)
         return f"{len(self.work)} trajectories"
 
     async def _play(self, work: Work, place: Place) -> Trajectory:
-        async with self.run.admission.slot(place):
-            return await self.run.player.play(work)
+        with within(lane=short_id(work.trajectory_id)):
+            async with self.run.admission.slot(place):
+                return await self.run.player.play(work)
 
     async def _keep(self, trajectories: Sequence[Trajectory]) -> Awaitable[None]:
         """Score trajectories, all that finished while the ones before were scored, and hand them to the writer."""
         run, env = self.run, self.run.environment.name
         rollouts = rollout_rows(run.id, self.version, env, trajectories)
         self.failures.see(rollouts)
-        scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
+        with span("scoring"):
+            scores = await run.held_out_scoring.score(scorable(rollouts), step=self.version)
         self.failures.see(scores)
         columns = rollout_columns(run.id, self.version, env, trajectories)
         columns |= _score_columns(scores, trajectories) | {

@@ -14,6 +14,7 @@ from flows.progress import say
 from flows.refills import Refills
 from flows.run import Run
 from flows.shared_group import SharedGroup
+from tasks.observe.spans import span
 from tasks.score.advantages.batch import settled
 from tasks.score.outcome import GroupOutcome, batch_rows
 from tasks.store.batch import stored_digest
@@ -29,11 +30,13 @@ class Collected:
 
     Attributes:
         seconds: from its first group's start to its last group's end.
+        few_left_ns: since when it waited for its last groups alone; see StepCollection.
     """
 
     step: int
     outcomes: Sequence[GroupOutcome]
     seconds: float
+    few_left_ns: int
 
 
 async def collect_step(run: Run, step: int, collectors: Collectors | None = None) -> Collected:
@@ -46,15 +49,16 @@ async def collect_step(run: Run, step: int, collectors: Collectors | None = None
         ShardError: rows are gone that were stored, or cannot be read.
     """
     started, rollout = time.perf_counter(), run.config.rollout
-    ranges = await settled_plan(
-        run.folder,
-        run.store.writer,
-        run=run.id,
-        step=step,
-        groups_per_step=rollout.groups_per_step,
-        max_refill_groups=rollout.max_refill_groups,
-    )
-    plan = await planned(run, step, group_numbers(ranges))
+    with span("planning"):
+        ranges = await settled_plan(
+            run.folder,
+            run.store.writer,
+            run=run.id,
+            step=step,
+            groups_per_step=rollout.groups_per_step,
+            max_refill_groups=rollout.max_refill_groups,
+        )
+        plan = await planned(run, step, group_numbers(ranges))
     if plan.redone:
         say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
     failures = FailureWatch(
@@ -64,10 +68,11 @@ async def collect_step(run: Run, step: int, collectors: Collectors | None = None
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)
     refills = Refills(run, step, ranges, is_closed=plan.has_batch)
-    outcomes = await _fan_out(run, StepCollection(run, step, failures), plan.groups, refills, collectors)
+    collection = StepCollection(run, step, failures)
+    outcomes = await _fan_out(run, collection, plan.groups, refills, collectors)
     if lacking := refills.lacking(outcomes):
         say(lacking)
-    return Collected(step, outcomes, time.perf_counter() - started)
+    return Collected(step, outcomes, time.perf_counter() - started, collection.few_left_ns)
 
 
 async def _fan_out(
@@ -122,7 +127,8 @@ async def _take_back(run: Run, dataset: str, groups: Sequence[int], **partition:
 async def store_batch(run: Run, collected: Collected) -> str:
     """Write the selection that trains the step, and return its digest."""
     step = collected.step
-    outcomes = settled(run.config.score, collected.outcomes)
-    rows = batch_rows(run.id, step, outcomes, run.scoring.key)
-    await run.store.writer.append("batches", rows, step=step)
-    return await asyncio.to_thread(stored_digest, run.folder, step)
+    with span("storing"):
+        outcomes = settled(run.config.score, collected.outcomes)
+        rows = batch_rows(run.id, step, outcomes, run.scoring.key)
+        await run.store.writer.append("batches", rows, step=step)
+        return await asyncio.to_thread(stored_digest, run.folder, step)

@@ -9,8 +9,9 @@ from typing import Any
 import polars as pl
 
 from flows.scored import scorer_of
-from flows.trajectories import check_sampled, groups_there_are, short_id, step_of_group
+from flows.trajectories import check_sampled, groups_there_are, step_of_group
 from tasks.errors import ConfigError
+from tasks.store.attempts import short_id
 from tasks.store.layout import RunFolder
 from tasks.store.partitions import stored_steps
 from tasks.store.reader import scan

@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 
 from flows.collecting import Collecting
 from flows.failures import FailureWatch
 from flows.run import Run
+from tasks.observe.spans import span, within
 from tasks.rollout.admission import ROLLOUT, Place
 from tasks.rollout.group import GroupClock, RolloutPart, StepSampler, group_work, parts_of
 from tasks.rollout.trajectory import Work
@@ -18,10 +20,17 @@ from tasks.store.step import GroupPlan
 
 
 class StepCollection:
-    """What the groups of one step share: how they sample, and what fails."""
+    """What the groups of one step share: how they sample, what fails, and how far they are.
+
+    Attributes:
+        begun_ns: when the last of its trajectories so far was let begin, by `time.perf_counter_ns`.
+        ended_ns: when each group was over, those that are.
+    """
 
     def __init__(self, run: Run | Collecting, step: int, failures: FailureWatch) -> None:
         self.run, self.step, self.failures = run, step, failures
+        self.begun_ns = 0
+        self.ended_ns: list[int] = []
         self.sampler = StepSampler(
             player=run.player,
             admission=run.admission,
@@ -31,6 +40,20 @@ class StepCollection:
             keep_beside=self.keep_beside,
             keeps_routing=run.config.rollout.keep_routing,
         )
+
+    def group_over(self, places: Sequence[Place]) -> None:
+        """Note that a group is over, and when its trajectories could begin."""
+        self.begun_ns = max(self.begun_ns, *(place.granted_ns for place in places), 0)
+        self.ended_ns.append(time.perf_counter_ns())
+
+    @property
+    def few_left_ns(self) -> int:
+        """Since when less than half of its groups went on, and none of its trajectories waited for a slot.
+
+        Known when all are over.
+        """
+        ended = sorted(self.ended_ns)
+        return max(self.begun_ns, ended[len(ended) // 2]) if ended else 0
 
     def keep_rollouts(self, rows: Rows) -> Awaitable[None]:
         """Hand rollouts to the writer."""
@@ -61,19 +84,27 @@ class GroupCollection:
 
     async def collect(self) -> tuple[GroupOutcome, ...]:
         """Sample what is missing, score what is unscored, wait until all of it is stored, and judge it."""
+        with within(lane=str(self._group)):
+            return await self._collected()
+
+    async def _collected(self) -> tuple[GroupOutcome, ...]:
         run = self._run
-        work, unscored = await self._missing(), scorable(self._plan.to_score)
+        with span("environment"):
+            work = await self._missing()
+        unscored = scorable(self._plan.to_score)
         self._hand_to_trainer(self._plan.rollouts)
         with run.admission.places(len(work), (self._step, ROLLOUT)) as places:
             if places:
-                await asyncio.shield(places[0].granted)
+                await places[0].turn()
 
             async def collect() -> tuple[GroupOutcome, ...]:
                 return await self._collect(work, places, unscored)
 
-            if not work and not unscored.num_rows:
-                return await collect()
-            return await run.picture.group(collect, self._step, self._group)
+            is_done = not work and not unscored.num_rows
+            try:
+                return await (collect() if is_done else run.picture.group(collect, self._step, self._group))
+            finally:
+                self._collection.group_over(places)
 
     async def _collect(
         self, work: Sequence[Work], places: Sequence[Place], unscored: Rows
@@ -92,14 +123,22 @@ class GroupCollection:
                 fan_out.create_task(self._score(unscored, len(parts) if parts else None))
         if self._run.scoring.by_group:
             await self._score_group()
-        await asyncio.gather(*self._acknowledgements)
+        with span("storing"):
+            await asyncio.gather(*self._acknowledgements)
         return await self._judge(time.perf_counter() - started)
 
     async def _sample(
         self, work: Sequence[Work], places: Sequence[Place], clock: GroupClock, number: int | None
     ) -> None:
         """Sample a part once its first trajectory may begin, and score it at once."""
-        await asyncio.wait([places[0].granted], timeout=clock.remaining_s())
+        with within(lane=_lane(self._group, number)):
+            await self._sampled(work, places, clock, number)
+
+    async def _sampled(
+        self, work: Sequence[Work], places: Sequence[Place], clock: GroupClock, number: int | None
+    ) -> None:
+        with suppress(TimeoutError):
+            await places[0].turn(clock.deadline().at)
         part = RolloutPart(self._collection.sampler, work, places, clock)
         await self._run.picture.rollout(part, self._step, self._group, number)
         self._rollouts.append(part.rows)
@@ -126,7 +165,8 @@ class GroupCollection:
         if not rollouts.num_rows:
             return
         part = ScorePart(self._run.scoring, rollouts, self._step, self._collection.keep_scores)
-        await self._run.picture.score(part, self._step, self._group, number)
+        with within(lane=_lane(self._group, number)):
+            await self._run.picture.score(part, self._step, self._group, number)
         self._scores.append(part.rows)
         self._acknowledgements += part.acknowledgements
 
@@ -159,6 +199,11 @@ class GroupCollection:
             temperature=config.rollout.temperature,
             timeout_s=config.rollout.trajectory_timeout_s,
         )
+
+
+def _lane(group: int, number: int | None) -> str:
+    """What a group, or a part of it where it has several, is called among the lanes."""
+    return str(group) if number is None else f"{group}/{number}"
 
 
 async def judged(

@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 
 from flows.recording import Recording
 from flows.turns import SampledInTurn, SampledPart, ScoredInTurn, ScoredPart, Turns
+from tasks.observe.spans import span
 from tasks.rollout.task import rollout
 from tasks.score.task import score
 
@@ -60,14 +61,18 @@ class PartPicture:
         self._recording, self._turns = recording, Turns()
 
     async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
-        await self._turns.next()
-        self._recording.started()
-        return (await rollout(SampledInTurn(part, self._turns), step, _label(group, number))).message or ""
+        with span("recording"):
+            await self._turns.next()
+            self._recording.started()
+            return (
+                await rollout(SampledInTurn(part, self._turns), step, _label(group, number))
+            ).message or ""
 
     async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
-        await self._turns.next()
-        self._recording.started()
-        return (await score(ScoredInTurn(part, self._turns), step, _label(group, number))).message or ""
+        with span("recording"):
+            await self._turns.next()
+            self._recording.started()
+            return (await score(ScoredInTurn(part, self._turns), step, _label(group, number))).message or ""
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
         await self._recording.hold_back()
@@ -88,9 +93,9 @@ class GroupPicture:
 
     async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
         await self._recording.hold_back()
-        await self._turns.next()
-        self._recording.started()
-        with self._notes.of(step, group) as notes:
+        with span("recording"), self._notes.of(step, group) as notes:
+            await self._turns.next()
+            self._recording.started()
             group_work = _GroupWork(work, self._turns, notes)
             await group_run(group_work, step, group)
         return group_work.result
@@ -155,7 +160,8 @@ class _GroupWork(Generic[T]):
 
     async def do(self) -> State[object]:
         """Do it; returns the state in which its task run ends."""
-        self.result = await self._work()
+        with span("collecting"):
+            self.result = await self._work()
         return await self._turns.done("; ".join(f"{part}: {how}" for part, how in self._notes.items()))
 
 

@@ -20,6 +20,8 @@ from flows.sync_report import SyncReport, sync_metrics
 from flows.watch import watch
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
+from tasks.observe.spans import spanned, within
+from tasks.observe.waits import Lock
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_digest
 from tasks.store.deliveries import clear, take_in
@@ -53,13 +55,14 @@ class Policy:
     ) -> None:
         self._run, self._trainer, self._servers = run, trainer, servers
         self._checkpointing = checkpointing
-        self._still = asyncio.Lock()  # held while the trainer's weights move or travel
+        self._still = Lock()  # held while the trainer's weights move or travel
         self._restarts = self._restarts_at_checkpoint = 0
         self._replayed: dict[int, StepResult] = {}
         self._skipped = 0
         self._recomputing = run.recomputing if isinstance(run, Run) else None
         self.current = PolicyVersion(run.id, 0, 0)
 
+    @spanned("restore")
     async def restore(self) -> int:
         """Bring trainer and servers to the folder's version; returns it, which is the open step's number.
 
@@ -153,6 +156,7 @@ class Policy:
         if delivery is not None:
             await take_in(store.folder, store.files, store.writer, delivery)
 
+    @spanned("checkpoint")
     async def checkpoint_if_due(self) -> None:
         """Begin to write all that makes up the current version into the run's folder, now and then and at the end.
 
@@ -181,6 +185,7 @@ class Policy:
             if is_checkpoint_due(self._run.config, self.current.version):
                 await self._checkpoint()
 
+    @spanned("export")
     async def export_if_due(self) -> None:
         """Write the current version as a Hugging Face folder below the run's policies/, unless it is there.
 
@@ -197,7 +202,8 @@ class Policy:
 
     async def watch(self, servers: Servers, server: ServerService) -> None:
         """Watch over a server for ever; see flows.watch."""
-        await watch(servers, server, self._run.config.serve, partial(self._rejoin, servers))
+        with within(lane=f"watch {server.name}"):
+            await watch(servers, server, self._run.config.serve, partial(self._rejoin, servers))
 
     async def _checkpoint(self) -> None:
         folder, version = self._run.folder.location, self.current.version
@@ -206,6 +212,7 @@ class Policy:
             self._restarts_at_checkpoint = self._restarts
         await self._checkpointing.begun(version, begun)
 
+    @spanned("rejoin")
     async def _rejoin(self, servers: Servers, server: ServerService) -> None:
         """Bring a server that answers again to the current version; once more when the trainer died of it."""
         restarts = self._restarts

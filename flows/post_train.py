@@ -19,7 +19,7 @@ from flows.retention import drop_old_routing
 from flows.rules import check
 from flows.run import open_run
 from flows.start_model import ensure_start_model
-from tasks.observe.spans import StepClock
+from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
 
 
@@ -51,21 +51,21 @@ async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False
             await drop_old_routing(run, first)
             beside.begin(first)
             for step in range(first, config.steps):
-                clock = StepClock()
-                with clock.span("collect"):
-                    collected = await beside.collected(step)
-                with clock.span("train"):
-                    result = await policy.train(step, await store_batch(run, collected))
-                with clock.span("evaluate"):
-                    await beside.evaluated(step)
-                with clock.span("sync"):
-                    synced = await policy.sync(only_name=not result.updated)
-                if not pauses.is_due(step + 1):
-                    beside.begin(step + 1)
-                await report_step(run, collected, [*train_metrics(result), *synced], clock)
-                await policy.checkpoint_if_due()
-                await policy.export_if_due()
-                await drop_old_routing(run, step + 1)
+                with StepClock(step) as clock:
+                    with clock.span("collect"):
+                        collected = await beside.collected(step)
+                    with clock.span("train"):
+                        result = await policy.train(step, await store_batch(run, collected))
+                    with clock.span("evaluate"):
+                        await beside.evaluated(step)
+                    with clock.span("sync"):
+                        synced = await policy.sync(only_name=not result.updated)
+                    if not pauses.is_due(step + 1):
+                        beside.begin(step + 1)
+                    await report_step(run, collected, [*train_metrics(result), *synced], clock)
+                    await policy.checkpoint_if_due()
+                    await policy.export_if_due()
+                    await drop_old_routing(run, step + 1)
                 pauses.before(step + 1)
             await beside.evaluated(config.steps)
             await policy.checkpointed()

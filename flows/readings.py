@@ -7,8 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from flows.trajectories import short_id
-from tasks.store.attempts import last_attempts
+from tasks.store.attempts import last_attempts, short_id
 from tasks.store.layout import RunFolder
 from tasks.store.reader import read_trajectories, scan
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tasks.errors import RollmillError
 from tasks.observe.metrics import Metric
+from tasks.observe.waits import Lock
 
 NO_STEP = -1
 
@@ -33,7 +34,7 @@ class Recomputing:
         self._waiting: dict[int, list[str]] = defaultdict(list)
         self._step = NO_STEP
         self._look = asyncio.Event()
-        self._busy = asyncio.Lock()
+        self._busy = Lock()
         self.hidden_s = 0.0
         self.n_failed = 0
 

@@ -12,6 +12,7 @@ from flows.belonging import own_and_steps, run_flow_run
 from flows.failure import PREFECT_ERRORS
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
+from tasks.observe.spans import span, spanned
 
 CHECK_INTERVAL_S = 0.5
 
@@ -79,6 +80,10 @@ class Recording:
         """
         if not self._is_too_far_ahead:
             return
+        with span("recording", cause="unrecorded task runs"):
+            await self._catch_up()
+
+    async def _catch_up(self) -> None:
         async with self._asking:  # one asks, for all that wait
             deadline = time.monotonic() + self._config.hold_back_timeout_s
             while self._is_too_far_ahead:
@@ -91,6 +96,7 @@ class Recording:
                 elif self._is_too_far_ahead:
                     await asyncio.sleep(CHECK_INTERVAL_S)
 
+    @spanned("recording")
     async def wait_until_recorded(self) -> int:
         """Wait until the server has recorded every task run, for `observe.record_timeout_s` at most.
 

@@ -17,7 +17,8 @@ from flows.step_runs import name_of_step
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.sinks import points_of
-from tasks.observe.spans import StepClock
+from tasks.observe.spans import spanned
+from tasks.observe.step_clock import StepClock
 from tasks.rollout.env_client import RemoteEnvironment
 from tasks.store.plan import group_numbers, read_plan
 from tasks.store.reader import scan
@@ -33,6 +34,7 @@ def train_metrics(result: StepResult) -> list[Metric]:
     return metrics
 
 
+@spanned("report")
 async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
     step = collected.step
@@ -44,7 +46,8 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    services = [*run.scoring.metrics(), *run.pool.metrics()]
+    await run.store.spans.store(step)
+    services = [*run.scoring.metrics(), *run.pool.metrics(), run.store.spans.lost()]
     services.append(Metric("observe/sink_failures_so_far", "all", "value", float(run.sinks.n_failures)))
     services.append(Metric("store/compaction_failures_so_far", "all", "value", float(run.compactor.n_failed)))
     if isinstance(run.environment, RemoteEnvironment):

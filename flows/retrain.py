@@ -22,7 +22,8 @@ from flows.run import Run, TrainingRun, open_offline_run, open_run
 from flows.space import StepSpace
 from flows.start_model import ensure_start_model
 from tasks.observe.metrics import Metric
-from tasks.observe.spans import StepClock
+from tasks.observe.spans import spanned
+from tasks.observe.step_clock import StepClock
 from tasks.store.draw import steps_of_a_pass
 from tasks.store.manifest import Source
 from tasks.store.sources import check_sources, sources_of
@@ -56,17 +57,17 @@ async def retrain(run_name: str, config: RunConfig) -> str:
             await evaluate(run, first)
             space = StepSpace(run)
             for step in range(first, config.steps):
-                await space.check(step)
-                clock = StepClock()
-                with clock.span("draw"):
-                    draw = await store_draw(run, pool, step)
-                with clock.span("train"):
-                    result = await policy.train(step, draw.digest)
-                with clock.span("evaluate"):
-                    synced = await show(run, policy, step + 1)
-                await report_draw(run, draw, [*train_metrics(result), *synced], clock)
-                await policy.checkpoint_if_due()
-                await policy.export_if_due()
+                with StepClock(step) as clock:
+                    with clock.span("draw"):
+                        await space.check(step)
+                        draw = await store_draw(run, pool, step)
+                    with clock.span("train"):
+                        result = await policy.train(step, draw.digest)
+                    with clock.span("evaluate"):
+                        synced = await show(run, policy, step + 1)
+                    await report_draw(run, draw, [*train_metrics(result), *synced], clock)
+                    await policy.checkpoint_if_due()
+                    await policy.export_if_due()
             await policy.checkpointed()
             await report_run(run)
     return run.folder.location
@@ -103,12 +104,14 @@ def tell(pool: GroupPool, config: RunConfig) -> None:
     )
 
 
+@spanned("report")
 async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
     measured = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "retrain/reward": draw.reward}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    await store_metrics(run, draw.step, [*metrics, *own])
+    await run.store.spans.store(draw.step)
+    await store_metrics(run, draw.step, [*metrics, *own, run.store.spans.lost()])
     await run.store.writer.note()
     run.progress.step_done(
         draw.step,

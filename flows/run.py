@@ -4,7 +4,7 @@ import asyncio
 import importlib.metadata
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,6 +144,7 @@ async def open_offline_run(
         with RunProgress(name, config.steps) as progress:
             async with (
                 store.writer,
+                nullcontext() if adds else store.spans,  # what is added to a run is no part of its steps
                 Compactor(store.files, store.writer, config.store, say) as compactor,
                 open_sinks(config, store.folder, store.manifest.run) as sinks,
                 open_reference(store, config) as reference,

@@ -1,6 +1,5 @@
 """A group of a step that a collector samples and scores, or this process where no collector is left; judged here."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -39,8 +38,9 @@ class SharedGroup:
                 len(self._plan.to_sample), (self._collection.step, ROLLOUT)
             ) as places:
                 if places:
-                    await asyncio.shield(places[0].granted)
+                    await places[0].turn()
                 if await self._handed_out(places):
+                    self._collection.group_over(places)
                     rows = self._plan.rollouts, self._plan.scores
                     seconds = time.perf_counter() - started
                     return await judged(self._run, self._collection.step, self._plan, *rows, seconds)

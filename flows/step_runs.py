@@ -17,6 +17,7 @@ from flows.background import Background
 from flows.belonging import belonging_to, run_flow_run
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
+from tasks.observe.spans import span
 
 CANCELLED = (StateType.CANCELLING, StateType.CANCELLED)
 UNDONE = "The run ended before this was done."
@@ -93,7 +94,8 @@ class StepRuns:
         if made is None:
             return None
         if not made.done() and self._waits and self._background.is_well:
-            await asyncio.wait([made], timeout=self._config.step_run_timeout_s)
+            with span("recording", cause="flow run of the step"):
+                await asyncio.wait([made], timeout=self._config.step_run_timeout_s)
         if not made.done():
             self._waits = False  # a server that was too slow once holds up no further step
             self._background.tell(TimeoutError(f"{name} was not made in observe.step_run_timeout_s"))

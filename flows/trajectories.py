@@ -10,7 +10,7 @@ from flows.scored import scorer_of
 from flows.selection import Selection, known_value, partitions, scan_partitions
 from flows.view import Column, View, counted, without_alike
 from tasks.errors import ConfigError
-from tasks.store.attempts import last_attempts
+from tasks.store.attempts import last_attempts, short_id
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 from tasks.store.partitions import stored_steps
@@ -72,19 +72,6 @@ def trajectories_view(folder: RunFolder, selection: Selection) -> View:
     notes = cut_notes(len(rows), len(found))
     return View(
         values, title, without_alike(COLUMNS, rows, ("step", "env"), ("error", "advantage")), rows, notes
-    )
-
-
-def short_id(trajectory_id: str) -> str:
-    """A trajectory's id without its run's, and without its attempt where it is the first.
-
-    Example: "6b873bfb6c92961a.12.3.0" is "12.3", its second attempt "12.3.1".
-    """
-    run, _, place = trajectory_id.partition(".")
-    return (
-        place.removesuffix(".0")
-        if place.count(".") == 2 and run and not place.startswith("v")
-        else place or run
     )
 
 

@@ -7,7 +7,6 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from flows.ordering import ordered
-from flows.trajectories import short_id
 from flows.view import Column, counted
 from flows.viewer.address import BESIDE, COMPARE, TRAJECTORY, Query
 from flows.viewer.charts import scatter
@@ -15,6 +14,7 @@ from flows.viewer.grid import grid
 from flows.viewer.pages import waiting
 from flows.viewer.source import Page, Source
 from tasks.errors import ConfigError
+from tasks.store.attempts import short_id
 from tasks.store.partitions import stored_scorers
 
 MOST_DRAWN = 3000

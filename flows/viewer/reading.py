@@ -8,12 +8,12 @@ from dash.development.base_component import Component
 from flows.found import Found, find_trajectory
 from flows.show import facts, heading, said
 from flows.token_page import run_tokenizer
-from flows.trajectories import short_id
 from flows.view import counted, visible
 from flows.viewer.address import TRAJECTORIES, trajectory_address
 from flows.viewer.source import Source
 from flows.viewer.tokens import token_data
 from tasks.errors import ConfigError
+from tasks.store.attempts import short_id
 
 SHOWN_CHARACTERS = 20_000
 """Of a text at once; what follows is opened by a click."""

@@ -25,13 +25,12 @@ from flows.trajectories import (
     check_sampled,
     filtered,
     judged,
-    short_id,
     with_messages,
 )
 from flows.view import View
 from flows.viewer.text_search import search
 from tasks.errors import ConfigError, RollmillError
-from tasks.store.attempts import last_attempts
+from tasks.store.attempts import last_attempts, short_id
 from tasks.store.layout import RunFolder
 from tasks.store.shelf import Shelf
 

@@ -1,12 +1,23 @@
 """Sending again after transient errors; nothing is logged of it, since what was sent again is a metric."""
 
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import stamina
-from stamina.instrumentation import set_on_retry_hooks
+from stamina.instrumentation import RetryDetails, set_on_retry_hooks
 
-set_on_retry_hooks(())
+from tasks.observe.spans import span
+
+
+@contextmanager
+def _waiting(details: RetryDetails) -> Iterator[None]:
+    """The wait before the next attempt, whose cause is what went wrong."""
+    with span("waiting_to_retry", cause=type(details.caused_by).__name__):
+        yield
+
+
+set_on_retry_hooks((_waiting,))
 
 
 class Attempts(Iterable[stamina.Attempt], AsyncIterable[stamina.Attempt], Protocol):

@@ -2,23 +2,31 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import wraps
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Timed: TypeAlias = Coroutine[Any, Any, Result]
 
 MOST_SPANS = 200_000
 """Spans that a recorder keeps until they are taken; the oldest go first, and are counted."""
 
+NS = 1e-9
+"""Seconds of a nanosecond."""
 
-@dataclass(frozen=True, slots=True)
-class Span:
+
+class Span(NamedTuple):
     """A stretch of time in one process, with one owner; a row of the data set `spans`.
 
     Spans of one lane lie inside one another or apart, never across: of nested ones the innermost is the owner.
 
     Attributes:
-        process: `flow`, `trainer/RANK`, or a server's address.
+        process: `flow`, `collector/NUMBER`, `trainer/RANK`, or a server's address.
         lane: one line of control in it: `step`, `main`, or a trajectory as GROUP.SAMPLE.
         name: what was done, as in docs/spans.md.
         step: the step that it was done for; -1 for none.
@@ -41,12 +49,39 @@ class Span:
 
 
 class Recorder:
-    """Keeps the spans of one process until they are taken; from any thread."""
+    """Keeps the spans of one process until they are taken; from any thread.
+
+    Attributes:
+        n_lost: spans that were let go of since too many were kept.
+    """
 
     def __init__(self, process: str) -> None:
         self.process = process
         self.n_lost = 0
         self._spans: deque[Span] = deque()
+        self._step_line: Lane | None = None
+        self._step_watchers: list[Callable[[], None]] = []
+        self._cuts: list[Callable[[], None]] = []
+        self._set_clock()
+
+    @property
+    def step_does(self) -> str:
+        """Name of the innermost span that is open in the lane `step`; empty between steps."""
+        return self._step_line.doing if self._step_line is not None else ""
+
+    def begin_step(self, line: "Lane") -> None:
+        """Take a lane for the step's own line from now on."""
+        self._step_line = line
+        line.watchers = self._step_watchers
+
+    def watch(self, look: Callable[[], None], cut: Callable[[], None]) -> None:
+        """Call `look` whenever `step_does` changes, and `cut` before spans are taken: what is open may add its part."""
+        self._step_watchers.append(look)
+        self._cuts.append(cut)
+
+    def lane_of(self, process: str, name: str) -> "Lane":
+        """A lane of another process, as this one sees it; its spans belong to the step that they are stored with."""
+        return Lane(self, -1, name, process)
 
     def add(self, span: Span) -> None:
         """Keep a span, also one of another process that was told to this one."""
@@ -57,90 +92,169 @@ class Recorder:
 
     def take(self) -> Sequence[Span]:
         """All spans so far, which are kept no longer."""
+        for cut in self._cuts:
+            cut()
         taken = []
         while self._spans:
             taken.append(self._spans.popleft())
+        self._set_clock()
         return taken
 
+    def since_1970(self, monotonic_ns: int) -> int:
+        """A moment of `time.perf_counter_ns` as nanoseconds since 1970.
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    recorder: Recorder
-    step: int
-    lane: str
+        The clock is set when spans are taken, and else goes by the monotonic one: spans that lie inside one another stay so.
+        """
+        return monotonic_ns + self._offset_ns
+
+    def _set_clock(self) -> None:
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
 
-_place: ContextVar[_Place | None] = ContextVar("place", default=None)
+class Lane:
+    """One line of control, and what it does now.
+
+    Attributes:
+        recorder: keeps its spans.
+        step: that they belong to.
+        name: as in the column `lane`.
+        process: as in that column.
+        watchers: called whenever it does something else.
+    """
+
+    __slots__ = ("_open", "name", "process", "recorder", "step", "watchers")
+
+    def __init__(self, recorder: Recorder, step: int, name: str, process: str = "") -> None:
+        self.recorder, self.step, self.name = recorder, step, name
+        self.process = process or recorder.process
+        self.watchers: list[Callable[[], None]] = []
+        self._open: list[str] = []
+
+    @property
+    def doing(self) -> str:
+        """Name of the innermost span that is open; empty when none is."""
+        return self._open[-1] if self._open else ""
+
+    def beside(self, name: str) -> "Lane":
+        """Another lane of the same step."""
+        return Lane(self.recorder, self.step, name)
+
+    def add(self, name: str, started: int, ended: int, cause: str = "") -> None:
+        """Keep a span of this lane, from and to moments of `time.perf_counter_ns`."""
+        recorder = self.recorder
+        at = recorder.since_1970(started)
+        recorder.add(Span(self.process, self.name, name, self.step, at, ended - started, cause))
+
+    def opened(self, name: str) -> None:
+        """Note that a span begins."""
+        self._open.append(name)
+        for watcher in self.watchers:
+            watcher()
+
+    def closed(self, name: str) -> None:
+        """Note that a span is over."""
+        if self._open[-1] == name:
+            self._open.pop()
+        else:  # of tasks side by side, which should have had lanes of their own
+            self._open.remove(name)
+        for watcher in self.watchers:
+            watcher()
+
+
+_lane: ContextVar[Lane | None] = ContextVar("lane", default=None)
+
+
+def current_lane() -> Lane | None:
+    """The lane that spans which are opened here belong to; None where nobody records."""
+    return _lane.get()
 
 
 @contextmanager
 def recording(recorder: Recorder, *, step: int = -1, lane: str = "main") -> Iterator[None]:
     """Have spans that are opened inside, also by tasks begun there, go to a recorder."""
-    token = _place.set(_Place(recorder, step, lane))
+    token = _lane.set(Lane(recorder, step, lane))
     try:
         yield
     finally:
-        _place.reset(token)
+        _lane.reset(token)
 
 
 @contextmanager
 def within(*, step: int | None = None, lane: str | None = None) -> Iterator[None]:
-    """Have spans that are opened inside belong to another step or lane of the same recorder."""
-    place = _place.get()
-    if place is None:
+    """Have spans that are opened inside belong to another step or lane of the same recorder.
+
+    A task that goes on beside others needs a lane of its own.
+    """
+    outer = _lane.get()
+    if outer is None:
         yield
         return
-    token = _place.set(
-        _Place(
-            place.recorder,
-            place.step if step is None else step,
-            place.lane if lane is None else lane,
-        )
-    )
+    inner = Lane(outer.recorder, outer.step if step is None else step, outer.name if lane is None else lane)
+    token = _lane.set(inner)
     try:
         yield
     finally:
-        _place.reset(token)
+        _lane.reset(token)
 
 
-@contextmanager
-def span(name: str, *, cause: str = "") -> Iterator[None]:
-    """Book the time inside to `name`, also when an error ends it; nothing where nobody records."""
-    place = _place.get()
-    if place is None:
-        yield
-        return
-    started_ns, started = time.time_ns(), time.perf_counter_ns()
-    try:
-        yield
-    finally:
-        duration = time.perf_counter_ns() - started
-        place.recorder.add(
-            Span(place.recorder.process, place.lane, name, place.step, started_ns, duration, cause)
-        )
+class OpenSpan:
+    """A span from its `with` to the end of that, or from `begin` to `end`.
 
-
-class StepClock:
-    """Adds up the seconds of named spans; a span's name is the metric `time/<name>_s`.
-
-    Example: with clock.span("train"): ... makes clock.seconds == {"train": 0.2}.
+    Attributes:
+        duration_s: seconds that it took, once it is over.
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started = time.perf_counter()
+    __slots__ = ("_cause", "_lane", "_name", "_started", "duration_s")
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Book the seconds inside to `name`, also when an error ends them."""
-        started = time.perf_counter()
-        try:
-            with span(name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+    def __init__(self, name: str, cause: str = "") -> None:
+        self._name, self._cause = name, cause
+        self.duration_s = 0.0
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._started
+    def __enter__(self) -> Self:
+        return self.begin(_lane.get())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def begin(self, lane: Lane | None) -> Self:
+        """Begin, in a lane."""
+        self._lane = lane
+        if lane is not None:
+            lane.opened(self._name)
+        self._started = time.perf_counter_ns()
+        return self
+
+    def end(self) -> None:
+        """Be over."""
+        ended, lane = time.perf_counter_ns(), self._lane
+        self.duration_s = (ended - self._started) * NS
+        if lane is not None:
+            lane.closed(self._name)
+            lane.add(self._name, self._started, ended, self._cause)
+
+
+def span(name: str, *, cause: str = "") -> OpenSpan:
+    """Book the time inside to `name`, also when an error ends it; nothing is kept where nobody records.
+
+    Example: with span("storing"): await writer.append(...)
+    """
+    return OpenSpan(name, cause)
+
+
+def spanned(name: str) -> Callable[[Callable[P, Timed[Result]]], Callable[P, Timed[Result]]]:
+    """Book the time that a coroutine function takes to `name`.
+
+    Example: @spanned("report")
+    """
+
+    def spanned_function(function: Callable[P, Timed[Result]]) -> Callable[P, Timed[Result]]:
+        @wraps(function)
+        async def timed(*args: P.args, **kwargs: P.kwargs) -> Result:
+            with OpenSpan(name):
+                return await function(*args, **kwargs)
+
+        return timed
+
+    return spanned_function

@@ -3,23 +3,47 @@
 import asyncio
 import heapq
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeAlias
 
+from tasks.observe.spans import span
+
 Urgency: TypeAlias = tuple[int, int]
 """Smaller ones come first: (step, kind of work)."""
+
+SLOT = "slot"
+"""Cause of a wait: as many trajectories are in flight as may be."""
 
 ROLLOUT, EVALUATION = 0, 1
 """Kinds of work of one step: its rollouts come before the evaluation of its policy version."""
 
 
 class Place:
-    """A place in the line for one slot."""
+    """A place in the line for one slot.
+
+    Attributes:
+        granted: done when the slot is there.
+        granted_ns: when that was, by `time.perf_counter_ns`; 0 before.
+        is_over: True once it was given up, or used.
+    """
 
     def __init__(self) -> None:
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_over = False
+        self.granted_ns = 0
+
+    async def turn(self, until: float | None = None) -> None:
+        """Wait until the slot is granted.
+
+        Raises:
+            TimeoutError: it was not until this moment of the event loop's clock, in seconds.
+        """
+        if not self.granted.done():
+            with span("waiting_for_server", cause=SLOT):
+                async with asyncio.timeout_at(until):
+                    await asyncio.shield(self.granted)
 
 
 class Admission:
@@ -59,8 +83,7 @@ class Admission:
             TimeoutError: it was not granted until this moment of the event loop's clock, in seconds.
         """
         try:
-            async with asyncio.timeout_at(until):
-                await asyncio.shield(place.granted)
+            await place.turn(until)
             yield
         finally:
             self.leave(place)
@@ -85,4 +108,5 @@ class Admission:
             _, _, place = heapq.heappop(self._line)
             if not place.is_over:
                 self._free -= 1
+                place.granted_ns = time.perf_counter_ns()
                 place.granted.set_result(None)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from tasks.observe.spans import span, within
 from tasks.rollout.admission import Admission, Place
 from tasks.rollout.environment import Environment
 from tasks.rollout.foreign import problem_of
@@ -13,6 +14,7 @@ from tasks.rollout.prompts import example_index, sampling_seed
 from tasks.rollout.sampling import Deadline, Player
 from tasks.rollout.state import states_of
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
+from tasks.store.attempts import short_id
 from tasks.store.routing import routing_row
 from tasks.store.rows import Rows, no_rows
 from tasks.store.states import state_row
@@ -113,6 +115,10 @@ class StepSampler:
         acknowledgements: list[Awaitable[None]] = []
 
         async def one(item: Work, place: Place) -> Trajectory:
+            with within(lane=short_id(item.trajectory_id)):
+                return await sampled(item, place)
+
+        async def sampled(item: Work, place: Place) -> Trajectory:
             try:
                 async with self.admission.slot(place, deadline.at):
                     queue_s = time.perf_counter() - created
@@ -142,7 +148,8 @@ class StepSampler:
         waits = [self.keep_beside(*each) for each in beside.items()] if self.keep_beside else []
         acknowledgements += [*waits, self.keep(self.rows([trajectory]))]
         if "routing" in beside:
-            await asyncio.wait([asyncio.ensure_future(each) for each in waits])
+            with span("storing", cause="routed experts"):
+                await asyncio.wait([asyncio.ensure_future(each) for each in waits])
         return replace(trajectory, routed_experts=())
 
     async def _beside(self, trajectory: Trajectory) -> dict[str, Rows]:
@@ -189,7 +196,8 @@ class RolloutPart:
 
     async def sample(self) -> str:
         """Fill `rows`; returns how it went, in words."""
-        self.rows, self.acknowledgements = await self.sampler.sample(self.work, self.places, self.clock)
+        with span("sampling"):
+            self.rows, self.acknowledgements = await self.sampler.sample(self.work, self.places, self.clock)
         statuses = self.rows.column("status").to_pylist()
         counts = [(status, statuses.count(status)) for status in dict.fromkeys(statuses)]
         return ", ".join(f"{n} {status}" for status, n in counts)

@@ -7,6 +7,7 @@ import numpy as np
 
 from tasks.errors import RolloutError, TransientRequestError
 from tasks.observe.retries import retries
+from tasks.observe.spans import span
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work
@@ -64,16 +65,17 @@ class PoolSampler:
             waiting.reschedule(None)
             cuts = self.pool.cuts(server)
             try:
-                completion = await server.generate(
-                    token_ids,
-                    max_tokens=self.config.max_completion_tokens,
-                    temperature=work.temperature,
-                    seed=turn_seed(work.seed, len(token_ids)),
-                    stop_token_ids=self.stop_token_ids,
-                    timeout_s=self.timeout_s,
-                    until=until,
-                    routing_from=self._routing_start(token_ids, routing_from),
-                )
+                with span("generating", cause=server.url):
+                    completion = await server.generate(
+                        token_ids,
+                        max_tokens=self.config.max_completion_tokens,
+                        temperature=work.temperature,
+                        seed=turn_seed(work.seed, len(token_ids)),
+                        stop_token_ids=self.stop_token_ids,
+                        timeout_s=self.timeout_s,
+                        until=until,
+                        routing_from=self._routing_start(token_ids, routing_from),
+                    )
                 versions = [version for _, version in completion.version_spans]
                 await self.pool.vouch(server, versions, cuts)
             except TransientRequestError as error:

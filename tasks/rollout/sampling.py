@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from tasks.errors import EpisodeError, ServiceError
+from tasks.observe.spans import span
 from tasks.rollout.environment import Environment, Episode, Message
 from tasks.rollout.foreign import checked_messages, checked_outcome, described, foreign_code
 from tasks.rollout.state import state_of
@@ -179,7 +180,7 @@ class Player:
         """Close an episode; returns what the environment says of its end, and notes what it keeps of it."""
         try:
             async with asyncio.timeout(self.cut_grace_s) as limit:
-                with foreign_code():
+                with foreign_code(), span("environment"):
                     outcome = checked_outcome(await episode.close())
                 draft.state = state_of(self.environment, episode)
                 return outcome
@@ -217,17 +218,18 @@ class Player:
         return "truncated"
 
     async def _reply(self, episode: Episode, draft: Draft, deadline: Deadline) -> tuple[Message, ...]:
-        started = time.perf_counter()
+        turn = span("environment")
         try:
-            async with asyncio.timeout_at(deadline.at) as limit:
-                with foreign_code():
-                    return checked_messages(await episode.reply(draft.messages))
+            with turn:
+                async with asyncio.timeout_at(deadline.at) as limit:
+                    with foreign_code():
+                        return checked_messages(await episode.reply(draft.messages))
         except TimeoutError:
             if limit.expired():
                 raise _CutError from None
             raise
         finally:
-            draft.environment_s += time.perf_counter() - started
+            draft.environment_s += turn.duration_s
 
     async def _complete(self, work: Work, draft: Draft, deadline: Deadline) -> None:
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
+from tasks.observe.spans import span
 from tasks.score.scoring import Scoring
 from tasks.store.rows import Rows, no_rows
 
@@ -26,7 +27,8 @@ class ScorePart:
 
     async def score(self) -> str:
         """Fill `rows`; returns how it went, in words."""
-        self.rows = await self.scoring.score(self.rollouts, step=self.step)
+        with span("scoring"):
+            self.rows = await self.scoring.score(self.rollouts, step=self.step)
         self.acknowledgements = [self.keep(self.rows)]
         rewards = [row for row in self.rows.column("reward").to_pylist() if row == row]
         mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""

@@ -107,9 +107,10 @@ class Scoring:
 
     def _calls_of(self, part: Part, pool: WorkerPool | None) -> Calls:
         load, timeout_s = self._loads[part.function.is_async], self._config.timeout_s
+        label = f"/{part.function.name}" if len(self._scorer.parts) > 1 else ""
         if pool is None or part.function.is_async:
-            return OnLoop(part.function, load, timeout_s)
-        return InWorkers(pool, self._workers_parts().index(part), load, timeout_s)
+            return OnLoop(part.function, load, timeout_s, label)
+        return InWorkers(part.function, pool, self._workers_parts().index(part), load, timeout_s, label)
 
 
 async def _all_calls(part: Part, calls: Calls, candidates: Sequence[CandidateText]) -> list[Verdict]:

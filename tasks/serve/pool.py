@@ -4,11 +4,14 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from tasks.errors import ConnectionLostError, TransientRequestError
 from tasks.observe.metrics import ALL, Metric
+from tasks.observe.spans import current_lane, span
 from tasks.serve.client import VllmClient
+from tasks.serve.occupancy import Occupancy
 
 
 class Authority(Protocol):
@@ -45,6 +48,7 @@ class ServerPool:
         self._doubts: dict[VllmClient, tuple[str, asyncio.Future[bool]]] = {}
         self._failures_in_a_row: Counter[VllmClient] = Counter()
         self._alarms: dict[VllmClient, asyncio.Event] = {}
+        self._occupancies: dict[VllmClient, Occupancy] = {}
         self._counts: Counter[str] = Counter()
         self._most_outstanding = 0
 
@@ -52,9 +56,18 @@ class ServerPool:
         """Let a server be asked; the weights that it has are right."""
         self._admitted.add(server)
         self._is_open.set()
+        self._observe(server)
         if doubt := self._doubts.pop(server, None):
             _decide(doubt, is_right=True)
         self.on_change()
+
+    def _observe(self, server: VllmClient) -> None:
+        """Book a server's seconds from now on."""
+        if occupancy := self._occupancies.get(server):
+            occupancy.look()
+        elif lane := current_lane():
+            is_admitted = partial(self._admitted.__contains__, server)
+            self._occupancies[server] = Occupancy(server.url, lane.recorder, is_admitted)
 
     def doubt(self, server: VllmClient, version: str) -> None:
         """Requests to a server may go on with weights of that name, which have yet to be compared.
@@ -86,7 +99,11 @@ class ServerPool:
             await self._authority.vouch(server.url, versions, cuts)
             return
         version, verdict = self._doubts.get(server, ("", None))
-        if verdict is not None and version in versions and not await asyncio.shield(verdict):
+        if verdict is None or version not in versions:
+            return
+        with span("waiting_for_server", cause="parity"):
+            is_right = await asyncio.shield(verdict)
+        if not is_right:
             raise TransientRequestError(f"{server.url}: its weights {version} are not known to be right")
 
     async def vouch_to_follower(self, server: VllmClient, versions: Collection[str], cuts: int) -> None:
@@ -124,6 +141,8 @@ class ServerPool:
             return
         self._counts["set_aside"] += 1
         self._admitted.discard(server)
+        if occupancy := self._occupancies.get(server):
+            occupancy.look()
         if not self._admitted:
             self._is_open.clear()
         self._server_of_group = {
@@ -183,17 +202,23 @@ class ServerPool:
             n_tokens: prompt and completion.
             avoid: servers that failed this request; the group moves to another when there is one.
         """
-        while not self._admitted:
-            await self._is_open.wait()
+        if not self._admitted:
+            with span("waiting_for_server", cause="no server"):
+                while not self._admitted:
+                    await self._is_open.wait()
         server = self._chosen(group, avoid)
         self._counts["requests"] += 1
         self._counts["retries"] += bool(avoid)
         self._outstanding_tokens[server] += n_tokens
         self._most_outstanding = max(self._most_outstanding, self._outstanding_tokens.total())
+        if occupancy := self._occupancies.get(server):
+            occupancy.asked()
         try:
             yield server
         finally:
             self._outstanding_tokens[server] -= n_tokens
+            if occupancy:
+                occupancy.answered()
 
     def _chosen(self, group: int, avoid: Collection[VllmClient]) -> VllmClient:
         own = self._server_of_group.get(group)

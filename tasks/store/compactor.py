@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from tasks.errors import ShardGoneError, StoreError
+from tasks.observe.spans import within
 from tasks.store.compaction import partitions
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import Files
@@ -76,9 +77,13 @@ class Compactor:
             await asyncio.wait(self._rounds)
 
     def _start(self, first: int, end: int | None) -> None:
-        each = self._tasks.create_task(self._round(first, end))
+        each = self._tasks.create_task(self._compact(first, end))
         self._rounds.add(each)
         each.add_done_callback(self._rounds.discard)
+
+    async def _compact(self, first: int, end: int | None) -> None:
+        with within(lane="compaction"):
+            await self._round(first, end)
 
     async def _round(self, first: int, end: int | None) -> None:
         """Compact the partitions of the steps first .. end - 1, and remove what is superseded when it is time for it."""

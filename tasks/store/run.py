@@ -18,6 +18,7 @@ from tasks.store.lock import RunLock, lock_run
 from tasks.store.manifest import Manifest, Source, has_manifest, read_manifest, write_manifest
 from tasks.store.migration import migrate
 from tasks.store.schemas import SCHEMA_VERSION
+from tasks.store.spans import RunSpans
 from tasks.store.writer import RunWriter
 
 RUN_ID_BYTES = 8
@@ -30,6 +31,7 @@ class OpenRun:
         manifest: what run.json says, always.
         files: to change the run's files by; they refuse once the run is another process's.
         writer: opened by its user.
+        spans: on their way into the run.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class OpenRun:
         self.folder, self.files, self.manifest = folder, files, manifest
         inventory = Inventory(folder, manifest.run, manifest.epoch)
         self.writer = RunWriter(self.files, manifest.epoch, flush_s, inventory)
+        self.spans = RunSpans(manifest.run, self.writer)
         self._lock = lock
 
     @classmethod

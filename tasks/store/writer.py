@@ -19,6 +19,7 @@ from typing import Self, TypeAlias
 import pyarrow as pa
 
 from tasks.errors import StoreError
+from tasks.observe.spans import Lane, OpenSpan, current_lane, span
 from tasks.store.commit import Committed, commit, publish_noted
 from tasks.store.compaction import compact
 from tasks.store.filesystem import Files
@@ -48,6 +49,7 @@ class RunWriter:
     def __init__(self, files: Files, epoch: int, flush_s: float, inventory: Inventory | None = None) -> None:
         self._files, self._epoch, self._flush_s, self._inventory = files, epoch, flush_s, inventory
         self._gathered: Gathered = {}
+        self._lane: Lane | None = None
         self._unsettled: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_committing = False
@@ -85,6 +87,8 @@ class RunWriter:
         check_rows(dataset, rows, partition)
         acknowledgement: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unsettled.add(acknowledgement)
+        if not self._gathered and (lane := current_lane()) is not None:
+            self._lane = lane.beside("writer")
         self._gathered.setdefault(folder, []).append(Appended(rows, acknowledgement))
         self._set_timer()
         return asyncio.shield(acknowledgement)
@@ -214,11 +218,13 @@ class RunWriter:
         gathered, first = self._take()
         self._is_committing = True
         work = partial(commit, self._files, self._epoch, first, _rows_of(gathered))
+        storing = span("storing").begin(self._lane)
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        running.add_done_callback(partial(self._committed, gathered))
+        running.add_done_callback(partial(self._committed, gathered, storing))
 
-    def _committed(self, gathered: Gathered, running: asyncio.Future[Committed]) -> None:
+    def _committed(self, gathered: Gathered, storing: OpenSpan, running: asyncio.Future[Committed]) -> None:
         self._is_committing = False
+        storing.end()
         self._settle(gathered, running.result())
         self._set_timer()
 

@@ -1,9 +1,9 @@
 """What sending again leaves behind: nothing but the answer, or the last error."""
 
 import pytest
-from stamina.instrumentation import get_on_retry_hooks
 
 from tasks.observe.retries import retries
+from tasks.observe.spans import Recorder, recording
 
 
 async def asked(n_failures: int) -> int:
@@ -26,5 +26,15 @@ async def test_the_last_attempt_raises() -> None:
         await asked(n_failures=3)
 
 
-def test_nothing_is_logged_of_an_attempt() -> None:
-    assert get_on_retry_hooks() == ()
+async def test_nothing_is_logged_of_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        await asked(n_failures=1)
+    assert not [each for each in caplog.records if each.name != "asyncio"]
+
+
+async def test_the_waits_between_attempts_are_spans_with_the_error_as_cause() -> None:
+    recorder = Recorder("flow")
+    with recording(recorder):
+        await asked(n_failures=2)
+    spans = recorder.take()
+    assert [(each.name, each.cause) for each in spans] == [("waiting_to_retry", "OSError")] * 2
