@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tasks.observe.spans import span, within
@@ -16,7 +16,7 @@ from tasks.rollout.state import states_of
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
 from tasks.store.attempts import short_id
 from tasks.store.routing import routing_row
-from tasks.store.rows import Rows, no_rows
+from tasks.store.rows import Rows, joined, no_rows
 from tasks.store.states import state_row
 from tasks.store.step import Attempt
 
@@ -114,11 +114,11 @@ class StepSampler:
         deadline = clock.deadline()
         acknowledgements: list[Awaitable[None]] = []
 
-        async def one(item: Work, place: Place) -> Trajectory:
+        async def one(item: Work, place: Place) -> Rows:
             with within(lane=short_id(item.trajectory_id)):
                 return await sampled(item, place)
 
-        async def sampled(item: Work, place: Place) -> Trajectory:
+        async def sampled(item: Work, place: Place) -> Rows:
             try:
                 async with self.admission.slot(place, deadline.at):
                     queue_s = time.perf_counter() - created
@@ -137,20 +137,21 @@ class StepSampler:
             tasks = []
             for item, place in zip(work, places, strict=True):
                 tasks.append(sampling.create_task(one(item, place)))
-        return self.rows([task.result() for task in tasks]), acknowledgements
+        return joined(*(task.result() for task in tasks)), acknowledgements
 
-    async def store(self, trajectory: Trajectory, acknowledgements: list[Awaitable[None]]) -> Trajectory:
-        """Hand a trajectory to the writer, what lies beside it first; returns it without its bulk.
+    async def store(self, trajectory: Trajectory, acknowledgements: list[Awaitable[None]]) -> Rows:
+        """Hand a trajectory to the writer, what lies beside it first; returns its row.
 
         With bulk it returns when that is stored: its slot is held by what waits for the disk, so memory stays bounded.
         """
         beside = await self._beside(trajectory)
         waits = [self.keep_beside(*each) for each in beside.items()] if self.keep_beside else []
-        acknowledgements += [*waits, self.keep(self.rows([trajectory]))]
+        row = rollout_rows(self.run, self.step, self.player.environment.name, [trajectory])
+        acknowledgements += [*waits, self.keep(row)]
         if "routing" in beside:
             with span("storing", cause="routed experts"):
                 await asyncio.wait([asyncio.ensure_future(each) for each in waits])
-        return replace(trajectory, routed_experts=())
+        return row
 
     async def _beside(self, trajectory: Trajectory) -> dict[str, Rows]:
         """The rows of other data sets that belong to a trajectory, by data set."""
@@ -173,10 +174,6 @@ class StepSampler:
                 error=trajectory.state.error,
             )
         return rows
-
-    def rows(self, trajectories: Sequence[Trajectory]) -> Rows:
-        """Trajectories as rows of the `rollouts` data set."""
-        return rollout_rows(self.run, self.step, self.player.environment.name, trajectories)
 
 
 class RolloutPart:

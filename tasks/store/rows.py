@@ -1,6 +1,7 @@
 """Rows of a data set in memory, so that other stages need not know Arrow."""
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from tasks.store.schemas import schema_of
 Rows: TypeAlias = pa.RecordBatch
 
 
+@cache
 def no_rows(dataset: str) -> Rows:
     """Zero rows of a data set."""
     return pa.RecordBatch.from_pylist([], schema=schema_of(dataset))
@@ -29,17 +31,17 @@ def joined(first: Rows, *others: Rows) -> Rows:
 
 def where(rows: Rows, column: str, value: object) -> Rows:
     """The rows with this value in a column."""
-    return rows.filter(pc.equal(rows.column(column), pa.scalar(value)))
+    return _filtered(rows, pc.equal(rows.column(column), pa.scalar(value)))
 
 
 def where_in(rows: Rows, column: str, values: Collection[object]) -> Rows:
     """The rows with one of these values in a column."""
-    return rows.filter(_is_in(rows, column, values))
+    return _filtered(rows, _is_in(rows, column, values))
 
 
 def without(rows: Rows, column: str, values: Collection[object]) -> Rows:
     """The rows with none of these values in a column."""
-    return rows.filter(pc.invert(_is_in(rows, column, values)))
+    return _filtered(rows, pc.invert(_is_in(rows, column, values)))
 
 
 def last_by(rows: Rows, keys: Sequence[str], column: str) -> Rows:
@@ -52,6 +54,11 @@ def last_by(rows: Rows, keys: Sequence[str], column: str) -> Rows:
     of_rows = list(zip(*(values(rows, key) for key in keys), strict=True))
     is_last = [own != following for own, following in zip(of_rows, [*of_rows[1:], None], strict=False)]
     return rows.filter(pa.array(is_last, pa.bool_()))
+
+
+def _filtered(rows: Rows, mask: pa.BooleanArray) -> Rows:
+    """The rows where the mask is True; the same rows, not copied, where it is so everywhere."""
+    return rows if mask.true_count == len(mask) else rows.filter(mask)
 
 
 def _is_in(rows: Rows, column: str, values: Collection[object]) -> pa.Array:

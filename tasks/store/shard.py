@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from tasks.errors import SchemaError
 from tasks.store.integrity import digest_of, seal
 from tasks.store.layout import Partition
 from tasks.store.names import ShardName
-from tasks.store.schemas import schema_like, schema_of
+from tasks.store.schemas import check_nulls, schema_like, schema_of
 
 COPIED_BYTES = 1 << 22
 """Rows handed over in larger pieces than this (4 MiB) are written as they are; smaller ones are joined first."""
@@ -38,11 +37,7 @@ def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None
         raise SchemaError(
             f"{dataset}: rows do not fit the schema at {', '.join(unlike + unknown) or 'their order'}"
         )
-    # One call of Arrow's for the usual row without a null: looking at each column takes longer than writing it.
-    has_nulls = pc.drop_null(rows).num_rows < rows.num_rows
-    for field, column in zip(schema, rows.columns, strict=True) if has_nulls else ():
-        if column.null_count and not field.nullable:
-            raise SchemaError(f"{dataset}.{field.name}: {column.null_count} of {len(column)} values are null")
+    check_nulls(dataset, rows)
     for key, name in _PARTITION_COLUMNS.items():
         if key in partition and rows.num_rows:
             values = rows.column(name).to_numpy()
