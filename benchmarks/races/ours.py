@@ -1,0 +1,69 @@
+"""A run of ours, and how long its steps were."""
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+
+import polars as pl
+
+from flows.config import RunConfig
+from tasks.store.layout import RunFolder
+from tasks.store.reader import scan
+
+PARTS = ("collect", "train", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What came of it.
+
+    Attributes:
+        step_s: seconds from one step's first request to the next one's, for all but the last.
+        held_out: rewards of one sampled answer to each held-out problem, before and after; empty without.
+        parts_s: of ours, median seconds of the parts of a step.
+        tokens: of a step's completions, in the mean.
+    """
+
+    step_s: list[float]
+    held_out: list[float]
+    tokens: float
+    parts_s: dict[str, float]
+
+    def least_s(self, settling: int) -> float:
+        """Seconds of the quickest step but the first few: what others on the machine cost is in all the rest."""
+        return min(self.step_s[settling:])
+
+    def median_s(self, settling: int) -> float:
+        """Seconds of a step in the middle."""
+        return statistics.median(self.step_s[settling:])
+
+
+def race(name: str, config: RunConfig) -> Race:
+    """Post-train in a folder of its own."""
+    from flows.folder import run_folder
+    from flows.post_train import post_train  # Prefect reads its settings when it is imported
+    from flows.preflight import preflight
+
+    preflight(config)
+    asyncio.run(post_train(name, config))
+    return read(run_folder(name, config), config.evaluate.enabled)
+
+
+def read(folder: RunFolder, is_evaluated: bool) -> Race:
+    """What a finished run says of its steps."""
+    from flows.inspection import held_out
+
+    rows = scan(folder, "rollouts", ["step", "started_at", "n_completion_tokens"])
+    steps = rows.group_by("step").agg(pl.col("started_at").min(), pl.col("n_completion_tokens").sum())
+    steps = steps.sort("step").collect()
+    seconds = steps["started_at"].diff().drop_nulls().dt.total_microseconds() / 1e6
+    parts = scan(folder, "metrics", ["step", "name", "value"]).filter(
+        pl.col("name").is_in([f"time/{part}_s" for part in PARTS])
+    )
+    medians = dict(parts.group_by("name").agg(pl.col("value").median()).collect().iter_rows())
+    return Race(
+        step_s=seconds.to_list(),
+        held_out=held_out(folder)["reward"].to_list() if is_evaluated else [],
+        tokens=float(steps["n_completion_tokens"].mean()),  # type: ignore[arg-type]
+        parts_s={part: medians[f"time/{part}_s"] for part in PARTS},
+    )
