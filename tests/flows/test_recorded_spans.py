@@ -1,0 +1,305 @@
+"""Planted delays in steps that overlap: each is found under its own name, its own step and its own cause.
+
+Real: the fan-out, admission, the pool and its client, the writer, the lock, what waits for Prefect's server; the server is
+a stub, and environment, scorer and count of recorded task runs do as they are told.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polars as pl
+import pytest
+from planned_run import Diary, PlannedSampler, PlannedScoring, opened
+from prefect.logging import disable_run_logger
+
+from benchmarks.stubs.vllm_server import StubVllmServer
+from flows.beside import Beside
+from flows.fan_out import store_batch
+from flows.recording import Recording
+from flows.run import Run
+from tasks.observe.config import ObserveConfig
+from tasks.observe.spans import span, within
+from tasks.observe.step_clock import StepClock
+from tasks.observe.waits import Lock
+from tasks.rollout.addition import Addition
+from tasks.rollout.environment import Episode, Example, Message
+from tasks.rollout.pool_sampler import PoolSampler
+from tasks.rollout.prompts import sampling_seed
+from tasks.serve.client import VllmClient
+from tasks.serve.config import ServeConfig
+from tasks.serve.process import free_port
+from tasks.store.layout import RunFolder
+from tasks.store.reader import read
+from tasks.store.rows import Rows, values
+
+T = TypeVar("T")
+STEPS, GROUPS, GROUP_SIZE = 2, 3, 4
+DELAY_S, STRAGGLER_S, SERVER_S = 2.0, 4.0, 1.0
+SHARE = 0.1
+
+
+class Plants:
+    """What was planted, in seconds as it was, by what it is to be found as."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, int], float] = defaultdict(float)
+
+    async def sleep(self, name: str, step: int, seconds: float) -> None:
+        started = time.perf_counter()
+        await asyncio.sleep(seconds)
+        self.seconds[name, step] += time.perf_counter() - started
+
+    def block(self, name: str, step: int, seconds: float) -> None:
+        started = time.perf_counter()
+        time.sleep(seconds)
+        self.seconds[name, step] += time.perf_counter() - started
+
+
+class SlowEpisode(Episode):
+    """Takes its time before its first message."""
+
+    def __init__(self, episode: Episode, plants: Plants, step: int, seconds: float) -> None:
+        self._episode, self._plants, self._step, self._seconds = episode, plants, step, seconds
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not messages:
+            await self._plants.sleep("environment", self._step, self._seconds)
+        return await self._episode.reply(messages)
+
+    async def close(self) -> Mapping[str, object]:
+        return await self._episode.close()
+
+
+class SlowEnvironment(Addition):
+    """The last trajectory of each step is a straggler."""
+
+    def __init__(self, plants: Plants) -> None:
+        super().__init__()
+        self._plants = plants
+        self._slow = {
+            sampling_seed(0, (step + 1) * GROUPS - 1, GROUP_SIZE - 1): (step, STRAGGLER_S * (step + 1))
+            for step in range(STEPS)
+        }
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        episode = super().episode(example, seed)
+        if seed in self._slow:
+            return SlowEpisode(episode, self._plants, *self._slow[seed])
+        return episode
+
+
+class SlowScoring(PlannedScoring):
+    """The first group of each step takes its time."""
+
+    def __init__(self, plants: Plants) -> None:
+        super().__init__()
+        self._plants = plants
+
+    async def score(self, rollouts: Rows, *, step: int) -> Rows:
+        if step * GROUPS in values(rollouts, "group"):
+            await self._plants.sleep("scoring", step, DELAY_S)
+        return await super().score(rollouts, step=step)
+
+
+class WaitingPicture(Diary):
+    """Holds groups back for Prefect's server, which has recorded everything a while after it was asked."""
+
+    def __init__(self, plants: Plants) -> None:
+        super().__init__()
+        self._plants = plants
+        self._recording = Recording(ObserveConfig(max_unrecorded_task_runs=1), self.count)
+        for _ in range(5):
+            self._recording.started()
+
+    async def count(self, _: datetime) -> int:
+        await self._plants.sleep("recording", 0, DELAY_S)
+        return 5
+
+    async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
+        await self._recording.hold_back()
+        return await work()
+
+
+@asynccontextmanager
+async def planted(folder: Path, plants: Plants) -> AsyncIterator[Run]:
+    """A run of overlapping steps over a stub server, with delays planted, that records."""
+    settings: dict[str, Any] = {
+        "steps": STEPS,
+        "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 1},
+        "evaluate": {"enabled": False},
+    }
+    run_of = opened(folder, PlannedSampler(), SlowScoring(plants), SlowEnvironment(plants), **settings)
+    port = free_port()
+    async with (
+        run_of as run,
+        run.store.spans,
+        VllmClient(f"http://127.0.0.1:{port}", ServeConfig()) as client,
+    ):
+        (folder / "model" / "config.json").write_text("{}")
+        control = StubVllmServer(folder / "model", SERVER_S).serve(port)
+        await client.wait_until_healthy(30.0)
+        await client.set_version(f"{run.id}:0:0")
+        run.pool.admit(client)
+        sampler = PoolSampler(run.pool, run.config.rollout, run.id, 30.0)
+        try:
+            picture = WaitingPicture(plants)
+            yield replace(run, player=replace(run.player, sampler=sampler), picture=picture)
+        finally:
+            control.stop()
+
+
+def slow_store(run: Run, plants: Plants) -> None:
+    """Have the commit of a step's batch take its time."""
+    publish = run.store.files.publish
+
+    def slow(folder: str, write: Any) -> str:
+        if folder.startswith("batches/"):
+            plants.block("storing", int(folder[-6:]), DELAY_S)
+        return publish(folder, write)
+
+    run.store.files.publish = slow  # type: ignore[method-assign]
+
+
+async def held(lock: Lock, plants: Plants, step: int) -> None:
+    """Hold a lock while something that has a name goes on."""
+    with within(lane="holder"), span("rejoin"):
+        async with lock:
+            await plants.sleep("waiting_for_lock", step, DELAY_S)
+
+
+async def steps(run: Run, plants: Plants) -> None:
+    """The flow's steps: the train step waits for a lock, and then for a trainer."""
+    lock = Lock()
+    slow_store(run, plants)
+    async with Beside(run) as beside, asyncio.TaskGroup() as others:
+        beside.begin(0)
+        for step in range(STEPS):
+            with StepClock(step) as clock:
+                with clock.span("collect"):
+                    collected = await beside.collected(step)
+                with clock.span("train"):
+                    await store_batch(run, collected)
+                    others.create_task(held(lock, plants, step))
+                    await asyncio.sleep(0)
+                    async with lock:
+                        await plants.sleep("train", step, DELAY_S)
+                await beside.evaluated(step)
+                beside.begin(step + 1)
+            await run.store.spans.store(step)
+        await beside.evaluated(STEPS)
+
+
+async def run_of_steps(folder: Path, plants: Plants) -> RunFolder:
+    with disable_run_logger():
+        async with planted(folder, plants) as run:
+            await steps(run, plants)
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[pl.DataFrame, Plants]:
+    """The spans of a run, and what was planted in it."""
+    plants = Plants()
+    folder = asyncio.run(run_of_steps(tmp_path_factory.mktemp("planted"), plants))
+    rows = pl.from_arrow(read(folder, "spans", None))
+    assert isinstance(rows, pl.DataFrame)
+    told = read(folder, "rollouts", ["generate_s"])["generate_s"].to_pylist()
+    plants.seconds["generating", 0] = sum(
+        told
+    )  # by the trajectories' own stopwatch, a busy machine's delays included
+    return rows, plants
+
+
+def own_s(rows: pl.DataFrame) -> pl.DataFrame:
+    """The spans with `own_s`: their seconds without those of the spans that lie inside of them, in their lanes."""
+    spans = rows.with_columns(
+        pl.col("started_at").dt.epoch("us").alias("start"),
+        (pl.col("started_at").dt.epoch("us") + (pl.col("duration_s") * 1e6).round().cast(pl.Int64)).alias(
+            "end"
+        ),
+    ).sort("process", "lane", "start", pl.col("end"), descending=[False, False, False, True])
+    own: list[float] = []
+    stack: list[tuple[tuple[str, str], int, int]] = []
+    for at, row in enumerate(spans.iter_rows(named=True)):
+        place = row["process"], row["lane"]
+        while stack and (stack[-1][0] != place or stack[-1][1] <= row["start"]):
+            stack.pop()
+        own.append(row["duration_s"])
+        if stack:
+            assert row["end"] <= stack[-1][1], f"spans cross: {row}"
+            own[stack[-1][2]] -= row["duration_s"]
+        stack.append((place, row["end"], at))
+    return spans.with_columns(pl.Series("own_s", own))
+
+
+def found(rows: pl.DataFrame, name: str, step: int, **columns: str) -> float:
+    asked = [pl.col("name") == name, pl.col("step") == step]
+    asked += [pl.col(column) == value for column, value in columns.items()]
+    return float(own_s(rows).filter(*asked)["own_s"].sum())
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_each_planted_delay_is_found_in_its_own_step(
+    recorded: tuple[pl.DataFrame, Plants], step: int
+) -> None:
+    rows, plants = recorded
+    straggler = f"{(step + 1) * GROUPS - 1}.{GROUP_SIZE - 1}"
+    found_s = {
+        "environment": found(rows, "environment", step, lane=straggler),
+        "scoring": found(rows, "scoring", step, lane=str(step * GROUPS)),
+        "storing": found(rows, "storing", step, lane="step"),
+        "waiting_for_lock": found(rows, "waiting_for_lock", step, cause="rejoin"),
+        "train": found(rows, "train", step),
+    }
+    for name, seconds in found_s.items():
+        assert seconds == pytest.approx(plants.seconds[name, step], rel=SHARE), name
+
+
+def test_a_slow_server_is_each_trajectorys_generating_and_the_servers_own(
+    recorded: tuple[pl.DataFrame, Plants],
+) -> None:
+    rows, plants = recorded
+    flow, server = (rows.filter((pl.col("process") == "flow") == is_flow) for is_flow in (True, False))
+    generating = flow.filter(pl.col("name") == "generating")
+    assert len(generating) == STEPS * GROUPS * GROUP_SIZE
+    (address,) = server["process"].unique()
+    assert set(generating["cause"]) == {address}
+    assert generating["duration_s"].min() >= SERVER_S
+    assert generating["duration_s"].sum() == pytest.approx(plants.seconds["generating", 0], rel=SHARE)
+    busy = server.filter(pl.col("name") == "generating")["duration_s"].sum()
+    assert SERVER_S <= busy < float(generating["duration_s"].sum())
+    assert busy + server.filter(pl.col("name") == "idle")["duration_s"].sum() == pytest.approx(
+        (server["started_at"].max() - server["started_at"].min()).total_seconds(), rel=SHARE
+    )
+
+
+def test_a_wait_for_prefect_is_recording_with_its_cause(recorded: tuple[pl.DataFrame, Plants]) -> None:
+    rows, plants = recorded
+    waits = rows.filter(pl.col("cause") == "unrecorded task runs")
+    assert set(waits["name"]) == {"recording"}
+    assert waits["duration_s"].max() == pytest.approx(plants.seconds["recording", 0], rel=SHARE)
+
+
+def test_a_step_waits_for_stragglers_only_while_it_is_in_hand(recorded: tuple[pl.DataFrame, Plants]) -> None:
+    rows, plants = recorded
+    line = rows.filter(pl.col("lane") == "step")
+    waits = line.filter(pl.col("name") == "waiting_for_stragglers").sort("step")["duration_s"]
+    assert waits[0] == pytest.approx(
+        plants.seconds["environment", 0] - plants.seconds["scoring", 0], rel=0.25
+    )
+    in_hand = line.filter(pl.col("name") == "collect", pl.col("step") == 1)["duration_s"].item()
+    assert waits[1] <= in_hand < plants.seconds["environment", 1]
+
+
+def test_the_steps_line_is_owned(recorded: tuple[pl.DataFrame, Plants]) -> None:
+    rows, _ = recorded
+    for step in range(STEPS):
+        whole = rows.filter(pl.col("lane") == "step", pl.col("name") == "step", pl.col("step") == step)
+        assert found(rows, "step", step) <= 0.02 * whole["duration_s"].item()

@@ -1,0 +1,173 @@
+"""Whose seconds are whose: spans of tasks side by side, of steps that overlap, of locks and of idle servers."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+
+from tasks.observe import spans
+from tasks.observe.spans import Recorder, Span, current_lane, recording, span, within
+from tasks.observe.step_clock import StepClock
+from tasks.observe.waits import Lock
+from tasks.serve.occupancy import Occupancy
+from tasks.store.spans import rows_by_step
+
+PLANTED_S = 0.5
+SHARE = 0.1
+
+
+def seconds(taken: Sequence[Span], name: str, cause: str = "") -> float:
+    return sum(each.duration_ns for each in taken if (each.name, each.cause) == (name, cause)) / 1e9
+
+
+def took(planted_s: float) -> object:
+    return pytest.approx(planted_s, rel=SHARE)
+
+
+def ends(each: Span) -> int:
+    return each.started_ns + each.duration_ns
+
+
+async def test_tasks_side_by_side_have_lanes_of_their_own_and_what_is_nested_lies_inside() -> None:
+    recorder = Recorder("flow")
+
+    async def work(name: str) -> None:
+        with within(lane=name), span("outer"):
+            await asyncio.sleep(0)
+            with span("inner"):
+                await asyncio.sleep(0)
+
+    with recording(recorder, step=3):
+        await asyncio.gather(*(work(f"7.{sample}") for sample in range(4)))
+    taken = recorder.take()
+    for sample in range(4):
+        inner, outer = (each for each in taken if each.lane == f"7.{sample}")
+        assert (inner.name, outer.name, inner.step) == ("inner", "outer", 3)
+        assert outer.started_ns <= inner.started_ns
+        assert ends(inner) <= ends(outer)
+
+
+async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_step_is_in_hand() -> None:
+    recorder = Recorder("flow")
+    go_on = asyncio.Event()
+
+    async def rollouts(step: int) -> None:
+        with within(step=step, lane=f"collect.{step}"):
+            await go_on.wait()
+            with span("sampling"):
+                await asyncio.sleep(0)
+
+    with recording(recorder):
+        with StepClock(0):
+            ahead = asyncio.create_task(rollouts(1))
+            await asyncio.sleep(0)
+            go_on.set()
+            with span("train"):
+                await ahead
+        with StepClock(1), span("train"):
+            pass
+    found = [(each.step, each.lane, each.name) for each in recorder.take()]
+    assert found == [
+        (1, "collect.1", "sampling"),
+        (0, "step", "train"),
+        (0, "step", "step"),
+        (1, "step", "train"),
+        (1, "step", "step"),
+    ]
+
+
+async def test_a_wait_for_a_lock_is_booked_to_what_its_holder_does_from_moment_to_moment() -> None:
+    recorder, lock = Recorder("flow"), Lock()
+    is_held = asyncio.Event()
+
+    async def hold() -> None:
+        with within(lane="holder"), span("sync"):
+            async with lock:
+                is_held.set()
+                await asyncio.sleep(PLANTED_S)
+                with span("sending"):
+                    await asyncio.sleep(2 * PLANTED_S)
+
+    async def wait(lane: str, then_s: float) -> None:
+        with within(lane=lane), span("checkpoint"):
+            await is_held.wait()
+            async with lock:
+                with span("exporting"):
+                    await asyncio.sleep(then_s)
+
+    with recording(recorder):
+        await asyncio.gather(hold(), wait("first", PLANTED_S), wait("second", 0.0))
+    taken = recorder.take()
+    by_lane = {lane: [each for each in taken if each.lane == lane] for lane in ("first", "second", "holder")}
+    assert seconds(by_lane["first"], "waiting_for_lock", "sync") == took(PLANTED_S)
+    assert seconds(by_lane["first"], "waiting_for_lock", "sending") == took(2 * PLANTED_S)
+    assert seconds(by_lane["second"], "waiting_for_lock", "sending") == took(2 * PLANTED_S)
+    assert seconds(by_lane["second"], "waiting_for_lock", "exporting") == took(PLANTED_S)
+    assert not [each for each in by_lane["holder"] if each.name == "waiting_for_lock"]
+
+
+async def test_a_lock_without_a_wait_has_no_span_and_works_where_nobody_records() -> None:
+    recorder, lock = Recorder("flow"), Lock()
+    with recording(recorder):
+        async with lock:
+            pass
+    assert not recorder.take()
+    async with lock:
+        assert current_lane() is None
+
+
+async def test_a_server_is_idle_for_what_the_step_does_and_its_open_span_is_cut_when_spans_are_taken() -> (
+    None
+):
+    recorder, admitted = Recorder("flow"), {"http://a"}
+    with recording(recorder):
+        occupancy = Occupancy("http://a", recorder, lambda: "http://a" in admitted)
+        with StepClock(0) as clock:
+            with clock.span("collect"):
+                occupancy.asked()
+                await asyncio.sleep(PLANTED_S)
+                first = recorder.take()
+                await asyncio.sleep(PLANTED_S)
+                occupancy.answered()
+            with clock.span("train"):
+                await asyncio.sleep(PLANTED_S)
+                admitted.clear()
+                occupancy.look()
+                await asyncio.sleep(PLANTED_S)
+    second = recorder.take()
+    assert seconds(first, "generating") == took(PLANTED_S)
+    of_server = [each for each in second if each.process == "http://a"]
+    assert seconds(of_server, "generating") == took(PLANTED_S)
+    assert seconds(of_server, "idle", "train") == took(PLANTED_S)
+    assert seconds(of_server, "idle", "set aside") == took(PLANTED_S)
+    assert clock.seconds["train"] == took(2 * PLANTED_S)
+
+
+def test_spans_that_nobody_takes_are_bounded_and_what_is_lost_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spans, "MOST_SPANS", 3)
+    recorder = Recorder("flow")
+    with recording(recorder):
+        for name in "abcde":
+            with span(name):
+                pass
+    assert recorder.n_lost == 2
+    assert [each.name for each in recorder.take()] == ["c", "d", "e"]
+
+
+def test_rows_keep_what_lies_inside_inside_and_spans_of_no_step_go_with_the_open_one() -> None:
+    now = time.time_ns() // 1000 * 1000
+    found = [
+        Span("flow", "step", "train", 4, now + 999, 3001),
+        Span("flow", "step", "storing", 4, now + 1999, 2001),
+        Span("http://a", "requests of flow", "idle", -1, now, 10_000, "train"),
+    ]
+    by_step = rows_by_step("ab", found, 5)
+    assert list(by_step) == [4, 5]
+    outer, inner = by_step[4].to_pylist()
+    assert inner["started_at"] - outer["started_at"] == timedelta(microseconds=1)
+    assert (outer["duration_s"], inner["duration_s"]) == (4e-6, 3e-6)
+    assert by_step[5].to_pylist()[0]["cause"] == "train"
