@@ -28,8 +28,8 @@ from benchmarks.deliveries.machine import (
     touch_memory,
 )
 from benchmarks.deliveries.requests import N_ROWS, TIMEOUT_S, each_body, warm_up
-from benchmarks.stubs.loop_lag import LoopLag, idle_lag_ms
 from benchmarks.stubs.routing_server import N_LAYERS, N_TOKENS, TOP_K
+from tasks.observe.lag import LoopLag, idle_lag_ms
 from tasks.observe.memory import keep_for_good
 from tasks.rollout.trajectory import rollout_rows
 from tasks.serve.client import VllmClient
@@ -88,8 +88,8 @@ async def handed_off(way: str, url: str, place: Path) -> Figures:
         "decode_cpu_s": decode_s,
         "wall_s": wall_s,
         "lag_excess_ms": lag.largest_ms - idle_ms,
-        "lag_queued_ms": lag.queued_ms,
-        "lag_running_ms": lag.running_ms,
+        "lag_queued_ms": lag.largest.queued_ms,
+        "lag_running_ms": lag.largest.running_ms,
         "peak_rss_gb": peak_rss_gb(),
     }
     if way.startswith("ours"):

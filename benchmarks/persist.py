@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from benchmarks.stubs.loop_lag import LoopLag, idle_lag_ms
+from tasks.observe.lag import LoopLag, idle_lag_ms
 from tasks.rollout.environment import Example, Message
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
 from tasks.store.filesystem import LocalFiles

@@ -40,6 +40,7 @@ from flows.group import GroupCollection, StepCollection
 from flows.picture import picture_of
 from flows.progress import say
 from flows.recording import Recording
+from flows.vitals import Vitals
 from tasks.config import StageConfig, setting
 from tasks.errors import ConnectionLostError, TransientRequestError
 from tasks.rollout.admission import Admission
@@ -79,8 +80,9 @@ async def collect_for(config: RunConfig, join: JoinConfig) -> str | State[str]:
     """
     recording = Recording(config.observe)
     try:
-        async with _opened(config, join, recording) as collector:
-            is_finished = await collector.work()
+        with Vitals(config.observe).watching():
+            async with _opened(config, join, recording) as collector:
+                is_finished = await collector.work()
         why = "the run was stopped"
     except (ConnectionClosed, WebSocketException, OSError) as error:
         is_finished, why = False, f"the run at {join.url} is gone: {error}"

@@ -53,7 +53,8 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     if isinstance(run.environment, RemoteEnvironment):
         restarts = float(run.environment.restarts)
         services.append(Metric("rollout/env_restarts_so_far", "all", "value", restarts))
-    await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped)])
+    vitals = await run.vitals.of_step()
+    await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped), *vitals])
     await run.store.writer.note()
     run.progress.step_done(
         step,

@@ -111,7 +111,8 @@ async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], c
     measured |= {"time/step_s": clock.elapsed_s, "retrain/reward": draw.reward}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
     await run.store.spans.store(draw.step)
-    await store_metrics(run, draw.step, [*metrics, *own, run.store.spans.lost()])
+    vitals = [run.store.spans.lost(), *await run.vitals.of_step()]
+    await store_metrics(run, draw.step, [*metrics, *own, *vitals])
     await run.store.writer.note()
     run.progress.step_done(
         draw.step,

@@ -20,6 +20,7 @@ from flows.reference_deployment import ReferenceDeployment, open_reference
 from flows.settings import fixed_settings
 from flows.sinks import open_sinks
 from flows.step_runs import StepRuns
+from flows.vitals import Vitals
 from tasks.observe.memory import keep_for_good
 from tasks.observe.sink_client import NoSinks, Sinks
 from tasks.rollout.admission import Admission
@@ -51,6 +52,7 @@ class TrainingRun:
         model: folder of the start model.
         step_runs: Prefect's flow runs of the steps.
         artifacts: what Prefect's UI shows beside.
+        vitals: how this process is, by step.
         reference: the servers of the reference policy; None when it lies elsewhere, or nowhere.
     """
 
@@ -63,6 +65,7 @@ class TrainingRun:
     step_runs: StepRuns
     artifacts: RunArtifacts
     sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
+    vitals: Vitals = field(default_factory=Vitals, kw_only=True)
     reference: ReferenceDeployment | None = field(default=None, kw_only=True)
 
     @property
@@ -141,7 +144,8 @@ async def open_offline_run(
         await mark_leftovers(store.folder, store.files, config.observe.leftovers_timeout_s)
         quiet_task_runs()
         keep_for_good()
-        with RunProgress(name, config.steps) as progress:
+        vitals = Vitals(config.observe)
+        with RunProgress(name, config.steps) as progress, vitals.watching():
             async with (
                 store.writer,
                 nullcontext() if adds else store.spans,  # what is added to a run is no part of its steps
@@ -152,7 +156,7 @@ async def open_offline_run(
                 RunArtifacts(config.observe, store.folder, config.steps) as artifacts,
             ):
                 shared = (config, model, store, compactor, recording, progress, step_runs, artifacts)
-                yield TrainingRun(*shared, sinks=sinks, reference=reference)
+                yield TrainingRun(*shared, sinks=sinks, vitals=vitals, reference=reference)
     finally:
         await asyncio.to_thread(store.close)
 
@@ -212,6 +216,7 @@ async def open_run(
             progress=opened.progress,
             step_runs=opened.step_runs,
             artifacts=opened.artifacts,
+            vitals=opened.vitals,
             sinks=opened.sinks,
             redo_failed=redo_failed,
             reference=opened.reference,

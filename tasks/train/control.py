@@ -12,7 +12,8 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from pydantic import ValidationError
 
 from tasks.errors import RollmillError
+from tasks.observe.loop import LoopMonitor
 from tasks.train.operations import Operation, Operations
 from tasks.train.protocol import COMMANDS, Command, TrainerHealth
 
@@ -40,15 +42,22 @@ def control_app(
     progress: Progress,
     health: Callable[[], TrainerHealth],
     token: str,
+    monitor: LoopMonitor | None = None,
 ) -> FastAPI:
-    """The application; `token` is what a request must carry."""
+    """The application; `token` is what a request must carry, `monitor` watches over the loop that serves it."""
 
     def authorized(request: Request) -> None:
         given = request.headers.get("authorization", "")
         if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "wrong or missing access token")
 
-    app = FastAPI(dependencies=[Depends(authorized)], docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        dependencies=[Depends(authorized)],
+        lifespan=_watched(monitor),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
 
     @app.get("/v1/health")
     async def read_health() -> Response:
@@ -78,6 +87,17 @@ def control_app(
         return _json({"operation": operation.id})
 
     return app
+
+
+def _watched(monitor: LoopMonitor | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """What goes on while the application serves."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        with monitor.watching() if monitor else nullcontext():
+            yield
+
+    return lifespan
 
 
 def complete(operation: Operation, run: Callable[[Any], Any]) -> None:

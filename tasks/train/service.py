@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from tasks.errors import ConfigError, RollmillError
+from tasks.observe.loop import LoopMonitor
 from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.control import ControlServer, LocalCommands, complete, control_app
 from tasks.train.launch import TOKEN_ENV
@@ -47,9 +48,10 @@ def main() -> None:
     channel = CommandChannel(ranks.store, timeout_s)
     transfer = Transfer(config, ranks.rank, ranks.world_size)
     writer = CheckpointWriter(ranks.own_connection(), ranks.rank, ranks.world_size, timeout_s)
-    worker = Worker(config.train, ranks.device, transfer, writer)
+    monitor = LoopMonitor(0.0, 0.0, print, prefix="train/control_")
+    worker = Worker(config.train, ranks.device, transfer, writer, monitor)
     if ranks.rank == 0:
-        lead(config, worker, transfer, channel, heartbeats)
+        lead(config, worker, transfer, channel, heartbeats, monitor)
     else:
         follow(worker.run, channel)
     writer.join()
@@ -57,9 +59,14 @@ def main() -> None:
 
 
 def lead(
-    config: ServiceConfig, worker: Worker, transfer: Transfer, channel: CommandChannel, heartbeats: Heartbeats
+    config: ServiceConfig,
+    worker: Worker,
+    transfer: Transfer,
+    channel: CommandChannel,
+    heartbeats: Heartbeats,
+    monitor: LoopMonitor,
 ) -> None:
-    """Rank 0: take commands, check them, pass them on, carry them out."""
+    """Rank 0: take commands, check them, pass them on, carry them out; `monitor` is that of the control API's loop."""
     token = os.environ.get(TOKEN_ENV, "")
     if not token:
         raise ConfigError(TOKEN_ENV, "", "set this environment variable to the trainer's access token")
@@ -83,7 +90,7 @@ def lead(
         Offer.name: lambda _: transfer.offer(),
     }
     server = ControlServer(
-        control_app(operations, local, {Send.name: transfer.progress}, health, token),
+        control_app(operations, local, {Send.name: transfer.progress}, health, token, monitor),
         config.host,
         config.port,
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from tasks.observe.memory import own_rss_bytes, release_to_system
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.train.annotations import Annotations
 from tasks.train.config import TrainConfig
@@ -175,11 +176,17 @@ class StepTraining:
             )
 
     def _report_rank(self) -> None:
-        """Seconds of each part, and the most memory that this process has had; the largest of all ranks counts."""
+        """Seconds of each part, and the most memory that this process has had; the largest of all ranks counts.
+
+        What it has now, once what the step has freed is given back, is told of all ranks.
+        """
         for part, seconds in self._seconds.items():
             self.table.add(f"train/{part}_s", Reduced("max", seconds))
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self.table.add("train/peak_rss_bytes", Reduced("max", 1024.0 * peak_kib))
+        release_to_system()
+        rss = float(own_rss_bytes())
+        self.table.add("train/rss_bytes", Reduced("distribution", rss, 1.0, rss**2, rss, rss))
         if self._engine.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._engine.device)
             self.table.add("train/peak_device_bytes", Reduced("max", float(peak)))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from tasks.errors import BatchRefusedError, ConfigError, RequestError, StoreError
+from tasks.observe.loop import LoopMonitor
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, local_checkpoint
 from tasks.store.deliveries import Delivery
@@ -69,16 +70,24 @@ class Worker:
         progress: where the trainer stands.
         incarnation: the run's counter at the last load.
         writer: writes its checkpoints, beside the commands.
+
+    Args:
+        monitor: of the loop that serves the control API, where this rank has it; a step's metrics have what it saw.
     """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, transfer: Transfer, writer: CheckpointWriter
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        transfer: Transfer,
+        writer: CheckpointWriter,
+        monitor: LoopMonitor,
     ) -> None:
         self.engine: Engine | None = None
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
         self.writer = writer
-        self._config, self._device, self._transfer = config, device, transfer
+        self._config, self._device, self._transfer, self._monitor = config, device, transfer, monitor
         self._objective = Objective(config)
         self._others: OtherPolicies | None = None
         self._copy: FrozenPolicy | None = None
@@ -204,7 +213,7 @@ class Worker:
             version=command.step + 1,
             updated=not reason,
             reason=reason,
-            metrics=table.metrics(),
+            metrics=[*table.metrics(), *self._monitor.report()],
             duration_s=batch.read_s + time.perf_counter() - started,
             deliveries=tuple(deliveries),
         )

@@ -1,54 +1,48 @@
-"""The endurance benchmark has a size for each step, or says that it has not."""
+"""The endurance benchmark has figures of each step, or says that it has not."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.endurance import rss_mib, watched
+from benchmarks.endurance import LAGS, MEMORY, around, draw, series_of
+from tasks.store.filesystem import files_of
+from tasks.store.layout import RunFolder
+from tasks.store.schemas import batch_of
+from tasks.store.writer import RunWriter
+
+STEPS = 3
 
 
-def flow_of(run: Path, steps: int, then: str) -> subprocess.Popen[bytes]:
-    """A process that has the metrics of so many steps, one after another, and then does something else."""
-    code = f"""
-import pathlib, time
-for step in range({steps}):
-    pathlib.Path({str(run)!r}, "metrics", f"step={{step:06d}}").mkdir(parents=True)
-    time.sleep(0.2)
-{then}
-"""
-    return subprocess.Popen([sys.executable, "-c", code])
+async def stored(folder: RunFolder, names: list[str]) -> None:
+    """Metrics of STEPS steps, each its step's number, by a run's writer."""
+    folder.tmp.mkdir(parents=True)
+    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+        for step in range(STEPS):
+            n = len(names)
+            columns = {"run": ["a"] * n, "step": [step] * n, "name": names, "env": ["all"] * n}
+            rows = batch_of("metrics", columns | {"stat": ["value"] * n, "value": [float(step)] * n})
+            await writer.append("metrics", rows, step=step)
 
 
-def test_every_step_has_the_size_of_a_living_process(tmp_path: Path) -> None:
-    sizes = watched(flow_of(tmp_path, 2, "time.sleep(1.0)"), tmp_path, 2)
-    assert len(sizes) == 2
-    assert min(sizes) > 1.0
+async def test_the_series_are_those_of_the_runs_metrics(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    await stored(folder, [*MEMORY, *LAGS, "rollout/reward"])
+    series = series_of(folder, STEPS)
+    assert series.keys() == {*MEMORY, *LAGS}
+    assert all(list(values) == [0.0, 1.0, 2.0] for values in series.values())
+    draw(series, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_flow_that_ends_before_its_last_step_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="of 3 steps"):
-        watched(flow_of(tmp_path, 1, ""), tmp_path, 3)
+async def test_a_step_without_figures_is_an_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    await stored(folder, [*MEMORY, *LAGS])
+    with pytest.raises(RuntimeError, match="of 3 steps, and the run had 4"):
+        series_of(folder, STEPS + 1)
 
 
-def test_a_flow_that_fails_is_told_by_its_status(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="status 7"):
-        watched(flow_of(tmp_path, 1, "raise SystemExit(7)"), tmp_path, 3)
-
-
-def test_a_process_that_is_gone_has_no_size() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    with pytest.raises(ProcessLookupError):
-        rss_mib(process.pid)
-
-
-def test_a_process_that_ended_and_was_not_waited_for_has_no_size() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read()
-        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            pass
-        with pytest.raises(ProcessLookupError):
-            rss_mib(process.pid)
+def test_a_figure_is_the_median_of_the_steps_up_to_it() -> None:
+    values = np.asarray([9.0, 1.0, 2.0, 3.0, 4.0, 50.0, 0.0])
+    assert around(values, 6) == 3.0
+    assert around(values, 1) == 9.0

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tasks.observe.loop import LoopMonitor
 from tasks.serve.process import free_port
 from tasks.sync.buckets import TransferPlan
 from tasks.sync.order import Place, Sent, Target, WeightOffer
@@ -41,8 +42,9 @@ def main() -> None:
     heartbeats = Heartbeats(ranks.own_connection(), 0, 1, timeout_s)
     writer = CheckpointWriter(ranks.own_connection(), 0, 1, timeout_s)
     transfer: Any = NoTransfer()
-    worker = Worker(config.train, ranks.device, transfer, writer)
-    lead(config, worker, transfer, CommandChannel(ranks.store, timeout_s), heartbeats)
+    monitor = LoopMonitor(0.0, 0.0, print, prefix="train/control_")
+    worker = Worker(config.train, ranks.device, transfer, writer, monitor)
+    lead(config, worker, transfer, CommandChannel(ranks.store, timeout_s), heartbeats, monitor)
 
 
 if __name__ == "__main__":

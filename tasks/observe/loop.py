@@ -1,0 +1,155 @@
+"""Watches over an event loop: how late its beats are, and what ran when one was."""
+
+import asyncio
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import nlargest
+from operator import itemgetter
+
+from tasks.observe.garbage import GarbagePauses
+from tasks.observe.lag import Beat, LagHistogram, LoopLag
+from tasks.observe.metrics import Metric
+from tasks.observe.standing import where_it_stands
+
+TICK_S = 0.01
+LOOK_AFTER_S = 0.05
+"""A beat that is so late has the loop's thread looked at, and again and again until it comes."""
+
+MOST_PLACES = 50
+"""Places that are told apart between two reports; what stands elsewhere counts as one."""
+
+ELSEWHERE = "elsewhere"
+NO_PROCESSOR = "other threads or processes had all processors"
+NOT_SEEN = "what ran was not seen"
+NAMED_IN_A_WARNING = 3
+
+
+class LoopMonitor:
+    """Samples the running event loop every 10 ms, and warns of what held it up; takes 0.2 to 0.4 % of a core.
+
+    A thread looks where the loop's thread stands when a beat is 50 ms late.
+
+    Args:
+        max_stall_ms: a beat that is later is warned of; 0: none.
+        max_lag_p99_ms: a report whose p99 is above is warned of; 0: none.
+        warn: tells people; called on the loop.
+        prefix: of the metrics' names.
+    """
+
+    def __init__(
+        self, max_stall_ms: float, max_lag_p99_ms: float, warn: Callable[[str], None], prefix: str = "loop/"
+    ) -> None:
+        self._max_stall_ms, self._max_lag_p99_ms = max_stall_ms, max_lag_p99_ms
+        self._warn, self._prefix = warn, prefix
+        self._lag = LoopLag(TICK_S, self._heard)
+        self._garbage = GarbagePauses()
+        self._garbage_before_s = 0.0
+        self._has_ended = threading.Event()
+        self._seen: Counter[str] = Counter()
+        self._places_s: defaultdict[str, float] = defaultdict(float)
+        self._warned: set[str] = set()
+        self._n_stalls = 0
+        self._late = Beat(0.0, 0.0, 0.0)
+        self._told_p99_ms = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch over the running loop, in whose thread this is entered."""
+        loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
+        watchdog = threading.Thread(
+            target=self._watch, args=(loop, thread_id), name="loop-watchdog", daemon=True
+        )
+        with self._garbage.counted(), self._lag.sampled():
+            watchdog.start()
+            try:
+                yield
+            finally:
+                self._has_ended.set()
+
+    def report(self) -> Sequence[Metric]:
+        """What was measured since the last report, nothing where nothing was; warns when the p99 is above its bound."""
+        lags, self._lag.lags = self._lag.lags, LagHistogram()
+        if not lags.n:
+            return []
+        values = {f"lag_p{percent}_ms": lags.percentile_ms(percent) for percent in (50, 90, 99)}
+        values["lag_max_ms"] = lags.largest_ms
+        if self._max_stall_ms:
+            values["stalls"] = float(self._n_stalls)
+        pauses = self._garbage.take()
+        self._garbage_before_s = 0.0
+        values |= {"gc_s": pauses.total_s, "gc_max_ms": 1000.0 * pauses.longest_s}
+        self._tell_of_step(values["lag_p99_ms"])
+        self._n_stalls = 0
+        self._late = Beat(0.0, 0.0, 0.0)
+        self._places_s.clear()
+        return [Metric(f"{self._prefix}{name}", "all", "value", value) for name, value in values.items()]
+
+    def _tell_of_step(self, p99_ms: float) -> None:
+        """Warn of a step's p99 above its bound, and again only of one that is twice as large."""
+        if not self._max_lag_p99_ms or p99_ms <= max(self._max_lag_p99_ms, 2.0 * self._told_p99_ms):
+            return
+        self._told_p99_ms = p99_ms
+        most = nlargest(NAMED_IN_A_WARNING, self._places_s.items(), key=itemgetter(1))
+        places = "".join(f"; {seconds:.1f} s {place}" for place, seconds in most)
+        self._warn(
+            f"the event loop was late by {p99_ms:.0f} ms (p99 of a step; all that was late: {_spent(self._late)}), and "
+            f"observe.max_lag_p99_ms is {self._max_lag_p99_ms:g}{places}"
+        )
+
+    def _heard(self, beat: Beat) -> None:
+        """On the loop, once a beat has come."""
+        seen, self._seen = self._seen, Counter()
+        garbage_s = self._garbage.so_far.total_s
+        garbage_ms, self._garbage_before_s = 1000.0 * (garbage_s - self._garbage_before_s), garbage_s
+        place = seen.most_common(1)[0][0] if seen else ""
+        if 2.0 * beat.queued_ms > beat.lag_ms and place:
+            place = NO_PROCESSOR  # wherever it stood, that did not hold it up
+        if place:
+            self._late = Beat(
+                self._late.lag_ms + beat.lag_ms,
+                self._late.running_ms + beat.running_ms,
+                self._late.queued_ms + beat.queued_ms,
+            )
+            known = place in self._places_s or len(self._places_s) < MOST_PLACES
+            self._places_s[place if known else ELSEWHERE] += beat.lag_ms / 1000.0
+        if 0.0 < self._max_stall_ms < beat.lag_ms:
+            self._n_stalls += 1
+            self._tell(beat, place, garbage_ms)
+
+    def _tell(self, beat: Beat, place: str, garbage_ms: float) -> None:
+        """Warn of a stall, once of each place: `stalls` counts the rest."""
+        if place in self._warned or len(self._warned) >= MOST_PLACES:
+            return
+        self._warned.add(place)
+        garbage = f", {garbage_ms:.0f} ms of it collecting garbage" if garbage_ms >= 1.0 else ""
+        self._warn(
+            f"the event loop stood still for {beat.lag_ms:.0f} ms ({_spent(beat)}{garbage}), and observe.max_stall_ms "
+            f"is {self._max_stall_ms:g}; {place or NOT_SEEN}"
+        )
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
+        """The watchdog's thread: sleeps until a beat would be late, and looks at the loop's thread while it is.
+
+        A loop that stands still tells nobody, so that this is a matter of looking.
+        """
+        while not self._has_ended.is_set():
+            due_s = self._lag.due_s
+            late_s = time.monotonic() - due_s
+            if late_s >= LOOK_AFTER_S:
+                self._seen[where_it_stands(loop, thread_id)] += 1
+            self._has_ended.wait(LOOK_AFTER_S if late_s >= 0.0 else min(LOOK_AFTER_S - late_s, 1.0))
+
+
+def _spent(beat: Beat) -> str:
+    """What a beat's lag was spent on, in words."""
+    parts = {
+        "running": beat.running_ms,
+        "waiting for a processor": beat.queued_ms,
+        "waiting otherwise, for the interpreter's lock above all": beat.lag_ms
+        - beat.running_ms
+        - beat.queued_ms,
+    }
+    return ", ".join(f"{ms:.0f} ms {what}" for what, ms in parts.items() if ms >= 1.0)

@@ -1,0 +1,74 @@
+"""The monitor of an event loop finds what is planted, and names it."""
+
+import asyncio
+import gc
+import time
+
+import pytest
+
+from tasks.observe.garbage import GarbagePauses
+from tasks.observe.loop import LoopMonitor
+
+STALL_S = 0.4
+SETTLE_S = 0.05
+
+
+async def block_the_loop() -> None:
+    time.sleep(STALL_S)  # noqa: ASYNC251 - that is the stall
+
+
+async def stalled(said: list[str], n: int = 1) -> dict[str, float]:
+    """Plant stalls under a monitor; returns its metrics by name."""
+    monitor = LoopMonitor(max_stall_ms=100.0, max_lag_p99_ms=50.0, warn=said.append)
+    with monitor.watching():
+        await asyncio.sleep(SETTLE_S)
+        for _ in range(n):
+            await asyncio.create_task(block_the_loop(), name="the culprit")
+            await asyncio.sleep(SETTLE_S)
+    return {metric.name: metric.value for metric in monitor.report()}
+
+
+async def test_a_stall_is_warned_of_with_its_task_and_its_place() -> None:
+    said: list[str] = []
+    await stalled(said)
+    stall = next(text for text in said if "stood still" in text)
+    assert "task the culprit (block_the_loop)" in stall
+    assert "test_loop.py" in stall
+    assert "observe.max_stall_ms is 100" in stall
+
+
+async def test_a_place_is_told_once_and_its_stalls_are_counted() -> None:
+    said: list[str] = []
+    values = await stalled(said, n=2)
+    assert values["loop/stalls"] >= 2
+    assert sum("block_the_loop" in text and "stood still" in text for text in said) == 1
+
+
+async def test_what_a_step_had_is_in_its_metrics() -> None:
+    said: list[str] = []
+    values = await stalled(said)
+    assert values["loop/lag_max_ms"] >= 1000 * STALL_S * 0.9
+    assert values["loop/lag_p50_ms"] <= values["loop/lag_p90_ms"] <= values["loop/lag_p99_ms"]
+    assert any("p99 of a step" in text and "block_the_loop" in text for text in said)
+
+
+async def test_a_report_begins_anew() -> None:
+    monitor = LoopMonitor(0.0, 0.0, warn=pytest.fail)
+    with monitor.watching():
+        await asyncio.sleep(SETTLE_S)
+        await block_the_loop()
+        await asyncio.sleep(SETTLE_S)
+        first = {metric.name: metric.value for metric in monitor.report()}
+        await asyncio.sleep(SETTLE_S)
+        second = {metric.name: metric.value for metric in monitor.report()}
+    assert second["loop/lag_max_ms"] < first["loop/lag_max_ms"]
+
+
+def test_pauses_of_the_garbage_collector_are_counted_and_taken() -> None:
+    pauses = GarbagePauses()
+    with pauses.counted():
+        gc.collect()
+    gc.collect()
+    taken = pauses.take()
+    assert 0.0 < taken.longest_s <= taken.total_s
+    assert pauses.take().total_s == 0.0

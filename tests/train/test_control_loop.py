@@ -1,0 +1,27 @@
+"""The loop that serves the control API is watched over while it serves."""
+
+import time
+
+import httpx
+
+from tasks.observe.loop import LoopMonitor
+from tasks.serve.process import free_port
+from tasks.train.control import ControlServer, control_app
+from tasks.train.operations import Operations
+
+SERVED_S = 0.1
+
+
+def test_the_control_apis_loop_has_metrics_of_its_own() -> None:
+    monitor, port = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), free_port()
+    app = control_app(Operations(), {}, {}, lambda: None, "token", monitor)  # type: ignore[arg-type, return-value]
+    server = ControlServer(app, "127.0.0.1", port)
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/health", headers={"Authorization": "Bearer token"})
+        time.sleep(SERVED_S)  # ten beats of its loop
+    finally:
+        server.stop()
+    values = {metric.name: metric.value for metric in monitor.report()}
+    assert answer.status_code == 200
+    assert 0.0 <= values["train/control_lag_p50_ms"] <= values["train/control_lag_max_ms"]
+    assert "train/control_stalls" not in values
