@@ -194,6 +194,59 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
         typer.echo(asyncio.run(replay(folder.location, versions.first, versions.last)))
 
 
+def check_replay(
+    *, attribute: bool, step: int | None, versions: tuple[int | None, int | None], traffic: int, as_json: bool
+) -> None:
+    """Refuse options of `replay` that do not go together; ConfigError names one."""
+    if attribute:
+        if step is None:
+            raise ConfigError("--step", step, "--attribute measures one step: name it")
+        if any(each is not None for each in versions):
+            raise ConfigError(
+                "--from", versions, "--attribute measures one step, by --step; leave out --from and --to"
+            )
+    elif step is not None or traffic or as_json:
+        name = "--step" if step is not None else "--synthetic-traffic" if traffic else "--json"
+        raise ConfigError(name, step or traffic or as_json, "it goes with --attribute alone")
+
+
+def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *, as_json: bool) -> None:
+    """Run the flow attribute in this process, and print what it measured.
+
+    Args:
+        folder: of the run.
+        step: one that is done.
+        n_traffic: tasks of synthetic traffic.
+        trainer: `launch`, or `none` to leave out the phases that need one.
+        as_json: print one JSON object.
+
+    Raises:
+        ConfigError: the run has no such step, or something is missing; nothing has been started.
+    """
+    if trainer not in ("launch", "none"):
+        raise ConfigError("--trainer", trainer, "give launch or none")
+    manifest = read_manifest(folder)
+    config = validate(manifest.config)
+    from flows.stored_step import check_step
+
+    check_step(folder, manifest, step)
+    with_trainer = trainer == "launch" and manifest.trains
+    if with_trainer:
+        check_trainer(config)
+    lead_to_prefect(says_on_stderr=as_json)
+    from flows.attribution import attribute
+    from flows.attribution_table import attribution_page
+    from flows.ending import flow_command
+    from flows.terminal import print_json, terminal
+
+    with flow_command(lambda: False, config.observe.exit_timeout_s):
+        measured = asyncio.run(attribute(folder.location, step, n_traffic, with_trainer))
+        if as_json:
+            print_json(measured.values())
+        else:
+            terminal().print(attribution_page(measured), soft_wrap=True)
+
+
 def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Run the flow verify-sync in this process.
 

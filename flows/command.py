@@ -123,15 +123,18 @@ def run_deployed(
     trigger(Order(deployment, name, config, again=again, redo_failed=redo_failed))
 
 
-def lead_to_prefect() -> None:
+def lead_to_prefect(*, says_on_stderr: bool = False) -> None:
     """Find or start the Prefect server that flows of this process talk to; Prefect is imported only afterwards.
+
+    Where its UI is, is said on standard output, unless that is for a program to read.
 
     Raises:
         ConfigError, ServiceStartError: there is none, and none can be started.
     """
     os.environ |= {k: v for k, v in (QUIET_TERMINAL | SHORT_RETRIES).items() if k not in os.environ}
     os.environ["PREFECT_API_URL"] = server.ensure()
-    typer.echo(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
+    ui_url = os.environ["PREFECT_API_URL"].removesuffix("/api")
+    typer.echo(f"Prefect UI: {ui_url}", err=says_on_stderr)
 
 
 def trainer_here(config: RunConfig, nodes: Nodes, host: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 
 from flows.collecting import Collecting
+from flows.config import RunConfig
 from flows.failures import FailureWatch
 from flows.run import Run
 from tasks.observe.spans import span, within
@@ -173,10 +174,8 @@ class GroupCollection:
     async def _score_group(self) -> None:
         """Show the survivors to the scorer, all at once; a group that must be whole and is not is not scored."""
         survivors = scorable(joined(*self._rollouts))
-        is_short = survivors.num_rows < self._run.config.rollout.group_size
-        if joined(*self._scores).num_rows or (is_short and self._run.config.score.needs_whole_group):
-            return
-        await self._score(survivors)
+        if not joined(*self._scores).num_rows and is_shown(self._run.config, survivors):
+            await self._score(survivors)
 
     async def _judge(self, duration_s: float) -> tuple[GroupOutcome, ...]:
         self._run.pool.forget(self._group)
@@ -199,6 +198,11 @@ class GroupCollection:
             temperature=config.rollout.temperature,
             timeout_s=config.rollout.trajectory_timeout_s,
         )
+
+
+def is_shown(config: RunConfig, survivors: Rows) -> bool:
+    """True unless a scorer of groups is not to see these survivors of one: the group must be whole, and is not."""
+    return survivors.num_rows >= config.rollout.group_size or not config.score.needs_whole_group
 
 
 def _lane(group: int, number: int | None) -> str:

@@ -42,7 +42,7 @@ async def replay(run: str, first: int, last: int) -> str:
     """
     folder = RunFolder(run)
     manifest = await asyncio.to_thread(read_manifest, folder)
-    config = _launched_here(validate(manifest.config))
+    config = launched_here(validate(manifest.config))
     versions = versions_of(await asyncio.to_thread(complete_checkpoints, folder), first, last)
     with one_error(), workplace(folder) as place:
         model = await ensure_start_model(config)
@@ -75,17 +75,22 @@ def workplace(folder: RunFolder) -> tempfile.TemporaryDirectory[str]:
 
 
 class Replaying:
-    """A trainer that applies a run's stored batches, and hands over nothing that it makes of them."""
+    """A trainer that applies a run's stored batches, and hands over nothing that it makes of them.
+
+    Attributes:
+        client: of the trainer.
+    """
 
     def __init__(
         self, folder: RunFolder, run: str, client: TrainerClient, model: Path, incarnation: int = 0
     ) -> None:
-        self._folder, self._run, self._client, self._model = folder, run, client, model
+        self.client = client
+        self._folder, self._run, self._model = folder, run, model
         self._incarnation = incarnation
 
     async def load(self, version: int) -> None:
         """Stand at a version: that of a checkpoint, or 0."""
-        await self._client.load(
+        await self.client.load(
             run=self._run,
             incarnation=self._incarnation,
             model=str(self._model),
@@ -98,9 +103,9 @@ class Replaying:
         """Apply the stored batch of a step."""
         digest = await asyncio.to_thread(stored_digest, self._folder, step)
         location = self._folder.location
-        return await train_step(self._client, location, self._run, step, digest, hands_over=False)
+        return await train_step(self.client, location, self._run, step, digest, hands_over=False)
 
 
-def _launched_here(config: RunConfig) -> RunConfig:
+def launched_here(config: RunConfig) -> RunConfig:
     """The same settings for a trainer of our own, also of a run that attached to one."""
     return config.model_copy(update={"train": config.train.model_copy(update={"url": "", "port": 0})})

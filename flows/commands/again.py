@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import Again, Overrides, RunLocation
+from flows.commands.options import Again, AsJson, Overrides, RunLocation
 
 PANEL = "Again"
 commands = typer.Typer()
@@ -91,12 +91,42 @@ def replay(
     last: Annotated[
         int | None, typer.Option("--to", metavar="VERSION", help="End here; the last checkpoint by default.")
     ] = None,
+    attribute: Annotated[
+        bool,
+        typer.Option(
+            "--attribute",
+            help="Instead: measure what comes after a step's generation, phase by phase and together.",
+        ),
+    ] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="With --attribute: this step.")] = None,
+    traffic: Annotated[
+        int,
+        typer.Option(
+            "--synthetic-traffic",
+            metavar="K",
+            min=0,
+            help="With --attribute: beside K tasks that stand for live generation.",
+        ),
+    ] = 0,
+    trainer: Annotated[
+        str, typer.Option(metavar="launch|none", help="With --attribute: none leaves out what needs one.")
+    ] = "launch",
+    as_json: AsJson = False,
 ) -> None:
-    """Apply a run's stored batches again, and compare with its checkpoint byte for byte; writes nothing to the run."""
-    from flows.again import replay_here
+    """Apply a run's stored batches again, and compare with its checkpoint byte for byte; writes nothing to the run.
+
+    With --attribute it says what each phase of a step after its generation takes: seconds, CPU, the event loop's lag, memory.
+    """
+    from flows.again import attribute_here, check_replay, replay_here
     from flows.folder import existing_run
 
-    replay_here(existing_run(run), first, last)
+    check_replay(attribute=attribute, step=step, versions=(first, last), traffic=traffic, as_json=as_json)
+    folder = existing_run(run)
+    if attribute:
+        assert step is not None
+        attribute_here(folder, step, traffic, trainer, as_json=as_json)
+    else:
+        replay_here(folder, first, last)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -16,7 +16,14 @@ from typing import Any
 from tasks.errors import ConfigError, StoreError
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import Files, files_of, publish_text, read_text
-from tasks.store.layout import CHECKPOINT_MARKER, PARTITION_KEYS, RunFolder, checkpoint_key, partition_pattern
+from tasks.store.layout import (
+    CHECKPOINT_MARKER,
+    PARTITION_KEYS,
+    PartitionValue,
+    RunFolder,
+    checkpoint_key,
+    partition_pattern,
+)
 from tasks.store.lock import lock_run
 from tasks.store.manifest import Manifest, Origin, has_manifest, read_manifest, write_manifest
 from tasks.store.names import current
@@ -65,6 +72,18 @@ def fork(
             write_manifest(files, replace(manifest, status="running"), manifest)
     finally:
         lock.release()
+
+
+def bring_partition(source: RunFolder, target: RunFolder, dataset: str, **partition: PartitionValue) -> None:
+    """Give a run what a data set of another has in a partition, or in all that agree with what is given of one.
+
+    Raises:
+        StoreError: something could not be read or written.
+    """
+    pattern = f"{partition_pattern(dataset, partition)}/*.arrow"
+    files = files_of(source)
+    bring = partial(_bring, source, target, files_of(target))
+    read_listed(lambda: current(files.keys(pattern)), bring)
 
 
 def _target(

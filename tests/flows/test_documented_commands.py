@@ -44,6 +44,7 @@ RUN = [
     ("rescoring.md", "rollmill rescore quickstart --scorer rewards:Estimate --evaluations"),
     ("rescoring.md", "rollmill retrain quickstart --from quickstart --scores estimate@1 --name short --set score.scorer=rewards:Estimate --set train.loss=cispo --set train.clip_low=1 --set train.clip_high=1 --set retrain.last_step=9 --set steps=20"),
     ("rescoring.md", "rollmill replay quickstart --from 0 --to 40"),
+    ("rescoring.md", "rollmill replay quickstart --attribute --step 20 --synthetic-traffic 100"),
 ]  # fmt: skip
 """In this order, with a trainer and a server attached to that `rollmill trainer` and `rollmill vllm` started."""
 

@@ -1,0 +1,55 @@
+"""What a piece of work takes is found: what holds the loop, what runs below, what memory it needs."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+from tasks.observe.usage import Measuring
+
+HELD_S = 0.3
+BURNED_S = 0.5
+MEMORY_BYTES = 100_000_000
+
+
+async def test_what_holds_the_loop_is_measured_and_named() -> None:
+    measuring = Measuring()
+    async with measuring.measured():
+        await asyncio.sleep(0.02)
+        time.sleep(HELD_S)  # noqa: ASYNC251 - it is to hold the loop
+        await asyncio.sleep(0.02)
+    usage = measuring.usage
+    assert usage.wall_s >= HELD_S
+    assert usage.lag_max_ms >= 900.0 * HELD_S
+    assert "test_what_holds_the_loop" in usage.longest
+
+
+async def test_cpu_of_this_process_and_of_those_below_it_are_told_apart() -> None:
+    burn = f"import time\nwhile time.process_time() < {BURNED_S}: pass"
+    measuring = Measuring()
+    async with measuring.measured():
+        await asyncio.to_thread(subprocess.run, [sys.executable, "-c", burn], check=True)
+    assert measuring.usage.below_cpu_s >= 0.9 * BURNED_S
+    assert measuring.usage.cpu_s < BURNED_S
+
+
+async def test_processes_that_are_apart_do_not_count() -> None:
+    burn = f"import time\nwhile time.process_time() < {BURNED_S}: pass\nprint()\ninput()"
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", burn], **streams) as process:  # noqa: ASYNC220
+        measuring = Measuring([process.pid])
+        async with measuring.measured():
+            await asyncio.to_thread(process.stdout.readline)
+        process.communicate(b"\n")
+    assert measuring.usage.below_cpu_s < 0.5 * BURNED_S
+
+
+async def test_memory_that_is_given_back_is_in_the_peak_and_not_in_the_growth() -> None:
+    measuring = Measuring()
+    async with measuring.measured():
+        held = bytearray(MEMORY_BYTES)
+        held[:] = b"x" * MEMORY_BYTES
+        del held
+    usage = measuring.usage
+    assert usage.rss_growth_bytes < MEMORY_BYTES / 2
+    assert usage.rss_peak_bytes >= MEMORY_BYTES
