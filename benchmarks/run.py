@@ -116,7 +116,7 @@ def main() -> None:
     )
     parser.add_argument("scripts", nargs="*", help="of these benchmarks alone")
     parser.add_argument("--keep", action="store_true", help="add the ratios to the baseline, do not compare")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     results, outcome = Results(), Outcome()
     if given.mode != "table":
         benchmarks = chosen(given.scripts, given.mode)

@@ -64,6 +64,6 @@ def read(folder: RunFolder, is_evaluated: bool) -> Race:
     return Race(
         step_s=seconds.to_list(),
         held_out=held_out(folder)["reward"].to_list() if is_evaluated else [],
-        tokens=float(steps["n_completion_tokens"].mean()),  # type: ignore[arg-type]
+        tokens=statistics.mean(steps["n_completion_tokens"]),
         parts_s={part: medians[f"time/{part}_s"] for part in PARTS},
     )
