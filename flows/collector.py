@@ -26,6 +26,7 @@ from flows.collector_messages import (
     Message,
     ServerFailed,
     Servers,
+    Spans,
     Stored,
     ToCollector,
     Verdict,
@@ -43,6 +44,8 @@ from flows.recording import Recording
 from flows.vitals import Vitals
 from tasks.config import StageConfig, setting
 from tasks.errors import ConnectionLostError, TransientRequestError
+from tasks.observe.spans import Recorder, current_lane, within
+from tasks.observe.spans import recording as spans_recorded
 from tasks.rollout.admission import Admission
 from tasks.rollout.env_client import open_environment
 from tasks.rollout.pool_sampler import PoolSampler
@@ -80,7 +83,7 @@ async def collect_for(config: RunConfig, join: JoinConfig) -> str | State[str]:
     """
     recording = Recording(config.observe)
     try:
-        with Vitals(config.observe).watching():
+        with Vitals(config.observe).watching(), spans_recorded(Recorder(f"collector/{join.number}")):
             async with _opened(config, join, recording) as collector:
                 is_finished = await collector.work()
         why = "the run was stopped"
@@ -224,9 +227,12 @@ class Collector:
         )
         n_planned = max(1, run.config.rollout.group_size)
         failures = FailureWatch(group.step, n_planned, max_share=float("inf"), logger=get_run_logger)
-        await GroupCollection(StepCollection(run, group.step, failures), plan).collect()
+        with within(step=group.step):
+            await GroupCollection(StepCollection(run, group.step, failures), plan).collect()
         del self._slots[group.lease]
         self.n_done += 1
+        if lane := current_lane():
+            self._link.send(Spans(list(lane.recorder.take())))
         self._link.send(Done(group.lease))
 
     def _follow(self, servers: Servers) -> None:

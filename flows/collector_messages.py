@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from tasks.observe.spans import Span
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Anything that is said."""
@@ -106,6 +108,12 @@ class ServerFailed(Message, frozen=True):
     is_lost: bool
 
 
+class Spans(Message, frozen=True):
+    """Where the time of groups that are over went, by the collector's clock."""
+
+    spans: list[Span]
+
+
 class Done(Message, frozen=True):
     """All of a group is sampled, scored and stored."""
 
@@ -123,7 +131,7 @@ class End(Message, frozen=True):
 
 
 ToCollector: TypeAlias = Servers | Group | Grant | Stored | Verdict | End
-FromCollector: TypeAlias = Hello | Appended | Vouch | ServerFailed | Done
+FromCollector: TypeAlias = Hello | Appended | Vouch | ServerFailed | Spans | Done
 
 to_collector = msgspec.msgpack.Decoder(ToCollector)
 from_collector = msgspec.msgpack.Decoder(FromCollector)

@@ -21,6 +21,7 @@ from flows.collector_messages import (
     Message,
     ServerFailed,
     Servers,
+    Spans,
     Stored,
     Verdict,
     Vouch,
@@ -32,12 +33,16 @@ from flows.lease import Lease
 from flows.progress import say
 from flows.run import Run
 from tasks.errors import CollectorGoneError, ConnectionLostError, RollmillError, TransientRequestError
+from tasks.observe.spans import Span
 from tasks.rollout.admission import Place
 from tasks.score.scoring import scorable
 from tasks.serve.client import VllmClient
 from tasks.store.parcels import unpacked
 from tasks.store.rows import Rows, values
 from tasks.store.step import GroupPlan
+
+COLLECTOR = "collector/"
+"""How collectors are called where they tell of their own time; their number follows."""
 
 
 class Member:
@@ -180,6 +185,9 @@ class Collectors:
                 self._answer(self._store(member, lease, message))
             case Done(lease=number) if (lease := member.leases.get(number)) and not lease.over.done():
                 lease.over.set_result(None)
+            case Spans(spans=spans):
+                for each in spans:
+                    self._run.store.spans.recorder.add(_as_ours(each))
             case Vouch():
                 self._answer(self._vouch(member, message))
             case ServerFailed():
@@ -242,6 +250,14 @@ class Collectors:
         return Servers(
             pool.states(), {each.url: each.api_key for each in pool.known()} if is_launched else {}
         )
+
+
+def _as_ours(told: Span) -> Span:
+    """A collector's span as one of the flow's: of groups, whose lanes nobody else has, or of its own lanes."""
+    if not told.process.startswith(COLLECTOR):
+        return told
+    is_of_group = told.lane[:1].isdigit()
+    return told._replace(process="flow", lane=told.lane if is_of_group else f"{told.process} {told.lane}")
 
 
 def port_of(server: Server) -> int:

@@ -7,6 +7,7 @@ from flows.collectors import Collectors
 from flows.group import GroupCollection, StepCollection, judged
 from flows.run import Run
 from tasks.errors import CollectorGoneError
+from tasks.observe.spans import span, within
 from tasks.rollout.admission import ROLLOUT, Place
 from tasks.score.outcome import GroupOutcome
 from tasks.score.scoring import scorable
@@ -29,10 +30,16 @@ class SharedGroup:
 
     async def collect(self) -> tuple[GroupOutcome, ...]:
         """Have a collector sample what is missing and score what is unscored, and judge the group once all is stored."""
+        with within(lane=str(self._plan.group)):
+            return await self._collected()
+
+    async def _collected(self) -> tuple[GroupOutcome, ...]:
         started = time.perf_counter()
         self._hand_to_trainer()
         while self._plan.to_sample or self._has_unscored():
-            if not await self._collectors.are_there():
+            with span("waiting_for_collector"):
+                are_there = await self._collectors.are_there()
+            if not are_there:
                 break
             with self._run.admission.places(
                 len(self._plan.to_sample), (self._collection.step, ROLLOUT)

@@ -26,7 +26,7 @@ class Span(NamedTuple):
     Spans of one lane lie inside one another or apart, never across: of nested ones the innermost is the owner.
 
     Attributes:
-        process: `flow`, `collector/NUMBER`, `trainer/RANK`, or a server's address.
+        process: `flow`, `trainer/RANK`, or a server's address.
         lane: one line of control in it: `step`, `main`, or a trajectory as GROUP.SAMPLE.
         name: what was done, as in docs/spans.md.
         step: the step that it was done for; -1 for none.

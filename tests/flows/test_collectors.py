@@ -23,6 +23,7 @@ from flows.collectors import Collectors, port_of
 from flows.fan_out import Collected, collect_step, store_batch
 from flows.run import Run
 from tasks.errors import FailedShareError, RequestError
+from tasks.observe.spans import Recorder, recording
 from tasks.rollout.admission import Admission
 from tasks.rollout.sampling import Player, Sampled
 from tasks.rollout.trajectory import Work
@@ -113,7 +114,12 @@ async def joined(
         writer=run.writer,
     )
     link.send(Hello(f"collector {number}", run.store.manifest.epoch))
-    return Worker(connection, asyncio.create_task(Collector(link, collecting).work()), diary)
+
+    async def work() -> bool:
+        with recording(Recorder(f"collector/{number}")):
+            return await Collector(link, collecting).work()
+
+    return Worker(connection, asyncio.create_task(work()), diary)
 
 
 def connection_to(port: int, token: str = TOKEN) -> connect:
@@ -160,6 +166,19 @@ async def test_two_collectors_give_the_rows_that_one_process_gives(tmp_path: Pat
         assert rows(run, "rollouts", *columns).equals(first)
     for here, there in zip(alone.outcomes, of_collectors.outcomes, strict=True):
         assert (here.group, here.advantages.tolist()) == (there.group, there.advantages.tolist())
+
+
+async def test_collectors_spans_are_stored_as_the_flows_each_group_with_its_lanes(tmp_path: Path) -> None:
+    async with shared(tmp_path, GroupSampler(), GroupSampler()) as (run, collectors, _):
+        await collected(run, collectors)
+        await run.store.spans.store(0)
+        spans = rows(run, "spans", "lane", "name", "process", "step")
+    samples = [f"{group}.{sample}" for group in range(N_GROUPS) for sample in range(GROUP_SIZE)]
+    assert set(spans.filter(pl.col("name") == "environment")["lane"]) >= set(samples)
+    groups = spans.filter(pl.col("name") == "sampling")
+    assert groups["lane"].to_list() == [str(group) for group in range(N_GROUPS)]
+    assert set(groups["process"]) == {"flow"}
+    assert set(spans["step"]) == {0}
 
 
 async def test_collectors_together_have_no_more_in_flight_than_the_run_allows(tmp_path: Path) -> None:
