@@ -68,9 +68,10 @@ class Background:
 
     def put(self, request: Request) -> None:
         """Make a request when those before it are made."""
-        lane = current_lane()
+        outer = current_lane()
+        lane = outer.beside(f"recording {self._what}") if outer else None
         if self._requests.qsize() < MOST_WAITING:
-            self._requests.put_nowait(partial(_recorded, request, lane.beside("recording") if lane else None))
+            self._requests.put_nowait(partial(_recorded, request, lane))
         else:
             self.tell(TimeoutError(f"{MOST_WAITING} requests wait for it"))
 

@@ -17,7 +17,7 @@ from flows.step_runs import name_of_step
 from flows.summary import print_summary
 from tasks.observe.metrics import Metric
 from tasks.observe.sinks import points_of
-from tasks.observe.spans import spanned
+from tasks.observe.spans import span, spanned
 from tasks.observe.step_clock import StepClock
 from tasks.rollout.env_client import RemoteEnvironment
 from tasks.store.plan import group_numbers, read_plan
@@ -38,24 +38,28 @@ def train_metrics(result: StepResult) -> list[Metric]:
 async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the step's metrics and show it."""
     step = collected.step
-    reward, measured = await asyncio.to_thread(_measure, run, step)
-    trains_truncated = run.config.score.train_truncated
-    dropped = await asyncio.to_thread(
-        drops, run.folder, step, run.scoring.key, train_truncated=trains_truncated
-    )
+    with span("measuring"):
+        reward, measured = await asyncio.to_thread(_measure, run, step)
+        trains_truncated = run.config.score.train_truncated
+        dropped = await asyncio.to_thread(
+            drops, run.folder, step, run.scoring.key, train_truncated=trains_truncated
+        )
     measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    await run.store.spans.store(step)
+    with span("storing"):
+        await run.store.spans.store(step)
     services = [*run.scoring.metrics(), *run.pool.metrics(), run.store.spans.lost()]
     services.append(Metric("observe/sink_failures_so_far", "all", "value", float(run.sinks.n_failures)))
     services.append(Metric("store/compaction_failures_so_far", "all", "value", float(run.compactor.n_failed)))
     if isinstance(run.environment, RemoteEnvironment):
         restarts = float(run.environment.restarts)
         services.append(Metric("rollout/env_restarts_so_far", "all", "value", restarts))
-    vitals = await run.vitals.of_step()
-    await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped), *vitals])
-    await run.store.writer.note()
+    with span("measuring"):
+        vitals = await run.vitals.of_step()
+    with span("storing"):
+        await store_metrics(run, step, [*metrics, *own, *services, *drop_metrics(dropped), *vitals])
+        await run.store.writer.note()
     run.progress.step_done(
         step,
         reward=reward,

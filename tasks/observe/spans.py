@@ -62,7 +62,7 @@ class Recorder:
         self._step_line: Lane | None = None
         self._step_watchers: list[Callable[[], None]] = []
         self._cuts: list[Callable[[], None]] = []
-        self._set_clock()
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     @property
     def step_does(self) -> str:
@@ -97,18 +97,14 @@ class Recorder:
         taken = []
         while self._spans:
             taken.append(self._spans.popleft())
-        self._set_clock()
         return taken
 
     def since_1970(self, monotonic_ns: int) -> int:
         """A moment of `time.perf_counter_ns` as nanoseconds since 1970.
 
-        The clock is set when spans are taken, and else goes by the monotonic one: spans that lie inside one another stay so.
+        The clock is set once, and then goes by the monotonic one: spans that lie inside one another, or apart, stay so.
         """
         return monotonic_ns + self._offset_ns
-
-    def _set_clock(self) -> None:
-        self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
 
 class Lane:
