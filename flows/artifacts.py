@@ -18,7 +18,6 @@ from flows.belonging import run_flow_run
 from flows.curves import read_curves
 from flows.failure import PREFECT_ERRORS
 from flows.pages import StepPage, run_page, scores_page
-from flows.plot import draw
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
 from tasks.store.layout import RunFolder
@@ -119,6 +118,10 @@ class RunArtifacts:
         self._ids[kind] = (await client.create_artifact(made)).id
 
     def _run_page(self) -> str:
+        from flows.plot import (
+            draw,
+        )  # a quarter of all that a flow imports, and its worker imports it again to cancel
+
         picture = io.BytesIO()
         draw(self._folder.name, read_curves(self._folder)).savefig(picture, dpi=PICTURE_DPI, format="png")
         return run_page(self._folder, picture.getvalue(), self._config.viewer_url)

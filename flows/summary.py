@@ -4,13 +4,14 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.inspection import held_out
-from flows.plot import plot_run
 from tasks.store.layout import RunFolder
 from tasks.store.partitions import stored_steps
 
 
 def print_summary(folder: RunFolder, run_url: str) -> None:
     """Before and after, the picture, the line that opens the data set, the link to the run."""
+    from flows.plot import plot_run  # a flow imports no matplotlib before it draws
+
     console = Console()
     evaluations = held_out(folder).to_dicts()
     if evaluations:

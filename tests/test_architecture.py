@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import grimp
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CODE = sorted(file for package in ("flows", "tasks") for file in (ROOT / package).rglob("*.py"))
 FLOWS = sorted(file.stem for file in (ROOT / "flows").glob("*.py") if file.stem != "__init__")
+DEPLOYED = ("collect", "evaluation", "post_train", "rescore", "retrain")
 PLUGIN = ("tasks.sync.plugin", "tasks.sync.engine", "tasks.sync.endpoint")  # all are loaded by their names
 PLUGIN_MAY_IMPORT = {
     "fastapi",
@@ -125,12 +127,22 @@ def test_every_flow_module_can_be_imported(name: str) -> None:
 
 
 def test_the_flow_process_imports_no_torch() -> None:
-    script = f"import sys, importlib; [importlib.import_module('flows.' + each) for each in {FLOWS!r}]"
-    script += "; print(sorted({'torch', 'deepspeed', 'transformers', 'vllm'} & set(sys.modules)))"
+    assert imported_by(FLOWS, "torch", "deepspeed", "transformers", "vllm") == "[]"
+
+
+def test_a_flow_that_a_worker_starts_imports_no_matplotlib() -> None:
+    # A worker imports the flow once more for each run that is cancelled, and says Cancelled after that.
+    assert imported_by(DEPLOYED, "matplotlib", "plotly") == "[]"
+
+
+def imported_by(names: Sequence[str], *libraries: str) -> str:
+    """Which of the libraries are imported with these modules of flows/, in a process of its own."""
+    script = f"import sys, importlib; [importlib.import_module('flows.' + each) for each in {names!r}]"
+    script += f"; print(sorted({set(libraries)!r} & set(sys.modules)))"
     shown = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True
     )
-    assert shown.stdout.strip() == "[]"
+    return shown.stdout.strip()
 
 
 def test_the_command_starts_without_prefect() -> None:
