@@ -1,5 +1,6 @@
 """Which error counts: one out of many, and those of Prefect's server, without which a run goes on."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,10 +15,18 @@ PREFECT_ERRORS = (httpx.HTTPError, PrefectException, TimeoutError)
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Raise the first Rollmill error of an exception group, or its first error, in place of the group."""
+    """Raise the first Rollmill error of an exception group, or its first error, in place of the group.
+
+    To be used in coroutines. Python 3.11 and 3.12 leave the task whose TaskGroup failed as one that is being cancelled: its
+    next `asyncio.timeout` would end with CancelledError in place of TimeoutError. That is taken back here.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
     try:
         yield
     except BaseExceptionGroup as group:
+        while task and task.cancelling() > before:
+            task.uncancel()
         raise _leaf(group) from group
 
 

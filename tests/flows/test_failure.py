@@ -1,17 +1,35 @@
 """Which error out of many a person sees."""
 
+import asyncio
+from contextlib import suppress
+
 import pytest
 
 from flows.failure import one_error
 from tasks.errors import ServiceDiedError
 
 
-def test_the_cause_is_raised_in_place_of_the_group_that_holds_it() -> None:
+async def test_the_cause_is_raised_in_place_of_the_group_that_holds_it() -> None:
     inner = ExceptionGroup("inner", [ValueError("beside"), ServiceDiedError("vLLM", "gone")])
     with pytest.raises(ServiceDiedError), one_error():
         raise ExceptionGroup("outer", [KeyError("first"), inner])
 
 
-def test_without_an_error_of_ours_the_first_is_raised() -> None:
+async def test_without_an_error_of_ours_the_first_is_raised() -> None:
     with pytest.raises(KeyError), one_error():
         raise ExceptionGroup("outer", [KeyError("first"), ValueError("second")])
+
+
+async def test_a_time_limit_after_a_failed_task_group_is_one() -> None:
+    async def fail() -> None:
+        raise ValueError("it failed")
+
+    async def wait_in_vain() -> None:
+        async with asyncio.timeout(0.01):
+            with suppress(ValueError), one_error():
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fail())
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await wait_in_vain()
