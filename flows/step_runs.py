@@ -15,12 +15,14 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Runni
 
 from flows.background import Background
 from flows.belonging import belonging_to, run_flow_run
+from flows.heartbeats import heartbeats
 from flows.progress import say
 from tasks.observe.config import ObserveConfig
 from tasks.observe.spans import span
 
 CANCELLED = (StateType.CANCELLING, StateType.CANCELLED)
 UNDONE = "The run ended before this was done."
+ALIVE = "It was called crashed, and goes on: its signs of life came late."
 
 
 @flow(name="step", persist_result=False)
@@ -80,7 +82,8 @@ class StepRuns:
             return
         self._open[name], self._ids[name] = flow_run, flow_run.id
         self._background.put(lambda client: _set(client, flow_run.id, Running()))
-        with belonging_to(step, flow_run):
+        self._background.put(self._mend)
+        with belonging_to(step, flow_run), heartbeats(step, flow_run):
             yield
         del self._open[name]
         self._background.put(lambda client: _set(client, flow_run.id, Completed()))
@@ -102,6 +105,11 @@ class StepRuns:
             made.set_result(None)
         del self._expected[name]
         return made.result()
+
+    async def _mend(self, client: PrefectClient) -> None:
+        """Call the run Running again where it was called Crashed though it lives: its heartbeats came too late."""
+        if (await client.read_flow_run(self._run_id)).state_type == StateType.CRASHED:
+            await _set(client, self._run_id, Running(message=ALIVE))
 
     async def _make(self, name: str, made: "asyncio.Future[FlowRun | None]", client: PrefectClient) -> None:
         """Make a flow run and its node in the run's flow run."""

@@ -2,18 +2,25 @@
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import httpx
 import pytest
-from prefect import flow, task
+import yaml
+from prefect import flow, get_client, task
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Crashed
 
+from flows.automations import FILE
 from flows.belonging import run_context, run_flow_run
+from flows.heartbeats import HEARTBEAT
 from flows.step_runs import StepRuns
 from tasks.observe.config import ObserveConfig
 
@@ -88,3 +95,37 @@ def test_a_server_that_takes_no_flow_runs_is_told_of_once_and_the_run_goes_on(pr
         asyncio.run(without_server())
     (line,) = told
     assert "ConnectError: connection refused" in line
+
+
+@pytest.mark.service
+def test_a_living_run_that_was_called_crashed_is_running_again_and_its_steps_give_signs_of_life(
+    prefect_api: str,
+) -> None:
+    steps: list[str] = []
+
+    @flow(persist_result=False)
+    async def called_crashed() -> None:
+        async with get_client() as client, StepRuns(PATIENT, "alive") as step_runs:
+            run = run_flow_run().id
+            await client.set_flow_run_state(run, Crashed(message="nothing was heard of it"), force=True)
+            async with step_runs.of("step 0"):
+                steps.append(str(step_runs.taken_id("step 0")))
+                async with asyncio.timeout(PATIENT.step_run_timeout_s):
+                    while (await client.read_flow_run(run)).state_type != StateType.RUNNING:  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+
+    with temporary_settings({PREFECT_API_URL: prefect_api}):
+        asyncio.run(called_crashed())
+    sign = heard(prefect_api, steps[0])
+    trigger = yaml.safe_load(FILE.read_text())["automations"][0]["trigger"]
+    assert EventTrigger.model_validate(trigger).covers(sign)
+
+
+def heard(api: str, flow_run: str) -> ReceivedEvent:
+    """The first sign of life of a flow run."""
+    named = {"event": {"name": [HEARTBEAT]}, "resource": {"id": [f"prefect.flow-run.{flow_run}"]}}
+    deadline = time.monotonic() + PATIENT.step_run_timeout_s
+    while not (found := httpx.post(f"{api}/events/filter", json={"filter": named}).json()["events"]):
+        assert time.monotonic() < deadline, "no sign of life was recorded"
+        time.sleep(0.2)
+    return ReceivedEvent.model_validate(found[0])
