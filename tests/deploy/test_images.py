@@ -19,12 +19,24 @@ from tasks.serve import vllm
 A_PORT = 8700
 
 
-def test_dockerfile_is_as_hadolint_wants_it() -> None:
+def said_of(content: str) -> str:
+    """What hadolint says of a Dockerfile; empty when it finds nothing."""
     hadolint = Path(sys.executable).parent / "hadolint"
-    checked = subprocess.run(
-        [hadolint, "--failure-threshold", "info", ROOT / "Dockerfile"], capture_output=True
-    )
-    assert checked.returncode == 0, checked.stdout
+    command = [hadolint, "--failure-threshold", "info", "-"]
+    checked = subprocess.run(command, input=content, capture_output=True, text=True)
+    assert bool(checked.stdout) == bool(checked.returncode)
+    return checked.stdout
+
+
+def test_dockerfile_is_as_hadolint_wants_it() -> None:
+    assert said_of((ROOT / "Dockerfile").read_text()) == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["COPPY . .", "RUN cd /tmp && ls", "FROM debian", "EXPOSE 99999", "CMD ls -l"]
+)
+def test_a_wrong_line_of_the_dockerfile_is_found(line: str) -> None:
+    assert said_of((ROOT / "Dockerfile").read_text() + f"\n{line}\n")
 
 
 def test_images_are_those_that_compose_and_kubernetes_name() -> None:
