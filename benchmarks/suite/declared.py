@@ -217,7 +217,15 @@ WHOLE = (
     Benchmark(
         "submission",
         quick=(),
-        figures=(Figure("calls_64", "calls", 1.5, limit=Beside("one call")),),
+        figures=(
+            Figure(
+                "calls_64",
+                "calls",
+                1.5,
+                peer=Beside("one after another", "one_by_one_64"),
+                limit=Beside("one call"),
+            ),
+        ),
     ),
     Benchmark(
         "time_to_reward",
