@@ -168,6 +168,16 @@ def plot(
 def spans(
     run: RunLocation,
     step: Annotated[str, typer.Option(metavar="A[:B]", help="These steps, both included.")] = "",
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev instead.")
+    ] = None,
+    otlp: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Send them to an OpenTelemetry receiver instead, by OTLP over HTTP; http://127.0.0.1:4318 for example.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of steps went: owners, waits and their causes, the critical path, what would shorten it."""
@@ -175,10 +185,18 @@ def spans(
     from flows.ledger_views import ledger_values, ledger_views
     from flows.run_ledger import read_ledger
     from flows.selection import Interval
+    from flows.span_export import send_otlp, write_perfetto
     from flows.terminal import print_json, print_view
 
     folder = existing_run(run)
-    ledger = read_ledger(folder, Interval.parse("--step", step) if step else None)
+    asked = Interval.parse("--step", step) if step else None
+    if perfetto is not None:
+        typer.echo(write_perfetto(folder, asked, perfetto))
+        return
+    if otlp:
+        typer.echo(send_otlp(folder, asked, otlp))
+        return
+    ledger = read_ledger(folder, asked)
     if as_json:
         print_json(ledger_values(folder.location, ledger))
         return

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from tasks.errors import ConfigError
 from tasks.observe.config import ObserveConfig
 
+OTLP = "opentelemetry.exporter.otlp.proto.http"
+
 
 def check_sinks(config: ObserveConfig) -> None:
     """Refuse a sink whose library is not installed; ConfigError says how to install it."""
@@ -12,5 +14,15 @@ def check_sinks(config: ObserveConfig) -> None:
         ("observe.tensorboard", config.tensorboard, "tensorboardX", "tensorboard"),
         ("observe.mlflow_uri", config.mlflow_uri, "mlflow", "mlflow"),
     ):
-        if value and find_spec(module) is None:
-            raise ConfigError(field, value, f"needs {module}: pip install 'rollmill[{extra}]'")
+        if value:
+            check_installed(field, value, module, extra)
+
+
+def check_installed(field: str, value: object, module: str, extra: str) -> None:
+    """Refuse what needs a library that is not installed; ConfigError says how to install it."""
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it lies in
+        is_there = False
+    if not is_there:
+        raise ConfigError(field, value, f"needs {module}: pip install 'rollmill[{extra}]'")

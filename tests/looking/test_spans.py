@@ -1,14 +1,20 @@
 """`rollmill spans`: where the time went, of a run whose every second is known."""
 
+import gzip
 import json
 import shutil
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from span_rows import spans_of, whole_step
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+from span_rows import BEGAN, spans_of, whole_step
 
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
@@ -72,3 +78,157 @@ def test_a_run_from_before_spans_says_so(rollmill: Command) -> None:
 
 def test_a_step_that_is_not_there_names_those_that_are(rollmill: Command, timed_run: RunFolder) -> None:
     assert "it has spans of steps 0 to 2" in rollmill("spans", timed_run.location, "--step", "7")
+
+
+def slices(file: Path) -> dict[str, list[tuple[str, float, float]]]:
+    """Of each track of a trace, by PROCESS/TRACK: its slices as (name, start and end in seconds), checked to be nested."""
+    trace = Trace.FromString(file.read_bytes())
+    names: dict[int, str] = {}
+    opened: dict[int, list[tuple[str, float]]] = {}
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for packet in trace.packet:
+        if packet.HasField("track_descriptor"):
+            track = packet.track_descriptor
+            process = names.get(track.parent_uuid, "")
+            names[track.uuid] = f"{process}/{track.name}" if process else track.process.process_name
+            continue
+        event, time = packet.track_event, packet.timestamp / 1e9 - BEGAN.timestamp()
+        stack = opened.setdefault(event.track_uuid, [])
+        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            assert list(event.categories) == [f"step {event.debug_annotations[-1].int_value}"]
+            stack.append((event.name, time))
+        else:
+            name, start = stack.pop()
+            assert not stack or stack[-1][1] <= start <= time
+            found.setdefault(names[event.track_uuid], []).append((name, round(start, 6), round(time, 6)))
+    assert not any(opened.values())
+    return found
+
+
+def test_a_perfetto_trace_has_every_span_on_the_track_of_its_lane(
+    rollmill: Command, timed_run: RunFolder, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.pftrace"
+    said = rollmill("spans", timed_run.location, "--step", "0", "--perfetto", str(file))
+    assert said.startswith(f"{file}: {len(whole_step())} spans; open it at ui.perfetto.dev")
+    found = slices(file)
+    assert sum(map(len, found.values())) == len(whole_step())
+    assert found["flow/the step's line"][-1] == ("step", 0.0, 10.0)
+    assert ("waiting_for_stragglers", 4.0, 6.0) in found["flow/the step's line"]
+    assert found["trainer/1/main"] == [("idle", 0, 6.2), ("forward", 6.2, 8.5), ("optimizer", 8.5, 8.8)]
+
+
+def test_trajectories_share_the_tracks_of_those_that_are_over(
+    rollmill: Command, timed_run: RunFolder, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.pftrace"
+    rollmill("spans", timed_run.location, "--perfetto", str(file))
+    tracks = [name for name in slices(file) if name.startswith("flow/trajectory")]
+    assert len(tracks) == 2  # six trajectories, of which two are in flight at once
+
+
+def test_a_trace_that_cannot_be_written_says_so(
+    rollmill: Command, timed_run: RunFolder, tmp_path: Path
+) -> None:
+    said = rollmill("spans", timed_run.location, "--perfetto", str(tmp_path / "no" / "folder"))
+    assert "the trace cannot be written" in said
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes OTLP over HTTP as a collector does; `status` is its answer."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
+        self.status = 200
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    server = Receiver()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_opentelemetry_receiver_gets_a_trace_for_each_step_with_all_below_the_steps_span(
+    rollmill: Command, timed_run: RunFolder, receiver: Receiver
+) -> None:
+    n = 2 * len(whole_step())
+    assert rollmill("spans", timed_run.location, "--step", "0:1", "--otlp", receiver.url) == (
+        f"{n} spans sent to {receiver.url}\n"
+    )
+    ((path, request),) = receiver.requests
+    assert path == "/v1/traces"
+    of_process = {
+        next(
+            each.value.string_value for each in spans.resource.attributes if each.key == "service.instance.id"
+        ): [span for scope in spans.scope_spans for span in scope.spans]
+        for spans in request.resource_spans
+    }
+    sent = [span for spans in of_process.values() for span in spans]
+    assert set(of_process) == {"flow", "http://10.0.0.1:8000", "trainer/0", "trainer/1"}
+    assert len({span.span_id for span in sent}) == n
+    assert len({span.trace_id for span in sent}) == 2
+    roots = {span.trace_id: span for span in sent if not span.parent_span_id}
+    assert [span.name for span in roots.values()] == ["step", "step"]
+    late = next(span for span in of_process["flow"] if span.name == "waiting_for_stragglers")
+    assert next(span.name for span in sent if span.span_id == late.parent_span_id) == "collect"
+    assert (late.start_time_unix_nano / 1e9, late.end_time_unix_nano / 1e9) == pytest.approx(
+        (BEGAN.timestamp() + 4, BEGAN.timestamp() + 6)
+    )
+
+
+def test_spans_that_are_sent_twice_have_the_same_ids(
+    rollmill: Command, timed_run: RunFolder, receiver: Receiver
+) -> None:
+    for _ in range(2):
+        rollmill("spans", timed_run.location, "--otlp", receiver.url)
+    first, second = (request for _, request in receiver.requests)
+    assert first == second
+
+
+def test_a_receiver_that_refuses_spans_is_named(
+    rollmill: Command, timed_run: RunFolder, receiver: Receiver
+) -> None:
+    receiver.status = 400
+    said = rollmill("spans", timed_run.location, "--otlp", receiver.url)
+    assert f"{receiver.url}/v1/traces did not take the spans" in said
+
+
+def test_an_address_with_a_password_is_not_sent_to_and_not_shown(
+    rollmill: Command, timed_run: RunFolder
+) -> None:
+    said = rollmill("spans", timed_run.location, "--otlp", "http://me:planted@127.0.0.1:1")
+    assert "may hold no user name or password" in said
+    assert "planted" not in said
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(
+    rollmill: Command, timed_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "perfetto", None)
+    said = rollmill("spans", timed_run.location, "--perfetto", str(tmp_path / "run.pftrace"))
+    assert "pip install 'rollmill[perfetto]'" in said

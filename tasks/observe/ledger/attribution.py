@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tasks.observe.ledger.critical_path import TRAJECTORY, UNATTRIBUTED, critical_paths
+from tasks.observe.ledger.critical_path import STRAGGLERS, UNATTRIBUTED, critical_paths
 from tasks.observe.ledger.timeline import (
     FLOW,
     IDLE,
@@ -19,7 +19,8 @@ from tasks.observe.ledger.timeline import (
     timeline_of,
 )
 
-STRAGGLERS = "waiting_for_stragglers"
+TRAJECTORY = r"^\d+\."
+"""How the lanes of a step's trajectories begin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,12 @@ from tasks.observe.ledger.timeline import (
     overlap,
 )
 
-UNATTRIBUTED = "unattributed"
-TRAJECTORIES, SERVICES, TRAINER = "trajectories", "services", "trainer"
+UNATTRIBUTED, STRAGGLERS = "unattributed", "waiting_for_stragglers"
+COLLECTING, EVALUATION, SERVICES, TRAINER = "collecting", "evaluation", "services", "trainer"
 WAITS_FOR = {
-    "collect": TRAJECTORIES,
-    "waiting_for_stragglers": TRAJECTORIES,
-    "evaluate": TRAJECTORIES,
-    "evaluating": TRAJECTORIES,
+    "collect": COLLECTING,
+    STRAGGLERS: COLLECTING,
+    "evaluate": EVALUATION,
     "train": TRAINER,
     "sync": SERVICES,
     "checkpoint": TRAINER,
@@ -40,8 +39,12 @@ BESIDE_SYNC = ["generating", IDLE]
 """What servers do that no transfer of weights waits for."""
 CLOCKS_US = 1000
 """What a clock may be ahead of another: who ended so much after a wait for it has ended it."""
-TRAJECTORY = r"^v?\d+\."
-"""How the lanes of trajectories are called."""
+SLOTS = {"slot", "workers", "calls"}
+"""Causes of waits for one of several places, which another trajectory has until then."""
+LANES = {COLLECTING: r"\d|collect\.", EVALUATION: r"v\d|evaluate\."}
+"""How lanes of the flow begin: of groups and their trajectories, and of those of an evaluation."""
+CONTAINERS = [IDLE, STRAGGLERS, "collecting", "sampling", "collect", "evaluating"]
+"""Spans of such lanes that are around what others do."""
 
 
 class Segment(NamedTuple):
@@ -144,7 +147,7 @@ def _goes_on(line: _Line, names: list[str], at: int, kind: str) -> bool:
 
 
 class _Others:
-    """The pieces that the step's line may wait for, by their ends; those of trajectories by step and end."""
+    """The pieces that the step's line may wait for, by their ends; those of the flow by step and end."""
 
     def __init__(self, timeline: Timeline) -> None:
         lanes, pieces, spans = timeline.lanes, timeline.pieces, timeline.spans
@@ -153,23 +156,25 @@ class _Others:
         self._names, self._causes = (spans[column].to_numpy() for column in ("name", "cause"))
         name = self._names[pieces.span]
         step = spans["step"].to_numpy().astype(np.int64)[pieces.span]
-        is_trajectory = [process == FLOW and bool(re.match(TRAJECTORY, lane)) for process, lane in lanes]
         of_lane = {
-            TRAJECTORIES: (is_trajectory, [IDLE]),
+            kind: ([process == FLOW and bool(re.match(begins, lane)) for process, lane in lanes], CONTAINERS)
+            for kind, begins in LANES.items()
+        }
+        of_lane |= {
             TRAINER: ([is_trainer(process) for process, _ in lanes], [IDLE]),
             SERVICES: ([process != FLOW for process, _ in lanes], BESIDE_SYNC),
         }
         self._kinds: dict[str, tuple[Ints, Ints, Ints]] = {}
         for kind, (is_held, no_part) in of_lane.items():
             held = np.flatnonzero(np.array(is_held, bool)[pieces.lane] & ~np.isin(name, no_part))
-            steps = step[held] if kind == TRAJECTORIES else np.zeros(len(held), np.int64)
+            steps = step[held] if kind in LANES else np.zeros(len(held), np.int64)
             order = np.lexsort((pieces.end[held], steps))
             self._kinds[kind] = held[order], steps[order], pieces.end[held][order]
 
     def path(self, kind: str, step: int, start: int, end: int) -> Iterator[Segment]:
         """The path through a stretch in which the step's line waits for these."""
         pieces, steps, ends = self._kinds[kind]
-        first, last = np.searchsorted(steps, [step, step + 1]) if kind == TRAJECTORIES else (0, len(pieces))
+        first, last = np.searchsorted(steps, [step, step + 1]) if kind in LANES else (0, len(pieces))
         ends = ends[first:last]
         low = first + int(np.searchsorted(ends, start, side="right"))
         high = first + int(np.searchsorted(ends, end + CLOCKS_US, side="right"))
@@ -226,7 +231,7 @@ class _Walk:
         if main in self._of_lane:
             other = self._covering(main, time)
             return before if other is None or is_wait(other.name) else other
-        after = self._covering(held.lane, held.end + 1)
+        after = self._covering(held.lane, held.end + 1) if held.cause in SLOTS else None
         last = self._had(after.name, time, held.lane) if after else None
         return last if last and last.end > held.start else before
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tasks.observe.ledger.attribution import STRAGGLERS, Ledger, is_work, median_s
+from tasks.observe.ledger.attribution import Ledger, is_work, median_s
+from tasks.observe.ledger.critical_path import STRAGGLERS
 from tasks.observe.ledger.timeline import FLOW, RANK, is_server
 
 TRAINING = ("packing", "forward", "backward", "optimizer", "annotating")
@@ -48,7 +49,8 @@ def remedies(n_servers: int) -> list[Remedy]:
         Remedy("another server", ["generating"], 1 / (n_servers + 1)),
         Remedy("no wait for a server: rollout.max_in_flight, more servers", ["waiting_for_server"], 1.0),
         Remedy("environments twice as fast", ["environment"], twice),
-        Remedy("scorers twice as fast, or twice as many workers", ["scoring"], twice),
+        Remedy("scorers twice as fast", ["scoring"], twice),
+        Remedy("no wait for a scorer: score.workers, score.max_in_flight", ["waiting_for_scorer"], 1.0),
         Remedy("twice as many ranks, or as fast ones", TRAINING, twice),
         Remedy("rows balanced over ranks, no slow one", ["waiting_for_rank"], 1.0),
         Remedy("weights sent in no time", SENDING, 1.0),

@@ -16,7 +16,7 @@ LINE, WHOLE = "step", "step"
 """Lane of the steps' line in the flow, and the name of the span around a whole step."""
 MAIN = "main"
 """Lane that a process has when it has one."""
-IDLE, WAIT = "idle", "waiting_for_"
+IDLE, WAIT = "idle", "waiting_"
 """Names of what is no work; the second is how waits begin."""
 
 SECOND_US = 1e6

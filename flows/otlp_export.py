@@ -1,0 +1,98 @@
+"""A run's spans for OpenTelemetry: a trace for each step, sent by its own library."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+import polars as pl
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace import SpanContext, TraceFlags
+
+from tasks.errors import RequestError
+from tasks.observe.ledger.timeline import FLOW, LINE, WHOLE, timeline_of
+
+BATCH = 1000
+"""Spans of one request."""
+NS_PER_US = 1000
+TRACES = "/v1/traces"
+"""Where a receiver takes traces, below its address."""
+
+
+def export(spans: pl.DataFrame, run: str, name: str, endpoint: str, timeout_s: float) -> int:
+    """Send spans. Those that were sent before have the same ids again.
+
+    What a receiver wants of headers is the library's: OTEL_EXPORTER_OTLP_HEADERS, and its other variables.
+
+    Args:
+        spans: of the data set.
+        run: its random id.
+        name: what people call it.
+        endpoint: of a receiver that speaks OTLP over HTTP, such as http://127.0.0.1:4318.
+        timeout_s: seconds for each request, with the library's own further attempts.
+
+    Returns:
+        Spans that were sent.
+
+    Raises:
+        RequestError: it did not take them.
+    """
+    url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}{TRACES}"
+    exporter = OTLPSpanExporter(url, timeout=timeout_s)
+    n_sent, batch = 0, list[ReadableSpan]()
+    try:
+        for each in [*_readable(timeline_of(spans).spans, run, name), None]:
+            if batch and (each is None or len(batch) == BATCH):
+                if exporter.export(batch) is not SpanExportResult.SUCCESS:
+                    raise RequestError(f"{url} did not take the spans; {n_sent} were sent")
+                n_sent += len(batch)
+                batch = []
+            if each is not None:
+                batch.append(each)
+    finally:
+        exporter.shutdown()
+    return n_sent
+
+
+def _readable(spans: pl.DataFrame, run: str, name: str) -> Iterator[ReadableSpan]:
+    """Spans as the library has them, each below the one around it; a lane's outermost ones below their step's."""
+    resources: dict[str, Resource] = {}
+    lane, around = -1, list[tuple[int, SpanContext]]()
+    for row in spans.iter_rows(named=True):
+        if row["lane_id"] != lane:
+            lane, around = row["lane_id"], []
+        while around and around[-1][0] <= row["start"]:
+            around.pop()
+        resource = resources.setdefault(row["process"], _resource(run, name, row["process"]))
+        context = _context(run, row)
+        root = _context(run, {"step": row["step"], "process": FLOW, "lane": LINE, "name": WHOLE})
+        outer = around[-1][1] if around else root
+        is_below = outer.trace_id == context.trace_id and outer.span_id != context.span_id
+        yield ReadableSpan(
+            row["name"],
+            context=context,
+            parent=outer if is_below and row["step"] >= 0 else None,
+            resource=resource,
+            attributes={key: row[key] for key in ("step", "lane", "cause") if row[key] != ""},
+            start_time=row["start"] * NS_PER_US,
+            end_time=row["end"] * NS_PER_US,
+        )
+        around.append((row["end"], context))
+
+
+def _resource(run: str, name: str, process: str) -> Resource:
+    return Resource(
+        {"service.name": "rollmill", "service.instance.id": process, "run": run, "run.name": name}
+    )
+
+
+def _context(run: str, row: Mapping[str, object]) -> SpanContext:
+    """Ids that are the same whenever a span is sent; a step's span around it all has the one that others name."""
+    trace = hashlib.blake2b(f"{run} {row['step']}".encode(), digest_size=16).digest()
+    is_whole = (row["process"], row["lane"], row["name"]) == (FLOW, LINE, WHOLE)
+    place = WHOLE if is_whole else f"{row['process']} {row['lane']} {row['name']} {row['start']}"
+    span = hashlib.blake2b(trace + place.encode(), digest_size=8).digest()
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(int.from_bytes(trace), int.from_bytes(span), is_remote=False, trace_flags=sampled)
