@@ -13,7 +13,7 @@ from tasks.observe.ledger.balance import balance_of
 from tasks.observe.ledger.shortening import savings
 from tasks.observe.ledger.timeline import FLOW, SECOND_US, is_server, is_trainer
 
-OTHERS = "(others)"
+OTHERS, PATH = "(others)", "critical path"
 PERCENT = 100.0
 MOST_SEGMENTS = 40
 """Segments of one step's critical path that are listed: the longest."""
@@ -194,9 +194,7 @@ def _path(ledger: Ledger) -> View:
         Column("process", is_text=True),
     ]
     columns += [Column("lane"), Column("cause", rank=2, is_text=True)]
-    return View(
-        {}, "critical path", columns, longest.select(column.name for column in columns).to_dicts(), notes
-    )
+    return View({}, PATH, columns, longest.select(column.name for column in columns).to_dicts(), notes)
 
 
 def _advice(ledger: Ledger) -> View:

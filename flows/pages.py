@@ -9,7 +9,10 @@ from typing import Any
 from flows.curves import REST, SPANS
 from flows.harmless import block, inline
 from flows.inspection import held_out, run_view
+from flows.ledger_views import PATH, ledger_views
 from flows.readings import Reading, choose
+from flows.run_ledger import read_ledger
+from flows.selection import Interval
 from flows.view import counted
 from tasks.store.layout import RunFolder
 from tasks.store.partitions import stored_steps
@@ -45,7 +48,7 @@ class StepPage:
                 f"# {inline(self.folder.name)}, step {self.step}",
                 "",
                 *self._summary(metrics),
-                *_spans(metrics),
+                *self._seconds(metrics),
                 *_drops(metrics),
                 *self._readings(),
                 *self._further(),
@@ -63,6 +66,22 @@ class StepPage:
             facts.append(f"{metrics['rollout/tokens']:,.0f} tokens sampled")
         updated = "" if metrics.get("train/updated", 1.0) else "; no update was made"
         return [f"{', '.join(facts)}{updated}", ""] if facts else []
+
+    def _seconds(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Where they went: by the step's spans, or of a run without any by its metrics."""
+        if self.step not in stored_steps(self.folder, "spans"):
+            yield from _spans(metrics)
+            return
+        for view in ledger_views(self.folder.name, read_ledger(self.folder, Interval(self.step, self.step))):
+            if view.rows and view.title != PATH:
+                yield from (
+                    f"**{inline(view.title)}**",
+                    "",
+                    *view.markdown(),
+                    "",
+                    *map(inline, view.notes),
+                    "",
+                )
 
     def _readings(self) -> Iterator[str]:
         for reading in choose(self.folder, self.step, self.scorer) if self.scorer else ():

@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from span_rows import BEGAN, spans_of, whole_step
 
+from flows.pages import StepPage
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.names import ShardName
@@ -62,6 +63,12 @@ def test_one_steps_table_lists_its_critical_path(rollmill: Command, timed_run: R
     ]
     assert "timed, step 1: 10.00 s, by what decided it" in lines
     assert "6.200 2.300 train forward trainer/1 main" in lines
+
+
+def test_a_steps_page_in_prefect_has_the_table(timed_run: RunFolder) -> None:
+    page = StepPage(timed_run, 1, "").markdown()
+    assert "| collect | generating | 3.500 | 35.0 |" in page
+    assert "| 2 ranks | waiting_for_rank | trainer/1 | 0.750 | 7.5 |" in page
 
 
 def test_json_has_every_step_and_owner_and_the_whole_path(rollmill: Command, timed_run: RunFolder) -> None:

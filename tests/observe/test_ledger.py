@@ -146,6 +146,27 @@ def test_the_path_of_a_sync_goes_over_what_servers_take_and_the_trainer_sends_bu
     ]
 
 
+def test_the_path_goes_from_a_group_to_its_last_trajectory_and_from_that_to_the_groups_problem() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 10),
+        (0, "flow", "step", "collect", 0, 10),
+        (0, "flow", "collect.0", "planning", 0, 1),
+        (0, "flow", "7", "collecting", 1, 10),
+        (0, "flow", "7", "environment", 1, 2),
+        (0, "flow", "7", "storing", 9, 10),
+        (0, "flow", "7.0", "generating", 2, 8, SERVER),
+        (0, "flow", "7.1", "generating", 2, 9, SERVER),
+        (0, "flow", "8", "collecting", 1, 9.5),
+        (0, "flow", "8.0", "generating", 2, 8.5, SERVER),
+    ]
+    assert path(ledger_of(spans_of(*rows))) == [
+        (0, 1, "collect.0", "planning"),
+        (1, 2, "7", "environment"),
+        (2, 9, "7.1", "generating"),
+        (9, 10, "7", "storing"),
+    ]
+
+
 def test_a_rank_whose_clock_is_a_little_ahead_is_still_what_was_waited_for() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 2),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from tasks.observe.ledger.lanes import Kin, kin_of
 from tasks.observe.ledger.timeline import (
     FLOW,
     IDLE,
@@ -39,8 +40,8 @@ BESIDE_SYNC = ["generating", IDLE]
 """What servers do that no transfer of weights waits for."""
 CLOCKS_US = 1000
 """What a clock may be ahead of another: who ended so much after a wait for it has ended it."""
-SLOTS = {"slot", "workers", "calls"}
-"""Causes of waits for one of several places, which another trajectory has until then."""
+SLOTS = {"slot": "generating", "workers": "scoring", "calls": "scoring"}
+"""What a place is used for that a wait is for, by its cause: somebody else does so until then."""
 LANES = {COLLECTING: r"\d|collect\.", EVALUATION: r"v\d|evaluate\."}
 """How lanes of the flow begin: of groups and their trajectories, and of those of an evaluation."""
 CONTAINERS = [IDLE, STRAGGLERS, "collecting", "sampling", "collect", "evaluating"]
@@ -153,6 +154,7 @@ class _Others:
         lanes, pieces, spans = timeline.lanes, timeline.pieces, timeline.spans
         self._pieces = pieces
         self._main = {process: at for at, (process, lane) in enumerate(lanes) if lane == MAIN}
+        self._kin = [kin_of(process, lane) for process, lane in lanes]
         self._names, self._causes = (spans[column].to_numpy() for column in ("name", "cause"))
         name = self._names[pieces.span]
         step = spans["step"].to_numpy().astype(np.int64)[pieces.span]
@@ -178,9 +180,9 @@ class _Others:
         ends = ends[first:last]
         low = first + int(np.searchsorted(ends, start, side="right"))
         high = first + int(np.searchsorted(ends, end + CLOCKS_US, side="right"))
-        yield from _Walk(self._told(pieces[low:high]), self._main, follows_senders=kind == SERVICES).back(
-            start, end
-        )
+        yield from _Walk(
+            self._told(pieces[low:high]), self._main, self._kin, follows_senders=kind == SERVICES
+        ).back(start, end)
 
     def _told(self, pieces: Ints) -> list[Told]:
         held = self._pieces.take(pieces)
@@ -194,15 +196,20 @@ class _Walk:
     Args:
         pieces: that may be walked over.
         main: the lane `main` of each process.
+        kin: of each lane.
         follows_senders: where a lane begins, what another is in the midst of had it begin, as a sender does a receiver.
     """
 
-    def __init__(self, pieces: list[Told], main: dict[str, int], *, follows_senders: bool) -> None:
+    def __init__(
+        self, pieces: list[Told], main: dict[str, int], kin: list[Kin], *, follows_senders: bool
+    ) -> None:
         self._main, self._pieces, self._follows_senders = main, pieces, follows_senders
+        self._kin, self._of_kin = kin, dict[Kin, list[Told]]()
         self._of_lane: dict[int, list[Told]] = {}
         self._of_name: dict[str, list[Told]] = {}
         for each in pieces:
             self._of_lane.setdefault(each.lane, []).append(each)
+            self._of_kin.setdefault(kin[each.lane], []).append(each)
             self._of_name.setdefault(each.name, []).append(each)
 
     def back(self, start: int, end: int) -> Iterator[Segment]:
@@ -226,20 +233,36 @@ class _Walk:
         """What the path goes on with before a piece, or before `time` where it is a wait."""
         before = self._covering(held.lane, held.start)
         if not is_wait(held.name):
-            return before or self._sender(held) or self._had(held.name, held.start, held.lane)
+            return before or self._sender(held) or self._earlier(held)
         main = self._main.get(held.cause)
         if main in self._of_lane:
             other = self._covering(main, time)
             return before if other is None or is_wait(other.name) else other
-        after = self._covering(held.lane, held.end + 1) if held.cause in SLOTS else None
-        last = self._had(after.name, time, held.lane) if after else None
+        last = self._had(SLOTS[held.cause], time, held.lane) if held.cause in SLOTS else None
         return last if last and last.end > held.start else before
 
     def _had(self, name: str, time: int, lane: int) -> Told | None:
         """The piece of this name that was last to end until then, in another lane."""
-        of_name = self._of_name[name]
+        of_name = self._of_name.get(name, [])
         at = bisect_right(of_name, time, key=_end)
         return next((of_name[each] for each in range(at - 1, -1, -1) if of_name[each].lane != lane), None)
+
+    def _earlier(self, held: Told) -> Told | None:
+        """What a lane did last, after a pause that nobody has; in a group's lane that is where its trajectories were."""
+        own = self._last(self._of_lane[held.lane], held.start)
+        kin = self._kin[held.lane]
+        if own and kin.is_part:
+            return own
+        for related in (Kin(kin.family, not kin.is_part), Kin("", is_part=False)):
+            others = self._of_kin.get(related, []) if related != kin else []
+            if last := self._last(others, held.start):
+                return max([last, *([own] if own else [])], key=_end)
+        return own
+
+    def _last(self, pieces: list[Told], time: int) -> Told | None:
+        """The last of these to end until then."""
+        at = bisect_right(pieces, time, key=_end)
+        return pieces[at - 1] if at else None
 
     def _sender(self, held: Told) -> Told | None:
         """What another lane was in the midst of when this one began."""
