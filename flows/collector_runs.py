@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from uuid import UUID
@@ -21,6 +22,7 @@ from flows.config import RunConfig
 from flows.failure import PREFECT_ERRORS
 from flows.progress import say
 from flows.run import Run
+from flows.submission import together
 from tasks.errors import ConfigError
 
 TAG = "rollmill-collector"
@@ -69,36 +71,50 @@ async def _deployment(client: PrefectClient, name: str) -> UUID:
 async def _start(client: PrefectClient, deployment: UUID, run: Run, url: str, block: str) -> None:
     """Have as many flow runs as there are to be collectors."""
     n = run.config.rollout.collectors
-    for number in range(1, n + 1):
-        join = JoinConfig(
-            url=url,
-            token_block=block,
-            run=run.id,
-            epoch=run.store.manifest.epoch,
-            number=number,
-            model=str(run.model.absolute()),
-            logs=str((run.folder.logs / f"collector-{number}").absolute()),
-        )
-        parameters: dict[str, Any] = {
-            "run_name": run.folder.name,
-            "config": share_of(run.config, n).model_dump(mode="json"),
-            "join": join.model_dump(mode="json"),
-        }
-        try:
-            await client.create_flow_run_from_deployment(
-                deployment,
-                parameters=parameters,
-                name=f"{run.folder.name} / collector {number}",
-                tags=[TAG, f"rollmill-run:{run.id}"],
-            )
-        except PrefectHTTPStatusError as error:
-            if error.response.status_code != HTTPStatus.CONFLICT:
-                raise
-            remedy = "this deployment takes other settings than this Rollmill has: make it anew with `rollmill deploy`"
-            raise ConfigError(
-                "rollout.collector_deployment", run.config.rollout.collector_deployment, remedy
-            ) from error
+    await together(
+        partial(_ask_for, client, deployment, run, _join(run, url, block, number))
+        for number in range(1, n + 1)
+    )
     say(f"{n} collectors are asked for: flow runs of {run.config.rollout.collector_deployment}")
+
+
+def _join(run: Run, url: str, block: str, number: int) -> JoinConfig:
+    """How a collector finds the run."""
+    return JoinConfig(
+        url=url,
+        token_block=block,
+        run=run.id,
+        epoch=run.store.manifest.epoch,
+        number=number,
+        model=str(run.model.absolute()),
+        logs=str((run.folder.logs / f"collector-{number}").absolute()),
+    )
+
+
+async def _ask_for(client: PrefectClient, deployment: UUID, run: Run, join: JoinConfig) -> None:
+    """Have one flow run that is to be a collector; ConfigError when its deployment is another Rollmill's."""
+    n = run.config.rollout.collectors
+    parameters: dict[str, Any] = {
+        "run_name": run.folder.name,
+        "config": share_of(run.config, n).model_dump(mode="json"),
+        "join": join.model_dump(mode="json"),
+    }
+    try:
+        await client.create_flow_run_from_deployment(
+            deployment,
+            parameters=parameters,
+            name=f"{run.folder.name} / collector {join.number}",
+            tags=[TAG, f"rollmill-run:{run.id}"],
+        )
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != HTTPStatus.CONFLICT:
+            raise
+        remedy = (
+            "this deployment takes other settings than this Rollmill has: make it anew with `rollmill deploy`"
+        )
+        raise ConfigError(
+            "rollout.collector_deployment", run.config.rollout.collector_deployment, remedy
+        ) from error
 
 
 def share_of(config: RunConfig, n: int) -> RunConfig:
@@ -120,9 +136,11 @@ async def _unfinished(client: PrefectClient, run: Run) -> Sequence[tuple[UUID, b
 
 
 async def _cancel(client: PrefectClient, flow_runs: Sequence[tuple[UUID, bool]]) -> None:
-    for flow_run_id, has_begun in flow_runs:
+    async def cancel(flow_run_id: UUID, *, has_begun: bool) -> None:
         kind = Cancelling if has_begun else Cancelled
         await client.set_flow_run_state(flow_run_id, kind(message="The run does not collect any more."))
+
+    await together(partial(cancel, flow_run, has_begun=begun) for flow_run, begun in flow_runs)
 
 
 async def _clear(client: PrefectClient, run: Run, block: str) -> None:

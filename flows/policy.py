@@ -141,7 +141,8 @@ class Policy:
         if self._recomputing:
             self._recomputing.begin(self.current.version)
         calls = self._servers.calls - calls_before if self._servers else 0
-        return sync_metrics(reports, calls)
+        submitted = self._servers.submitted.metrics() if self._servers else []
+        return [*sync_metrics(reports, calls), *submitted]
 
     async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
         """Have the trainer compute its log-probabilities of stored rollouts, and store them.

@@ -11,6 +11,7 @@ from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
 from flows.start_weights import StartWeights
+from flows.submission import Submission
 from flows.sync_report import SyncReport
 from flows.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, RollmillError, ServiceDiedError, SyncError
@@ -71,8 +72,8 @@ class Servers:
             named = [each for each in servers if only_name and self._sync.is_joined(each.client, version)]
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._survives(each, self._name(each, version))) for each in named]
-            ready = await self._ready([each for each in servers if each not in named], version)
-            reports = await self._send(ready, version)
+                ready = await self._ready([each for each in servers if each not in named], version)
+                reports = await self._send(ready, version)
         self.are_up.set()
         return [*(report for task in tasks if (report := task.result())), *reports]
 
@@ -131,6 +132,11 @@ class Servers:
     def calls(self) -> int:
         """Commands to the trainer and requests to servers that all syncs took so far, without their comparisons."""
         return self._sync.calls
+
+    @property
+    def submitted(self) -> Submission:
+        """When the servers began that weights went to last."""
+        return self._sync.submitted
 
     async def clear(self) -> None:
         """Remove what of the weights lies in files; no server needs it any more."""

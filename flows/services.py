@@ -212,6 +212,5 @@ async def started(every: Sequence[TrainerService | ServerService]) -> AsyncItera
                 starting.create_task(service.start())
         yield
     finally:
-        for service in every:
-            await service.client.close()
+        await asyncio.gather(*(service.client.close() for service in every))
         await asyncio.gather(*(service.process.stop() for service in every if service.process))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from flows.parity import check_tokenizer, openings_of
 from flows.run import Run
+from flows.submission import Submission
 from flows.sync_report import SyncReport
 from tasks.errors import ConfigError, SyncError
 from tasks.serve.client import VllmClient
@@ -19,6 +20,7 @@ class StartWeights:
 
     def __init__(self, run: Run) -> None:
         self._openings = openings_of(run)
+        self.submitted = Submission()
 
     def is_joined(self, server: VllmClient, version: PolicyVersion) -> bool:
         """Always: no weights travel, so no route is needed."""

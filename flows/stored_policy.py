@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from flows.config import RunConfig
@@ -15,6 +16,7 @@ from flows.failure import one_error
 from flows.progress import say
 from flows.run import Run
 from flows.services import ServerService
+from flows.submission import together
 from tasks.errors import ServiceDiedError, TrainError
 from tasks.serve.process import LaunchedProcess
 from tasks.serve.version import PolicyVersion
@@ -88,8 +90,8 @@ async def serving(run: Run, model: Path, version: int) -> AsyncIterator[None]:
             async with asyncio.TaskGroup() as starting:
                 for server in servers:
                     starting.create_task(server.start())
+            await together([partial(server.client.set_version, str(name)) for server in servers])
             for server in servers:
-                await server.client.set_version(str(name))
                 run.pool.admit(server.client)
             async with asyncio.TaskGroup() as watching:
                 watches = [watching.create_task(_watch(run, server)) for server in servers]
@@ -97,8 +99,7 @@ async def serving(run: Run, model: Path, version: int) -> AsyncIterator[None]:
                 for watch in watches:
                     watch.cancel()
     finally:
-        for server in servers:
-            await server.client.close()
+        await asyncio.gather(*(server.client.close() for server in servers))
         await asyncio.gather(*(server.process.stop() for server in servers if server.process))
 
 

@@ -13,6 +13,7 @@ from flows.failure import one_error
 from flows.replay import Replaying, workplace
 from flows.services import open_services
 from flows.start_model import ensure_start_model
+from flows.submission import together
 from flows.sync_verdict import SyncVerdict, table_of
 from tasks.errors import SyncError
 from tasks.serve.client import VllmClient
@@ -100,7 +101,8 @@ class Giving:
         self, servers: Sequence[VllmClient], mode: str = "", checksums: Sequence[str] = ()
     ) -> dict[VllmClient, WeightAnswer]:
         offer = await self._trainer.offer()
-        routes = {server: (await find_route(server, offer, self._config))[0] for server in servers}
+        found = await together([partial(find_route, server, offer, self._config) for server in servers])
+        routes = {server: route for server, (route, _) in zip(servers, found, strict=True)}
         is_written = any(route.transport == FILES for route in routes.values())
         files = await self._written() if is_written else ()
         version, config = str(self._version), self._config

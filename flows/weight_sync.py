@@ -10,9 +10,11 @@ from flows.failure import one_error
 from flows.parity import Parity
 from flows.progress import say
 from flows.run import Run
+from flows.submission import Submission
 from flows.sync_report import SyncReport, progress_line
 from flows.sync_verdict import SyncVerdict
 from tasks.errors import ChecksumError, ParityError, SyncError
+from tasks.observe.spans import Lane, current_lane, span
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.store.weights import addresses, remove_weights, weights_place
@@ -40,6 +42,7 @@ class WeightSync:
 
     Attributes:
         calls: commands to the trainer and requests to servers so far, without those of comparisons.
+        submitted: when the servers began that the last transfer went to.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class WeightSync:
         self.calls = 0
         self._offer: tuple[int, WeightOffer] | None = None
         self._routes: dict[VllmClient, tuple[int, Route]] = {}
-        self._asking = asyncio.Lock()
+        self.submitted = Submission()
+        self._asking, self._offering = asyncio.Lock(), asyncio.Lock()
         self._digests: tuple[str, Mapping[str, str]] = "", {}
         self._place = ""
         self._told: dict[VllmClient, str] = {}
@@ -100,6 +104,7 @@ class WeightSync:
         Raises:
             ServiceDiedError: the trainer is gone.
         """
+        self.submitted = submitted = Submission()
         if not servers:
             return
         routes = {server: self._routes.pop(server)[1] for server in servers}
@@ -113,6 +118,9 @@ class WeightSync:
             group.create_task(self._parity.sequences(version))
             for server in servers:
                 group.create_task(take(server, dispatch))
+        for started_ns in dispatch.starts_ns.values():
+            submitted.started(started_ns)
+        submitted.book()
         failed = {each.server for each in sending.result() if each.error}
         for server in dispatch.taken:
             if server.url not in failed:
@@ -184,18 +192,22 @@ class WeightSync:
             ChecksumError, ParityError: it differs.
             SyncError, RequestError: it reports another version, or the comparison was not done in time.
         """
-        started = time.perf_counter()
-        with one_error():
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._compare_checksums(server, version, answer))
-                difference = both.create_task(self._parity.compare(server, version))
-        parity_s = time.perf_counter() - started
         self.calls += 1
-        if (reported := await server.version()) != str(version):
+        here = current_lane()
+        at_server = here and Lane(here.recorder, here.step, "parity", server.url)
+        comparing = span("parity").begin(at_server)
+        try:
+            with one_error():
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._compare_checksums(server, version, answer))
+                    difference = group.create_task(self._parity.compare(server, version))
+                    name = group.create_task(server.version())
+        finally:
+            comparing.end()
+        if (reported := name.result()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
-        return SyncReport(
-            server.url, answer.bytes, answer.received_s, answer.held_s, parity_s, difference.result()
-        )
+        seconds = answer.received_s, answer.held_s, comparing.duration_s
+        return SyncReport(server.url, answer.bytes, *seconds, difference.result())
 
     async def _compare_checksums(
         self, server: VllmClient, version: PolicyVersion, answer: WeightAnswer
@@ -284,7 +296,8 @@ class WeightSync:
 
     async def _offered(self, version: PolicyVersion) -> WeightOffer:
         """What the trainer has to give, which is asked once for each of its incarnations."""
-        if self._offer is None or self._offer[0] != version.incarnation:
-            self.calls += 1
-            self._offer = version.incarnation, await self._trainer.offer()
-        return self._offer[1]
+        async with self._offering:
+            if self._offer is None or self._offer[0] != version.incarnation:
+                self.calls += 1
+                self._offer = version.incarnation, await self._trainer.offer()
+            return self._offer[1]

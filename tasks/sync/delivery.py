@@ -22,6 +22,7 @@ class Delivery:
     Attributes:
         error: why it was given up; empty while it was not.
         ended_at: of the monotonic clock.
+        stalls: of the link that was done last: from when to when, by `time.perf_counter_ns`, the server took nothing.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Delivery:
     ) -> None:
         self.error = ""
         self.ended_at = 0.0
+        self.stalls: list[tuple[int, int]] = []
         self._links, self._sizes, self._board, self._ended = links, sizes, board, ended
         self._streams = streams
         self._sent = [0] * len(links)
@@ -73,20 +75,23 @@ class Delivery:
 
     def _run(self, number: int, link: SendingLink) -> None:
         try:
+            link.stalls.take()
             if not self._links[link]:
-                link.open()
+                with link.stalls.watched():
+                    link.open()
             for bucket in range(number % self._streams, len(self._sizes), self._streams):
                 link.send(self._board.wait(bucket))
                 self._sent[number] += self._sizes[bucket]
         except (SyncError, OSError, RuntimeError) as error:
             self.give_up(str(error))
         finally:
-            self._end()
+            self._end(link)
 
-    def _end(self) -> None:
+    def _end(self, link: SendingLink) -> None:
         with self._lock:
             self._running -= 1
             is_last = not self._running
         if is_last:
+            self.stalls = link.stalls.take()
             self.ended_at = time.monotonic()
             self._ended(self)

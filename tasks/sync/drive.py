@@ -1,6 +1,7 @@
 """The flow's side of a weight sync: tells trainer and servers what to do at the same time, and compares them after."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from tasks.errors import ConfigError, ParityError, RequestError, RequestsHeldError, ServiceError, SyncError
+from tasks.observe.clocks import keep, shifted
+from tasks.observe.spans import Span, current_lane
 from tasks.serve.client import VllmClient
 from tasks.sync.choice import choose
 from tasks.sync.config import SyncConfig
@@ -92,6 +95,7 @@ class Dispatch:
 
     Attributes:
         taken: the servers that have taken the weights.
+        starts_ns: when each server that has taken them began to, in nanoseconds since 1970.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Dispatch:
         self._version, self._config, self._checksums = version, config, tuple(checksums)
         self._files, self._mode, self._report = tuple(files), mode or config.mode, report
         self.taken: set[VllmClient] = set()
+        self.starts_ns: dict[str, int] = {}
         self._gone: asyncio.Future[dict[str, Sent]] = asyncio.Future()
 
     async def send(self) -> list[Sent]:
@@ -141,6 +146,7 @@ class Dispatch:
         what = f"taking version {self._version} by {self._routes[server].transport}"
         async with named(server, what, "sync.timeout_s", self._config.timeout_s):
             order = self._order(self._routes[server]).to_json()
+            asked_ns = time.time_ns()
             taking = asyncio.ensure_future(server.take_weights(order, self._config.timeout_s))
             try:
                 await asyncio.wait({taking, self._gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -152,6 +158,7 @@ class Dispatch:
             finally:
                 taking.cancel()
         self.taken.add(server)
+        self.starts_ns[server.url] = _keep_spans(server, answer, asked_ns)
         return answer
 
     def _error(self, server: VllmClient) -> str:
@@ -175,6 +182,17 @@ class Dispatch:
             files=self._files if route.transport == FILES else (),
             checksums=self._checksums,
         )
+
+
+def _keep_spans(server: VllmClient, answer: WeightAnswer, asked_ns: int) -> int:
+    """Keep what a server did to take weights, for the step that they are sent for; returns when it began, by our clock."""
+    lane, until_ns = current_lane(), time.time_ns()
+    step = lane.step if lane else -1
+    told = shifted(
+        [Span(*each)._replace(process=server.url, step=step) for each in answer.spans], asked_ns, until_ns
+    )
+    keep(told)
+    return min((each.started_ns for each in told), default=asked_ns)
 
 
 async def find_route(server: VllmClient, offer: WeightOffer, config: SyncConfig) -> tuple[Route, str]:

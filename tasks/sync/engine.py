@@ -6,9 +6,8 @@ returns at once; `update_weights` puts in place what has arrived; `shutdown` giv
 
 import hashlib
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tasks.errors import text_of
+from tasks.observe.spans import Recorder, recording, span
 from tasks.sync.adapters import AdapterBase, stored_weights, with_adapters
 from tasks.sync.background import beside_the_model
 from tasks.sync.comparison import differing_bytes, differing_kernels
@@ -121,16 +121,29 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self, order: WeightOrder, line: ReportLine, inbox: Inbox, second: SecondCopy | None
     ) -> None:
         with beside_the_model():
+            recorder, worker = Recorder(""), self.parallel_config.rank
             try:
-                report = self._taken(order, inbox, second)
+                with recording(recorder, lane=f"weights/{worker}" if worker else "weights"):
+                    report = self._taken(order, inbox, second)
+                report = replace(report, spans=tuple(map(tuple, recorder.take())))
             except Exception as error:  # noqa: BLE001 - the thread ends here, and the report says why
                 report = Report(error=text_of(error))
         line.send(report)
 
     def _taken(self, order: WeightOrder, inbox: Inbox, second: SecondCopy | None) -> Report:
-        started = time.perf_counter()
-        tensors = inbox.take(order)
-        received_s = time.perf_counter() - started
+        with span("receiving") as receiving:
+            tensors = inbox.take(order)
+        with span("loading"):
+            return self._ready(order, tensors, second, receiving.duration_s)
+
+    def _ready(
+        self,
+        order: WeightOrder,
+        tensors: list[tuple[str, torch.Tensor]],
+        second: SecondCopy | None,
+        received_s: float,
+    ) -> Report:
+        """Make what has arrived ready to be put in place, beside requests."""
         found = dict(tensors)
         checksums = {
             name: hashlib.sha256(as_bytes(found[name]).numpy().data).hexdigest() for name in order.checksums

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from tasks.errors import SyncError
-from tasks.sync.link import Meeting, all_cores, packed, scatter
+from tasks.sync.link import Meeting, Stalls, all_cores, packed, scatter
 
 SENDER, RECEIVER = 0, 1
 
@@ -31,7 +31,7 @@ class _Pair:
     rank: int
 
     def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+        self._meeting, self.stalls = meeting, Stalls()
         self._group: ProcessGroupGloo | None = None
 
     def open(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,40 @@ from typing import Protocol
 import torch
 from torch.distributed import Store, TCPStore
 
+STALL_NS = 50_000_000
+"""Silence on a link that is shorter (50 ms) is its speed, not a wait for the other end."""
+
+
+class Stalls:
+    """When the other end of a link took, or gave, nothing; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, int]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The time inside is one, unless it is too short."""
+        started = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            if (ended := time.perf_counter_ns()) - started >= STALL_NS:
+                self._found.append((started, ended))
+
+    def take(self) -> list[tuple[int, int]]:
+        """From when to when, moments of `time.perf_counter_ns`, in order; they are kept no longer."""
+        found, self._found = self._found, []
+        return found
+
 
 class SendingLink(Protocol):
-    """The trainer's end; one thread opens it and sends, any thread closes it."""
+    """The trainer's end; one thread opens it and sends, any thread closes it.
+
+    Attributes:
+        stalls: filled as far as the transport can tell: of all of them while the link is opened, of tcp while it sends.
+    """
+
+    stalls: Stalls
 
     def open(self) -> None:
         """Wait for the other end; SyncError when it does not come in time."""
@@ -30,7 +62,13 @@ class SendingLink(Protocol):
 
 
 class ReceivingLink(Protocol):
-    """The server's end; one thread opens it, one at a time receives, any thread closes it."""
+    """The server's end; one thread opens it, one at a time receives, any thread closes it.
+
+    Attributes:
+        stalls: filled as far as the transport can tell, as those of the other end.
+    """
+
+    stalls: Stalls
 
     def open(self) -> None:
         """Join the other end; SyncError when it is not there in time."""

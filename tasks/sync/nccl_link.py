@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from tasks.errors import SyncError
-from tasks.sync.link import Meeting, packed, scatter
+from tasks.sync.link import Meeting, Stalls, packed, scatter
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -22,7 +22,7 @@ class _Pair:
     rank: int
 
     def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+        self._meeting, self.stalls = meeting, Stalls()
         self._group: Any = None
 
     def open(self) -> None:

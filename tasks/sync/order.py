@@ -6,7 +6,7 @@ when they are gone (`Sent`).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 REQUESTS_HELD = "requests stay held"
@@ -18,8 +18,8 @@ class _Message:
     """JSON of a dataclass."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields."""
-        return asdict(self)
+        """Its fields; none is a dataclass."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -148,6 +148,7 @@ class WeightAnswer(_Message):
         held_s: seconds that requests were held.
         checksums: SHA-256 of the tensors asked for, as they arrived, 64 hex digits.
         differing: of mode verify: what the live model has otherwise than a model with these weights.
+        spans: what the server did for it: the fields of a Span each, whose process is empty.
     """
 
     bytes: int
@@ -155,3 +156,4 @@ class WeightAnswer(_Message):
     held_s: float
     checksums: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
+    spans: tuple[tuple[Any, ...], ...] = ()

@@ -2,16 +2,21 @@
 
 import queue
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from tasks.errors import SyncError
+from tasks.observe.short_spans import book
+from tasks.observe.spans import current_lane
 from tasks.sync.buckets import Bucket, Range, TensorPlan, TransferPlan
 from tasks.sync.link import Meeting, ReceivingLink, all_cores, join_store, link_name, local_address
 from tasks.sync.order import WeightOrder
 from tasks.sync.transports import receiving_link
+
+WAITING = "waiting_for_trainer"
 
 _Arrivals = queue.SimpleQueue[Bucket | SyncError]
 
@@ -34,7 +39,9 @@ def open_links(order: WeightOrder, worker: int) -> list[ReceivingLink]:
                 name = link_name(order.prefix, rank, worker, stream)
                 meeting = Meeting(store, name, address, order.timeout_s, order.stall_timeout_s)
                 links.append(receiving_link(order.transport, meeting))
+                started = time.perf_counter_ns()
                 links[-1].open()
+                book(WAITING, started, f"trainer/{rank}")
     except SyncError:
         for link in links:
             link.close()
@@ -59,10 +66,15 @@ def arriving(
         SyncError: a sender stopped sending.
     """
     arrivals: _Arrivals = queue.SimpleQueue()
-    threads = [
-        threading.Thread(target=_receive, args=(link, plan, number, buffer, arrivals), daemon=True)
-        for number, link in enumerate(links)
-    ]
+    ended: list[int] = []
+
+    def receive(number: int, link: ReceivingLink) -> None:
+        _receive(link, plan, number, buffer, arrivals)
+        ended.append(number)
+
+    threads = [threading.Thread(target=receive, args=each, daemon=True) for each in enumerate(links)]
+    for link in links:
+        link.stalls.take()
     with all_cores():
         for thread in threads:
             thread.start()
@@ -76,6 +88,16 @@ def arriving(
             link.close()
         for thread in threads:
             thread.join()
+    if ended:
+        _book_stalls(links[ended[-1]], rank=ended[-1] // plan.streams)
+
+
+def _book_stalls(link: ReceivingLink, rank: int) -> None:
+    """Book what was waited for the rank whose last byte came last."""
+    lane = current_lane()
+    for started, stopped in link.stalls.take():
+        if lane is not None:
+            lane.add(WAITING, started, stopped, f"trainer/{rank}")
 
 
 def views(plan: TransferPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tasks.errors import SyncError
 
@@ -23,7 +23,7 @@ class Report:
     """What one worker says when it has all, or has failed.
 
     Attributes:
-        bytes, received_s, checksums, differing: see WeightAnswer.
+        bytes, received_s, checksums, differing, spans: see WeightAnswer.
         error: why it failed; empty when it has all.
     """
 
@@ -32,6 +32,7 @@ class Report:
     checksums: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     error: str = ""
+    spans: tuple[tuple[Any, ...], ...] = ()
 
 
 class Reports:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from tasks.errors import SyncError
+from tasks.observe.short_spans import timed
+from tasks.observe.spans import current_lane
 from tasks.sync.buckets import Bucket, TransferPlan
 from tasks.sync.delivery import Delivery
 from tasks.sync.filling import Board, Filling, Keep, Piece, Staging, keep_in
@@ -92,7 +94,9 @@ class WeightSender:
             for each in deliveries.values():
                 each.start()
             _fill(fillings, pieces)
+            filled = time.perf_counter_ns()
             self._await(deliveries, ended, started)
+            _book_stalls(deliveries, filled)
         except Exception as error:
             for board in boards.values():
                 board.fail(error)
@@ -179,8 +183,19 @@ def _home(transport: str) -> str:
 
 
 def _fill(fillings: Sequence[Filling], pieces: Iterable[Piece]) -> None:
-    for piece in pieces:
+    for piece in timed(pieces, "gathering"):
         for filling in fillings:
             filling.add(piece)
     for filling in fillings:
         filling.finish()
+
+
+def _book_stalls(deliveries: Mapping[str, Delivery], filled: int) -> None:
+    """Book what the rank waited, after everything was ready, for the server that was done last."""
+    lane = current_lane()
+    if lane is None or not deliveries:
+        return
+    server, last = max(deliveries.items(), key=lambda each: each[1].ended_at)
+    for started, ended in last.stalls:
+        if ended > filled:
+            lane.add("waiting_for_receiver", max(started, filled), ended, server)

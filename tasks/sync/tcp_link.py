@@ -7,6 +7,7 @@ what limits, frames have no checksum.
 
 import json
 import math
+import select
 import socket
 import struct
 import threading
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from tasks.errors import SyncError
-from tasks.sync.link import Meeting
+from tasks.sync.link import Meeting, Stalls
 
 _HEAD = struct.Struct("!8sQQQ")
 _CHECKED, _UNCHECKED = b"rollmill", b"loopback"
@@ -36,7 +37,7 @@ class _Connection:
     """What both ends have: a socket with a limit on silence, and the number of the next frame."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+        self._meeting, self.stalls = meeting, Stalls()
         self._frame = 0
         self._is_checked = True
         self._is_closed = False
@@ -103,7 +104,7 @@ class TcpSender(_Connection):
         checked = (_CHECKED, checksum(views)) if self._is_checked else (_UNCHECKED, 0)
         head = _HEAD.pack(checked[0], self._frame, size, checked[1])
         with self._in_use, self._told("it took no byte"):
-            _exchange(self._opened().sendmsg, [memoryview(head), *views])
+            _exchange(_sent(self._opened(), self._meeting, self.stalls), [memoryview(head), *views])
             self._frame += 1
 
     def _met(self) -> socket.socket:
@@ -144,7 +145,8 @@ class TcpReceiver(_Connection):
         head, size = bytearray(_HEAD.size), sum(map(len, views))
         with self._in_use, self._told("no byte came"):
             call = _received(self._opened())
-            _exchange(call, [memoryview(head)])
+            with self.stalls.watched():
+                _exchange(call, [memoryview(head)])
             kind, *found, expected = _HEAD.unpack(head)
             if kind != (_CHECKED if self._is_checked else _UNCHECKED) or found != [self._frame, size]:
                 raise SyncError(
@@ -179,6 +181,22 @@ def _exchange(call: _Call, views: Sequence[memoryview]) -> None:
             first += 1
         if n_bytes:
             waiting[first] = waiting[first][n_bytes:]
+
+
+def _sent(connection: socket.socket, meeting: Meeting, stalls: Stalls) -> _Call:
+    """Send from views as much as there is room for, once there is; BlockingIOError when that takes too long."""
+    room = select.poll()
+    room.register(connection, select.POLLOUT)
+
+    def call(views: Sequence[memoryview]) -> int:
+        with suppress(BlockingIOError):
+            return connection.sendmsg(views, (), socket.MSG_DONTWAIT)
+        with stalls.watched():
+            if not room.poll(1e3 * meeting.stall_timeout_s):
+                raise BlockingIOError("there is no room")
+        return 0
+
+    return call
 
 
 def _received(connection: socket.socket) -> _Call:

@@ -5,7 +5,6 @@ POST /rollmill/weights   WeightOrder         -> WeightAnswer
 """
 
 import asyncio
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.platforms import current_platform
 
 from tasks.errors import SyncError, text_of
+from tasks.observe.spans import Recorder, Span, recording, span
 from tasks.sync.order import REQUESTS_HELD, ServerPlace, WeightAnswer, WeightOrder
 from tasks.sync.place import this_machine
 from tasks.sync.reports import Report, Reports
@@ -55,10 +55,13 @@ async def _taken(state: Any, order: WeightOrder, raw_request: Request) -> Weight
         raise HTTPException(500, f"the old weights serve: {text_of(error)}") from error
     if order.mode == "verify":
         try:
-            return _answer([*reports, *await _compared(engine, order)], 0.0)
+            return _answer([*reports, *await _compared(engine, order)], 0.0, ())
         except Exception as error:
             raise HTTPException(500, f"the old weights serve, not compared: {text_of(error)}") from error
-    return _answer(reports, await _put_in_place(engine, order.version))
+    recorder = Recorder("")
+    with recording(recorder, lane="weights"), span("switching") as switching:
+        await _put_in_place(engine, order.version)
+    return _answer(reports, switching.duration_s, recorder.take())
 
 
 async def _reports(engine: Any, order: WeightOrder, raw_request: Request) -> list[Report]:
@@ -110,12 +113,11 @@ async def _gone(raw_request: Request) -> None:
     raise SyncError("who gave the order hung up")
 
 
-async def _put_in_place(engine: Any, version: str) -> float:
-    """Hold requests, put the weights in place, and let requests go on; returns the seconds in which they were held.
+async def _put_in_place(engine: Any, version: str) -> None:
+    """Hold requests, put the weights in place, and let requests go on.
 
     The caches of keys and values are cleared: requests under way compute theirs again, with the new weights.
     """
-    started = time.perf_counter()
     # As engine.pause_generation, without its 20 ms for outputs that are under way.
     await engine.renderer.clear_mm_cache_async()
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
@@ -127,11 +129,10 @@ async def _put_in_place(engine: Any, version: str) -> float:
         await engine.update_weight_version(UNUSABLE)
         raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: {text_of(error)}") from error
     await engine.resume_generation()
-    return time.perf_counter() - started
 
 
-def _answer(reports: Iterable[Report], held_s: float) -> WeightAnswer:
-    """Of all workers: what the last one had, and what any of them found."""
+def _answer(reports: Iterable[Report], held_s: float, switching: Iterable[Span]) -> WeightAnswer:
+    """Of all workers: what the last one had, what any of them found, and what each did."""
     reports = list(reports)
     return WeightAnswer(
         bytes=max(each.bytes for each in reports),
@@ -139,4 +140,5 @@ def _answer(reports: Iterable[Report], held_s: float) -> WeightAnswer:
         held_s=held_s,
         checksums=reports[0].checksums,
         differing=tuple(sorted({name for each in reports for name in each.differing})),
+        spans=(*(told for each in reports for told in each.spans), *map(tuple, switching)),
     )

@@ -1,6 +1,5 @@
 """A step's batch as a rank reads it: its rows, and what is stored of them under other policies."""
 
-import time
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,13 +16,11 @@ class BatchRows:
     Attributes:
         digest: of the stored batch.
         stored: log-probabilities under other policies, of the rows that have some.
-        read_s: seconds that reading took.
     """
 
     digest: str
     samples: Samples
     stored: StoredLogprobs
-    read_s: float
 
     @classmethod
     def read(cls, command: TrainStep, config: TrainConfig) -> Self:
@@ -32,9 +29,8 @@ class BatchRows:
         Raises:
             ShardError: a shard cannot be read, or a trajectory of the batch, or its routed experts, are not there.
         """
-        started = time.perf_counter()
         digest, samples = read_samples(command.folder, command.step)
         if config.replay_routing:
             samples = replace(samples, routing=read_batch_routing(command.folder, command.step))
         stored = read_stored(command.folder, command.step, config)
-        return cls(digest, samples, stored, time.perf_counter() - started)
+        return cls(digest, samples, stored)

@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import httpx
 
-from tasks import errors
 from tasks.errors import RequestError, ServiceDiedError, ServiceStartError
 from tasks.serve.process import LaunchedProcess
 from tasks.store.deliveries import Delivery
 from tasks.sync.order import Sent, Target, WeightOffer
+from tasks.train.answers import detail_of, error_of, keep_spans
 from tasks.train.protocol import (
     AwaitCheckpoint,
     Checkpoint,
@@ -44,14 +44,6 @@ _LONG_POLL_S = 30.0
 _HEALTH_PAUSE_S = 0.2
 _LOST_ANSWERS = 3
 _LAST_WORDS_S = 5.0
-_NAMED_ERRORS = (
-    "BatchRefusedError",
-    "StoreError",
-    "LeaseLostError",
-    "SchemaError",
-    "ShardError",
-    "SyncError",
-)
 
 
 class TrainerClient:
@@ -227,14 +219,16 @@ class TrainerClient:
 
     async def _do(self, command: Command, report: Report | None = None, every_s: float = _LONG_POLL_S) -> Any:
         """Send a command and wait for its result; `report` is told how far it is every so many seconds."""
+        asked_ns = time.time_ns()
         accepted = await self._answer("POST", f"/v1/{command.name}", command.model_dump())
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             state = await self._state(accepted["operation"], min(every_s, _LONG_POLL_S))
+            keep_spans(state, asked_ns)
             if state["status"] == "done":
                 return state["result"]
             if state["status"] == "failed":
-                raise _error(command.name, state["error_type"], state["error"])
+                raise error_of(command.name, state["error_type"], state["error"])
             if report:
                 report(state.get("progress", {}))
         raise RequestError(
@@ -265,7 +259,7 @@ class TrainerClient:
         timeout_s = self._connect_timeout_s + query.get("wait_s", 0.0)
         response = await self._http.request(method, path, json=body, params=query, timeout=timeout_s)
         if response.status_code != httpx.codes.OK:
-            raise RequestError(f"trainer: {method} {path}: {response.status_code} {_detail(response)}")
+            raise RequestError(f"trainer: {method} {path}: {response.status_code} {detail_of(response)}")
         return json.loads(response.content)
 
     async def _last_words(self) -> str:
@@ -276,18 +270,3 @@ class TrainerClient:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._process.ended()
         return self._process.log_tail()
-
-
-def _error(command: str, error_type: str, text: str) -> Exception:
-    """The trainer's error in our process, under its own type where a caller would treat it differently."""
-    if error_type in _NAMED_ERRORS:
-        kind: type[Exception] = getattr(errors, error_type)
-        return kind(text)
-    return RequestError(f"trainer: {command}: {text}")
-
-
-def _detail(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return response.text

@@ -164,6 +164,11 @@ class TrainConfig(StageConfig):
         "Route every token to the experts stored with its rollout (rollout.keep_routing); of mixture-of-experts models.",
         fixed=True,
     )
+    synchronize_parts: bool = setting(
+        True,
+        "On a GPU each part of a step (forward, backward, optimizer) ends when the device is done with it, so that its "
+        "seconds are its own; false: the host runs ahead, and what it waits for later is booked there.",
+    )
     start_timeout_s: float = setting(600.0, "Seconds the trainer has to become healthy.", gt=0.0)
     step_timeout_s: float = setting(
         3600.0, "Seconds one command (a step, a load, a checkpoint) may take.", gt=0.0

@@ -1,7 +1,8 @@
 """The control API of rank 0: accepts commands by HTTP, and hands out their results by long poll.
 
 POST /v1/COMMAND                       its fields as JSON -> {"operation": id}
-GET  /v1/operations/ID?wait_s=30       -> {"status": running | done | failed, "progress", "result", "error_type", "error"}
+GET  /v1/operations/ID?wait_s=30       -> {"status": running | done | failed, "progress", "result", "error_type", "error",
+                                           "spans": [the fields of a Span each]}
 GET  /v1/health                        -> TrainerHealth
 
 Every request needs `Authorization: Bearer TOKEN`.
@@ -123,9 +124,10 @@ def _state(operation: Operation) -> dict[str, Any]:
     outcome = operation.outcome
     if not outcome.done():
         return {"status": "running"}
+    told = {"spans": operation.spans}
     if error := outcome.exception():
-        return {"status": "failed", "error_type": type(error).__name__, "error": str(error)}
-    return {"status": "done", "result": outcome.result()}
+        return {"status": "failed", "error_type": type(error).__name__, "error": str(error), **told}
+    return {"status": "done", "result": outcome.result(), **told}
 
 
 def _json(value: Any) -> Response:

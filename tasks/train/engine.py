@@ -1,12 +1,15 @@
 """The policy under DeepSpeed: forward, backward, update; one instance on each rank."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from tasks.observe.spans import span
 from tasks.train.config import TrainConfig
 from tasks.train.deepspeed_library import deepspeed
 from tasks.train.layout import Packer, choose_layout
@@ -73,6 +76,7 @@ class Engine:
         self.packer = Packer(config, choose_layout(model, config, device), device)
         self._policy = Policy(model, config.head_chunk_mib, is_partitioned=config.zero_stage == _ZERO_3)
         self._max_grad_norm = config.max_grad_norm
+        self._waits_for_device = config.synchronize_parts and device.type == "cuda"
         self._is_plain = config.zero_stage == 0 and config.dtype == "float32"
         optimizer = torch.optim.AdamW(
             [each for each in model.parameters() if each.requires_grad],
@@ -100,6 +104,14 @@ class Engine:
         """Refuse routed experts that this model does not have; BatchRefusedError names a trajectory."""
         if self._replay and samples.routing is not None:
             self._replay.check(samples.routing, samples.trajectory_ids)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Book the time inside to a part of a step; on a GPU it ends when the device is done with it."""
+        with span(name):
+            yield
+            if self._waits_for_device:
+                torch.cuda.synchronize(self.device)
 
     def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> Forward:
         """What the policy says of the trained tokens of a micro-batch; under ZeRO-3 a collective.

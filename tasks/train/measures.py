@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from tasks.observe.metrics import MetricTable, Reduced
 from tasks.train.divergence import k3
@@ -95,15 +94,6 @@ def add_metrics(
                 table.add(name, _reduced(name, count, total, squares, least, most), env)
     for env, (count, *_) in zip(names, sums[0], strict=True):
         table.add("train/trained_tokens", Reduced("value", count), env)
-
-
-def of_all_ranks(table: MetricTable) -> MetricTable:
-    """All ranks' metrics on rank 0, nothing on the others; a collective."""
-    tables: list[MetricTable] | None = [table] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(table, tables)
-    joined = MetricTable()
-    joined.join(tables or [])
-    return joined
 
 
 def _extremes(

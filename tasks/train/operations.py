@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.observe.spans import Span
 from tasks.train.protocol import Command
 
 _KEPT_RESULTS = 256
@@ -21,11 +22,13 @@ class Operation:
         id: what its result is asked for by.
         command: what was asked.
         outcome: its result or error, once there is one.
+        spans: what the ranks did for it, and since the command before; whole once there is an outcome.
     """
 
     id: str
     command: Command
     outcome: "Future[Any]" = field(default_factory=Future)
+    spans: list[Span] = field(default_factory=list)
 
 
 class Operations:

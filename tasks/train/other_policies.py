@@ -5,7 +5,6 @@ which probability ratios may be taken instead of against the sampler's. What is 
 that a step that is applied again reads the same numbers.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from tasks.errors import BatchRefusedError
 from tasks.observe.metrics import MetricTable, Reduced
+from tasks.observe.spans import span
 from tasks.store.deliveries import Delivery, hand_over
 from tasks.store.findings import named
 from tasks.store.layout import RunFolder
@@ -129,15 +129,15 @@ class OtherPolicies:
         n_rows: dict[OtherPolicy, int] = {}
         (trained,) = samples.split(1)
         for policy, by_id in stored.items():
-            started = time.perf_counter()
             missing = [row for row in trained if samples.trajectory_ids[row] not in by_id]
-            found = self._compute(policy, samples, missing)
-            deliveries += self._hand_over(policy, samples, found, place)
-            columns[policy] = [
-                found[row] if row in found else _stored(by_id, samples, row)
-                for row in range(len(samples.trajectory_ids))
-            ]
-            seconds[policy], n_rows[policy] = time.perf_counter() - started, len(missing)
+            with span("recomputing") as computing:
+                found = self._compute(policy, samples, missing)
+                deliveries += self._hand_over(policy, samples, found, place)
+                columns[policy] = [
+                    found[row] if row in found else _stored(by_id, samples, row)
+                    for row in range(len(samples.trajectory_ids))
+                ]
+            seconds[policy], n_rows[policy] = computing.duration_s, len(missing)
         completed = replace(
             samples, reference_logprobs=columns.get("reference"), old_logprobs=columns.get("trainer")
         )

@@ -11,6 +11,9 @@ from tasks.store.deliveries import Delivery
 from tasks.sync.config import SyncConfig
 from tasks.train.config import TrainConfig
 
+FIRST_RANK, IDLE = "trainer/0", "idle"
+"""Process and name of spans: of rank 0, which tells all of them, and of what a rank does between commands."""
+
 
 class ServiceConfig(StageConfig):
     """Settings of one trainer service, as its command line names them in a JSON file.
@@ -36,17 +39,20 @@ class Command(BaseModel):
     Attributes:
         name: the last part of its address.
         is_joined: True when the same command, sent again while it is under way, is the same operation.
+        owner: name of the span that has all of its time; empty when its parts have spans of their own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: ClassVar[str]
     is_joined: ClassVar[bool] = False
+    owner: ClassVar[str] = ""
 
 
 class Load(Command):
     """Stand at `version` of a run: from a checkpoint's folder, or from a model's when there is none."""
 
     name = "load"
+    owner = "loading"
     is_joined = True
     run: str
     incarnation: int
@@ -76,6 +82,7 @@ class ScoreRows(Command):
     """Compute the trainer's log-probabilities of stored rollouts of the step that it stands at."""
 
     name = "score_rows"
+    owner = "recomputing"
     folder: str
     run: str
     step: int
@@ -86,6 +93,7 @@ class Logprobs(Command):
     """Raw log-probabilities of known tokens."""
 
     name = "logprobs"
+    owner = "parity"
     sequences: list[list[int]]
 
 
@@ -114,6 +122,7 @@ class WriteWeights(Command):
     """
 
     name = "write_weights"
+    owner = "exporting"
     is_joined = True
     folder: str
     version: int
@@ -127,6 +136,7 @@ class WeightDigests(Command):
     """
 
     name = "weight_digests"
+    owner = "parity"
     names: list[str]
 
 
@@ -150,6 +160,7 @@ class ExportPolicy(Command):
     """Write the weights as a Hugging Face model folder."""
 
     name = "export_policy"
+    owner = "exporting"
     path: str
 
 
@@ -157,6 +168,7 @@ class StorePolicy(Command):
     """Write the version that the trainer stands at into RUN/policies, as a Hugging Face model folder."""
 
     name = "store_policy"
+    owner = "exporting"
     is_joined = True
     folder: str
     version: int
@@ -166,6 +178,7 @@ class Digests(Command):
     """Digests of every tensor of weights and moments."""
 
     name = "digests"
+    owner = "exporting"
 
 
 class Shutdown(Command):

@@ -29,13 +29,13 @@ class CommandChannel:
         self._store, self._wait = store, timedelta(seconds=wait_s)
         self._number = 0
 
-    def publish(self, command: Command) -> None:
-        """Tell the other ranks."""
-        self._store.set(self._key, f"{command.name} {command.model_dump_json()}")
+    def publish(self, command: Command, taken_ns: int = 0) -> None:
+        """Tell the other ranks, and when this one took the command, in nanoseconds since 1970."""
+        self._store.set(self._key, f"{command.name} {taken_ns} {command.model_dump_json()}")
         self._number += 1
 
-    def next(self) -> Command:
-        """Wait for the next command, however long that takes.
+    def next(self) -> tuple[Command, int]:
+        """Wait for the next command, however long that takes; with it comes when rank 0 took it.
 
         Raises:
             DistNetworkError: the store is gone, and with it the service.
@@ -45,9 +45,9 @@ class CommandChannel:
                 self._store.wait([self._key], self._wait)
             except dist.DistStoreError:
                 continue  # nothing came within one wait
-            name, _, body = self._store.get(self._key).decode().partition(" ")
+            name, taken_ns, body = self._store.get(self._key).decode().split(" ", 2)
             self._number += 1
-            return COMMANDS[name].model_validate_json(body)
+            return COMMANDS[name].model_validate_json(body), int(taken_ns)
 
     def tell(self, *, refused: bool) -> None:
         """Say how the last command went here: True when it failed with an error that the service goes on after."""

@@ -6,10 +6,11 @@ prints its traceback last.
 
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from tasks.train.protocol import (
     TrainerHealth,
 )
 from tasks.train.ranks import CommandChannel, Heartbeats
+from tasks.train.timeline import Timeline
 from tasks.train.transfer import Transfer
 from tasks.train.worker import Worker
 
@@ -48,12 +50,12 @@ def main() -> None:
     channel = CommandChannel(ranks.store, timeout_s)
     transfer = Transfer(config, ranks.rank, ranks.world_size)
     writer = CheckpointWriter(ranks.own_connection(), ranks.rank, ranks.world_size, timeout_s)
-    monitor = LoopMonitor(0.0, 0.0, print, prefix="train/control_")
-    worker = Worker(config.train, ranks.device, transfer, writer, monitor)
+    monitor, timeline = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), Timeline(ranks)
+    worker = Worker(config.train, ranks.device, transfer, writer, monitor, timeline)
     if ranks.rank == 0:
-        lead(config, worker, transfer, channel, heartbeats, monitor)
+        lead(config, worker, transfer, channel, heartbeats, monitor, timeline)
     else:
-        follow(worker.run, channel)
+        follow(worker, channel)
     writer.join()
     dist.destroy_process_group()
 
@@ -65,6 +67,7 @@ def lead(
     channel: CommandChannel,
     heartbeats: Heartbeats,
     monitor: LoopMonitor,
+    timeline: Timeline,
 ) -> None:
     """Rank 0: take commands, check them, pass them on, carry them out; `monitor` is that of the control API's loop."""
     token = os.environ.get(TOKEN_ENV, "")
@@ -94,20 +97,37 @@ def lead(
         config.host,
         config.port,
     )
-    while not serve_one(operations, worker, channel):
+    while not serve_one(operations, worker, channel, timeline):
         pass
     server.stop()
 
 
-def serve_one(operations: Operations, worker: Worker, channel: CommandChannel) -> bool:
+class Follower(Protocol):
+    """A Worker, as ranks other than 0 have it."""
+
+    def asked(self, command: Command, taken_ns: int) -> AbstractContextManager[None]:
+        """Book what goes on inside to the step that a command is for."""
+
+    def run(self, command: Command) -> Any:
+        """Carry out a command."""
+
+
+def serve_one(operations: Operations, worker: Worker, channel: CommandChannel, timeline: Timeline) -> bool:
     """Carry out the next command; True when it was the last."""
-    operation = operations.take()
+    operation, taken_ns = operations.take(), time.time_ns()
 
     def run(command: Command) -> Any:
+        try:
+            with worker.asked(command):
+                return carry_out(command)
+        finally:
+            operation.spans.extend(timeline.take())
+
+    def carry_out(command: Command) -> Any:
         result = worker.prepare(command)
         if result is not None:
             return result
-        channel.publish(command)
+        channel.publish(command, taken_ns)
         try:
             result = worker.run(command)
         except RollmillError:
@@ -124,15 +144,16 @@ def serve_one(operations: Operations, worker: Worker, channel: CommandChannel) -
     return False
 
 
-def follow(run: Callable[[Command], Any], channel: CommandChannel) -> None:
+def follow(worker: Follower, channel: CommandChannel) -> None:
     """Every other rank: carry out what rank 0 passes on.
 
     What fails on rank 0 too, a wrong setting for example, rank 0 answers with. What fails on this rank alone is the end
     of it, and so of the service: rank 0 may wait for it.
     """
-    while (command := channel.next()).name != Shutdown.name:
+    while (told := channel.next())[0].name != Shutdown.name:
         try:
-            run(command)
+            with worker.asked(*told):
+                worker.run(told[0])
         except RollmillError:
             if not channel.was_refused():
                 raise

@@ -2,8 +2,6 @@
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -61,12 +59,11 @@ class StepTraining:
         self.n_updates = n_updates
         self.reason = ""
         self.table = MetricTable()
-        self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
         """Make every update of the step; a collective."""
         started, rank = time.perf_counter(), dist.get_rank()
-        with self._timed("pack"):
+        with self._engine.part("packing"):
             parts = self._samples.split(self._config.updates_per_step)
             kept = [part for part in parts if self._has_gradient(part)]
             plans = [self._plan(self._computed(part), rank) for part in kept]
@@ -84,12 +81,13 @@ class StepTraining:
             for epoch in range(self._config.epochs)
             for number, (plan, total) in enumerate(zip(plans, over_ranks, strict=True))
         ]
-        self.reason = "" if any(applied) else self._why_not_finite()
-        if rank == 0:
-            dropped = [row for part in parts if not self._has_gradient(part) for row in part]
-            n_dropped = self._config.epochs * self._n_trained(dropped)
-            self._report(kept, n_dropped, time.perf_counter() - started)
-        self._report_rank()
+        with self._engine.part("measuring"):
+            self.reason = "" if any(applied) else self._why_not_finite()
+            if rank == 0:
+                dropped = [row for part in parts if not self._has_gradient(part) for row in part]
+                n_dropped = self._config.epochs * self._n_trained(dropped)
+                self._report(kept, n_dropped, time.perf_counter() - started)
+            self._report_memory()
 
     def _has_gradient(self, part: list[int]) -> bool:
         return bool(part) and (self._objective.is_without_advantage or self._samples.has_spread(part))
@@ -113,20 +111,24 @@ class StepTraining:
     def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
         scale = backward_scale(denominator, self._engine.world_size)
         for place, rows in enumerate(plan):
-            with self._timed("pack"):
+            with self._engine.part("packing"):
                 batch = self._engine.packer.micro_batch(self._samples, rows, self._envs)
-            with self._timed("forward"):
+            with self._engine.part("forward"):
                 forward = self._engine.forward(batch, entropy_gradient=self._objective.entropy_gradient)
                 terms = self._objective(batch, forward)
                 loss = normalized(self._config, terms.total, tokens_of(batch, forward.logprobs)) * scale
-            with self._timed("backward"):
+            with self._engine.part("backward"):
                 self._engine.backward(self._checked(loss), is_last=place == len(plan) - 1)
             if self._annotations is not None and epoch == 0:
-                self._annotations.add(batch, forward, terms.policy)
-            mismatch = self._mismatch(batch, forward, epoch, number)
-            values = token_metrics(batch, forward, terms, mismatch, is_first=epoch == number == place == 0)
-            add_metrics(self.table, values, batch.envs, self._envs)
-            self.table.add("train/padded_tokens", Reduced("value", float(batch.token_ids.numel())))
+                with self._engine.part("annotating"):
+                    self._annotations.add(batch, forward, terms.policy)
+            with self._engine.part("measuring"):
+                mismatch = self._mismatch(batch, forward, epoch, number)
+                values = token_metrics(
+                    batch, forward, terms, mismatch, is_first=epoch == number == place == 0
+                )
+                add_metrics(self.table, values, batch.envs, self._envs)
+                self.table.add("train/padded_tokens", Reduced("value", float(batch.token_ids.numel())))
         return self._apply()
 
     def _checked(self, loss: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,7 @@ class StepTraining:
 
     def _apply(self) -> bool:
         lr = learning_rate(self._config, self.n_updates)
-        with self._timed("optimizer"):
+        with self._engine.part("optimizer"):
             update = self._engine.update(lr)
         self.n_updates += update.updated
         if dist.get_rank() == 0:
@@ -175,13 +177,11 @@ class StepTraining:
                 "train/skipped_tokens", Reduced("value", float(epochs * self._n_trained(rows))), env
             )
 
-    def _report_rank(self) -> None:
-        """Seconds of each part, and the most memory that this process has had; the largest of all ranks counts.
+    def _report_memory(self) -> None:
+        """The most memory that this process has had; the largest of all ranks counts.
 
         What it has now, once what the step has freed is given back, is told of all ranks.
         """
-        for part, seconds in self._seconds.items():
-            self.table.add(f"train/{part}_s", Reduced("max", seconds))
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self.table.add("train/peak_rss_bytes", Reduced("max", 1024.0 * peak_kib))
         release_to_system()
@@ -190,9 +190,3 @@ class StepTraining:
         if self._engine.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._engine.device)
             self.table.add("train/peak_device_bytes", Reduced("max", float(peak)))
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started

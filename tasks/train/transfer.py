@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tasks.errors import SyncError
+from tasks.observe.spans import span
 from tasks.store.weights import remove_weights
 from tasks.sync.buckets import TransferPlan, plan_transfer
 from tasks.sync.link import join_store, serve_store
@@ -104,7 +105,9 @@ class Transfer:
             finally:
                 _drain(pieces)
 
-        return [_of_all_ranks(each) for each in zip(*self._of_every_rank(send), strict=True)]
+        with span("sending"):
+            sent = self._of_every_rank(send)
+        return [_of_all_ranks(each) for each in zip(*sent, strict=True)]
 
     def progress(self) -> dict[str, int]:
         """Bytes that have gone to each server of the transfer that is under way, by all ranks; asked on rank 0."""

@@ -6,9 +6,12 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from tasks.errors import SyncError
+from tasks.errors import StoreError, SyncError
+from tasks.store.layout import RunFolder
+from tasks.store.policies import publish_policy, unfinished_policy
 from tasks.sync.adapters import A, AdapterBase, weight_shapes
 from tasks.train.checkpoint_form import adapter_layers, checkpoint_tensors, layer_of
 from tasks.train.deepspeed_library import deepspeed
@@ -69,3 +72,20 @@ def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> No
         for pattern in _TOKENIZER_FILES if model.name_or_path else ():
             for file in Path(model.name_or_path or "").glob(pattern):
                 shutil.copy(file, folder)
+
+
+def store_policy(
+    model: PreTrainedModel, run: RunFolder, version: int, incarnation: int, *, is_writer: bool
+) -> str:
+    """Write a version into a run's policies, as `export_policy`; where it is, on the rank that writes.
+
+    Raises:
+        LeaseLostError: the run is on S3, and a newer trainer has loaded it.
+        StoreError: it could not be stored.
+    """
+    unfinished = unfinished_policy(run, version)
+    try:
+        export_policy(model, str(unfinished), is_writer=is_writer)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"cannot write {unfinished}: {error}; make room") from error
+    return publish_policy(run, version, incarnation) if is_writer else ""

@@ -1,36 +1,33 @@
 """What a rank does when it is told to: the state of the trainer, and one method a command."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from tasks.errors import BatchRefusedError, ConfigError, RequestError, StoreError
+from tasks.errors import BatchRefusedError, ConfigError, RequestError, SyncError
 from tasks.observe.loop import LoopMonitor
-from tasks.observe.metrics import MetricTable, Reduced
+from tasks.observe.spans import span
 from tasks.store.checkpoints import clear_checkpoint, fetch_checkpoint, is_complete, local_checkpoint
 from tasks.store.deliveries import Delivery
 from tasks.store.layout import RunFolder, policy_key
-from tasks.store.policies import has_policy, publish_policy, unfinished_policy
+from tasks.store.policies import has_policy
 from tasks.store.routing import read_routing
 from tasks.store.weights import whole_weights
 from tasks.sync.order import Sent, Target
-from tasks.train.annotations import Annotations
 from tasks.train.batch_rows import BatchRows
+from tasks.train.batch_training import BatchTraining, Loaded
 from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.checkpoints import Progress, begin_checkpoint, read_progress, restore_checkpoint
 from tasks.train.config import TrainConfig
 from tasks.train.digests import tensor_digests
 from tasks.train.engine import Engine
-from tasks.train.measures import of_all_ranks
 from tasks.train.model_check import check_model
-from tasks.train.objective import Objective
-from tasks.train.other_policies import OtherPolicies, check_stored, stored_logprobs
+from tasks.train.other_policies import OtherPolicies, stored_logprobs
 from tasks.train.process_group import is_first_here
 from tasks.train.protocol import (
     Checkpoint,
@@ -51,12 +48,12 @@ from tasks.train.protocol import (
 from tasks.train.random_state import begin_random
 from tasks.train.reference import FrozenPolicy, load_reference
 from tasks.train.rules import check_offload
-from tasks.train.samples import check_lengths, check_samples, n_trained_tokens, read_rollouts
+from tasks.train.samples import read_rollouts
 from tasks.train.scoring import sequence_logprobs
-from tasks.train.step import StepTraining, reason_to_skip
 from tasks.train.step_place import StepPlace
+from tasks.train.timeline import Timeline
 from tasks.train.transfer import Transfer
-from tasks.train.weights import export_policy
+from tasks.train.weights import export_policy, store_policy
 
 
 class Worker:
@@ -82,13 +79,15 @@ class Worker:
         transfer: Transfer,
         writer: CheckpointWriter,
         monitor: LoopMonitor,
+        timeline: Timeline,
     ) -> None:
         self.engine: Engine | None = None
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
         self.writer = writer
-        self._config, self._device, self._transfer, self._monitor = config, device, transfer, monitor
-        self._objective = Objective(config)
+        self._config, self._device, self._transfer = config, device, transfer
+        self._timeline = timeline
+        self._training = BatchTraining(config, timeline, monitor)
         self._others: OtherPolicies | None = None
         self._copy: FrozenPolicy | None = None
         self._prepared: BatchRows | None = None
@@ -135,7 +134,17 @@ class Worker:
             RollmillError: the command failed, on rank 0 alone, and every rank is ready for the next one. Any
                 other error is the end of this rank.
         """
-        return self._methods[command.name](command)
+        self._timeline.begin()
+        with span(command.owner) if command.owner else nullcontext():
+            return self._methods[command.name](command)
+
+    @contextmanager
+    def asked(self, command: Command, taken_ns: int = 0) -> Iterator[None]:
+        """Book what goes on inside to the step that a command is for; `taken_ns` as in Timeline.command."""
+        own: int | None = getattr(command, "step", None)
+        of_version = -1 if isinstance(command, Load) else self.progress.version - 1
+        with self._timeline.command(of_version if own is None else own, taken_ns):
+            yield
 
     def _check_load(self, command: Load) -> None:
         for field, folder in (("model", command.model), ("train.kl.model", self._config.kl.model)):
@@ -175,59 +184,23 @@ class Worker:
                 f"the trainer stands at step {at.version} of run {at.run}, after the batch {at.digest or 'of no step'}; "
                 f"asked was step {command.step} of run {command.run} with the batch {command.digest}"
             )
-        batch = BatchRows.read(command, self._config)
-        if batch.digest != command.digest:
-            raise BatchRefusedError(
-                f"step {command.step}: the stored batch is {batch.digest}, asked was {command.digest}"
-            )
-        check_samples(batch.samples, needs_sampler=self._objective.needs_sampler)
-        check_lengths(batch.samples, self._config.micro_batch_tokens)
-        self._loaded.check_routing(batch.samples)
-        check_stored(batch.samples, batch.stored, self._config)
-        self._prepared = batch
+        with span("handing_over"):
+            self._prepared = self._training.checked_rows(command, self._loaded)
         return None
 
     def _train_step(self, command: TrainStep) -> StepResult:
-        started = time.perf_counter()
-        batch = self._rows_of(command)
-        samples, deliveries = batch.samples, list[Delivery]()
-        table, n_updates = MetricTable(), self.progress.n_updates
-        reason = reason_to_skip(samples, self._objective)
-        if reason:
-            n_dropped = self._config.epochs * n_trained_tokens(samples)
-            table.add("train/dropped_tokens", Reduced("value", float(n_dropped)))
-        else:
-            place = self._place(command, hands_over=command.hands_over)
-            samples, computed = self._other_policies.complete(samples, batch.stored, place)
-            annotations = Annotations(samples) if self._is_annotated(command) else None
-            training = StepTraining(
-                self._config, self._loaded, samples, n_updates, self._objective, annotations
-            )
-            training.run()
-            table, n_updates, reason = of_all_ranks(training.table), training.n_updates, training.reason
-            computed.measure(table)
-            deliveries += [*computed.deliveries, *(annotations.hand_over(place) if annotations else ())]
-        table.add("train/read_s", Reduced("max", batch.read_s))
-        table.add("train/trajectories", Reduced("value", float(len(samples.trajectory_ids))))
-        result = StepResult(
-            version=command.step + 1,
-            updated=not reason,
-            reason=reason,
-            metrics=[*table.metrics(), *self._monitor.report()],
-            duration_s=batch.read_s + time.perf_counter() - started,
-            deliveries=tuple(deliveries),
-        )
-        self.progress = Progress(command.run, result.version, command.digest, n_updates, result)
+        place = self._place(command, hands_over=command.hands_over)
+        loaded = Loaded(self._loaded, self._other_policies, self.progress)
+        self.progress, result = self._training.train(command, self._rows_of(command), loaded, place)
         return result
 
     def _rows_of(self, command: TrainStep) -> BatchRows:
         """The batch's rows, which rank 0 has read."""
         prepared, self._prepared = self._prepared, None
-        return prepared or BatchRows.read(command, self._config)
-
-    def _is_annotated(self, command: TrainStep) -> bool:
-        every = self._config.annotate_every
-        return every > 0 and command.step % every == 0
+        if prepared is not None:
+            return prepared
+        with span("handing_over"):
+            return BatchRows.read(command, self._config)
 
     def _place(self, command: TrainStep | ScoreRows, *, hands_over: bool = True) -> StepPlace:
         return StepPlace(command.folder, command.run, command.step, self.incarnation, hands_over)
@@ -253,7 +226,13 @@ class Worker:
         return sequence_logprobs(self._loaded, command.sequences)
 
     def _send(self, command: Send) -> list[Sent]:
-        return self._transfer.send(self._loaded, [Target.from_json(each) for each in command.targets])
+        try:
+            sent = self._transfer.send(self._loaded, [Target.from_json(each) for each in command.targets])
+        except SyncError:  # of rank 0, after what all ranks do together
+            self._timeline.exchange(None)
+            raise
+        self._timeline.exchange(None)
+        return sent
 
     def _prepare_files(self, command: WriteWeights) -> list[str] | None:
         self._check_version(command.version)
@@ -277,13 +256,16 @@ class Worker:
         return None
 
     def _checkpoint(self, command: Checkpoint) -> CheckpointBegun:
-        started = time.perf_counter()
         run = RunFolder(command.folder)
-        self.writer.begin(begin_checkpoint(self._loaded, self._config, self.progress, run, self.incarnation))
-        return CheckpointBegun(is_new=True, held_s=time.perf_counter() - started)
+        with span("checkpointing") as copying:
+            self.writer.begin(
+                begin_checkpoint(self._loaded, self._config, self.progress, run, self.incarnation)
+            )
+        self._timeline.exchange(None)
+        return CheckpointBegun(is_new=True, held_s=copying.duration_s)
 
     def _export_policy(self, command: ExportPolicy) -> None:
-        export_policy(self._loaded.model, command.path, is_writer=dist.get_rank() == 0)
+        export_policy(self._loaded.model, command.path, is_writer=self._is_first)
 
     def _prepare_policy(self, command: StorePolicy) -> str | None:
         self._check_version(command.version)
@@ -291,13 +273,10 @@ class Worker:
         return run.path(policy_key(command.version)) if has_policy(run, command.version) else None
 
     def _store_policy(self, command: StorePolicy) -> str:
-        run, is_writer = RunFolder(command.folder), dist.get_rank() == 0
-        unfinished = unfinished_policy(run, command.version)
-        try:
-            export_policy(self._loaded.model, str(unfinished), is_writer=is_writer)
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"cannot write {unfinished}: {error}; make room") from error
-        return publish_policy(run, command.version, self.incarnation) if is_writer else ""
+        run = RunFolder(command.folder)
+        return store_policy(
+            self._loaded.model, run, command.version, self.incarnation, is_writer=self._is_first
+        )
 
     def _check_version(self, version: int) -> None:
         if version != self.progress.version:
@@ -312,6 +291,10 @@ class Worker:
             fetch_checkpoint(checkpoint)
         dist.barrier()
         return local_checkpoint(checkpoint)
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_rank() == 0
 
     @property
     def _other_policies(self) -> OtherPolicies:

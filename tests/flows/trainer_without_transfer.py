@@ -14,6 +14,7 @@ from tasks.train.process_group import join_ranks
 from tasks.train.protocol import ServiceConfig
 from tasks.train.ranks import CommandChannel, Heartbeats
 from tasks.train.service import lead
+from tasks.train.timeline import Timeline
 from tasks.train.worker import Worker
 
 
@@ -42,9 +43,10 @@ def main() -> None:
     heartbeats = Heartbeats(ranks.own_connection(), 0, 1, timeout_s)
     writer = CheckpointWriter(ranks.own_connection(), 0, 1, timeout_s)
     transfer: Any = NoTransfer()
-    monitor = LoopMonitor(0.0, 0.0, print, prefix="train/control_")
-    worker = Worker(config.train, ranks.device, transfer, writer, monitor)
-    lead(config, worker, transfer, CommandChannel(ranks.store, timeout_s), heartbeats, monitor)
+    monitor, timeline = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), Timeline(ranks)
+    worker = Worker(config.train, ranks.device, transfer, writer, monitor, timeline)
+    channel = CommandChannel(ranks.store, timeout_s)
+    lead(config, worker, transfer, channel, heartbeats, monitor, timeline)
 
 
 if __name__ == "__main__":

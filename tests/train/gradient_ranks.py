@@ -15,10 +15,10 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
+from tasks.observe.metrics import MetricTable
 from tasks.train.annotations import Annotations
 from tasks.train.config import TrainConfig
 from tasks.train.engine import Engine, Forward, Update
-from tasks.train.measures import of_all_ranks
 from tasks.train.micro_batch import MicroBatch
 from tasks.train.objective import Objective
 from tasks.train.process_group import Ranks, join_ranks
@@ -77,9 +77,11 @@ def trained(case: dict[str, Any], ranks: Ranks, samples: Samples) -> tuple[dict[
     engine.close()
     most_trained = [0] * ranks.world_size
     dist.all_gather_object(most_trained, engine.most_trained)
-    metrics = [
-        (each.name, each.env, each.stat, each.value) for each in of_all_ranks(training.table).metrics()
-    ]
+    tables: list[MetricTable | None] = [None] * ranks.world_size
+    dist.all_gather_object(tables, training.table)
+    whole = MetricTable()
+    whole.join(filter(None, tables))
+    metrics = [(each.name, each.env, each.stat, each.value) for each in whole.metrics()]
     return engine.gradient, {"metrics": metrics, "most_trained": most_trained}
 
 

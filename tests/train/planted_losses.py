@@ -1,5 +1,7 @@
 """Losses of another package, good and bad; found by import path, on ranks too."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,13 @@ def not_a_number(tokens: Tokens) -> TokenLoss:
     found = signed(tokens)
     is_hit = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
     return found._replace(loss=found.loss + (torch.nan if is_hit else 0.0))
+
+
+def slow(tokens: Tokens, *, seconds: float) -> TokenLoss:
+    """Takes so many seconds more on the last rank."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(seconds)
+    return signed(tokens)
 
 
 def without_ratio(tokens: Tokens) -> TokenLoss:

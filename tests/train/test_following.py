@@ -1,6 +1,7 @@
 """What ranks other than 0 do with errors, which rank 0 has too or has not."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -13,8 +14,14 @@ from tasks.train.service import follow
 WAIT_S = 0.5
 
 
-def fails(command: Command) -> None:
-    raise ConfigError("train.loss", "gpso", "there is no such loss")
+class Failing:
+    """A rank that refuses everything."""
+
+    def asked(self, _command: Command, _taken_ns: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def run(self, _command: Command) -> None:
+        raise ConfigError("train.loss", "gpso", "there is no such loss")
 
 
 def channels() -> tuple[CommandChannel, CommandChannel]:
@@ -28,7 +35,7 @@ def test_a_rank_goes_on_after_an_error_that_rank_0_answers_with() -> None:
     leading.publish(Digests())
     leading.tell(refused=True)
     leading.publish(Shutdown())
-    follow(fails, following)
+    follow(Failing(), following)
 
 
 def done(leading: CommandChannel) -> None:
@@ -45,4 +52,4 @@ def test_an_error_of_one_rank_alone_is_its_end(rank_0: Callable[[CommandChannel]
     leading.publish(Digests())
     rank_0(leading)
     with pytest.raises(ConfigError):
-        follow(fails, following)
+        follow(Failing(), following)

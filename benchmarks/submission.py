@@ -1,0 +1,185 @@
+"""How long until the last of many servers has begun what was decided? A sync to 1, 16 and 64 servers, 20 ms a call.
+
+From the decision, Servers.bring_up, to the moment at which the last server carries out its order, in units of one call;
+the least of the passes. Servers and client are real HTTP over loopback, the trainer answers at once. The first sync of a
+server asks it for its health, tokenizer and place before, which goes out to all together too. Beside it are the same
+orders one after another.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from prefect.logging import disable_run_logger
+
+from benchmarks.stubs.trainer import LOGPROB
+from flows.config import RunConfig
+from flows.parity import Parity
+from flows.servers import Servers
+from flows.weight_sync import WeightSync
+from tasks.rollout.addition import Addition
+from tasks.rollout.environment import Message
+from tasks.serve.client import VllmClient
+from tasks.serve.config import ServeConfig
+from tasks.serve.pool import ServerPool
+from tasks.serve.version import PolicyVersion
+from tasks.store.layout import RunFolder
+from tasks.sync.buckets import lay_out, plan_transfer
+from tasks.sync.drive import Dispatch
+from tasks.sync.order import Place, Sent, Target, WeightOffer
+
+COUNTS, PASSES, DELAY_S, TARGET = (1, 16, 64), 5, 0.02, 1.5
+PLAN = plan_transfer(lay_out([("norm", (4,), "float32")]), [[(0, 16)]], 1 << 20)
+OFFER = WeightOffer(PLAN.to_json(), "127.0.0.1", 1, Place("elsewhere", "cpu").to_json())
+
+
+class Trainer:
+    """Answers at once, and sends nothing."""
+
+    async def offer(self) -> WeightOffer:
+        return OFFER
+
+    async def weight_digests(self, names: Sequence[str]) -> dict[str, str]:
+        return {}
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        return [[LOGPROB] * (len(each) - 1) for each in sequences]
+
+    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
+        return [Sent(each.server, 0, 0.0) for each in targets]
+
+
+class Bytes:
+    """The stub servers' tokenizer."""
+
+    has_template = False
+
+    def encode(self, messages: Sequence[Message]) -> Any:
+        return np.frombuffer("".join(each.content for each in messages).encode(), np.uint8).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is seen of a server's service."""
+
+    client: VllmClient
+    name: str
+
+
+@dataclass(frozen=True)
+class StubServers:
+    """So many servers, in a process of their own."""
+
+    process: subprocess.Popen[str]
+    urls: list[str] = field(default_factory=list)
+
+    def started_ns(self) -> list[int]:
+        """When each began its last order."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return list(json.loads(self.process.stdout.readline()))
+
+
+@contextmanager
+def serving(n: int) -> Iterator[StubServers]:
+    command = [sys.executable, "-m", "benchmarks.stubs.control_server", str(n), str(DELAY_S)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        ports = json.loads(process.stdout.readline())
+        yield StubServers(process, [f"http://127.0.0.1:{port}" for port in ports])
+        process.stdin.close()
+
+
+def run_of(folder: str) -> Any:
+    """What is seen of a run by those who bring weights to servers."""
+    return SimpleNamespace(
+        folder=RunFolder(folder),
+        id="ab",
+        environment=Addition(),
+        player=SimpleNamespace(tokenizer=Bytes()),
+        config=RunConfig(),
+        pool=ServerPool(),
+        recording=SimpleNamespace(started=lambda: None),
+    )
+
+
+async def send(dispatch: Dispatch, _version: str) -> list[Sent]:
+    return await dispatch.send()
+
+
+async def ours(stubs: StubServers, n_passes: int) -> tuple[float, float]:
+    """Calls until the last start, at the first sync and at the best of later ones."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(VllmClient(url, ServeConfig())) for url in stubs.urls]
+        run = run_of(stack.enter_context(tempfile.TemporaryDirectory()))
+        trainer: Any = Trainer()
+        services: Any = [Service(each, each.url) for each in clients]
+        servers = Servers(run, WeightSync(run, trainer, Parity(run, trainer), send), services)
+        calls = []
+        for number in range(1 + n_passes):
+            await asyncio.sleep(0.1)  # as long as connections are kept, and a step lasts longer than a call
+            decided_ns = time.time_ns()
+            await servers.bring_up(PolicyVersion("ab", 1, number))
+            assert not servers.failed, servers.failed
+            calls.append(1e-9 * (max(stubs.started_ns()) - decided_ns) / DELAY_S)
+        return calls[0], min(calls[1:])
+
+
+async def one_by_one(stubs: StubServers, n_passes: int) -> float:
+    """Calls until the last start when each order is awaited before the next."""
+    order = {"version": "ab:1:0", "mode": "keep", "transport": "tcp", "plan": OFFER.plan}
+    limits = {"timeout_s": 60.0, "stall_timeout_s": 60.0}
+    calls = []
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(VllmClient(url, ServeConfig())) for url in stubs.urls]
+        for _ in range(1 + n_passes):
+            decided_ns = time.time_ns()
+            for client in clients:
+                await client.take_weights(order | limits, 60.0)
+            calls.append(1e-9 * (max(stubs.started_ns()) - decided_ns) / DELAY_S)
+    return min(calls[1:])
+
+
+def measured(n: int, n_passes: int) -> dict[str, float]:
+    """Figures of so many servers."""
+    with serving(n) as stubs:
+        first, later = asyncio.run(ours(stubs, n_passes))
+        return {
+            f"calls_{n}": later,
+            f"first_calls_{n}": first,
+            f"one_by_one_{n}": asyncio.run(one_by_one(stubs, n_passes)),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--passes", type=int, default=PASSES, help="syncs after the first")
+    n_passes = parser.parse_args().passes
+    figures: dict[str, float] = {}
+    print(f"from decision to last start, in calls of {1e3 * DELAY_S:g} ms")
+    print(f"{'servers':>8}{'ours':>10}{'first sync':>12}{'one by one':>12}")
+    with disable_run_logger():
+        for n in COUNTS:
+            figures |= measured(n, n_passes)
+            values = (figures[f"{name}_{n}"] for name in ("calls", "first_calls", "one_by_one"))
+            print("{:8}{:10.2f}{:12.2f}{:12.2f}".format(n, *values))
+    found = figures["calls_64"]
+    print(f"calls_64: {found:.2f}, target {TARGET:g}: {'reached' if found <= TARGET else 'MISSED'}")
+    print(json.dumps({"benchmark": "submission", "passes": n_passes} | figures))
+
+
+if __name__ == "__main__":
+    main()

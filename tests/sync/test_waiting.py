@@ -1,0 +1,91 @@
+"""Where the seconds of a transfer went: a slow receiver and a slow trainer, planted, and each booked to its cause."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
+import pytest
+import torch
+
+from tasks.observe.spans import Recorder, Span, recording, span
+from tasks.sync.buckets import TransferPlan, lay_out, plan_transfer
+from tasks.sync.link import serve_store
+from tasks.sync.order import Target, WeightOrder
+from tasks.sync.receiver import arriving, open_links
+from tasks.sync.sender import Piece, WeightSender
+
+HOST, TIMEOUT_S = "127.0.0.1", 30.0
+SERVER = "http://server"
+SMALL, LARGE = 1 << 20, 1 << 26
+"""Bytes: the kernel keeps more than the one for a socket, and less than the other."""
+DELAY_S = 1.5
+
+
+def seconds(spans: list[Span], name: str, cause: str = "") -> float:
+    return sum(1e-9 * each.duration_ns for each in spans if (each.name, each.cause) == (name, cause))
+
+
+def transferred(
+    n_bytes: int, *, before_links: float = 0.0, before_bytes: float = 0.0, before_piece: float = 0.0
+) -> tuple:
+    """Spans of the trainer and of the server, of a transfer with delays planted on either side, in seconds."""
+    weights = torch.zeros(n_bytes, dtype=torch.uint8)
+    plan = plan_transfer(lay_out([("all", (n_bytes // 4,), "float32")]), [[(0, n_bytes)]], 1 << 22)
+    plan = TransferPlan.from_json(**plan.to_json())
+    store, target = serve_store(HOST, TIMEOUT_S), Target(SERVER, "tcp", uuid.uuid4().hex)
+    limits = {"timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
+    sender = WeightSender(0, HOST, store.port, **limits, straggler_s=TIMEOUT_S)
+    order = WeightOrder(
+        "run:1:1", "keep", "tcp", plan.to_json(), **limits, host=HOST, port=store.port, prefix=target.prefix
+    )
+
+    def pieces() -> Iterator[Piece]:
+        half = n_bytes // 2
+        yield Piece(0, weights[:half], True)
+        time.sleep(before_piece)
+        yield Piece(half, weights[half:], True)
+
+    def receive() -> None:
+        time.sleep(before_links)
+        with span("receiving"):
+            links = open_links(order, 0)
+            time.sleep(before_bytes)
+            list(arriving(links, plan, torch.empty(n_bytes, dtype=torch.uint8)))
+            for link in links:
+                link.close()
+
+    trainer, server = Recorder("trainer/0"), Recorder(SERVER)
+    with ThreadPoolExecutor(1) as thread:
+        with recording(server):
+            received = thread.submit(copy_context().run, receive)
+        with recording(trainer), span("sending"):
+            (sent,) = sender.send(plan, [target], pieces())
+        received.result(TIMEOUT_S)
+    sender.close()
+    assert (sent.bytes, sent.error) == (n_bytes, "")
+    return trainer.take(), server.take()
+
+
+def test_a_server_that_comes_late_is_what_the_trainer_waits_for() -> None:
+    trainer, server = transferred(SMALL, before_links=DELAY_S)
+    began = {each.name: each.started_ns for each in [*trainer, *server]}
+    late_s = 1e-9 * (began["receiving"] - began["sending"])
+    assert seconds(trainer, "waiting_for_receiver", SERVER) == pytest.approx(late_s, rel=0.1)
+
+
+def test_a_server_that_takes_no_bytes_for_a_while_is_what_the_trainer_waits_for() -> None:
+    trainer, _ = transferred(LARGE, before_bytes=DELAY_S)
+    assert seconds(trainer, "waiting_for_receiver", SERVER) == pytest.approx(DELAY_S, rel=0.1)
+    (whole,) = [each for each in trainer if each.name == "sending"]
+    for each in trainer:
+        assert whole.started_ns <= each.started_ns
+        assert each.started_ns + each.duration_ns <= whole.started_ns + whole.duration_ns
+
+
+def test_slow_gathering_is_the_trainers_and_what_its_server_waits_for() -> None:
+    trainer, server = transferred(SMALL, before_piece=DELAY_S)
+    assert seconds(trainer, "gathering") == pytest.approx(DELAY_S, rel=0.1)
+    assert seconds(server, "waiting_for_trainer", "trainer/0") == pytest.approx(DELAY_S, rel=0.1)
+    assert seconds(trainer, "waiting_for_receiver", SERVER) < 0.1 * DELAY_S

@@ -1,0 +1,91 @@
+"""Where a trainer's seconds went: planted delays on two ranks, found at the flow and booked to what caused them."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.observe.spans import Recorder, Span, recording
+from tasks.train.config import TrainConfig
+from tasks.train.timeline import owned_seconds
+
+SLOW_S = 0.8
+"""How much longer the last rank takes for each micro-batch."""
+PAUSE_S = 0.5
+"""How long nothing is asked of the trainer."""
+
+Owned = dict[str, dict[str, float]]
+"""Seconds by process and by name of the span, `NAME of CAUSE` where it has one."""
+
+
+def owned(spans: Sequence[Span], step: int) -> Owned:
+    of_ranks: dict[str, list[Span]] = defaultdict(list)
+    for each in spans:
+        if each.step == step:
+            name = f"{each.name} of {each.cause}" if each.cause else each.name
+            of_ranks[each.process].append(each._replace(name=name))
+    return {process: owned_seconds(found) for process, found in of_ranks.items()}
+
+
+def unattributed(spans: Sequence[Span], process: str) -> float:
+    """Share of a rank's time, from its first span to its last, that belongs to none."""
+    own = [each for each in spans if each.process == process]
+    started = min(each.started_ns for each in own)
+    ended = max(each.started_ns + each.duration_ns for each in own)
+    return 1.0 - sum(owned_seconds(own).values()) / (1e-9 * (ended - started))
+
+
+@pytest.mark.service
+async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
+    run_trainer: Callable[[TrainConfig], AbstractAsyncContextManager[Any]],
+    tiny_model: Path,
+    batches: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    config = TrainConfig(
+        ranks=2, annotate_every=1, loss="planted_losses:slow", loss_options=(f"seconds={SLOW_S}",)
+    )
+    run, recorder = tmp_path / "run", Recorder("flow")
+    digests = [batches.write_step(run, step, batches.uneven_rows(16, seed=step)) for step in range(2)]
+    with recording(recorder):
+        async with run_trainer(config) as (client, _):
+            await client.load(
+                run="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
+            )
+            for step in range(2):
+                await asyncio.sleep(PAUSE_S)
+                asked_ns = time.time_ns()
+                result = await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])
+            answered_ns = time.time_ns()
+            assert await client.logprobs([[1, 2, 3]])
+            await client.checkpoint(str(run), 2)
+            await client.await_checkpoint(2)
+    spans = recorder.take()
+
+    step = [each for each in spans if each.started_ns >= asked_ns and each.process == "trainer/0"]
+    assert min(each.started_ns for each in step) < answered_ns
+    n_slow = sum((each.process, each.step, each.name) == ("trainer/1", 1, "forward") for each in spans)
+    of_ranks = owned(spans, 1)
+    waited_s = of_ranks["trainer/0"]["waiting_for_rank of trainer/1"]
+    assert waited_s == pytest.approx(n_slow * SLOW_S, rel=0.1), of_ranks
+    assert of_ranks["trainer/1"]["forward"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
+    for process in ("trainer/0", "trainer/1"):
+        found = of_ranks[process]
+        assert found["idle of no command"] > 0.9 * PAUSE_S, found
+        assert {"handing_over", "packing", "forward", "backward", "optimizer", "annotating"} <= set(found)
+        assert {"parity", "checkpointing"} <= set(found)
+        assert unattributed(spans, process) < 0.02, spans
+
+    values = {each.name: each.value for each in result.metrics if each.env == "all"}
+    assert values["train/slowest_rank"] == 1.0
+    assert values["train/forward_spread_s"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
+    assert values["train/rank_spread_s"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
+    assert values["train/waiting_for_rank_s"] == pytest.approx(waited_s, rel=0.1)
+    assert result.duration_s == pytest.approx(1e-9 * (answered_ns - asked_ns), rel=0.1)
