@@ -169,7 +169,7 @@ def rank_metrics(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[str, Reduced
     Example: forward passes of 2 s and 3 s are train/forward_s 3 and train/forward_spread_s 1.
     """
     of_ranks = [owned_seconds(each) for each in spans]
-    starts = [min(span.started_ns for span in each) for each in spans if each]
+    starts = [min(span.started_ns for span in each if span.name != WAITING) for each in spans]
     yield "train/start_skew_s", Reduced("max", NS * (max(starts) - min(starts)))
     for part in (*PARTS, WAITING):
         seconds = [each.get(part, 0.0) for each in of_ranks]
