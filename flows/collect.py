@@ -11,7 +11,7 @@ from flows.collector import NO_RUN, JoinConfig, collect_for
 from flows.collector_runs import open_collectors
 from flows.config import RunConfig
 from flows.failure import one_error
-from flows.folder import check_resumable, run_folder
+from flows.folder import RunName, check_resumable, run_folder
 from flows.machine import check_machine
 from flows.report import report_run, report_step
 from flows.rules import check
@@ -31,7 +31,7 @@ def _flow_run_name() -> str:
 
 @flow(name="collect", flow_run_name=_flow_run_name, persist_result=False, on_cancellation=[mark_cancelled])
 async def collect(
-    run_name: str, config: RunConfig, redo_failed: bool = False, join: JoinConfig = NO_RUN
+    run_name: RunName, config: RunConfig, redo_failed: bool = False, join: JoinConfig = NO_RUN
 ) -> str | State[str]:
     """Sample and score steps by the start model, which nothing trains; `rescore` and `retrain` go on from there.
 

@@ -9,7 +9,7 @@ from flows.config import RunConfig
 from flows.evaluable import check_evaluation, chosen_version
 from flows.evaluate import finish_evaluation, is_evaluated
 from flows.failure import one_error
-from flows.folder import run_folder
+from flows.folder import RunName, run_folder
 from flows.inspection import held_out
 from flows.machine import check_machine
 from flows.progress import say
@@ -20,7 +20,7 @@ from flows.stored_policy import model_of, serving
 
 
 @flow(name="evaluate", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def evaluate(run_name: str, config: RunConfig) -> str:
+async def evaluate(run_name: RunName, config: RunConfig) -> str:
     """Evaluate a version of a run's policy on held-out prompts; the rows go to the run, which stays what it is.
 
     Args:

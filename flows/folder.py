@@ -2,6 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from flows.config import RescoreConfig, RunConfig
 from flows.settings import fixed_settings
@@ -13,10 +16,15 @@ from tasks.store.layout import MANIFEST, RunFolder
 from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.sources import trained_from
 
+RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
+"""A run's name as a flow's parameter: the run form of Prefect's UI refuses another."""
+
 
 def run_folder(name: str, config: RunConfig | RescoreConfig) -> RunFolder:
     """Where a run lies; ConfigError when the name is not that of a folder below `store.root`."""
-    if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+    if not re.fullmatch(RUN_NAME, name):
         raise ConfigError("run name", name, "give letters, digits and . _ - only, a letter or digit first")
     return RunFolder(f"{config.store.root}/{name}")
 

@@ -91,8 +91,8 @@ class StepPage:
         run, step = shlex.quote(self.folder.location), self.step
         commands = [f"rollmill inspect {run} --step {step}", f"rollmill view {run}"]
         if self.viewer and self.scorer:
-            yield f"In the viewer, while it runs: [groups]({self.viewer}/groups?step={step}), "
-            yield f"[trajectories]({self.viewer}/trajectories?step={step})."
+            links = [f"[{what}]({self.viewer}/{what}?step={step})" for what in ("groups", "trajectories")]
+            yield f"In the viewer, while it runs: {', '.join(links)}."
             yield ""
         yield from _code("\n".join(commands))
         yield from _polars(self.folder, f"step={step:06d}/*.arrow")

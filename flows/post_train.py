@@ -10,7 +10,7 @@ from flows.collector_runs import open_collectors
 from flows.config import RunConfig
 from flows.failure import one_error
 from flows.fan_out import store_batch
-from flows.folder import check_resumable, run_folder
+from flows.folder import RunName, check_resumable, run_folder
 from flows.machine import check_machine
 from flows.pausing import pauses_between_steps
 from flows.policy import open_policy
@@ -24,7 +24,7 @@ from tasks.score.check import check_scorer
 
 
 @flow(name="post-train", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def post_train(run_name: str, config: RunConfig, redo_failed: bool = False) -> str:
+async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = False) -> str:
     """Post-train a policy: sample, score, train and sync, step by step, from where the run's folder stands.
 
     Args:

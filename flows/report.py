@@ -15,6 +15,7 @@ from flows.recording import forget_results
 from flows.run import Run, TrainingRun
 from flows.step_runs import name_of_step
 from flows.summary import print_summary
+from flows.view import counted
 from tasks.observe.metrics import Metric
 from tasks.observe.sinks import points_of
 from tasks.observe.spans import span, spanned
@@ -120,5 +121,5 @@ async def report_run(run: TrainingRun) -> None:
         closing.create_task(run.compactor.finish())
         recorded = closing.create_task(run.recording.wait_until_recorded())
     if left := recorded.result():
-        say(f"Prefect has not recorded {left} task runs within observe.record_timeout_s")
+        say(f"Prefect has not recorded {counted(left, 'task run')} within observe.record_timeout_s")
     await asyncio.to_thread(run.store.finish)

@@ -12,7 +12,7 @@ from flows.artifacts import show_scores
 from flows.cancelling import mark_cancelled
 from flows.config import RescoreConfig
 from flows.failure import one_error
-from flows.folder import check_run, run_folder
+from flows.folder import RunName, check_run, run_folder
 from flows.preflight import check_store
 from flows.progress import CountProgress, quiet_task_runs, say
 from flows.recording import Recording
@@ -30,7 +30,7 @@ from tasks.store.totals import score_totals
 
 
 @flow(name="rescore", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def rescore(run_name: str, config: RescoreConfig) -> str:
+async def rescore(run_name: RunName, config: RescoreConfig) -> str:
     """Score the stored rollouts of a run, finished or not; what the scorer has scored already is kept.
 
     Args:

@@ -10,7 +10,7 @@ from flows.config import RunConfig
 from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
 from flows.failure import one_error
-from flows.folder import check_resumable, existing_run, run_folder
+from flows.folder import RunName, check_resumable, existing_run, run_folder
 from flows.machine import check_machine
 from flows.offline import check_offline, check_tokenizers
 from flows.policy import Policy, open_policy
@@ -30,7 +30,7 @@ from tasks.store.sources import check_sources, sources_of
 
 
 @flow(name="retrain", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def retrain(run_name: str, config: RunConfig) -> str:
+async def retrain(run_name: RunName, config: RunConfig) -> str:
     """Train a new run on what others sampled; vLLM servers are there for evaluations alone, and without these not at all.
 
     Args:

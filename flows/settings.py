@@ -13,9 +13,12 @@ from pydantic_core import ErrorDetails
 from flows.config import RunConfig
 from flows.presets import are_algorithms, preset_values
 from flows.rules import check
-from tasks.config import StageConfig, nearest
+from tasks.config import VARIABLE, StageConfig, nearest
 from tasks.errors import ConfigError, masked
 from tasks.store.fixed import value_of
+
+HIDDEN = "***"
+NAMES_VARIABLE = "give the name of the environment variable that holds the secret (capital letters, digits and _), not the secret"
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -63,9 +66,19 @@ def parsed(model: type[Config], values: dict[str, Any]) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        remedy = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-        value = masked(str(first["input"])) if first["type"] == "secret" else first["input"]
+        value, remedy = _shown(first)
         raise ConfigError(field, value, f"{remedy}{_meant(model, field, first)}") from None
+
+
+def _shown(error: ErrorDetails) -> tuple[object, str]:
+    """The value that is refused, unless it may be a secret, and what is allowed in its place."""
+    value = error["input"]
+    if error["type"] == "secret":
+        hidden = masked(str(value))
+        return hidden if hidden != str(value) else HIDDEN, error["msg"]
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == VARIABLE:
+        return HIDDEN, NAMES_VARIABLE
+    return value, "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
 
 
 def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:

@@ -20,10 +20,14 @@ INDENT = 2
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
+SHOWN_CHARACTERS = 20_000
+"""Of one text on a terminal: some 250 of its lines."""
+
+
 def print_trajectory(console: Console, found: Found) -> None:
     """Print what became of a trajectory, and its conversation.
 
-    A terminal's lines are broken at its width; in a file or a pipe every line and tab is as it was said.
+    A terminal's lines are broken at its width, and long texts cut; in a file or a pipe all is as it was said.
     """
     if console.is_terminal:
         _print_page(console, found)
@@ -36,13 +40,21 @@ def _print_page(console: Console, found: Found) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts(found):
-        table.add_row(name, Text(visible(value)))
+        table.add_row(name, _cut(value))
     console.print(table)
     for message in found.row["messages"]:
         colour = ROLES.get(message["role"], "white")
         console.print(Rule(Text(heading(message), f"bold {colour}"), align="left", style=colour))
         for text, style in said(message):
-            console.print(Padding(Text(visible(text), style), (0, 0, 0, INDENT)))
+            console.print(Padding(_cut(text, style), (0, 0, 0, INDENT)))
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """The beginning of a text for a terminal, every character of it to be seen, and how to read the rest."""
+    shown = Text(visible(text[:SHOWN_CHARACTERS]), style)
+    if (more := len(text) - SHOWN_CHARACTERS) > 0:
+        shown.append(f" … {more:,} more characters: write it to a file (> FILE) to have all", "italic dim")
+    return shown
 
 
 def _print_plainly(console: Console, found: Found) -> None:

@@ -1,6 +1,7 @@
 """A table of rows: as JSON values, for a terminal of any width, and in markdown."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from unicodedata import category
@@ -19,6 +20,11 @@ GAP = 2
 _UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's categories of what has no shape of its own: controls, formats, surrogates, separators of lines."""
 _JOINERS = "\u200c\u200d"
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Letters and marks that are drawn as nothing: fillers, selectors of variants, Braille's empty cell."""
+_OF_EMOJI = "\ufe0e\ufe0f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +146,10 @@ def visible(text: str) -> str:
 
     Example: an escape character is ␛, a right-to-left override <U+202E>.
     """
-    if text.isprintable():
+    if text.isprintable() and not _BLANK.search(text):
         return text
     return "".join(
-        _mark(each) if category(each) in _UNSEEN and each not in "\n\t" and not _joins(text, at) else each
-        for at, each in enumerate(text)
+        _mark(each) if _is_unseen(each) and not _joins(text, at) else each for at, each in enumerate(text)
     )
 
 
@@ -153,14 +158,21 @@ def counted(n: int, noun: str, plural: str = "") -> str:
     return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
 
 
+def _is_unseen(character: str) -> bool:
+    return (category(character) in _UNSEEN and character not in "\n\t") or bool(_BLANK.match(character))
+
+
 def _mark(character: str) -> str:
     code = ord(character)
     return "␡" if character == "\x7f" else chr(0x2400 + code) if code < 0x20 else f"<U+{code:04X}>"
 
 
 def _joins(text: str, at: int) -> bool:
-    """True for a joiner between two characters beyond ASCII that have a shape."""
-    around = text[at - 1 : at] + text[at + 1 : at + 2]
+    """True for a joiner between two characters beyond ASCII that have a shape, and for the selector of an emoji."""
+    before, after = text[at - 1 : at] if at else "", text[at + 1 : at + 2]
+    if text[at] in _OF_EMOJI:
+        return after == "\u20e3" or (before > "\x7f" and category(before)[0] == "S")
+    around = before + after
     return (
         text[at] in _JOINERS
         and len(around) == 2

@@ -1,7 +1,11 @@
 """Work pools, their queues and their workers, as a Prefect server has them."""
 
 import os
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -68,11 +72,20 @@ async def missing_worker(client: PrefectClient, pool: str) -> list[str]:
     workers = await client.read_workers_for_work_pool(pool)
     if any(each.status == WorkerStatus.ONLINE for each in workers):
         return []
-    command = f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} prefect worker start --pool {pool}"
+    command = f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} {_prefect()} worker start --pool {pool}"
     return [
         f"no worker takes runs from the work pool {pool}; start one, where the runs shall be:",
         f"  {command}",
     ]
+
+
+def _prefect() -> str:
+    """This environment's command of Prefect, as a shell here finds it."""
+    own = Path(sys.executable).parent / "prefect"
+    if Path(shutil.which("prefect") or "") == own:
+        return "prefect"
+    here = Path.cwd()
+    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
 
 
 def ui_url() -> str:

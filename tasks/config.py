@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from tasks.errors import ConfigError, masked
+from tasks.errors import ConfigError
 
 UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes", "env": "environment variable"}
 SPOKEN = {
@@ -37,8 +37,13 @@ SPOKEN = {
 LIMITS = {"ge": "At least", "gt": "Above", "le": "at most", "lt": "below"}
 LONGEST_DEFAULT = 40
 NO_SECRET = (
-    "an address may hold no user name or password: settings are stored and shown; leave them out, and give them by the "
-    "environment variables that docs/security.md names"
+    "an address may hold no user name, password or key: settings are stored and shown; leave them out, and give them by "
+    "the environment variables that docs/security.md names"
+)
+VARIABLE = "^([A-Z_][A-Z0-9_]*)?$"
+"""Shape of an environment variable's name; a key that is given in its place has another one."""
+_SECRET_ADDRESS = re.compile(
+    r"://[^/\s@]+@|://[^@]*:[^@]*@|[?&][^=&]*(?:key|token|password|secret|signature)=", re.IGNORECASE
 )
 
 
@@ -71,7 +76,7 @@ class StageConfig(BaseModel):
     def _holds_no_secret(cls, value: Any) -> Any:
         """Settings are shown in logs and in Prefect, and stored in run.json: no password may come in by an address."""
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and masked(text) != text:
+            if isinstance(text, str) and "://" in text and _SECRET_ADDRESS.search(text):
                 raise PydanticCustomError("secret", NO_SECRET)
         return value
 
@@ -88,6 +93,11 @@ def setting(default: Any, description: str, *, fixed: bool = False, **limits: An
     shown = " ".join([description, *_notes(default, limits, fixed=fixed)])
     extra: dict[str, Any] = {"fixed": fixed, "description": shown}
     return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def variable(default: str, description: str) -> Any:
+    """Declare a setting that names an environment variable which holds a secret; a wrong one is never repeated."""
+    return setting(default, description, pattern=VARIABLE)
 
 
 def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]:

@@ -49,7 +49,13 @@ import re
 
 MAX_ERROR_CHARACTERS = 2000
 MAX_NAMED_TENSORS = 8
-_CREDENTIALS = re.compile(r"://[^/\s@]+@")
+_CREDENTIALS = re.compile(
+    r"""://(?:
+        [^/\s@]+                      # me:secret, or a token alone
+        | [^/\s@:]*:(?!\d+[/\s])[^\s@]+  # me:se/cret, which no port and path is
+    )@""",
+    re.VERBOSE,
+)
 
 
 class RollmillError(Exception):

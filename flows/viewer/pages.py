@@ -8,6 +8,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from flows.inspection import GROUP_COLUMNS, TRAINED
+from flows.selection import known_value
 from flows.trajectories import COLUMNS, STATUSES, UNSCORED
 from flows.view import Column, counted, visible
 from flows.viewer.address import GROUPS, HELD_OUT, TRAJECTORIES, TRAJECTORY, Query
@@ -112,8 +113,15 @@ def plain_table(
 
 
 def table(source: Source, path: str, query: Query) -> Component:
-    """A table and its filters, set as the address says."""
+    """A table and its filters, set as the address says.
+
+    Raises:
+        ConfigError: the address has a filter, or an order, that the table has not; names what there is.
+    """
     kind = TABLES[path]
+    for name in kind.filters:
+        _check(name, query[name], _choices(source, path, name) or ())
+    _check("sort", query["sort"].removeprefix("-"), [column.name for column in kind.columns])
     filters = [_filter(source, path, name, query[name]) for name in kind.filters]
     return html.Section(
         [
@@ -126,6 +134,12 @@ def table(source: Source, path: str, query: Query) -> Component:
             grid(kind.columns, query["sort"], kind.links),
         ]
     )
+
+
+def _check(name: str, value: str, known: Sequence[str]) -> None:
+    for each in value.split(",") if name == "status" else (value,):
+        if each and known:
+            known_value(name, each, known)
 
 
 def _filter(source: Source, path: str, name: str, value: str) -> Component:

@@ -1,6 +1,6 @@
 """Settings of scoring and advantages."""
 
-from tasks.config import StageConfig, setting
+from tasks.config import StageConfig, setting, variable
 
 JUDGE_PROMPT = """\
 Judge the last answer of the assistant in this conversation.
@@ -27,7 +27,7 @@ RUBRIC = """\
 class EndpointConfig(StageConfig):
     """A model behind HTTP."""
 
-    api_key_env: str = setting("", "Environment variable that holds the API key; empty: no key.")
+    api_key_env: str = variable("", "Environment variable that holds the API key; empty: no key.")
     timeout_s: float = setting(
         30.0, "Seconds one request may take; with its retries it must fit score.timeout_s.", gt=0.0
     )

@@ -1,8 +1,17 @@
 """Settings of the vLLM servers."""
 
+import re
 from typing import Literal
 
-from tasks.config import StageConfig, setting
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
+
+from tasks.config import StageConfig, setting, variable
+
+_SECRET_ARGUMENT = re.compile(
+    r"--(ap(i(-(k(ey?)?)?)?)?|hf(-(t(o(k(en?)?)?)?)?)?|[a-z-]*(password|secret|-token|api-key))$"
+)
+"""Arguments that have a key or a token, shortened as argparse lets them be."""
 
 
 class ServeConfig(StageConfig):
@@ -34,8 +43,10 @@ class ServeConfig(StageConfig):
     threads: int = setting(
         1, "CPU threads of a launched server; more spin on each other where cores are shared.", ge=1
     )
-    extra_args: tuple[str, ...] = setting((), "More command-line arguments for a launched server.")
-    api_key_env: str = setting(
+    extra_args: tuple[str, ...] = setting(
+        (), "More command-line arguments for a launched server; no key or token, since settings are shown."
+    )
+    api_key_env: str = variable(
         "ROLLMILL_VLLM_API_KEY", "Environment variable that holds the servers' API key; unset: none."
     )
     start_timeout_s: float = setting(600.0, "Seconds a server has to become healthy.", gt=0.0)
@@ -78,3 +89,12 @@ class ServeConfig(StageConfig):
     stop_grace_s: float = setting(
         5.0, "Seconds between asking a launched process to end and killing it.", ge=0.0
     )
+
+    @field_validator("extra_args")
+    @classmethod
+    def _has_no_secret(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        names = [each.split("=", 1)[0].replace("_", "-") for each in arguments]
+        if found := next((each for each in names if _SECRET_ARGUMENT.match(each)), ""):
+            remedy = f"{found} would be stored and shown: put the key in the environment variable serve.api_key_env names"
+            raise PydanticCustomError("secret", "{remedy}", {"remedy": remedy})
+        return arguments

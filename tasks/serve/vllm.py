@@ -93,16 +93,13 @@ def environment(
 
 
 def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ) -> None:
-    """Refuse a server that others reach and that has no key; a key in the arguments, which everybody can read.
+    """Refuse a server that others reach and that has no key.
 
     Raises:
         ConfigError: names the setting.
     """
     words = [word for each in config.extra_args for word in each.split("=", 1)]
     variable = config.api_key_env
-    if "--api-key" in words:
-        remedy = f"arguments are stored and shown: put the key in the environment variable {variable}"
-        raise ConfigError("serve.extra_args", "--api-key", remedy)
     hosts = [after for word, after in pairwise(words) if word == "--host"]
     if any(host != LOOPBACK for host in hosts) and not base.get(variable):
         remedy = f"others reach its control routes there: put a key in the environment variable {variable}, which they need"

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tasks.config import StageConfig, setting
+from tasks.config import StageConfig, setting, variable
 
 
 class KLConfig(StageConfig):
@@ -62,7 +62,7 @@ class TrainConfig(StageConfig):
     port: int = setting(
         0, "Loopback port of the launched trainer's control API; 0: any free one.", ge=0, le=65535
     )
-    token_env: str = setting(
+    token_env: str = variable(
         "ROLLMILL_TRAINER_TOKEN", "Environment variable with an attached trainer's access token."
     )
     ranks: int = setting(1, "Trainer processes (W); with GPUs one for each.", ge=1)

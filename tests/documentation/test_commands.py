@@ -59,6 +59,7 @@ ELSEWHERE = {
     "make clean": "Makefile",
     "make deploy": "tests/flows/test_product.py",
     "apt install": "Makefile",
+    "export PATH=": "tests/flows/test_product.py",
     "PREFECT_API_URL=http://127.0.0.1:4200/api prefect worker start": "tests/flows/test_product.py",
     "rollmill spans": "tests/looking/test_spans.py",
     "rollmill view": "tests/flows/test_product.py",

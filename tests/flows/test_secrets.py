@@ -36,10 +36,49 @@ def test_an_address_with_a_password_is_refused_without_saying_it(
     assert SECRET not in str(refused.value)
 
 
-def test_an_api_key_among_arguments_is_refused() -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:se/cret@host:5000",
+        "http://me:se cret@host",
+        "http://host:5000/?api_key=secret",
+        "http://token@host",
+    ],
+)
+def test_a_secret_in_an_address_is_found_wherever_it_stands(address: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_guarded(ServeConfig(extra_args=("--api-key", SECRET)))
+        validate({"observe": {"mlflow_uri": address}})
+    assert "cret" not in str(refused.value).replace("secret;", "")
+
+
+@pytest.mark.parametrize(
+    "argument", ["--api-key", "--api_key", f"--api-key={SECRET}", "--api-k", "--hf-token", "--hf_tok"]
+)
+def test_a_key_among_arguments_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate({"serve": {"extra_args": [argument, SECRET]}})
+    assert refused.value.field == "serve.extra_args"
     assert SECRET not in str(refused.value)
+
+
+def test_arguments_about_tokens_are_none() -> None:
+    arguments = ("--max-num-batched-tokens=512", "--tokenizer-mode", "auto", "--api-server-count=1")
+    assert ServeConfig(extra_args=arguments).extra_args == arguments
+
+
+@pytest.mark.parametrize("field", ["serve.api_key_env", "train.token_env", "score.judge.api_key_env"])
+@pytest.mark.parametrize("secret", ["sk-planted", "planted word", "hf_planted"])
+def test_a_secret_in_the_place_of_a_variables_name_is_refused(field: str, secret: str) -> None:
+    values: dict[str, object] = {}
+    place = values
+    *sections, name = field.split(".")
+    for section in sections:
+        place[section] = place = {}
+    place[name] = secret
+    with pytest.raises(ConfigError, match="name of the environment variable") as refused:
+        validate(values)
+    assert refused.value.field == field
+    assert secret not in str(refused.value)
 
 
 def test_a_server_that_others_reach_needs_a_key() -> None:

@@ -175,6 +175,8 @@ def test_colours_are_darker_for_less_likely_tokens_and_symmetric_for_advantages(
         ("pass\u200bword\u2028", "pass<U+200B>word<U+2028>"),
         ("a\u200db, \u200d", "a<U+200D>b, <U+200D>"),
         ("👩\u200d💻 ক\u200dষ", "👩\u200d💻 ক\u200dষ"),
+        ("a\u3164b\u2800\U000e0110", "a<U+3164>b<U+2800><U+E0110>"),
+        ("❤\ufe0f 1\ufe0f\u20e3 a\ufe0f", "❤\ufe0f 1\ufe0f\u20e3 a<U+FE0F>"),
     ],
 )
 def test_what_a_model_wrote_cannot_command_or_deceive_the_terminal(written: str, seen: str) -> None:
@@ -201,6 +203,16 @@ def test_a_pipe_gets_what_was_said_line_by_line_as_it_was_said(talkative: Found)
     print_trajectory(Console(file=pipe), talkative)
     said = [line.removeprefix("  ") for line in pipe.getvalue().split("\n")]
     assert "\n".join(said).endswith(f"\n{SAID}\n")
+
+
+def test_a_terminal_gets_the_beginning_of_a_long_text_and_a_file_all_of_it(talkative: Found) -> None:
+    long = replace(talkative, row=talkative.row | {"messages": [{"role": "user", "content": "ab" * 50_000}]})
+    terminal, file = io.StringIO(), io.StringIO()
+    print_trajectory(Console(file=terminal, force_terminal=True, width=80), long)
+    print_trajectory(Console(file=file), long)
+    assert file.getvalue().count("ab") == 50_000
+    assert 9_000 < terminal.getvalue().count("ab") < 11_000
+    assert "80,000 more characters" in terminal.getvalue()
 
 
 def test_tokens_are_shown_by_what_the_trainer_noted(

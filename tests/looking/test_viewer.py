@@ -110,6 +110,9 @@ def test_what_is_wrong_with_an_address_is_said(source: Source) -> None:
     assert "near it are" in shown(source, "/trajectory/5.9")
     assert "the run has no such group" in shown(source, "/trajectory/99.0")
     assert "There is no such page" in shown(source, "/nothing")
+    assert "the run has cancelled, complete" in shown(source, "/trajectories", "?status=failed,nosuch")
+    assert "the run has addition, calculator" in shown(source, "/trajectories", "?env=nosuch")
+    assert "duration_s" in shown(source, "/trajectories", "?sort=-nosuch")
     assert "give one of addition@1, brevity@1, v0, v3" in shown(source, "/compare", "?a=loud@1")
 
 
