@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import itertools
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -140,10 +139,13 @@ class Collectors:
         """Let all of them go."""
         for member in self.members:
             member.send(End(is_finished))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._run.config.serve.stop_grace_s):
-                for member in list(self.members):
-                    await member.connection.wait_closed()
+        closing = [asyncio.create_task(member.connection.wait_closed()) for member in self.members]
+        if (
+            closing
+        ):  # no asyncio.timeout: this runs while a failed TaskGroup's error is on its way, see one_error
+            await asyncio.wait(closing, timeout=self._run.config.serve.stop_grace_s)
+        for each in closing:
+            each.cancel()
 
     def _refused(self, connection: ServerConnection, request: Request) -> Response | None:
         shown = request.headers.get("Authorization", "")

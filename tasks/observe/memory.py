@@ -5,7 +5,6 @@ import gc
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ KINDS = {
 """What a started process is, by a word of its command line, or of the command line of a process above it."""
 
 MIB = 2**20
-MOST_TYPES, MOST_LINES = 5, 5
+MOST_LINES = 5
 
 
 def keep_for_good() -> None:
@@ -87,38 +86,29 @@ class Holders:
         malloc_bytes: in use, of the C allocator: Python's larger objects, and libraries'.
         malloc_free_bytes: kept by the C allocator for later.
         python_blocks: Python objects and their parts of up to 512 bytes, which have an allocator of their own.
-        types: objects that the garbage collector knows, by type, without those it was told to leave.
+
+    Objects are not counted by type: `gc.get_objects` shows those that another thread is still making, and a tuple that
+    is seen too early fails with SystemError.
     """
 
     rss_bytes: int
     malloc_bytes: int
     malloc_free_bytes: int
     python_blocks: int
-    types: Mapping[str, int]
 
     @classmethod
     def now(cls) -> "Holders":
-        """Count; takes 10 ms for 80,000 objects, in which no other thread runs."""
-        used, free = malloc_bytes()
-        types = Counter(map(type, gc.get_objects()))
-        names: Counter[str] = Counter()
-        for each, count in types.items():
-            names[f"{each.__module__}.{each.__qualname__}".removeprefix("builtins.")] += count
-        return cls(own_rss_bytes(), used, free, sys.getallocatedblocks(), names)
+        """As it is now."""
+        return cls(own_rss_bytes(), *malloc_bytes(), sys.getallocatedblocks())
 
     def grown_since(self, before: "Holders") -> str:
         """Where what came on top is, in words, the largest first."""
-        types = Counter(self.types)
-        types.subtract(before.types)
-        objects = ", ".join(
-            f"{count:+,} {name}" for name, count in types.most_common(MOST_TYPES) if count > 0
-        )
         parts = [
             f"C allocator in use {_mib(self.malloc_bytes - before.malloc_bytes)}",
             f"kept by it for later {_mib(self.malloc_free_bytes - before.malloc_free_bytes)}",
             f"{self.python_blocks - before.python_blocks:+,} small Python blocks",
         ]
-        return "; ".join([*parts, *([f"objects: {objects}"] if objects else []), *_lines()])
+        return "; ".join([*parts, *_lines()])
 
 
 def malloc_bytes() -> tuple[int, int]:

@@ -8,9 +8,7 @@ def seen(rss_mib: list[float], max_growth: float = 0.25) -> list[str]:
     """What is said of a process that has so much at the ends of its steps."""
     said: list[str] = []
     at = [0]
-    watch = MemoryWatch(
-        max_growth, said.append, lambda: Holders(int(rss_mib[at[0]] * MIB), 0, 0, 0, {"list": at[0]})
-    )
+    watch = MemoryWatch(max_growth, said.append, lambda: Holders(int(rss_mib[at[0]] * MIB), 0, 0, at[0]))
     for number, mib in enumerate(rss_mib):
         at[0] = number
         watch.see(int(mib * MIB))
@@ -21,7 +19,7 @@ def test_growth_is_measured_from_when_the_process_has_settled() -> None:
     assert not seen([100.0] + [300.0] * SETTLED_AFTER + [370.0])
     (said,) = seen([100.0] + [300.0] * SETTLED_AFTER + [380.0])
     assert "from 300 to 380 MiB" in said
-    assert f"+{2} list" in said
+    assert f"+{2} small Python blocks" in said
 
 
 def test_each_further_growth_is_told_once() -> None:

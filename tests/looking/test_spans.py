@@ -229,7 +229,7 @@ def test_an_address_with_a_password_is_not_sent_to_and_not_shown(
     rollmill: Command, timed_run: RunFolder
 ) -> None:
     said = rollmill("spans", timed_run.location, "--otlp", "http://me:planted@127.0.0.1:1")
-    assert "may hold no user name or password" in said
+    assert "may hold no user name, password or key" in said
     assert "planted" not in said
 
 

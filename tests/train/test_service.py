@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -34,6 +35,8 @@ from tasks.train.protocol import StepResult
 pytestmark = pytest.mark.service
 
 END_S = 60.0
+DEEP_IN_A_STEP_S = 1.0
+"""CPU seconds of a rank after which it has read its rows, and computes."""
 
 Receive = Callable[..., dict[str, torch.Tensor]]
 
@@ -61,8 +64,14 @@ async def exported(client: TrainerClient, folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+def cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
 def without_times(result: StepResult) -> list[object]:
-    metrics = [metric for metric in result.metrics if not metric.name.endswith(("_s", "_rss_bytes"))]
+    measured = ("_s", "_ms", "rss_bytes", "slowest_rank", "control_stalls")
+    metrics = [metric for metric in result.metrics if not metric.name.endswith(measured)]
     return [dataclasses.replace(result, metrics=[], duration_s=0.0), *metrics]
 
 
@@ -230,10 +239,13 @@ async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
 
     async with run_trainer(TrainConfig(ranks=2, micro_batch_tokens=256)) as (client, process):
         await load(client, tiny_model, run)
+        ranks = rank_pids(process)
+        before = {rank: cpu_s(pid) for rank, pid in ranks.items()}
         training = asyncio.create_task(client.train_step(folder=str(run), run="r", step=0, digest=digest))
-        await asyncio.sleep(1.0)
+        while any(cpu_s(pid) < before[rank] + DEEP_IN_A_STEP_S for rank, pid in ranks.items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # a rank that waits for the other one would tell of a broken connection
         assert not training.done()
-        os.kill(rank_pids(process)[victim], signal.SIGKILL)
+        os.kill(ranks[victim], signal.SIGKILL)
         with pytest.raises(ServiceDiedError, match="SIGKILL"):
             await asyncio.wait_for(training, END_S)
         assert await asyncio.wait_for(process.ended(), END_S) != 0
