@@ -1,5 +1,8 @@
 """The product as people meet it: docs/tutorial.md, step by step, in a real browser, and a run that is cancelled there.
 
+Prefect has two UIs. The address that `rollmill up` prints leads to the newer one, in which nearly all of this is done;
+links to a run lead to the older one.
+
 `ROLLMILL_SCREENSHOTS=docs pytest tests/flows/test_product.py` stores what the browser shows as docs/product-*.png.
 """
 
@@ -13,9 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urljoin, urlsplit
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from marked_processes import marked_processes
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
@@ -32,6 +38,8 @@ PATIENCE_MS = 120_000
 LONGEST_RUN_MS = 1_200_000
 CANCEL_MS = 120_000
 PICTURE = "img[src^='data:image/']"
+OLDER_UI = "/dashboard"
+SCHEDULED = {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 
 
@@ -91,16 +99,33 @@ class Product:
         """Command line of every living process that was started from here, by process id."""
         return marked_processes(self.marker)
 
+    def api(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What Prefect's API answers."""
+        address = self.environment["PREFECT_API_URL"] + path
+        answer = httpx.request(method, address, json=body, timeout=PATIENCE_MS / 1000)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No run begins meanwhile, and those that would have are deleted."""
+        self.api("PATCH", "/work_pools/rollmill", {"is_paused": True})
+        try:
+            yield
+        finally:
+            for each in self.api("POST", "/flow_runs/filter", SCHEDULED):
+                self.api("DELETE", f"/flow_runs/{each['id']}")
+            self.api("PATCH", "/work_pools/rollmill", {"is_paused": False})
+
     def picture(self, name: str) -> None:
         """Store what the browser shows, when that is asked for."""
         if PICTURES:
             self.page.screenshot(path=ROOT / PICTURES / f"product-{name}.png")
 
     def field(self, label: str) -> Locator:
-        """The first input of the run form below a label."""
-        heading = self.page.locator(
-            ".schema-form-property__label", has_text=re.compile(f"^{label}\\b", re.IGNORECASE)
-        )
+        """The first input of the run form below a label, in either UI."""
+        words = re.compile(f"^{label}\\b", re.IGNORECASE)
+        heading = self.page.locator(".schema-form-property__label, label", has_text=words)
         return heading.first.locator("xpath=following::*[self::input or self::textarea][1]")
 
 
@@ -157,39 +182,59 @@ def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def open_form(product: Product) -> None:
-    """By the way that a person takes: the list of deployments, the deployment, Run, Custom run."""
-    ui = product.environment["PREFECT_API_URL"].removesuffix("/api")
-    product.page.goto(f"{ui}/deployments")
-    product.page.get_by_role("link", name="sorting").first.click()
-    product.page.get_by_role("button", name="Run", exact=True).click()
-    product.page.get_by_text("Custom run").click()
-    product.field("steps").wait_for()
-
-
-def submit(product: Product) -> None:
-    """Send the form, which leads back to the deployment's page, and open the page of the run from there."""
+def open_form(product: Product, entry: str = "") -> None:
+    """By the way that a person takes from where a UI begins; what the form is filled in with is the preset's."""
     page = product.page
-    page.get_by_role("button", name="Submit").click()
+    page.goto(product.environment["PREFECT_API_URL"].removesuffix("/api") + entry)
+    page.get_by_text("Deployments", exact=True).first.click()
+    page.locator("a[href*='/deployment/']", has_text=re.compile(r"^\s*sorting\s*$")).first.click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+    product.field("steps").wait_for()
+    assert product.field("run_name").input_value() == "sorting"
+    assert product.field("steps").input_value() == "20"
+
+
+def submit(product: Product, steps: str) -> None:
+    """Send the form with so many steps."""
+    product.field("steps").fill(steps)
+    product.page.get_by_role("button", name="Submit").click()
+
+
+def wait_for_submission(page: Page) -> None:
+    """Until the form leads back to the deployment's page, which it does when the run is made."""
     page.wait_for_url(lambda address: not urlsplit(address).path.endswith("/run"))
-    page.goto(urljoin(page.url, page.locator("a[href*='/flow-run/']").first.get_attribute("href")))
+
+
+def choose(page: Page, entry: str, confirmation: str) -> None:
+    """What a person does in the menu of a run's page, in the newer UI."""
+    page.get_by_role("button", name="Open menu").click()
+    page.get_by_role("menuitem", name=entry).click()
+    page.get_by_role("button", name=confirmation, exact=True).click()
+
+
+def reopen(page: Page) -> None:
+    """The page of a run as who comes later finds it, without toasts."""
+    page.reload()
+    page.get_by_text("bringing up the trainer").first.wait_for()
+    page.wait_for_load_state("networkidle")
 
 
 @pytest.fixture(scope="module")
 def run(product: Product) -> str:
     """A run of two steps, submitted by the form and waited for at its page; the page's address."""
-    open_form(product)
-    assert product.field("run_name").input_value() == "sorting"
-    assert product.field("steps").input_value() == "20"
-    product.picture("form")
-    product.field("steps").fill("2")
-    submit(product)
     page = product.page
+    open_form(product)
+    product.picture("form")
+    submit(product, steps="2")
+    wait_for_submission(page)
+    page.locator("a[href*='/flow-run/']").first.click()
+    page.wait_for_url(re.compile("/v2/runs/flow-run/"))
     page.get_by_text(re.compile("^(Completed|Failed|Crashed|Cancelled)$")).first.wait_for(
         timeout=LONGEST_RUN_MS
     )
     assert page.get_by_text("Completed", exact=True).count(), page.inner_text("body")
-    page.wait_for_load_state("networkidle")
+    reopen(page)
     product.picture("run")
     return page.url
 
@@ -199,18 +244,35 @@ def test_a_run_from_the_form_has_the_steps_that_were_filled_in(product: Product,
     assert [row["step"] for row in shown["by_step"]] == [0, 1]
 
 
+def test_the_form_refuses_a_number_out_of_range_at_its_field(product: Product) -> None:
+    with product.paused():
+        open_form(product)
+        submit(product, steps="0")
+        product.field("steps").and_(product.page.locator(":focus:invalid")).wait_for()
+        assert not product.api("POST", "/flow_runs/filter", SCHEDULED)
+
+
+def test_the_form_of_the_older_ui_refuses_it_too_and_makes_a_run(product: Product) -> None:
+    with product.paused():
+        open_form(product, OLDER_UI)
+        submit(product, steps="0")
+        product.page.get_by_text("0 is less than the minimum of 1").first.wait_for()
+        assert not product.api("POST", "/flow_runs/filter", SCHEDULED)
+        submit(product, steps="2")
+        wait_for_submission(product.page)
+        (made,) = product.api("POST", "/flow_runs/filter", SCHEDULED)
+    assert made["parameters"]["run_name"] == "sorting"
+    assert made["parameters"]["config"]["steps"] == 2
+
+
 def test_its_artifact_shows_the_picture(product: Product, run: str) -> None:
     page = product.page
     page.goto(run)
-    page.get_by_text("Artifacts", exact=True).click()
-    links = page.locator("a[href*='/artifacts/artifact/']")
-    links.first.wait_for()
-    for address in {urljoin(run, link.get_attribute("href")) for link in links.all()}:
-        page.goto(address)
-        page.wait_for_load_state("networkidle")
-        if page.locator(PICTURE).count():
-            break
-    assert page.locator(PICTURE).first.evaluate("picture => picture.naturalWidth") > 400
+    page.get_by_role("tab", name="Artifacts").click()
+    page.locator("a[href$='/artifacts/key/sorting']").click()
+    page.locator("a[href*='/artifacts/artifact/']").click()
+    page.locator(PICTURE).wait_for()
+    assert page.locator(PICTURE).evaluate("picture => picture.naturalWidth") > 400
     product.picture("artifact")
 
 
@@ -254,18 +316,26 @@ def test_the_scorers_can_be_tried_without_a_model(product: Product) -> None:
     subprocess.run([sys.executable, "-c", snippet], cwd=product.folder, check=True)
 
 
-def test_a_run_that_is_cancelled_at_its_page_leaves_no_process(product: Product, run: str) -> None:
+def test_a_run_that_is_cancelled_at_its_page_leaves_no_process_and_can_be_retried(
+    product: Product, run: str
+) -> None:
     page = product.page
     before = product.processes().keys()
     said = product.command(*command_with("--deployment"))
-    page.goto(re.findall(r"http://\S+/flow-run/\S+", said)[0])
+    link = re.findall(r"http://\S+/flow-run/\S+", said)[0]
+    page.goto(link)
+    page.get_by_role("button", name="Cancel").wait_for()  # of the older UI, where the link leads
+    page.goto(link.replace("/runs/", "/v2/runs/"))
     page.get_by_text("bringing up the trainer").first.wait_for(timeout=LONGEST_RUN_MS)
-    page.get_by_role("button", name="Cancel").click()
-    page.get_by_role("button", name="Confirm").click()
+    choose(page, "Cancel", confirmation="Cancel Flow Run")
     page.get_by_text("Cancelled", exact=True).first.wait_for(timeout=CANCEL_MS)
     deadline = time.monotonic() + CANCEL_MS / 1000
     while left := product.processes().keys() - before:
         assert time.monotonic() < deadline, [product.processes().get(each) for each in left]
         time.sleep(0.2)
+    reopen(page)
     product.picture("cancelled")
     product.command("rollmill", "verify", "sorting")
+    with product.paused():
+        choose(page, "Retry", confirmation="Retry")
+        page.get_by_text(re.compile("^(AwaitingRetry|Late)$")).first.wait_for()
