@@ -78,7 +78,7 @@ class AfterGeneration:
     def read_s(self) -> float | None:
         """Seconds of the training that the trainer read the batch's rows; None before, and without one."""
         metrics = self._result.metrics if self._result else ()
-        return next((each.value for each in metrics if each.name == "train/read_s"), None)
+        return next((each.value for each in metrics if each.name == "train/handing_over_s"), None)
 
     async def _each(self, work: Callable[[GroupPlan], Awaitable[None]]) -> None:
         """Do something with all groups side by side, each begun one turn of the loop after the one before."""

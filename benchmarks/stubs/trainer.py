@@ -59,7 +59,7 @@ class StubTrainer:
             "offer": lambda _: WeightOffer(NO_WEIGHTS.to_json(), "127.0.0.1", 0, HERE.to_json()),
             "send": self._send,
             "checkpoint": _checkpoint,
-            "await_checkpoint": _await_checkpoint,
+            "await_checkpoint": self._await_checkpoint,
         }
         return ControlServer(
             control_app(Operations(), commands, {}, self._health, self.token), "127.0.0.1", port
@@ -90,6 +90,9 @@ class StubTrainer:
         time.sleep(self.send_s)
         return [Sent(each["server"], 0, self.send_s) for each in command.targets]
 
+    def _await_checkpoint(self, command: AwaitCheckpoint) -> CheckpointWritten:
+        return CheckpointWritten(command.version, written_s=0.0, n_bytes=0)
+
 
 def _nothing(_: Any) -> None:
     return None
@@ -101,7 +104,3 @@ def _logprobs(command: Logprobs) -> list[list[float]]:
 
 def _checkpoint(_: Checkpoint) -> CheckpointBegun:
     return CheckpointBegun(is_new=True, held_s=0.0)
-
-
-def _await_checkpoint(command: AwaitCheckpoint) -> CheckpointWritten:
-    return CheckpointWritten(command.version, written_s=0.0, n_bytes=0)

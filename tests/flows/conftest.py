@@ -1,11 +1,12 @@
 """A Prefect server for the session, and the command `rollmill` as a user runs it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from pathlib import Path
 from benchmarks.stubs import vllm_server
 after = lambda word: sys.argv[sys.argv.index(word) + 1]
 told = lambda: json.loads(Path({told!r}).read_text())
+while told().get("is_down"):
+    time.sleep(0.1)
 server = vllm_server.StubVllmServer(Path(after("--model")), 0.0)
 server.serve(int(after("--port")))
 while True:
@@ -52,13 +55,25 @@ while True:
 
 
 @pytest.fixture
-def stub_python(tmp_path: Path) -> str:
+def stub_told(tmp_path: Path) -> Callable[..., None]:
+    """Tells the stub of `stub_python` how to be from now on."""
+
+    def tell(**how: object) -> None:
+        new = tmp_path / "stub.new"
+        new.write_text(json.dumps(how))
+        new.rename(tmp_path / "stub.json")
+
+    return tell
+
+
+@pytest.fixture
+def stub_python(tmp_path: Path, stub_told: Callable[..., None]) -> str:
     """For `serve.python`: launched as vLLM is, it reads of the model its tokenizer alone.
 
-    It answers after the `rollout_s` of stub.json in the test's folder, which may be changed meanwhile; at once without.
+    It answers after the `rollout_s` that `stub_told` says meanwhile, at once without; and begins once it is not `is_down`.
     """
     told = tmp_path / "stub.json"
-    told.write_text("{}")
+    stub_told()
     script = tmp_path / "stub" / "bin" / "python"
     script.parent.mkdir(parents=True)
     root = str(Path(__file__).parents[2])

@@ -204,7 +204,8 @@ def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone
     assert len(scores) == N - 1
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint_and_replays_to_the_same_bytes(
     workplace: Any, source: Path, tied_model: Path, ranks: int
 ) -> None:

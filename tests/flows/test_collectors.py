@@ -84,7 +84,8 @@ async def shared(
     }
     scoring = scoring or PlannedScoring()
     with disable_run_logger():
-        async with opened(folder, GroupSampler(), scoring, rollout=settings | rollout) as run:
+        ending = {"stop_grace_s": 0.5}  # a collector's connection here is closed after the run's
+        async with opened(folder, GroupSampler(), scoring, rollout=settings | rollout, serve=ending) as run:
             collectors = Collectors(run, TOKEN)
             async with collectors.listen() as server, AsyncExitStack() as stack:
                 workers = [

@@ -1,126 +1,38 @@
-"""A deployed run under a real worker: cancelled and retried, paused and resumed."""
+"""A deployed run under a real worker: cancelled and retried, paused and resumed; and what it tells of its secrets."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import httpx
 import pytest
-import yaml
-from prefect import Flow
-from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.client.schemas.responses import SetStateStatus
+from aiohttp import web
+from deployed_run import DEADLINE_S, NAME, Deployed, deployed
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.workers.process import ProcessWorker
+from told import everything_of
 
 from flows.automations import put_automations, shipped
-from flows.belonging import own_and_steps
 from flows.collect import collect
 from flows.post_train import post_train
-from flows.settings import validate
-from tasks.store.layout import RunFolder
+from tasks.serve.process import free_port
 from tasks.store.verification import verify_run
 
 pytestmark = pytest.mark.service
 
-DEADLINE_S = 400.0
-LOOK_AGAIN_S = 0.2
 ENDLESS = {"steps": 3000}
-SECRET = "planted-in-the-environment"
 SECRETS = {
-    "ROLLMILL_VLLM_API_KEY": SECRET,
-    "ROLLMILL_TRAINER_TOKEN": SECRET,
-    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_ACCESS_KEY_ID": "planted-access-key",
+    "AWS_SECRET_ACCESS_KEY": "planted-secret-of-s3",
+    "PREFECT_API_AUTH_STRING": "me:planted-password-of-prefect",
+    "MLFLOW_TRACKING_PASSWORD": "planted-password-of-mlflow",
+    "JUDGE_KEY": "planted-key-of-the-judge",
 }
-
-
-class Deployed:
-    """A deployment of the preset `small` on a work pool of its own."""
-
-    def __init__(self, client: PrefectClient, place: Any, pool: str, deployment: UUID) -> None:
-        self.client, self.place, self.pool, self._deployment = client, place, pool, deployment
-        self.folder = RunFolder(str(place.folder / "runs" / "controlled"))
-
-    async def start(self) -> UUID:
-        return (await self.client.create_flow_run_from_deployment(self._deployment)).id
-
-    async def set(self, flow_run: UUID, state: str, name: str, **details: object) -> None:
-        """Set a state by the request that the UI sends."""
-        body = {"state": {"type": state, "name": name, "state_details": details}, "force": bool(details)}
-        answer = await self.client._client.post(f"/flow_runs/{flow_run}/set_state", json=body)
-        assert answer.json()["status"] == SetStateStatus.ACCEPT.value, answer.text
-
-    async def when(self, flow_run: UUID, holds: Callable[[FlowRun], bool]) -> FlowRun:
-        """Wait until something holds of a flow run."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not holds(found := await self.client.read_flow_run(flow_run)):  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_AGAIN_S)
-        return found
-
-    async def when_over(self, flow_run: UUID) -> StateType | None:
-        return (
-            await self.when(flow_run, lambda found: bool(found.state and found.state.is_final()))
-        ).state_type
-
-    async def when_steps(self, flow_run: UUID, n: int) -> None:
-        """Wait until so many steps are reported; a run that ends before fails the test."""
-
-        def has_steps(found: FlowRun) -> bool:
-            assert not (found.state and found.state.is_final()), (found.state, self.log())
-            return self.steps() >= n
-
-        await self.when(flow_run, has_steps)
-
-    async def when_task_run(self, flow_run: UUID, name: str) -> None:
-        """Wait until a task of the run, or of its steps, is running."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not any(  # noqa: ASYNC110
-                name in each and state == "Running"
-                for each, state in (await self.task_runs(flow_run)).items()
-            ):
-                await asyncio.sleep(LOOK_AGAIN_S)
-
-    async def task_runs(self, flow_run: UUID) -> dict[str, str | None]:
-        """State of each task run of a run and its steps, by name and number."""
-        of_run = FlowRunFilter.model_validate(own_and_steps(flow_run))
-        found = await self.client.read_task_runs(flow_run_filter=of_run, limit=200)
-        return {f"{each.name} {n}": each.state_name for n, each in enumerate(found)}
-
-    def steps(self) -> int:
-        return len(list(self.folder.local.glob("metrics/step=*")))
-
-    def log(self) -> str:
-        return str((self.place.folder / "worker.log").read_text(errors="replace")[-4000:])
-
-    def of_run(self) -> dict[int, str]:
-        """Processes of the run, those of the worker left out."""
-        return {pid: line for pid, line in self.place.processes().items() if " worker start " not in line}
-
-
-@asynccontextmanager
-async def deployed(place: Any, flow: Flow[Any, Any] = post_train, **values: Any) -> AsyncIterator[Deployed]:
-    preset = yaml.safe_load((place.folder / "conf" / "small.yaml").read_text()) | values
-    preset["train"] |= {"max_skipped_steps": preset["steps"]}
-    async with get_client() as client:
-        pool = f"control-{uuid4().hex[:8]}"
-        template = ProcessWorker.get_default_base_job_template()
-        await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
-        deployment = await client.create_deployment(
-            await client.create_flow(flow),
-            pool,
-            entrypoint=f"{flow.fn.__module__}.{flow.fn.__name__}",
-            work_pool_name=pool,
-            parameters={"run_name": "controlled", "config": validate(preset).model_dump(mode="json")},
-            job_variables={"working_dir": str(place.folder)},
-        )
-        yield Deployed(client, place, pool, deployment)
+OF_SERVICES = ("VLLM_API_KEY", "ROLLMILL_TRAINER_TOKEN")
+"""Variables in which launched services get the keys that were made for them."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,40 +41,77 @@ def _server(prefect_api: str) -> Any:
         yield
 
 
-async def test_a_run_cancelled_while_it_samples_leaves_nothing_behind_and_a_retry_finishes_it(
-    workplace: Any, stub_python: str
+@pytest.fixture
+async def judge() -> AsyncIterator[tuple[str, set[str]]]:
+    """The address of an endpoint that gives rewards in turn, and the keys that it was shown."""
+    shown: set[str] = set()
+    n_asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal n_asked
+        n_asked += 1
+        shown.add(request.headers.get("Authorization", ""))
+        said = {"message": {"content": f'{{"score": {n_asked % 2}}}'}, "finish_reason": "stop"}
+        return web.json_response({"choices": [said]})
+
+    port, app = free_port(), web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield f"http://127.0.0.1:{port}/v1", shown
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("n_collectors", [0, pytest.param(2, marks=pytest.mark.long)])
+async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_retry_and_tells_no_secret(
+    n_collectors: int,
+    workplace: Any,
+    stub_python: str,
+    stub_told: Any,
+    s3_root: str,
+    judge: tuple[str, set[str]],
 ) -> None:
-    stub = workplace.folder / "stub.json"
-    settings = {"steps": 5, "serve": {"python": stub_python}}
-    async with deployed(workplace, collect, **settings) as run:
+    workplace.environment |= SECRETS
+    url, shown = judge
+    settings = {
+        "steps": 5,
+        "serve": {"python": stub_python},
+        "store": {"root": s3_root},
+        "score": {"scorer": "judge", "judge": {"url": url, "model": "any", "api_key_env": "JUDGE_KEY"}},
+    }
+    async with deployed(workplace, collect, n_collectors=n_collectors, **settings) as run:
         with workplace.worker(run.pool):
             flow_run = await run.start()
             await run.when_steps(flow_run, 1)
-            stub.write_text(json.dumps({"rollout_s": DEADLINE_S}))
+            stub_told(rollout_s=DEADLINE_S)
             await run.when_task_run(flow_run, "rollout")
-            await run.set(flow_run, "CANCELLING", "Cancelling")
-            assert await run.when_over(flow_run) == StateType.CANCELLED
-            assert not run.of_run()
+            secrets = SECRETS | keys_of_services(run)
+            await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
             assert set((await run.task_runs(flow_run)).values()) == {"Completed", "Cancelled"}
 
-            stub.write_text("{}")
-            await run.set(flow_run, "SCHEDULED", "AwaitingRetry")
-            await run.when(flow_run, lambda found: found.run_count == 2)
+            stub_told()
+            await run.retried(flow_run)
             assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()
         assert run.steps() == 5
         assert not verify_run(run.folder).findings
+        assert shown == {f"Bearer {SECRETS['JUDGE_KEY']}"}
+        await check_untold(run, flow_run, secrets)
 
 
 @pytest.mark.long
 async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_goes_on_until_it_is_cancelled(
-    workplace: Any, prefect_api: str
+    workplace: Any,
 ) -> None:
-    async with deployed(workplace, **ENDLESS) as run:
-        with workplace.worker(run.pool, **SECRETS):
+    workplace.environment |= SECRETS
+    async with deployed(workplace, post_train, **ENDLESS) as run:
+        with workplace.worker(run.pool):
             flow_run = await run.start()
             await run.when_steps(flow_run, 2)
             await check_keys(run)
+            secrets = SECRETS | keys_of_services(run)
+            assert secrets.keys() >= {f"{name} of a service" for name in OF_SERVICES}
             timeout = (datetime.now(UTC) + timedelta(seconds=300)).isoformat()
             await run.set(flow_run, "PAUSED", "Suspended", pause_timeout=timeout, pause_reschedule=True)
             await run.when(flow_run, lambda _: not run.of_run())
@@ -173,12 +122,10 @@ async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_goes_on_unt
 
             await run.client.resume_flow_run(flow_run)
             await run.when_steps(flow_run, n_steps + 1)
-            await run.set(flow_run, "CANCELLING", "Cancelling")
-            assert await run.when_over(flow_run) == StateType.CANCELLED
-            assert not run.of_run()
+            await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
             assert set((await run.task_runs(flow_run)).values()) <= {"Completed", "Cancelled"}
-            assert await told_secrets(run, prefect_api, flow_run) == []
+            await check_untold(run, flow_run, secrets)
 
 
 async def test_an_automation_is_put_once() -> None:
@@ -199,18 +146,27 @@ async def check_keys(run: Deployed) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def told_secrets(run: Deployed, api: str, flow_run: UUID) -> list[str]:
-    """Where the planted secret is found: in files of the workplace, and in what Prefect has of the run."""
-    files = [each for each in run.place.folder.rglob("*") if each.is_file()]
-    assert any("trainer.log" in each.name for each in files)
-    found = [str(each) for each in files if SECRET.encode() in each.read_bytes()]
-    async with httpx.AsyncClient(base_url=api) as client:
-        logs = {"logs": {"flow_run_id": {"any_": [str(flow_run)]}}}
-        artifacts = {"artifacts": {"flow_run_id": {"any_": [str(flow_run)]}}}
-        answers = [
-            await client.post("/logs/filter", json=logs),
-            await client.post("/artifacts/filter", json=artifacts),
-            await client.get(f"/flow_runs/{flow_run}"),
-        ]
-    assert all(each.status_code == 200 for each in answers)
-    return [*found, *(str(each.url) for each in answers if SECRET in each.text)]
+def keys_of_services(run: Deployed) -> dict[str, str]:
+    """The keys that the run made for the services it launched, as these have them."""
+    found = {}
+    for pid in run.of_run():
+        variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        of_process = dict(each.partition("=")[::2] for each in variables)
+        found |= {f"{name} of a service": of_process[name] for name in OF_SERVICES if name in of_process}
+    assert found, "no launched service has a key"
+    return found
+
+
+async def check_untold(run: Deployed, flow_run: UUID, secrets: Mapping[str, str]) -> None:
+    """No secret is in anything that is kept of a run, of which there is something of each kind."""
+    kept = await everything_of(run, flow_run)
+    for kind, contents in kept.items():
+        of_run = [each for each in contents if NAME.encode() in each or str(flow_run).encode() in each]
+        assert of_run, f"none of the run's {kind} were found"
+    told = {
+        (kind, name)
+        for kind, contents in kept.items()
+        for name, secret in secrets.items()
+        if any(secret.encode() in each for each in contents)
+    }
+    assert told == set()
