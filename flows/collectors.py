@@ -140,9 +140,8 @@ class Collectors:
         for member in self.members:
             member.send(End(is_finished))
         closing = [asyncio.create_task(member.connection.wait_closed()) for member in self.members]
-        if (
-            closing
-        ):  # no asyncio.timeout: this runs while a failed TaskGroup's error is on its way, see one_error
+        if closing:
+            # No asyncio.timeout: this runs while a failed TaskGroup's error is on its way, see one_error.
             await asyncio.wait(closing, timeout=self._run.config.serve.stop_grace_s)
         for each in closing:
             each.cancel()
