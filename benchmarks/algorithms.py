@@ -43,11 +43,11 @@ class Learned:
 
 def measure(algorithm: str, root: Path, seed: int) -> Learned:
     """Run the quickstart with an algorithm, unless that is done, and read its curves."""
-    from flows.curves import read_curves
-    from flows.folder import is_finished
+    from flows.checks.preflight import preflight
+    from flows.looking.curves import read_curves
     from flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from flows.preflight import preflight
     from flows.recipe import start_model_folder
+    from flows.running.folder import is_finished
 
     folder = RunFolder(str(root / algorithm))
     if not is_finished(folder):

@@ -1,6 +1,6 @@
 """What does it cost to record the fan-out in Prefect? 64, 256 and 1024 pairs of rollout and score, beside bare asyncio.
 
-Each pair goes through the picture that flows use (`flows/picture.py`), with bodies that do nothing, against a server
+Each pair goes through the picture that flows use (`flows/ui/picture.py`), with bodies that do nothing, against a server
 started as `rollmill up` starts it. The flow runs in a process of its own, with the logging of `rollmill run`. CPU is
 that of all threads of the flow's process, and of the server's process tree, from the first start until the server
 has recorded everything. Lag is how much later than asked a sleep of 1 ms ends on the flow's event loop.
@@ -91,8 +91,8 @@ def measure(n_pairs: int, task_runs: str, server_pid: int) -> dict[str, Any]:
     """One fan-out in a flow run of its own; needs Prefect's settings in the environment."""
     from prefect import flow
 
-    from flows.picture import picture_of
-    from flows.recording import Recording
+    from flows.ui.picture import picture_of
+    from flows.ui.recording import Recording
     from tasks.observe.config import ObserveConfig
     from tasks.observe.memory import keep_for_good
 
@@ -135,7 +135,7 @@ def measure_bare(n_pairs: int) -> dict[str, Any]:
 
 def measured(n_pairs: int, task_runs: str, api_url: str, server_pid: int) -> dict[str, Any]:
     """`measure` in a process of its own, and its figures by task run, or by pair where there are none."""
-    from flows.command import QUIET_TERMINAL
+    from flows.deploying.prefect_api import QUIET_TERMINAL
 
     if task_runs == "none":
         figures = measure_bare(n_pairs)
@@ -175,7 +175,7 @@ def row(figures: dict[str, Any]) -> str:
 
 def compare(sizes: tuple[int, ...]) -> None:
     """Prints the table and the JSON object."""
-    from flows import server
+    from flows.deploying import server
     from tasks.serve.process import free_port
 
     rows: list[dict[str, Any]] = []

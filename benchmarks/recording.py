@@ -1,6 +1,6 @@
 """How many task runs of a burst does Prefect's server record, and at what cost? The local server beside a scaled one.
 
-One flow run starts all of them at once through the picture that flows use (`flows/picture.py`), with bodies that do
+One flow run starts all of them at once through the picture that flows use (`flows/ui/picture.py`), with bodies that do
 nothing and nothing held back. Local: as `rollmill up` starts it, SQLite and a queue in memory; default: the same with
 Prefect's own settings. Scaled: two API servers and background services on Postgres and Redis, with the settings of
 deploy/kubernetes. CPU is that of all processes of a server, from the first start until no more is recorded.
@@ -41,8 +41,8 @@ def burst(n_task_runs: int) -> dict[str, Any]:
     from prefect import flow
     from prefect.runtime import flow_run
 
-    from flows.picture import picture_of
-    from flows.recording import Recording
+    from flows.ui.picture import picture_of
+    from flows.ui.recording import Recording
     from tasks.observe.config import ObserveConfig
 
     @flow(name="burst", persist_result=False)
@@ -71,7 +71,7 @@ def burst(n_task_runs: int) -> dict[str, Any]:
 
 async def all_that_is_recorded(n_task_runs: int, since: datetime) -> tuple[int, float]:
     """How many are recorded when no more come, and how many seconds after `since` the last one was."""
-    from flows.recording import count_recorded
+    from flows.ui.recording import count_recorded
 
     seen, seen_at = 0, time.time()
     while seen < n_task_runs and time.time() - seen_at < NO_MORE_S:
@@ -84,7 +84,7 @@ async def all_that_is_recorded(n_task_runs: int, since: datetime) -> tuple[int, 
 
 def burst_elsewhere(n_task_runs: int, client: Mapping[str, str]) -> dict[str, Any]:
     """`burst` in a process of its own, against the server that a client's settings name."""
-    from flows.command import QUIET_TERMINAL
+    from flows.deploying.prefect_api import QUIET_TERMINAL
 
     command = [sys.executable, "-m", "benchmarks.recording", str(n_task_runs)]
     done = subprocess.run(
@@ -107,7 +107,7 @@ def measured(
 
 def measured_local(name: str, settings: Mapping[str, str], n_task_runs: int) -> dict[str, Any]:
     """A burst against a server that `rollmill up` would start, with some settings changed."""
-    from flows import server
+    from flows.deploying import server
 
     with tempfile.TemporaryDirectory() as home, changed_environment(settings):
         try:

@@ -25,7 +25,7 @@ from benchmarks.fanout import server_cpu_s
 from benchmarks.stubs.prefect_server import prefect_server
 from benchmarks.stubs.trainer import StubTrainer
 from benchmarks.stubs.vllm_server import StubVllmServer
-from flows import server
+from flows.deploying import server
 from tasks.rollout.tokens import save_character_tokenizer
 from tasks.serve.process import free_port
 from tasks.train.protocol import StepResult, TrainStep

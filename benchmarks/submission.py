@@ -24,9 +24,9 @@ from prefect.logging import disable_run_logger
 
 from benchmarks.stubs.trainer import LOGPROB
 from flows.config import RunConfig
-from flows.parity import Parity
-from flows.servers import Servers
-from flows.weight_sync import WeightSync
+from flows.policies.parity import Parity
+from flows.policies.servers import Servers
+from flows.policies.weight_sync import WeightSync
 from tasks.rollout.addition import Addition
 from tasks.rollout.environment import Message
 from tasks.serve.client import VllmClient

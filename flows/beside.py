@@ -5,12 +5,12 @@ import time
 from types import TracebackType
 from typing import Self
 
-from flows.collectors import Collectors
 from flows.evaluate import evaluate_version, is_due
-from flows.fan_out import Collected, collect_step
-from flows.run import Run
-from flows.space import StepSpace
-from flows.step_runs import name_of_evaluation, name_of_step
+from flows.groups.collectors import Collectors
+from flows.groups.fan_out import Collected, collect_step
+from flows.running.run import Run
+from flows.running.space import StepSpace
+from flows.ui.step_runs import name_of_evaluation, name_of_step
 from tasks.errors import DiskSpaceError
 from tasks.observe.spans import current_lane, within
 from tasks.store.kind import done_steps

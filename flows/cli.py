@@ -35,7 +35,7 @@ def main() -> None:
     try:
         app()
     except RollmillError as error:
-        from flows.view import visible
+        from flows.looking.view import visible
 
         typer.echo(f"rollmill: {visible(masked(str(error)))}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -6,18 +6,18 @@ from prefect import State, flow
 from prefect.runtime import flow_run
 
 from flows.beside import Beside
-from flows.cancelling import mark_cancelled
-from flows.collector import NO_RUN, JoinConfig, collect_for
-from flows.collector_runs import open_collectors
+from flows.checks.machine import check_machine
 from flows.config import RunConfig
 from flows.failure import one_error
-from flows.folder import RunName, check_resumable, run_folder
-from flows.machine import check_machine
-from flows.report import report_run, report_step
+from flows.groups.collector import NO_RUN, JoinConfig, collect_for
+from flows.groups.collector_runs import open_collectors
+from flows.policies.start_policy import open_start_policy
+from flows.reporting.report import report_run, report_step
 from flows.rules import check
-from flows.run import open_run
+from flows.running.folder import RunName, check_resumable, run_folder
+from flows.running.run import open_run
 from flows.start_model import ensure_start_model
-from flows.start_policy import open_start_policy
+from flows.ui.cancelling import mark_cancelled
 from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
 from tasks.store.kind import done_steps

@@ -8,11 +8,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from flows.failures import FailureWatch
-from flows.progress import say
-from flows.run import Run, TrainingRun
-from flows.sinks import evaluations
-from flows.step_runs import name_of_evaluation
+from flows.running.failures import FailureWatch
+from flows.running.run import Run, TrainingRun
+from flows.running.sinks import evaluations
+from flows.ui.progress import say
+from flows.ui.step_runs import name_of_evaluation
 from tasks.observe.spans import span, within
 from tasks.rollout.admission import EVALUATION, Place
 from tasks.rollout.environment import Example

@@ -4,19 +4,19 @@ import asyncio
 
 from prefect import flow
 
-from flows.cancelling import mark_cancelled
+from flows.checks.evaluable import check_evaluation, chosen_version
+from flows.checks.machine import check_machine
 from flows.config import RunConfig
-from flows.evaluable import check_evaluation, chosen_version
 from flows.evaluate import finish_evaluation, is_evaluated
 from flows.failure import one_error
-from flows.folder import RunName, run_folder
-from flows.inspection import held_out
-from flows.machine import check_machine
-from flows.progress import say
+from flows.looking.inspection import held_out
+from flows.policies.stored_policy import model_of, serving
 from flows.rules import check
-from flows.run import Run, open_run
+from flows.running.folder import RunName, run_folder
+from flows.running.run import Run, open_run
 from flows.start_model import ensure_start_model
-from flows.stored_policy import model_of, serving
+from flows.ui.cancelling import mark_cancelled
+from flows.ui.progress import say
 
 
 @flow(name="evaluate", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])

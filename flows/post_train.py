@@ -5,20 +5,20 @@ import asyncio
 from prefect import flow
 
 from flows.beside import Beside
-from flows.cancelling import mark_cancelled
-from flows.collector_runs import open_collectors
+from flows.checks.machine import check_machine
 from flows.config import RunConfig
 from flows.failure import one_error
-from flows.fan_out import store_batch
-from flows.folder import RunName, check_resumable, run_folder
-from flows.machine import check_machine
-from flows.pausing import pauses_between_steps
-from flows.policy import open_policy
-from flows.report import report_run, report_step, train_metrics
-from flows.retention import drop_old_routing
+from flows.groups.collector_runs import open_collectors
+from flows.groups.fan_out import store_batch
+from flows.policies.policy import open_policy
+from flows.policies.retention import drop_old_routing
+from flows.reporting.report import report_run, report_step, train_metrics
 from flows.rules import check
-from flows.run import open_run
+from flows.running.folder import RunName, check_resumable, run_folder
+from flows.running.run import open_run
 from flows.start_model import ensure_start_model
+from flows.ui.cancelling import mark_cancelled
+from flows.ui.pausing import pauses_between_steps
 from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
 

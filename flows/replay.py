@@ -7,10 +7,10 @@ from pathlib import Path
 from prefect import flow
 from rich.console import Console
 
-from flows.comparison import StepComparison, first_difference, table_of, versions_of
 from flows.config import RunConfig
 from flows.failure import one_error
-from flows.services import open_services
+from flows.policies.comparison import StepComparison, first_difference, table_of, versions_of
+from flows.policies.services import open_services
 from flows.settings import validate
 from flows.start_model import ensure_start_model
 from tasks.errors import ReplayError

@@ -8,16 +8,16 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
-from flows.artifacts import show_scores
-from flows.cancelling import mark_cancelled
+from flows.checks.preflight import check_store
 from flows.config import RescoreConfig
 from flows.failure import one_error
-from flows.folder import RunName, check_run, run_folder
-from flows.preflight import check_store
-from flows.progress import CountProgress, quiet_task_runs, say
-from flows.recording import Recording
-from flows.turns import ScoredInTurn, Turns
-from flows.unscored import Unscored, check_rescoring, standing, steps_to_score, unscored_groups
+from flows.running.folder import RunName, check_run, run_folder
+from flows.running.unscored import Unscored, check_rescoring, standing, steps_to_score, unscored_groups
+from flows.ui.artifacts import show_scores
+from flows.ui.cancelling import mark_cancelled
+from flows.ui.progress import CountProgress, quiet_task_runs, say
+from flows.ui.recording import Recording
+from flows.ui.turns import ScoredInTurn, Turns
 from tasks.errors import FailedScoresError
 from tasks.rollout.group import parts_of
 from tasks.score.rescoring import GroupsPart

@@ -5,22 +5,22 @@ from collections.abc import Sequence
 
 from prefect import flow
 
-from flows.cancelling import mark_cancelled
+from flows.checks.machine import check_machine
+from flows.checks.offline import check_offline, check_tokenizers
 from flows.config import RunConfig
-from flows.draws import Draw, GroupPool, store_draw
 from flows.evaluate import evaluate_version, is_due
 from flows.failure import one_error
-from flows.folder import RunName, check_resumable, existing_run, run_folder
-from flows.machine import check_machine
-from flows.offline import check_offline, check_tokenizers
-from flows.policy import Policy, open_policy
-from flows.progress import say
-from flows.recording import forget_results
-from flows.report import report_run, store_metrics, train_metrics
+from flows.groups.draws import Draw, GroupPool, store_draw
+from flows.policies.policy import Policy, open_policy
+from flows.reporting.report import report_run, store_metrics, train_metrics
 from flows.rules import check
-from flows.run import Run, TrainingRun, open_offline_run, open_run
-from flows.space import StepSpace
+from flows.running.folder import RunName, check_resumable, existing_run, run_folder
+from flows.running.run import Run, TrainingRun, open_offline_run, open_run
+from flows.running.space import StepSpace
 from flows.start_model import ensure_start_model
+from flows.ui.cancelling import mark_cancelled
+from flows.ui.progress import say
+from flows.ui.recording import forget_results
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import spanned
 from tasks.observe.step_clock import StepClock

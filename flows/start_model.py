@@ -14,8 +14,8 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from flows.progress import say
 from flows.recipe import start_model_folder
+from flows.ui.progress import say
 from tasks.errors import ConfigError, TrainError
 from tasks.rollout.conversation import tokenized
 from tasks.rollout.environment import WarmUp, environment_of

@@ -13,8 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(file for package in ("flows", "tasks") for file in (ROOT / package).rglob("*.py"))
-FLOWS = sorted(file.stem for file in (ROOT / "flows").glob("*.py") if file.stem != "__init__")
-DEPLOYED = ("collect", "evaluation", "post_train", "rescore", "retrain")
+FLOWS = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in (ROOT / "flows").rglob("*.py")
+    if file.stem != "__init__"
+)
+DEPLOYED = ("flows.collect", "flows.evaluation", "flows.post_train", "flows.rescore", "flows.retrain")
 PLUGIN = ("tasks.sync.plugin", "tasks.sync.engine", "tasks.sync.endpoint")  # all are loaded by their names
 PLUGIN_MAY_IMPORT = {
     "fastapi",
@@ -124,7 +128,7 @@ def test_supervisor_imports_only_the_standard_library(graph: grimp.ImportGraph) 
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_every_flow_module_can_be_imported(name: str) -> None:
-    importlib.import_module(f"flows.{name}")
+    importlib.import_module(name)
 
 
 def test_the_flow_process_imports_no_torch() -> None:
@@ -137,8 +141,8 @@ def test_a_flow_that_a_worker_starts_imports_no_matplotlib() -> None:
 
 
 def imported_by(names: Sequence[str], *libraries: str) -> str:
-    """Which of the libraries are imported with these modules of flows/, in a process of its own."""
-    script = f"import sys, importlib; [importlib.import_module('flows.' + each) for each in {names!r}]"
+    """Which of the libraries are imported with these modules, in a process of its own."""
+    script = f"import sys, importlib; [importlib.import_module(each) for each in {names!r}]"
     script += f"; print(sorted({set(libraries)!r} & set(sys.modules)))"
     shown = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True

@@ -40,9 +40,9 @@ class Race:
 
 def race(name: str, config: RunConfig) -> Race:
     """Post-train in a folder of its own."""
-    from flows.folder import run_folder
+    from flows.checks.preflight import preflight
     from flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from flows.preflight import preflight
+    from flows.running.folder import run_folder
 
     preflight(config)
     asyncio.run(post_train(name, config))
@@ -51,7 +51,7 @@ def race(name: str, config: RunConfig) -> Race:
 
 def read(folder: RunFolder, is_evaluated: bool) -> Race:
     """What a finished run says of its steps."""
-    from flows.inspection import held_out
+    from flows.looking.inspection import held_out
 
     rows = scan(folder, "rollouts", ["step", "started_at", "n_completion_tokens"])
     steps = rows.group_by("step").agg(pl.col("started_at").min(), pl.col("n_completion_tokens").sum())

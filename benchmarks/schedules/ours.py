@@ -11,8 +11,8 @@ from benchmarks.schedules.sleeping import STOPWATCH, SleepingSampler, score_grou
 from benchmarks.schedules.stopwatch import Stopwatch
 from benchmarks.schedules.timeline import Timeline
 from flows.config import RunConfig
-from flows.fan_out import collect_step
-from flows.run import Run, open_run
+from flows.groups.fan_out import collect_step
+from flows.running.run import Run, open_run
 from flows.settings import validate
 from tasks.rollout.tokens import save_character_tokenizer
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from flows import server
+from flows.deploying import server
 from tasks.serve.process import LaunchedProcess, free_port
 
 SETTINGS = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flows import server
-from flows.command import QUIET_TERMINAL
+from flows.deploying import server
+from flows.deploying.prefect_api import QUIET_TERMINAL
 from tasks.serve.process import free_port
 
 LOGS_TIMEOUT_S = 10.0

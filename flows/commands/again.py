@@ -27,8 +27,8 @@ def rescore(
     overrides: Overrides = None,
 ) -> None:
     """Score a run's stored rollouts with another scorer; what it has scored already is kept."""
-    from flows.again import rescore_config, rescore_here
-    from flows.folder import existing_run
+    from flows.commands.stored_runs import rescore_config, rescore_here
+    from flows.running.folder import existing_run
 
     folder = existing_run(run)
     config = rescore_config(
@@ -55,7 +55,7 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a version of a run's policy, or a model, on held-out prompts; what is evaluated already is kept."""
-    from flows.again import evaluate_config, evaluate_here
+    from flows.commands.stored_runs import evaluate_config, evaluate_here
 
     run_name, config = evaluate_config(origin, tuple(overrides or ()), version, name)
     evaluate_here(run_name, config)
@@ -75,7 +75,7 @@ def retrain(
     again: Again = False,
 ) -> None:
     """Train a new run from stored rollouts and their scores; an unfinished run of that name is gone on with."""
-    from flows.again import retrain_config, retrain_here
+    from flows.commands.stored_runs import retrain_config, retrain_here
 
     config = retrain_config(origin, tuple(overrides or ()), sources or (), scores)
     retrain_here(config, name, again=again)
@@ -117,8 +117,8 @@ def replay(
 
     With --attribute it says what each phase of a step after its generation takes: seconds, CPU, the event loop's lag, memory.
     """
-    from flows.again import attribute_here, check_replay, replay_here
-    from flows.folder import existing_run
+    from flows.commands.stored_runs import attribute_here, check_replay, replay_here
+    from flows.running.folder import existing_run
 
     check_replay(attribute=attribute, step=step, versions=(first, last), traffic=traffic, as_json=as_json)
     folder = existing_run(run)
@@ -136,8 +136,8 @@ def verify_sync(run: RunLocation, overrides: Overrides = None) -> None:
     The run is locked meanwhile, and nothing of it changes but its incarnation. Another way for the weights: --set
     sync.transport=files, --set sync.mode=second_copy.
     """
-    from flows.again import verify_sync_here
-    from flows.folder import existing_run
+    from flows.commands.stored_runs import verify_sync_here
+    from flows.running.folder import existing_run
 
     verify_sync_here(existing_run(run), tuple(overrides or ()))
 
@@ -151,7 +151,7 @@ def export_policy(
     ] = None,
 ) -> None:
     """Write a policy version of a run as a Hugging Face folder, with its tokenizer; needs no trainer and no GPU."""
-    from flows.exporting import export_policy_here
-    from flows.folder import existing_run
+    from flows.policies.exporting import export_policy_here
+    from flows.running.folder import existing_run
 
     typer.echo(export_policy_here(existing_run(run), version, output))

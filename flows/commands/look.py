@@ -52,10 +52,10 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show steps, groups or trajectories, filtered and sorted."""
-    from flows.folder import existing_run
-    from flows.inspection import view
-    from flows.selection import Interval, Selection, level_of, names_in
-    from flows.terminal import print_json, print_view
+    from flows.looking.inspection import view
+    from flows.looking.selection import Interval, Selection, level_of, names_in
+    from flows.looking.terminal import print_json, print_view
+    from flows.running.folder import existing_run
 
     selection = Selection(
         level=level_of(steps=steps, groups=groups, trajectories=trajectories),
@@ -99,11 +99,11 @@ def show(
     """Show one trajectory: what became of it, the conversation, its tokens."""
     from dataclasses import asdict
 
-    from flows.folder import existing_run
-    from flows.found import find_trajectory
-    from flows.show import print_trajectory
-    from flows.terminal import print_json, terminal
-    from flows.token_page import measure, print_tokens, run_tokenizer, tokens_of
+    from flows.looking.found import find_trajectory
+    from flows.looking.show import print_trajectory
+    from flows.looking.terminal import print_json, terminal
+    from flows.looking.token_page import measure, print_tokens, run_tokenizer, tokens_of
+    from flows.running.folder import existing_run
     from tasks.errors import ConfigError
 
     shown_by = measure(by)
@@ -140,7 +140,7 @@ def view(
     ] = 2.0,
 ) -> None:
     """Open a local web page over a run: curves, tables, trajectories token by token, two scorers or policies."""
-    from flows.folder import existing_run
+    from flows.running.folder import existing_run
     from flows.viewer.serve import serve
 
     serve(existing_run(run), port, refresh_s, opens_browser=browser)
@@ -158,8 +158,8 @@ def plot(
     ] = None,
 ) -> None:
     """Draw a run by step: reward, length, entropy, staleness, drops, seconds."""
-    from flows.folder import existing_run
-    from flows.plot import plot_run
+    from flows.looking.plot import plot_run
+    from flows.running.folder import existing_run
 
     typer.echo(plot_run(existing_run(run), output))
 
@@ -181,12 +181,12 @@ def spans(
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of steps went: owners, waits and their causes, the critical path, what would shorten it."""
-    from flows.folder import existing_run
-    from flows.ledger_views import ledger_values, ledger_views
-    from flows.run_ledger import read_ledger
-    from flows.selection import Interval
-    from flows.span_export import send_otlp, write_perfetto
-    from flows.terminal import print_json, print_view
+    from flows.looking.ledger_views import ledger_values, ledger_views
+    from flows.looking.run_ledger import read_ledger
+    from flows.looking.selection import Interval
+    from flows.looking.span_export import send_otlp, write_perfetto
+    from flows.looking.terminal import print_json, print_view
+    from flows.running.folder import existing_run
 
     folder = existing_run(run)
     asked = Interval.parse("--step", step) if step else None
@@ -219,8 +219,8 @@ def export(
     ] = None,
 ) -> None:
     """Write data sets as Parquet or JSON lines, a file each."""
-    from flows.folder import existing_run
-    from flows.terminal import print_exported
+    from flows.looking.terminal import print_exported
+    from flows.running.folder import existing_run
     from tasks.store.export import export as write
     from tasks.store.export import form_of
 
@@ -231,8 +231,8 @@ def export(
 @commands.command(rich_help_panel=PANEL)
 def verify(run: RunLocation, as_json: AsJson = False) -> None:
     """Check every byte and row that is stored of a run; exit status 1: something is wrong, 2: it could not be checked."""
-    from flows.folder import existing_run
-    from flows.verification import verify as verify_run
+    from flows.looking.verification import verify as verify_run
+    from flows.running.folder import existing_run
     from tasks.errors import StoreError
 
     try:

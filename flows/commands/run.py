@@ -34,7 +34,7 @@ def run(
     from flows.settings import load
 
     config = load(preset, tuple(overrides or ()))
-    from flows.command import run_deployed, run_here
+    from flows.commands.starting import run_deployed, run_here
     from flows.presets import preset_name, task_of
 
     name = name or preset_name(preset)
@@ -59,7 +59,7 @@ def collect(
     from flows.settings import load
 
     config = load(preset, tuple(overrides or ()))
-    from flows.command import collect_here
+    from flows.commands.starting import collect_here
     from flows.presets import preset_name
 
     collect_here(config, name or f"{preset_name(preset)}-collected", again=again, redo_failed=redo_failed)
@@ -76,9 +76,9 @@ def fork(
     overrides: Overrides = None,
 ) -> None:
     """Begin a run at a step of another, with other settings, and run it; given again, it goes on."""
-    from flows.command import run_here
-    from flows.folder import existing_run
-    from flows.fork import prepare_fork
+    from flows.commands.fork import prepare_fork
+    from flows.commands.starting import run_here
+    from flows.running.folder import existing_run
 
     run_here(prepare_fork(existing_run(run), step, name, tuple(overrides or ())), name, again=False)
 
@@ -96,8 +96,8 @@ def compact(
     """Put the many small shards of a run that is not going on into few."""
     import asyncio
 
-    from flows.compaction import compact_run
-    from flows.folder import existing_run
+    from flows.commands.compaction import compact_run
+    from flows.running.folder import existing_run
 
     typer.echo(asyncio.run(compact_run(existing_run(run), grace, partial(typer.echo, err=True))))
 
@@ -114,7 +114,7 @@ def settings() -> None:
 @commands.command(rich_help_panel=PANEL)
 def memory(preset: Preset, overrides: Overrides = None) -> None:
     """Compute what a trainer rank of a preset keeps in memory, and a server of weights and cache (docs/scale.md)."""
-    from flows.memory import memory_lines
+    from flows.checks.memory import memory_lines
     from flows.settings import load
 
     for line in memory_lines(load(preset, tuple(overrides or ()))):

@@ -13,7 +13,7 @@ commands = typer.Typer()
 @commands.command(rich_help_panel=PANEL)
 def up(port: Annotated[int, typer.Option(help="Loopback port of the server.")] = 4200) -> None:
     """Start the local Prefect server in the background."""
-    from flows import server
+    from flows.deploying import server
 
     typer.echo(f"Prefect UI: {server.up(port=port)}")
 
@@ -21,7 +21,7 @@ def up(port: Annotated[int, typer.Option(help="Loopback port of the server.")] =
 @commands.command(rich_help_panel=PANEL)
 def down() -> None:
     """Stop the local Prefect server."""
-    from flows import server
+    from flows.deploying import server
 
     typer.echo("stopped" if server.down() else "no local Prefect server was running")
 
@@ -34,7 +34,7 @@ def deploy(
     overrides: Overrides = None,
 ) -> None:
     """Give the Prefect server a work pool, and every deployment of prefect.yaml."""
-    from flows.deployments import deploy_all
+    from flows.deploying.deployments import deploy_all
 
     deploy_all(pool, tuple(overrides or ()))
 
@@ -55,7 +55,7 @@ def trainer(
     host: Annotated[str, typer.Option(help="Address that the control API listens on.")] = "127.0.0.1",
 ) -> None:
     """Run a trainer in the foreground, for flows to attach to; of several machines one's part of it."""
-    from flows.command import trainer_here
+    from flows.commands.foreground import trainer_here
     from flows.settings import load
     from tasks.train.launch import Nodes
 
@@ -65,7 +65,7 @@ def trainer(
 @commands.command(rich_help_panel=PANEL)
 def vllm(preset: Preset, overrides: Overrides = None) -> None:
     """Run a vLLM server in the foreground, for flows to attach to."""
-    from flows.command import vllm_here
+    from flows.commands.foreground import vllm_here
     from flows.settings import load
 
     vllm_here(load(preset, tuple(overrides or ())))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlencode
 
-from flows.selection import Interval, Selection, names_in
+from flows.looking.selection import Interval, Selection, names_in
 
 HOME, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/groups", "/trajectories", "/held-out"
 TRAJECTORY, COMPARE, BESIDE = "/trajectory/", "/compare", "/beside/"

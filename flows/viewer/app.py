@@ -12,8 +12,8 @@ from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, dcc, 
 from dash.development.base_component import Component
 from flask import Response, abort
 
-from flows.found import find_trajectory
-from flows.view import Column, visible
+from flows.looking.found import find_trajectory
+from flows.looking.view import Column, visible
 from flows.viewer.address import BESIDE, COMPARE, GROUPS, HELD_OUT, HOME, TRAJECTORIES, TRAJECTORY, Query
 from flows.viewer.comparison import compared_page, comparison, comparison_columns
 from flows.viewer.grid import ROWS_AT_ONCE, cells, sort_of

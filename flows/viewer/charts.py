@@ -7,9 +7,9 @@ import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from flows.curves import REST, SPANS, Curves
-from flows.plot import BLUE, GREEN, HUES, ORANGE, SPAN_COLOURS
-from flows.view import visible
+from flows.looking.curves import REST, SPANS, Curves
+from flows.looking.plot import BLUE, GREEN, HUES, ORANGE, SPAN_COLOURS
+from flows.looking.view import visible
 
 MOST_POINTS = 2000
 """Of more points of a line every n-th is drawn."""

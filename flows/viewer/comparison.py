@@ -6,8 +6,8 @@ import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from flows.ordering import ordered
-from flows.view import Column, counted
+from flows.looking.ordering import ordered
+from flows.looking.view import Column, counted
 from flows.viewer.address import BESIDE, COMPARE, TRAJECTORY, Query
 from flows.viewer.charts import scatter
 from flows.viewer.grid import grid

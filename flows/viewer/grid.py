@@ -7,7 +7,7 @@ import dash_ag_grid as dag
 from dash import html
 from dash.development.base_component import Component
 
-from flows.view import Column
+from flows.looking.view import Column
 
 ROWS_AT_ONCE = 100
 WIDTHS = {

@@ -7,10 +7,10 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from flows.inspection import GROUP_COLUMNS, TRAINED
-from flows.selection import known_value
-from flows.trajectories import COLUMNS, STATUSES, UNSCORED
-from flows.view import Column, counted, visible
+from flows.looking.inspection import GROUP_COLUMNS, TRAINED
+from flows.looking.selection import known_value
+from flows.looking.trajectories import COLUMNS, STATUSES, UNSCORED
+from flows.looking.view import Column, counted, visible
 from flows.viewer.address import GROUPS, HELD_OUT, TRAJECTORIES, TRAJECTORY, Query
 from flows.viewer.charts import charts
 from flows.viewer.grid import grid

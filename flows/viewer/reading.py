@@ -5,10 +5,10 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from flows.found import Found, find_trajectory
-from flows.show import facts, heading, said
-from flows.token_page import run_tokenizer
-from flows.view import counted, visible
+from flows.looking.found import Found, find_trajectory
+from flows.looking.show import facts, heading, said
+from flows.looking.token_page import run_tokenizer
+from flows.looking.view import counted, visible
 from flows.viewer.address import TRAJECTORIES, trajectory_address
 from flows.viewer.source import Source
 from flows.viewer.tokens import token_data

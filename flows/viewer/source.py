@@ -10,12 +10,12 @@ from typing import Any
 
 import polars as pl
 
-from flows.curves import Curves, read_curves
-from flows.inspection import GROUP_COLUMNS, run_view, selected_groups
-from flows.ordering import ordered
-from flows.scored import scorer_of
-from flows.selection import Selection, known_value
-from flows.trajectories import (
+from flows.looking.curves import Curves, read_curves
+from flows.looking.inspection import GROUP_COLUMNS, run_view, selected_groups
+from flows.looking.ordering import ordered
+from flows.looking.scored import scorer_of
+from flows.looking.selection import Selection, known_value
+from flows.looking.trajectories import (
     BATCH_COLUMNS,
     COLUMNS,
     PLAIN,
@@ -27,7 +27,7 @@ from flows.trajectories import (
     judged,
     with_messages,
 )
-from flows.view import View
+from flows.looking.view import View
 from flows.viewer.text_search import search
 from tasks.errors import ConfigError, RollmillError
 from tasks.store.attempts import last_attempts, short_id

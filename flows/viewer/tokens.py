@@ -5,10 +5,10 @@ from typing import Any
 
 import polars as pl
 
-from flows.colours import ENTROPY, LOGPROB, RATIO, Scale, advantage_scale
-from flows.found import ANNOTATED, Found
-from flows.token_page import Token, tokens_of
-from flows.view import visible
+from flows.looking.colours import ENTROPY, LOGPROB, RATIO, Scale, advantage_scale
+from flows.looking.found import ANNOTATED, Found
+from flows.looking.token_page import Token, tokens_of
+from flows.looking.view import visible
 from tasks.rollout.tokens import ChatTokenizer
 from tasks.store.layout import RunFolder
 from tasks.store.reader import scan

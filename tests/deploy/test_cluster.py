@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.recording import burst_elsewhere
 from benchmarks.stubs.prefect_cluster import SETTINGS, Cluster, prefect_cluster, settings_of
-from flows import server
+from flows.deploying import server
 
 N_TASK_RUNS = 5000
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from marked_processes import marked_processes
 
-from flows import server
+from flows.deploying import server
 from tasks.serve.process import free_port
 
 SMALL: dict[str, Any] = {

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import flows.collect
-import flows.ending
+import flows.commands.ending
 import flows.post_train  # noqa: F401 - as well
-from flows.command import collect_here, run_here
+from flows.commands.starting import collect_here, run_here
 from flows.config import RunConfig
 
 

@@ -11,12 +11,12 @@ from uuid import UUID
 from prefect import flow, get_client
 from prefect.flow_engine import run_flow_async
 
-from flows.ending import flow_command
-from flows.folder import is_finished
-from flows.leftovers import mark_leftovers
-from flows.picture import picture_of
-from flows.recording import Recording
-from flows.step_runs import StepRuns
+from flows.commands.ending import flow_command
+from flows.running.folder import is_finished
+from flows.ui.leftovers import mark_leftovers
+from flows.ui.picture import picture_of
+from flows.ui.recording import Recording
+from flows.ui.step_runs import StepRuns
 from tasks.observe.config import ObserveConfig
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder

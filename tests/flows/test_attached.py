@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from flows.attached import check_attached
+from flows.checks.attached import check_attached
 from flows.config import RunConfig
 from flows.settings import validate
 from tasks.errors import ConfigError

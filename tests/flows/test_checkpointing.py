@@ -10,9 +10,9 @@ import pytest
 from planned_run import PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 
-from flows.checkpointing import Checkpointing
-from flows.fan_out import collect_step, store_batch
-from flows.policy import Policy
+from flows.groups.fan_out import collect_step, store_batch
+from flows.policies.checkpointing import Checkpointing
+from flows.policies.policy import Policy
 from tasks.errors import RequestError, RollmillError, ServiceDiedError, StoreError
 from tasks.serve.version import PolicyVersion
 from tasks.store.layout import CHECKPOINT_MARKER, RunFolder

@@ -141,7 +141,9 @@ def test_inspecting_a_folder_without_a_run_says_so(
     assert "run.json is missing" in refusal(capsys, monkeypatch, "inspect", str(folder))
 
 
-@pytest.mark.parametrize("module", ["flows.command", "flows.again", "flows.preflight"])
+@pytest.mark.parametrize(
+    "module", ["flows.commands.starting", "flows.commands.stored_runs", "flows.checks.preflight"]
+)
 def test_prefect_is_not_imported_before_it_is_known_which_server_to_lead_it_to(module: str) -> None:
     code = f"import sys, {module}; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from benchmarks.stubs.vllm_server import StubVllmServer
 from flows.cli import app
-from flows.command import QUIET_TERMINAL, SHORT_RETRIES
 from flows.config import RunConfig
-from flows.draws import GroupPool
-from flows.folder import check_resumable
+from flows.deploying.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
+from flows.groups.draws import GroupPool
+from flows.running.folder import check_resumable
 from flows.settings import validate
 from tasks.errors import RunMismatchError
 from tasks.serve.process import free_port

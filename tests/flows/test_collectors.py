@@ -16,12 +16,12 @@ from prefect.logging import disable_run_logger
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from flows.collecting import Collecting
-from flows.collector import Collector, Link
-from flows.collector_messages import Hello, encoded
-from flows.collectors import Collectors, port_of
-from flows.fan_out import Collected, collect_step, store_batch
-from flows.run import Run
+from flows.groups.collecting import Collecting
+from flows.groups.collector import Collector, Link
+from flows.groups.collector_messages import Hello, encoded
+from flows.groups.collectors import Collectors, port_of
+from flows.groups.fan_out import Collected, collect_step, store_batch
+from flows.running.run import Run
 from tasks.errors import FailedShareError, RequestError
 from tasks.observe.spans import Recorder, recording
 from tasks.rollout.admission import Admission

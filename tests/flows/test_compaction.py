@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from flows.compaction import compact_run
+from flows.commands.compaction import compact_run
 from tasks.errors import RunLockedError, StoreError
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of

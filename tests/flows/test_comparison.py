@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flows.comparison import StepComparison, Versions, first_difference, versions_of
+from flows.policies.comparison import StepComparison, Versions, first_difference, versions_of
 from tasks.errors import ConfigError
 
 

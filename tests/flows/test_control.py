@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from told import everything_of
 
-from flows.automations import put_automations, shipped
 from flows.collect import collect
+from flows.deploying.automations import put_automations, shipped
 from flows.post_train import post_train
 from tasks.serve.process import free_port
 from tasks.store.verification import verify_run

@@ -13,7 +13,7 @@ from prefect.utilities.schema_tools.validation import validate
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 
 from flows import cli
-from flows.deployments import rendered
+from flows.deploying.deployments import rendered
 from tasks.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -84,8 +84,13 @@ def test_all_deployments_go_to_the_pool_that_is_asked_for_and_keep_their_queues(
         name: step[name] for each in placed for step in each["build"] for name in step if "limit" in name
     }
     assert {step["pool"] for step in steps.values()} == {"rollmill-docker"}
-    presets = [step for each in placed for step in each["build"] if "flows.deployments.preset" in step]
-    assert all("serve.urls=[http://h:1]" in each["flows.deployments.preset"]["overrides"] for each in presets)
+    presets = [
+        step for each in placed for step in each["build"] if "flows.deploying.deployments.preset" in step
+    ]
+    assert all(
+        "serve.urls=[http://h:1]" in each["flows.deploying.deployments.preset"]["overrides"]
+        for each in presets
+    )
 
 
 def test_a_pool_that_is_not_in_the_file_is_refused_with_those_that_are() -> None:

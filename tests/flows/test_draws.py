@@ -8,10 +8,10 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
+from flows.checks.offline import check_tokenizers, steps_of_sources
 from flows.config import RunConfig
-from flows.draws import GroupPool, store_draw
-from flows.offline import check_tokenizers, steps_of_sources
-from flows.run import TrainingRun
+from flows.groups.draws import GroupPool, store_draw
+from flows.running.run import TrainingRun
 from flows.settings import validate
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig
@@ -116,7 +116,10 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
             steps_of_sources(config_of(source, **bounds))
 
 
-async def test_a_source_with_another_vocabulary_is_refused(source: RunFolder, tmp_path: Path) -> None:
+async def test_a_source_with_another_vocabulary_is_refused(
+    source: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no start model lies
     for name, vocabulary in (("ours", {"a": 0}), ("theirs", {"b": 0})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import server
-from flows.command import SHORT_RETRIES
+from flows.deploying import server
+from flows.deploying.prefect_api import SHORT_RETRIES
 from tasks.serve.process import free_port
 
 pytestmark = pytest.mark.service

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
+from flows.running.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from flows.settings import describe, load, settings
 from tasks.errors import ConfigError, RunFinishedError, RunMismatchError
 from tasks.store.filesystem import files_of

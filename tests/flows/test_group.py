@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, diary, opened, stored
 
-from flows.drops import drop_line, drop_metrics, drops
-from flows.failures import FailureWatch
-from flows.fan_out import planned
-from flows.group import GroupCollection, StepCollection
-from flows.retention import drop_old_routing
-from flows.run import Run
+from flows.groups.fan_out import planned
+from flows.groups.group import GroupCollection, StepCollection
+from flows.policies.retention import drop_old_routing
+from flows.reporting.drops import drop_line, drop_metrics, drops
+from flows.running.failures import FailureWatch
+from flows.running.run import Run
 from tasks.errors import FailedShareError, RequestError
 from tasks.rollout.guess import Guess
 from tasks.rollout.sampling import Sampled

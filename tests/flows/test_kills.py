@@ -21,9 +21,9 @@ import pytest
 from flow_processes import DEADLINE_S, Runs
 
 from benchmarks.stubs.vllm_server import Asked, StubVllmServer
-from flows.command import QUIET_TERMINAL, SHORT_RETRIES
+from flows.commands.fork import prepare_fork
 from flows.config import RunConfig
-from flows.fork import prepare_fork
+from flows.deploying.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
 from flows.settings import validate
 from tasks.rollout.pool_sampler import turn_seed
 from tasks.serve.process import LaunchedProcess, free_port

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.again import rescore_config
+from flows.checks.offline import check_offline
+from flows.commands.stored_runs import rescore_config
 from flows.config import RunConfig
-from flows.offline import check_offline
+from flows.running.unscored import check_rescoring
 from flows.settings import validate
-from flows.unscored import check_rescoring
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig
 from tasks.store.layout import RunFolder

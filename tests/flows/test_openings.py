@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.openings import MAX_PASSED_OVER, Opening, Openings
+from flows.policies.openings import MAX_PASSED_OVER, Opening, Openings
 from tasks.errors import EpisodeError, ServiceDiedError
 from tasks.rollout.environment import Example, Message
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Request, sync_playwright
 
-from flows.harmless import JOINER, inline
-from flows.pages import reading_lines
-from flows.readings import Reading
+from flows.looking.harmless import JOINER, inline
+from flows.looking.readings import Reading
+from flows.ui.pages import reading_lines
 
 pytestmark = pytest.mark.service
 

@@ -2,8 +2,8 @@
 
 from prefect.states import Suspended
 
-from flows.automations import shipped
-from flows.pausing import Pauses
+from flows.deploying.automations import shipped
+from flows.ui.pausing import Pauses
 
 
 def test_a_pause_is_due_before_the_next_step_and_not_after_the_last() -> None:

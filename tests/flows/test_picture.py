@@ -11,8 +11,8 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.picture import picture_of
-from flows.recording import Recording
+from flows.ui.picture import picture_of
+from flows.ui.recording import Recording
 from tasks.observe.config import ObserveConfig
 
 pytestmark = pytest.mark.service

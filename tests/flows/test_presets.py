@@ -5,7 +5,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from flows.preflight import preflight
+from flows.checks.preflight import preflight
 from flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
 from flows.settings import load
 from tasks.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 
 from flows.config import RunConfig
-from flows.parity import ratio_warning
+from flows.policies.parity import ratio_warning
 from flows.settings import validate
 from tasks.observe.metrics import Metric
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from flows.recomputing import Recomputing
+from flows.running.recomputing import Recomputing
 from tasks.errors import RequestError
 
 

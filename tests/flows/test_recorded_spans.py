@@ -21,9 +21,9 @@ from prefect.logging import disable_run_logger
 
 from benchmarks.stubs.vllm_server import StubVllmServer
 from flows.beside import Beside
-from flows.fan_out import store_batch
-from flows.recording import Recording
-from flows.run import Run
+from flows.groups.fan_out import store_batch
+from flows.running.run import Run
+from flows.ui.recording import Recording
 from tasks.observe.config import ObserveConfig
 from tasks.observe.spans import span, within
 from tasks.observe.step_clock import StepClock

@@ -5,7 +5,7 @@ from datetime import datetime
 import httpx
 from prefect.context import FlowRunContext
 
-from flows.recording import Recording, forget_results
+from flows.ui.recording import Recording, forget_results
 from tasks.observe.config import ObserveConfig
 
 

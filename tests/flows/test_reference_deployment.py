@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flows.reference_deployment import ReferenceDeployment
+from flows.running.reference_deployment import ReferenceDeployment
 from tasks.errors import ConfigError, RequestError
 from tasks.store.config import StoreConfig
 from tasks.store.layout import RunFolder

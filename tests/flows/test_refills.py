@@ -11,8 +11,8 @@ import pytest
 from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, opened, stored
 from prefect.logging import disable_run_logger
 
-from flows.fan_out import Collected, collect_step, store_batch
-from flows.run import Run
+from flows.groups.fan_out import Collected, collect_step, store_batch
+from flows.running.run import Run
 from tasks.errors import FailedShareError, RequestError
 from tasks.rollout.sampling import Sampled
 from tasks.rollout.trajectory import Work

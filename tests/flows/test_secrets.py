@@ -3,9 +3,9 @@
 import pytest
 
 from flows.cli import main
-from flows.progress import CONSOLE
+from flows.looking.view import visible
 from flows.settings import validate
-from flows.view import visible
+from flows.ui.progress import CONSOLE
 from tasks.errors import ConfigError, masked, printable
 from tasks.serve.config import ServeConfig
 from tasks.serve.vllm import check_guarded
@@ -105,7 +105,7 @@ def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) 
 
 
 def test_what_a_run_says_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows import progress
+    from flows.ui import progress
 
     lines: list[str] = []
     logger = type("Logger", (), {"info": lambda self, line: lines.append(line)})()

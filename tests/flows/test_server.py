@@ -13,11 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows import server
+from flows.deploying import server
 from tasks.errors import ConfigError, ServiceStartError
 from tasks.serve.process import free_port
 
-START = "from pathlib import Path; from flows import server; print(server.up(Path({home!r}), {port}))"
+START = (
+    "from pathlib import Path; from flows.deploying import server; print(server.up(Path({home!r}), {port}))"
+)
 
 
 @pytest.fixture(scope="module")

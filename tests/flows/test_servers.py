@@ -10,8 +10,8 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from flows.config import RunConfig
-from flows.servers import Servers
-from flows.weight_sync import WeightSync
+from flows.policies.servers import Servers
+from flows.policies.weight_sync import WeightSync
 from tasks.errors import TransientRequestError
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool

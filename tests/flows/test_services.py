@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.services import check_settings
+from flows.policies.services import check_settings
 from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig
 

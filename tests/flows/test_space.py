@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from flows.beside import Beside
+from flows.running.space import checkpoint_bytes, due_checkpoints
 from flows.settings import load
-from flows.space import checkpoint_bytes, due_checkpoints
-from flows.step_runs import StepRuns
+from flows.ui.step_runs import StepRuns
 from tasks.errors import DiskSpaceError
 from tasks.observe.config import ObserveConfig
 from tasks.store.layout import RunFolder

@@ -18,10 +18,10 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed
 
-from flows.automations import FILE
-from flows.belonging import run_context, run_flow_run
-from flows.heartbeats import HEARTBEAT
-from flows.step_runs import StepRuns
+from flows.deploying.automations import FILE
+from flows.ui.belonging import run_context, run_flow_run
+from flows.ui.heartbeats import HEARTBEAT
+from flows.ui.step_runs import StepRuns
 from tasks.observe.config import ObserveConfig
 
 PATIENT = ObserveConfig(step_run_timeout_s=60.0, exit_timeout_s=30.0)

@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from flows.sync_verdict import SyncVerdict, table_of
-from flows.verify_sync import conclusion
+from flows.policies.sync_verdict import SyncVerdict, table_of
+from flows.replaying.verify_sync import conclusion
 from tasks.errors import SyncError
 from tasks.sync.order import WeightAnswer
 

@@ -1,6 +1,6 @@
 """A process that grows is warned of once it has settled, with who holds what; one that does not is left alone."""
 
-from flows.vitals import SETTLED_AFTER, MemoryWatch, Vitals
+from flows.running.vitals import SETTLED_AFTER, MemoryWatch, Vitals
 from tasks.observe.memory import MIB, Holders
 
 

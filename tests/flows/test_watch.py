@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.watch import watch
+from flows.policies.watch import watch
 from tasks.errors import ParityError, RequestError, ServiceDiedError, ServiceStartError, SyncError
 from tasks.serve.config import ServeConfig
 

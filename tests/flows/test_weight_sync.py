@@ -13,10 +13,10 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from flows.config import RunConfig
-from flows.parity import Parity
-from flows.servers import Servers
-from flows.sync_report import SyncReport, progress_line, sync_metrics
-from flows.weight_sync import WeightSync
+from flows.policies.parity import Parity
+from flows.policies.servers import Servers
+from flows.policies.sync_report import SyncReport, progress_line, sync_metrics
+from flows.policies.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, TransientRequestError
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flows.fork import forked_config
-from flows.preflight import preflight
+from flows.checks.preflight import preflight
+from flows.commands.fork import forked_config
 from flows.settings import load
 from tasks.errors import ConfigError, RunMismatchError
 from tasks.store.config import StoreConfig

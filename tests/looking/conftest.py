@@ -15,7 +15,7 @@ import pytest
 
 from flows import cli
 from flows.config import RunConfig
-from flows.drops import drop_metrics, drops
+from flows.reporting.drops import drop_metrics, drops
 from tasks.observe.metrics import Metric
 from tasks.rollout.conversation import tokenized
 from tasks.rollout.environment import Example, Message

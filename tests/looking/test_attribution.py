@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.attribution import TOGETHER, TRAFFIC_ALONE, Attribution
-from flows.attribution_table import WIDTH, attribution_page
 from flows.config import RunConfig
-from flows.stored_step import SampledStep
+from flows.replaying.attribution import TOGETHER, TRAFFIC_ALONE, Attribution
+from flows.replaying.attribution_table import WIDTH, attribution_page
+from flows.replaying.stored_step import SampledStep
 from tasks.errors import ShardError
 from tasks.observe.usage import Usage
 from tasks.store.layout import RunFolder

@@ -5,7 +5,7 @@ import string
 
 import pytest
 
-from flows.harmless import JOINER, MOST_BLOCK, block, inline
+from flows.looking.harmless import JOINER, MOST_BLOCK, block, inline
 
 
 @pytest.mark.parametrize(

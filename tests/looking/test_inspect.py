@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flows.view import Column, View
+from flows.looking.view import Column, View
 from tasks.store.layout import RunFolder
 
 Command = Callable[..., str]

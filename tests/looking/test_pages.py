@@ -2,8 +2,8 @@
 
 import pytest
 
-from flows.pages import StepPage, run_page, scores_page
-from flows.readings import choose
+from flows.looking.readings import choose
+from flows.ui.pages import StepPage, run_page, scores_page
 from tasks.store.layout import RunFolder
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from flows.curves import Curves, read_curves
-from flows.plot import draw
+from flows.looking.curves import Curves, read_curves
+from flows.looking.plot import draw
 from tasks.store.layout import RunFolder
 
 Command = Callable[..., str]

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from flows import cli
-from flows.colours import LOGPROB, advantage_scale
-from flows.found import Found
-from flows.show import print_trajectory
-from flows.token_page import Token, print_tokens
-from flows.view import visible
+from flows.looking.colours import LOGPROB, advantage_scale
+from flows.looking.found import Found
+from flows.looking.show import print_trajectory
+from flows.looking.token_page import Token, print_tokens
+from flows.looking.view import visible
 from tasks.errors import ConfigError
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder

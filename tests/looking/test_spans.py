@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from span_rows import BEGAN, spans_of, whole_step
 
-from flows.pages import StepPage
+from flows.ui.pages import StepPage
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.names import ShardName

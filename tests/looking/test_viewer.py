@@ -11,8 +11,8 @@ import plotly.io
 import pytest
 from flask.testing import FlaskClient
 
-from flows.folder import existing_run
-from flows.selection import Interval, Selection
+from flows.looking.selection import Interval, Selection
+from flows.running.folder import existing_run
 from flows.viewer import serve
 from flows.viewer.address import Query
 from flows.viewer.app import page, viewer

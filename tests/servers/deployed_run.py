@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.workers.process import ProcessWorker
 
-from flows.belonging import own_and_steps
 from flows.settings import validate
+from flows.ui.belonging import own_and_steps
 from tasks.store.layout import RunFolder
 from tasks.store.partitions import stored_steps
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flows.artifacts import RunArtifacts
 from flows.config import RunConfig
-from flows.progress import RunProgress
-from flows.recording import Recording
-from flows.run import Run
-from flows.step_runs import StepRuns
-from flows.turns import SampledPart, ScoredPart
+from flows.running.run import Run
+from flows.ui.artifacts import RunArtifacts
+from flows.ui.progress import RunProgress
+from flows.ui.recording import Recording
+from flows.ui.step_runs import StepRuns
+from flows.ui.turns import SampledPart, ScoredPart
 from tasks.observe.config import ObserveConfig
 from tasks.observe.metrics import Metric
 from tasks.rollout.addition import Addition

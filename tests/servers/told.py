@@ -7,7 +7,7 @@ from uuid import UUID
 from deployed_run import Deployed
 from prefect.client.orchestration import PrefectClient
 
-from flows.belonging import own_and_steps
+from flows.ui.belonging import own_and_steps
 from tasks.store.layout import RunFolder
 from tasks.store.objects import filesystem
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.folder import check_movable
+from flows.running.folder import check_movable
 from tasks.errors import ConfigError
 from tasks.store.config import StoreConfig
 from tasks.store.filesystem import files_of

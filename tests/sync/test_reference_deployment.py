@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flows.reference_deployment import ReferenceDeployment
+from flows.running.reference_deployment import ReferenceDeployment
 from tasks.serve.client import VllmClient
 from tasks.store.config import StoreConfig
 from tasks.store.layout import RunFolder

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from flows.config import RunConfig
-from flows.exporting import export_policy_here
+from flows.policies.exporting import export_policy_here
 from tasks.errors import ConfigError
 from tasks.rollout.tokens import save_character_tokenizer
 from tasks.store.config import StoreConfig

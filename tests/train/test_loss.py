@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.preflight import preflight
+from flows.checks.preflight import preflight
 from flows.settings import load
 from tasks.errors import ConfigError
 from tasks.train.config import TrainConfig

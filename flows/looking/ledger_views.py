@@ -1,0 +1,205 @@
+"""Where the time of steps went, as tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import polars as pl
+
+from flows.looking.view import Column, View, counted
+from tasks.observe.ledger.attribution import Ledger, is_work, median_s
+from tasks.observe.ledger.balance import balance_of
+from tasks.observe.ledger.shortening import savings
+from tasks.observe.ledger.timeline import FLOW, SECOND_US, is_server, is_trainer
+
+OTHERS, PATH = "(others)", "critical path"
+PERCENT = 100.0
+MOST_SEGMENTS = 40
+"""Segments of one step's critical path that are listed: the longest."""
+LEAST_SHARE = 0.005
+"""What took less of a step's time is one row of a table, together."""
+SHARE = Column("percent", header="% of step", digits=1)
+SECONDS = Column("seconds")
+
+
+def ledger_views(name: str, ledger: Ledger) -> list[View]:
+    """The tables of a ledger: the step's line, the other processes, trajectories, the path of a single step, advice."""
+    n = len(ledger.steps)
+    seconds = median_s(ledger.steps)
+    which = f"step {ledger.steps['step'][0]}" if n == 1 else f"median of {n} steps"
+    views = [View({}, f"{name}, {which}: {seconds:.2f} s, by what decided it", *_line(ledger))]
+    if others := processes(ledger):
+        columns = [Column("process"), Column("name"), Column("cause", is_text=True), SECONDS, SHARE]
+        columns += [Column("most", rank=2), Column("spread", rank=2), Column("by", rank=3, is_text=True)]
+        views.append(View({}, "ranks of the trainer, and servers", columns, _shown(others), slowest(ledger)))
+    if each := trajectories(ledger):
+        columns = [Column("name"), SECONDS, Column("percent", header="% of it", digits=1)]
+        views.append(View({}, "one trajectory, on average", columns, _shown(each)))
+    if n == 1:
+        views.append(_path(ledger))
+    views.append(_advice(ledger))
+    return views
+
+
+def ledger_values(name: str, ledger: Ledger) -> dict[str, object]:
+    """The same as JSON values, with every step's seconds and the critical paths whole."""
+    balance = balance_of(ledger)
+    seconds = [pl.exclude("us"), (pl.col("us") / SECOND_US).alias("seconds")]
+    start = ledger.path.group_by("step").agg(pl.col("start").min().alias("from"))
+    path = ledger.path.join(start, on="step", maintain_order="left").select(
+        "step",
+        ((pl.col("start") - pl.col("from")) / SECOND_US).alias("start_s"),
+        ((pl.col("end") - pl.col("start")) / SECOND_US).alias("seconds"),
+        pl.exclude("step", "start", "end", "from"),
+    )
+    return {
+        "run": name,
+        "step_s": median_s(ledger.steps),
+        "steps": ledger.steps.select(seconds).to_dicts(),
+        "line": step_line(ledger),
+        "processes": processes(ledger),
+        "trajectory": trajectories(ledger),
+        "owners": ledger.owners.select(seconds).to_dicts(),
+        "critical_path": path.to_dicts(),
+        "savings": [asdict(each) for each in savings(ledger)],
+        "balance": asdict(balance) | {"ratio": balance.ratio, "hint": balance.hint} if balance else None,
+    }
+
+
+def step_line(ledger: Ledger) -> list[dict[str, object]]:
+    """name, cause, seconds (median over steps), share (of all steps' time): of the step's line, the largest first."""
+    return _by_share(_medians(ledger, ledger.owners.filter(pl.col("process") == FLOW), ["name", "cause"]))
+
+
+def processes(ledger: Ledger) -> list[dict[str, object]]:
+    """The same of ranks and servers, each kind together.
+
+    process, name, cause, seconds (mean over those of the kind, median over steps), share, most (that one of them had), by
+    (which), spread (most less least).
+    """
+    kind = pl.col("process").map_elements(lambda each: _kind(str(each)), pl.String)
+    others = ledger.owners.filter(pl.col("process") != FLOW).with_columns(kind.alias("kind"))
+    found: list[dict[str, object]] = []
+    for (kind_name,), rows in others.group_by("kind", maintain_order=True):
+        n = rows["process"].n_unique()
+        name = pl.when("is_other").then(pl.col("name") + ", other step").otherwise("name").alias("name")
+        own = rows.with_columns(name)
+        by = own.group_by("process", "name", "cause").agg(pl.col("us").sum())
+        extremes = (
+            by.sort("us", descending=True)
+            .group_by("name", "cause")
+            .agg(
+                pl.col("process").first().alias("by"),
+                (pl.col("us").max() / len(ledger.steps) / SECOND_US).alias("most"),
+                pl.when(pl.len() < n).then(0).otherwise(pl.col("us").min()).alias("least"),
+            )
+        )
+        medians = _medians(ledger, own.with_columns(pl.col("us") / n), ["name", "cause"])
+        spread = pl.col("most") - pl.col("least") / len(ledger.steps) / SECOND_US
+        both = medians.join(extremes, on=["name", "cause"]).with_columns(spread=spread)
+        label = f"{kind_name}" if n == 1 else f"{n} {kind_name}s"
+        found += [{"process": label} | row for row in _by_share(both.select(pl.exclude("least")))]
+    return found
+
+
+def trajectories(ledger: Ledger) -> list[dict[str, object]]:
+    """name, seconds, share: of a trajectory's time, on average over all of them."""
+    own = ledger.trajectories
+    n = max(1, own.select("step", "lane").n_unique())
+    whole = float(own["us"].sum() or 1)
+    by = own.group_by("name").agg(
+        (pl.col("us").sum() / n / SECOND_US).alias("seconds"), (pl.col("us").sum() / whole).alias("share")
+    )
+    return _by_share(by)
+
+
+def slowest(ledger: Ledger) -> list[str]:
+    """Of ranks and of servers that are several: which was at work longest, and by how much, in a line each."""
+    lines = []
+    for kind, is_one in (("rank", is_trainer), ("server", is_server)):
+        works = ledger.owners.filter(is_work())
+        by = works.group_by("process").agg(pl.col("us").sum() / len(ledger.steps) / SECOND_US)
+        busy = sorted(((us, process) for process, us in by.rows() if is_one(process)), reverse=True)
+        if len(busy) > 1:
+            (most, process), (least, _) = busy[0], busy[-1]
+            lines.append(
+                f"busiest {kind}: {process}, {most:.2f} s of a step, {most - least:.2f} s more than the least busy"
+            )
+    return lines
+
+
+def path_shares(ledger: Ledger) -> dict[str, float]:
+    """What part of the critical paths each name has, the largest first."""
+    length = (pl.col("end") - pl.col("start")).sum()
+    by = ledger.path.group_by("name").agg(length.alias("us")).sort("us", "name", descending=[True, False])
+    return dict(zip(by["name"], (by["us"] / max(1, int(by["us"].sum()))).to_list(), strict=True))
+
+
+def _kind(process: str) -> str:
+    return "rank" if is_trainer(process) else "server" if is_server(process) else process
+
+
+def _medians(ledger: Ledger, owners: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
+    """Of each key: seconds of the median step, where steps without it have none, and the share of all time."""
+    n, whole = len(ledger.steps), float(ledger.steps["us"].sum() or 1)
+    per_step = owners.group_by("step", *by).agg(pl.col("us").sum())
+    absent = pl.lit(0.0).repeat_by(n - pl.len())
+    return per_step.group_by(by).agg(
+        (
+            pl.concat_list(pl.col("us").cast(pl.Float64).implode(), absent).explode().median() / SECOND_US
+        ).alias("seconds"),
+        (pl.col("us").sum() / whole).alias("share"),
+    )
+
+
+def _by_share(frame: pl.DataFrame) -> list[dict[str, object]]:
+    keys = [name for name in ("name", "cause") if name in frame.columns]
+    return frame.sort(["share", *keys], descending=[True, *(False for _ in keys)]).to_dicts()
+
+
+def _shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """Rows as they are read; those of less than LEAST_SHARE are one for each process."""
+    shown: list[dict[str, object]] = []
+    for process, group in groupby(rows, key=lambda row: row.get("process")):
+        listed = [dict(row) | {"percent": PERCENT * row["share"]} for row in group]
+        small = [row for row in listed if row["share"] < LEAST_SHARE]
+        shown += [row for row in listed if row["share"] >= LEAST_SHARE]
+        if small:
+            sums = {name: sum(row[name] for row in small) for name in ("seconds", "percent")}
+            shown.append(dict.fromkeys(small[0]) | {"process": process, "name": OTHERS} | sums)
+    return shown
+
+
+def _line(ledger: Ledger) -> tuple[list[Column], list[dict[str, object]], list[str]]:
+    columns = [Column("name"), Column("cause", header="meanwhile, or for", is_text=True), SECONDS, SHARE]
+    shares = [f"{name} {share:.0%}" for name, share in path_shares(ledger).items() if share >= 0.01]
+    return columns, _shown(step_line(ledger)), [f"critical path: {', '.join(shares)}"]
+
+
+def _path(ledger: Ledger) -> View:
+    """The segments of one step's critical path, in order."""
+    rows = ledger.path.with_columns(
+        ((pl.col("start") - pl.col("start").min()) / SECOND_US).alias("from"),
+        ((pl.col("end") - pl.col("start")) / SECOND_US).alias("seconds"),
+    )
+    longest = rows.top_k(MOST_SEGMENTS, by="seconds").sort("from")
+    left = len(rows) - len(longest)
+    notes = [f"{counted(left, 'shorter segment')} left out; --json has all"] if left else []
+    columns = [
+        Column("from"),
+        SECONDS,
+        Column("phase", rank=1),
+        Column("name"),
+        Column("process", is_text=True),
+    ]
+    columns += [Column("lane"), Column("cause", rank=2, is_text=True)]
+    return View({}, PATH, columns, longest.select(column.name for column in columns).to_dicts(), notes)
+
+
+def _advice(ledger: Ledger) -> View:
+    """What would shorten the step, and the balance of generation to training."""
+    balance = balance_of(ledger)
+    rows = [{"remedy": each.remedy, "seconds": each.seconds} for each in savings(ledger)]
+    columns = [Column("remedy", is_text=True), Column("seconds", header="saves up to")]
+    return View({}, "what would shorten a step", columns, rows, [balance.hint] if balance else [])

@@ -1,0 +1,56 @@
+"""A run's spans for other tools, whose libraries may not be installed."""
+
+from pathlib import Path
+
+import polars as pl
+
+from flows.looking.run_ledger import asked_steps, read_spans
+from flows.looking.selection import Interval
+from flows.looking.view import counted
+from tasks.config import NO_SECRET
+from tasks.errors import ConfigError, masked
+from tasks.observe.sink_check import OTLP, check_installed
+from tasks.store.layout import RunFolder
+from tasks.store.manifest import read_manifest
+
+OTLP_TIMEOUT_S = 30.0
+"""Seconds that a receiver may take for a request of `rollmill spans --otlp`."""
+
+
+def write_perfetto(folder: RunFolder, asked: Interval | None, file: Path) -> str:
+    """Write a trace of steps; says in a line what is in it.
+
+    Raises:
+        ConfigError: no such step or spans, the library is not installed, or the file cannot be written.
+    """
+    check_installed("--perfetto", str(file), "perfetto", "perfetto")
+    from flows.looking.perfetto_trace import write_trace
+
+    spans = spans_of_steps(folder, asked_steps(folder, asked))
+    n = write_trace(spans, file)
+    which = "" if n == len(spans) else f", the last of {len(spans)}"
+    return f"{file}: {counted(n, 'span')}{which}; open it at ui.perfetto.dev, which keeps it in the browser"
+
+
+def send_otlp(folder: RunFolder, asked: Interval | None, endpoint: str) -> str:
+    """Send the spans of steps to a receiver; says in a line how many.
+
+    Raises:
+        ConfigError: no such step or spans, the library is not installed, or the address holds a password.
+        RequestError: the receiver did not take them.
+    """
+    check_installed("--otlp", endpoint, OTLP, "otel")
+    if masked(endpoint) != endpoint:
+        raise ConfigError("--otlp", endpoint, NO_SECRET)
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError("--otlp", endpoint, "give an address such as http://127.0.0.1:4318")
+    from flows.looking.otlp_export import export
+
+    spans = spans_of_steps(folder, asked_steps(folder, asked))
+    n = export(spans, read_manifest(folder).run, folder.name, endpoint, OTLP_TIMEOUT_S)
+    return f"{counted(n, 'span')} sent to {endpoint}"
+
+
+def spans_of_steps(folder: RunFolder, steps: list[int]) -> pl.DataFrame:
+    """The spans that were made for these steps, and for none while they were stored."""
+    return read_spans(folder, steps).filter(pl.col("step").is_in([-1, *steps]))
