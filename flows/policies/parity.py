@@ -108,8 +108,8 @@ class Parity:
         self._run, self._trainer = run, trainer
         self._at_0 = differences_at_start(run)
         self._openings = openings_of(run)
-        self._asking = asyncio.Lock()
-        self._choosing = asyncio.Lock()
+        # one asks the trainer, or reads the batch, for all: who waits for the trainer books it to that
+        self._asking, self._choosing = asyncio.Lock(), asyncio.Lock()
         self._known: tuple[str, list[list[float]]] = "", []
         self._chosen: tuple[str, Sequence[np.ndarray]] = "", ()
 

@@ -14,13 +14,14 @@ from flows.running.run import Run
 from flows.running.submission import Submission
 from flows.ui.progress import say
 from tasks.errors import ChecksumError, ParityError, SyncError
-from tasks.observe.spans import Lane, current_lane, span
+from tasks.observe.spans import span, within
+from tasks.observe.waits import waited_for
 from tasks.serve.client import VllmClient
 from tasks.serve.version import PolicyVersion
 from tasks.store.weights import addresses, remove_weights, weights_place
 from tasks.sync.checksums import compare_checksums, names_in_turn
 from tasks.sync.drive import FILES, VERIFY, Dispatch, Route, find_route
-from tasks.sync.order import Sent, WeightAnswer, WeightOffer
+from tasks.sync.order import FIRST_RANK, WAITING_FOR_TRAINER, Sent, WeightAnswer, WeightOffer
 from tasks.sync.task import send_weights
 from tasks.train.client import TrainerClient
 
@@ -53,7 +54,7 @@ class WeightSync:
         self._offer: tuple[int, WeightOffer] | None = None
         self._routes: dict[VllmClient, tuple[int, Route]] = {}
         self.submitted = Submission()
-        self._asking, self._offering = asyncio.Lock(), asyncio.Lock()
+        self._asking, self._offering = asyncio.Lock(), asyncio.Lock()  # who waits books it to the trainer
         self._digests: tuple[str, Mapping[str, str]] = "", {}
         self._place = ""
         self._told: dict[VllmClient, str] = {}
@@ -193,17 +194,13 @@ class WeightSync:
             SyncError, RequestError: it reports another version, or the comparison was not done in time.
         """
         self.calls += 1
-        here = current_lane()
-        at_server = here and Lane(here.recorder, here.step, "parity", server.url)
-        comparing = span("parity").begin(at_server)
-        try:
-            with one_error():
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._compare_checksums(server, version, answer))
-                    difference = group.create_task(self._parity.compare(server, version))
-                    name = group.create_task(server.version())
-        finally:
-            comparing.end()
+        with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
+            async with asyncio.TaskGroup() as group:
+                checksums = group.create_task(self._compare_checksums(server, version, answer))
+                difference = group.create_task(self._parity.compare(server, version))
+                name = group.create_task(server.version())
+                await asyncio.wait([difference, name])
+                await waited_for(WAITING_FOR_TRAINER, FIRST_RANK, checksums)
         if (reported := name.result()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
         seconds = answer.received_s, answer.held_s, comparing.duration_s

@@ -11,6 +11,7 @@ import numpy as np
 from flows.config import RunConfig
 from flows.ui.progress import say
 from tasks.errors import ConfigError, RequestError
+from tasks.observe.spans import current_lane, span, spanned, within
 from tasks.serve.client import VllmClient
 from tasks.store.layout import RunFolder
 from tasks.store.logprobs import at_trained, logprob_rows
@@ -67,13 +68,16 @@ class ReferenceDeployment:
 
         When no server answers, it is said once and left to `complete`, so that sampling goes on.
         """
+        lane = current_lane()
         try:
-            await self._ask(step, rollouts)
+            with within(lane=f"{lane.name}/reference" if lane else None), span("recomputing"):
+                await self._ask(step, rollouts)
         except RequestError as error:
             if not self._has_failed:
                 self._warn(f"train.kl.urls: {error}; it is asked again before training")
             self._has_failed = True
 
+    @spanned("recomputing")
     async def complete(self, step: int) -> None:
         """Ask about the trajectories of a step's stored batch that have no row yet.
 

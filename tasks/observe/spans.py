@@ -176,8 +176,8 @@ def recording(recorder: Recorder, *, step: int = -1, lane: str = "main") -> Iter
 
 
 @contextmanager
-def within(*, step: int | None = None, lane: str | None = None) -> Iterator[None]:
-    """Have spans that are opened inside belong to another step or lane of the same recorder.
+def within(*, step: int | None = None, lane: str | None = None, process: str | None = None) -> Iterator[None]:
+    """Have spans that are opened inside belong to another step or lane of the same recorder, or to what another process does.
 
     A task that goes on beside others needs a lane of its own.
     """
@@ -185,7 +185,12 @@ def within(*, step: int | None = None, lane: str | None = None) -> Iterator[None
     if outer is None:
         yield
         return
-    inner = Lane(outer.recorder, outer.step if step is None else step, outer.name if lane is None else lane)
+    inner = Lane(
+        outer.recorder,
+        outer.step if step is None else step,
+        outer.name if lane is None else lane,
+        outer.process if process is None else process,
+    )
     token = _lane.set(inner)
     try:
         yield

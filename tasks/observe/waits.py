@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
-from tasks.observe.spans import Lane, current_lane
+from tasks.observe.spans import Lane, current_lane, span
 
 
 class Wait:
@@ -42,6 +43,13 @@ class Wait:
         self.cut()
         if self._lane is not None:
             self._lane.closed(self._name)
+
+
+async def waited_for(name: str, cause: str, *work: "asyncio.Future[Any]") -> None:
+    """Wait until others have done their work, and book that to them; nothing where it is done. Errors are left in it."""
+    if any(not each.done() for each in work):
+        with span(name, cause=cause):
+            await asyncio.wait(work)
 
 
 class Lock:

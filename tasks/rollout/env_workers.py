@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 
 from tasks.errors import ServiceDiedError, ServiceError
+from tasks.observe.spans import span
 from tasks.rollout.env_messages import Description
 from tasks.rollout.env_process import EnvWorker, Launch
 
@@ -49,15 +50,24 @@ class EnvWorkers:
         Raises:
             ServiceError: a worker failed too often, or could not be started again.
         """
-        while self._failure is None and not any(worker.is_open for worker in self._up.values()):
-            self._changed.clear()
-            await self._changed.wait()
+        if not self._can_take:
+            with span("waiting_for_environment", cause="no worker"):
+                await self._some_up()
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         open_ones = [worker for worker in self._up.values() if worker.is_open]
         worker = min(open_ones, key=lambda each: (each.n_open, each.n_taken))
         worker.opened(n_episodes)
         return worker
+
+    @property
+    def _can_take(self) -> bool:
+        return self._failure is not None or any(worker.is_open for worker in self._up.values())
+
+    async def _some_up(self) -> None:
+        while not self._can_take:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def stop(self) -> None:
         """End all of them."""

@@ -13,11 +13,14 @@ import numpy as np
 from tasks.errors import ConfigError, ParityError, RequestError, RequestsHeldError, ServiceError, SyncError
 from tasks.observe.clocks import keep, shifted
 from tasks.observe.spans import Span, current_lane
+from tasks.observe.waits import waited_for
 from tasks.serve.client import VllmClient
 from tasks.sync.choice import choose
 from tasks.sync.config import SyncConfig
 from tasks.sync.order import (
+    FIRST_RANK,
     REQUESTS_HELD,
+    WAITING_FOR_TRAINER,
     Place,
     Sent,
     ServerPlace,
@@ -245,6 +248,8 @@ async def check_parity(
 ) -> float:
     """Compare a server's log-probabilities of known tokens with the trainer's; returns the largest difference.
 
+    What the trainer takes longer than the server is a wait for it.
+
     Raises:
         ParityError: it is above `threshold` nats, or not a number.
         SyncError: one of both did not answer within `timeout_s` seconds.
@@ -255,6 +260,8 @@ async def check_parity(
     async with named(server, what, "sync.timeout_s", timeout_s), asyncio.TaskGroup() as every:
         expected = every.create_task(source.logprobs([sequence.tolist() for sequence in sequences]))
         found = [every.create_task(server.prompt_logprobs(each, timeout_s)) for each in sequences]
+        await asyncio.wait(found)
+        await waited_for(WAITING_FOR_TRAINER, FIRST_RANK, expected)
     difference = largest_difference(expected.result(), [each.result() for each in found])
     if not difference <= threshold:
         raise ParityError(server.url, version, difference, threshold)

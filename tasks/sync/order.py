@@ -12,6 +12,9 @@ from typing import Any, Self
 REQUESTS_HELD = "requests stay held"
 """What a server's error says when it failed while new weights were put in place; after any other the old ones serve."""
 
+FIRST_RANK, WAITING_FOR_TRAINER = "trainer/0", "waiting_for_trainer"
+"""In spans: the process of rank 0, which answers for all ranks, and a server's wait for a rank, which is its cause."""
+
 
 @dataclass(frozen=True)
 class _Message:

@@ -13,10 +13,8 @@ from tasks.observe.short_spans import book
 from tasks.observe.spans import current_lane
 from tasks.sync.buckets import Bucket, Range, TensorPlan, TransferPlan
 from tasks.sync.link import Meeting, ReceivingLink, all_cores, join_store, link_name, local_address
-from tasks.sync.order import WeightOrder
+from tasks.sync.order import WAITING_FOR_TRAINER, WeightOrder
 from tasks.sync.transports import receiving_link
-
-WAITING = "waiting_for_trainer"
 
 _Arrivals = queue.SimpleQueue[Bucket | SyncError]
 
@@ -41,7 +39,7 @@ def open_links(order: WeightOrder, worker: int) -> list[ReceivingLink]:
                 links.append(receiving_link(order.transport, meeting))
                 started = time.perf_counter_ns()
                 links[-1].open()
-                book(WAITING, started, f"trainer/{rank}")
+                book(WAITING_FOR_TRAINER, started, f"trainer/{rank}")
     except SyncError:
         for link in links:
             link.close()
@@ -97,7 +95,7 @@ def _book_stalls(link: ReceivingLink, rank: int) -> None:
     lane = current_lane()
     for started, stopped in link.stalls.take():
         if lane is not None:
-            lane.add(WAITING, started, stopped, f"trainer/{rank}")
+            lane.add(WAITING_FOR_TRAINER, started, stopped, f"trainer/{rank}")
 
 
 def views(plan: TransferPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,8 @@ from tasks import errors
 from tasks.errors import RequestError
 from tasks.observe.clocks import keep, shifted
 from tasks.observe.spans import Span
-from tasks.train.protocol import FIRST_RANK, IDLE
+from tasks.sync.order import FIRST_RANK
+from tasks.train.protocol import IDLE
 
 _NAMED_ERRORS = (
     "BatchRefusedError",

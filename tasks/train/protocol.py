@@ -11,8 +11,8 @@ from tasks.store.deliveries import Delivery
 from tasks.sync.config import SyncConfig
 from tasks.train.config import TrainConfig
 
-FIRST_RANK, IDLE = "trainer/0", "idle"
-"""Process and name of spans: of rank 0, which tells all of them, and of what a rank does between commands."""
+IDLE = "idle"
+"""Name of the span of what a rank does between commands."""
 
 
 class ServiceConfig(StageConfig):

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from tasks.observe.metrics import Reduced
 from tasks.observe.spans import NS, Recorder, Span, current_lane, recording, span
+from tasks.sync.order import FIRST_RANK
 from tasks.sync.place import this_machine
 from tasks.train.collectives import Collectives, Visits, clock_shifts, waits
 from tasks.train.process_group import Ranks
-from tasks.train.protocol import FIRST_RANK, IDLE
+from tasks.train.protocol import IDLE
 
 T = TypeVar("T")
 

@@ -1,10 +1,12 @@
 """How servers come to the trainer's weights, and back to them, without any: trainer and servers only note."""
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flows.policies.servers import Servers
 from flows.policies.sync_report import SyncReport, progress_line, sync_metrics
 from flows.policies.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, TransientRequestError
+from tasks.observe.spans import Recorder, recording, span
 from tasks.rollout.addition import Addition
 from tasks.serve.pool import ServerPool
 from tasks.serve.version import PolicyVersion
@@ -31,6 +34,8 @@ TENSORS = lay_out([("norm", (4,), "float32"), ("head", (4, 4), "float32")])
 OFFER = WeightOffer(
     plan_transfer(TENSORS, [[(0, 80)]], 1 << 20).to_json(), "127.0.0.1", 1, Place("here", "cpu").to_json()
 )
+
+DELAY_S = 0.5
 
 
 @dataclass(eq=False)
@@ -212,6 +217,28 @@ async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_o
     assert [each.held for each in fleet.services] == [str(AT[1])] * 3
     assert len(reports) == 3
     assert fleet.servers.calls - before == 1 + 3 + 3, "one send; of each server an order and its version"
+
+
+async def test_what_servers_are_compared_with_is_waited_for_in_their_lanes_and_booked_to_the_trainer(
+    fleet_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, recorder, planted = fleet_of(1), Recorder("flow"), dict[str, float]()
+
+    async def slow(command: str, answer: Callable[[Any], Awaitable[Any]], asked: Any) -> Any:
+        started = time.perf_counter()
+        await asyncio.sleep(DELAY_S)
+        planted[command] = time.perf_counter() - started
+        return await answer(asked)
+
+    for command in ("logprobs", "weight_digests"):
+        answer = getattr(fleet.trainer, command)
+        monkeypatch.setattr(fleet.trainer, command, partial(slow, command, answer))
+    with recording(recorder, step=3, lane="step"), span("sync"):
+        await fleet.servers.bring_up(AT[1])
+    taken = [each for each in recorder.take() if (each.process, each.lane) == ("http://0", "parity")]
+    assert {each.step for each in taken} == {3}
+    waited = [each for each in taken if (each.name, each.cause) == ("waiting_for_trainer", "trainer/0")]
+    assert sum(1e-9 * each.duration_ns for each in waited) == pytest.approx(max(planted.values()), rel=0.1)
 
 
 async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of) -> None:

@@ -123,6 +123,85 @@ def test_the_path_goes_back_over_whoever_had_the_slot_and_the_slow_rank() -> Non
     ]
 
 
+def ranks_step(*rows: Row) -> list[Row]:
+    """A step that is nothing but the ranks' training, up to the end of the last of these."""
+    end = max(row[3] for row in rows)
+    return [(0, "flow", "step", "train", 0, end), *((0, process, "main", *rest) for process, *rest in rows)]
+
+
+def test_a_rank_that_others_waited_for_is_on_the_path_though_nobody_has_its_last_moment() -> None:
+    rows = ranks_step(
+        ("trainer/0", "handing_over", 0, 2.9),
+        ("trainer/1", "waiting_for_rank", 0, 3, "trainer/0"),
+        ("trainer/1", "handing_over", 3, 4),
+    )
+    assert path(ledger_of(spans_of(*rows))) == [
+        (0, 2.9, "trainer/0", "handing_over"),
+        (2.9, 3, "trainer/1", "waiting_for_rank"),
+        (3, 4, "trainer/1", "handing_over"),
+    ]
+
+
+def test_where_the_rank_that_was_waited_for_waited_too_the_path_goes_on_in_the_one_that_worked() -> None:
+    rows = ranks_step(
+        ("trainer/0", "forward", 0, 1),
+        ("trainer/0", "waiting_for_rank", 1, 5, "trainer/1"),
+        ("trainer/0", "optimizer", 5, 6),
+        ("trainer/1", "forward", 0, 2),
+        ("trainer/1", "waiting_for_rank", 2, 5, "trainer/2"),
+        ("trainer/2", "forward", 0, 5),
+    )
+    assert path(ledger_of(spans_of(*rows))) == [
+        (0, 5, "trainer/2", "forward"),
+        (5, 6, "trainer/0", "optimizer"),
+    ]
+
+
+def test_ranks_that_are_said_to_wait_for_each_other_end_the_walk_all_the_same() -> None:
+    rows = ranks_step(
+        ("trainer/0", "waiting_for_rank", 0, 2, "trainer/1"),
+        ("trainer/1", "waiting_for_rank", 0, 2, "trainer/0"),
+    )
+    ((start, end, _, name),) = path(ledger_of(spans_of(*rows)))
+    assert (start, end, name) == (0, 2, "waiting_for_rank")
+
+
+RANKS = 3
+LAPS = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 20), min_size=RANKS, max_size=RANKS, unique=True),
+        st.lists(st.integers(0, 3), min_size=RANKS, max_size=RANKS),
+    ),
+    min_size=1,
+    max_size=6,
+)
+"""Of laps, each before a collective: [RANKS] work, in units of 4 us, and microseconds after it that nobody has."""
+
+
+@given(LAPS)
+def test_between_two_collectives_the_path_is_the_slowest_ranks(
+    laps: list[tuple[list[int], list[int]]],
+) -> None:
+    rows, expected, began = list[Row](), dict[int, str](), 0
+    for works, pauses in laps:
+        slow = works.index(max(works))
+        until = began + 4 * works[slow] + pauses[slow]
+        for rank, (work, pause) in enumerate(zip(works, pauses, strict=True)):
+            worked = began + 4 * work
+            rows.append((f"trainer/{rank}", "forward", began * 1e-6, worked * 1e-6))
+            if rank != slow:
+                wait = "waiting_for_rank", (worked + pause) * 1e-6, until * 1e-6, f"trainer/{slow}"
+                rows.append((f"trainer/{rank}", *wait))
+        expected |= dict.fromkeys(range(began, began + 4 * works[slow]), f"trainer/{slow}")
+        began = until
+    rows.append(("trainer/0", "optimizer", began * 1e-6, (began + 1) * 1e-6))
+    told = ledger_of(spans_of(*ranks_step(*rows))).path.filter(pl.col("name") == "forward").to_dicts()
+    walked = {
+        instant - START_US: row["process"] for row in told for instant in range(row["start"], row["end"])
+    }
+    assert walked == expected
+
+
 def test_the_path_of_a_sync_goes_over_what_servers_take_and_the_trainer_sends_but_not_over_their_generating() -> (
     None
 ):

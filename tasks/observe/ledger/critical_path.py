@@ -1,16 +1,13 @@
 """The critical path of a step: the chain of spans, without gaps, that decided how long it took."""
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from tasks.observe.ledger.lanes import Kin, kin_of
+from tasks.observe.ledger.lanes import kin_of
 from tasks.observe.ledger.timeline import (
     FLOW,
     IDLE,
@@ -20,9 +17,9 @@ from tasks.observe.ledger.timeline import (
     Ints,
     Timeline,
     is_trainer,
-    is_wait,
     overlap,
 )
+from tasks.observe.ledger.walk import Segment, Told, Walk
 
 UNATTRIBUTED, STRAGGLERS = "unattributed", "waiting_for_stragglers"
 COLLECTING, EVALUATION, SERVICES, TRAINER = "collecting", "evaluation", "services", "trainer"
@@ -40,34 +37,10 @@ BESIDE_SYNC = ["generating", IDLE]
 """What servers do that no transfer of weights waits for."""
 CLOCKS_US = 1000
 """What a clock may be ahead of another: who ended so much after a wait for it has ended it."""
-SLOTS = {"slot": "generating", "workers": "scoring", "calls": "scoring"}
-"""What a place is used for that a wait is for, by its cause: somebody else does so until then."""
 LANES = {COLLECTING: r"\d|collect\.", EVALUATION: r"v\d|evaluate\."}
 """How lanes of the flow begin: of groups and their trajectories, and of those of an evaluation."""
 CONTAINERS = [IDLE, STRAGGLERS, "collecting", "sampling", "collect", "evaluating"]
 """Spans of such lanes that are around what others do."""
-
-
-class Segment(NamedTuple):
-    """A stretch of the path: a piece of the timeline, or -1 where it is the step's line itself."""
-
-    piece: int
-    start: int
-    end: int
-
-
-class Told(NamedTuple):
-    """A piece with its words: its index, lane, start, end, name, cause."""
-
-    piece: int
-    lane: int
-    start: int
-    end: int
-    name: str
-    cause: str
-
-
-_end = attrgetter("end")
 
 
 def critical_paths(timeline: Timeline) -> pl.DataFrame:
@@ -153,7 +126,9 @@ class _Others:
     def __init__(self, timeline: Timeline) -> None:
         lanes, pieces, spans = timeline.lanes, timeline.pieces, timeline.spans
         self._pieces = pieces
-        self._main = {process: at for at, (process, lane) in enumerate(lanes) if lane == MAIN}
+        self._lanes_of: dict[str, list[int]] = {}
+        for at, (process, _) in sorted(enumerate(lanes), key=lambda each: each[1][1] != MAIN):
+            self._lanes_of.setdefault(process, []).append(at)
         self._kin = [kin_of(process, lane) for process, lane in lanes]
         self._names, self._causes = (spans[column].to_numpy() for column in ("name", "cause"))
         name = self._names[pieces.span]
@@ -180,101 +155,14 @@ class _Others:
         ends = ends[first:last]
         low = first + int(np.searchsorted(ends, start, side="right"))
         high = first + int(np.searchsorted(ends, end + CLOCKS_US, side="right"))
-        yield from _Walk(
-            self._told(pieces[low:high]), self._main, self._kin, follows_senders=kind == SERVICES
+        yield from Walk(
+            self._told(pieces[low:high]), self._lanes_of, self._kin, follows_senders=kind == SERVICES
         ).back(start, end)
 
     def _told(self, pieces: Ints) -> list[Told]:
         held = self._pieces.take(pieces)
         columns = (pieces, held.lane, held.start, held.end, self._names[held.span], self._causes[held.span])
         return [Told(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-
-
-class _Walk:
-    """One walk back through pieces, which are in the order of their ends.
-
-    Args:
-        pieces: that may be walked over.
-        main: the lane `main` of each process.
-        kin: of each lane.
-        follows_senders: where a lane begins, what another is in the midst of had it begin, as a sender does a receiver.
-    """
-
-    def __init__(
-        self, pieces: list[Told], main: dict[str, int], kin: list[Kin], *, follows_senders: bool
-    ) -> None:
-        self._main, self._pieces, self._follows_senders = main, pieces, follows_senders
-        self._kin, self._of_kin = kin, dict[Kin, list[Told]]()
-        self._of_lane: dict[int, list[Told]] = {}
-        self._of_name: dict[str, list[Told]] = {}
-        for each in pieces:
-            self._of_lane.setdefault(each.lane, []).append(each)
-            self._of_kin.setdefault(kin[each.lane], []).append(each)
-            self._of_name.setdefault(each.name, []).append(each)
-
-    def back(self, start: int, end: int) -> Iterator[Segment]:
-        """The segments from `end` to `start`, the last first."""
-        time, held = end, self._pieces[-1] if self._pieces else None
-        while time > start:
-            if held is None or held.end <= start:
-                yield Segment(-1, start, time)
-                return
-            if held.end < time:  # nobody had it in between
-                yield Segment(-1, held.end, time)
-                time = held.end
-            before = self._released_by(held, time)
-            until = max(start, held.start)
-            if before is not None and is_wait(held.name):
-                until = max(until, min(time, before.end))
-            yield Segment(held.piece, until, time)
-            time, held = until, before
-
-    def _released_by(self, held: Told, time: int) -> Told | None:
-        """What the path goes on with before a piece, or before `time` where it is a wait."""
-        before = self._covering(held.lane, held.start)
-        if not is_wait(held.name):
-            return before or self._sender(held) or self._earlier(held)
-        main = self._main.get(held.cause)
-        if main in self._of_lane:
-            other = self._covering(main, time)
-            return before if other is None or is_wait(other.name) else other
-        last = self._had(SLOTS[held.cause], time, held.lane) if held.cause in SLOTS else None
-        return last if last and last.end > held.start else before
-
-    def _had(self, name: str, time: int, lane: int) -> Told | None:
-        """The piece of this name that was last to end until then, in another lane."""
-        of_name = self._of_name.get(name, [])
-        at = bisect_right(of_name, time, key=_end)
-        return next((of_name[each] for each in range(at - 1, -1, -1) if of_name[each].lane != lane), None)
-
-    def _earlier(self, held: Told) -> Told | None:
-        """What a lane did last, after a pause that nobody has; in a group's lane that is where its trajectories were."""
-        own = self._last(self._of_lane[held.lane], held.start)
-        kin = self._kin[held.lane]
-        if own and kin.is_part:
-            return own
-        for related in (Kin(kin.family, not kin.is_part), Kin("", is_part=False)):
-            others = self._of_kin.get(related, []) if related != kin else []
-            if last := self._last(others, held.start):
-                return max([last, *([own] if own else [])], key=_end)
-        return own
-
-    def _last(self, pieces: list[Told], time: int) -> Told | None:
-        """The last of these to end until then."""
-        at = bisect_right(pieces, time, key=_end)
-        return pieces[at - 1] if at else None
-
-    def _sender(self, held: Told) -> Told | None:
-        """What another lane was in the midst of when this one began."""
-        lanes = self._of_lane.keys() - {held.lane} if self._follows_senders else ()
-        active = [each for lane in lanes if (each := self._covering(lane, held.start))]
-        return min(active, key=lambda each: each.piece, default=None)
-
-    def _covering(self, lane: int, time: int) -> Told | None:
-        """The piece of a lane that holds the instant before `time`."""
-        of_lane = self._of_lane.get(lane, [])
-        at = bisect_left(of_lane, time, key=_end)
-        return of_lane[at] if at < len(of_lane) and of_lane[at].start < time else None
 
 
 def _described(
