@@ -73,6 +73,11 @@ class Beat:
     running_ms: float
     queued_ms: float
 
+    @property
+    def is_queued(self) -> bool:
+        """True when most of the lag was for want of a processor."""
+        return 2.0 * self.queued_ms > self.lag_ms
+
 
 class LoopLag:
     """Has a beat on the running event loop every tick, and counts by how much each is late.

@@ -6,11 +6,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from heapq import nlargest
-from operator import itemgetter
 
 from tasks.observe.garbage import GarbagePauses
 from tasks.observe.lag import Beat, LagHistogram, LoopLag
+from tasks.observe.lag_warnings import NO_PROCESSOR, LagWarnings
 from tasks.observe.metrics import Metric
 from tasks.observe.standing import where_it_stands
 
@@ -22,9 +21,6 @@ MOST_PLACES = 50
 """Places that are told apart between two reports; what stands elsewhere counts as one."""
 
 ELSEWHERE = "elsewhere"
-NO_PROCESSOR = "other threads or processes had all processors"
-NOT_SEEN = "what ran was not seen"
-NAMED_IN_A_WARNING = 3
 
 
 class LoopMonitor:
@@ -42,18 +38,16 @@ class LoopMonitor:
     def __init__(
         self, max_stall_ms: float, max_lag_p99_ms: float, warn: Callable[[str], None], prefix: str = "loop/"
     ) -> None:
-        self._max_stall_ms, self._max_lag_p99_ms = max_stall_ms, max_lag_p99_ms
-        self._warn, self._prefix = warn, prefix
+        self._max_stall_ms, self._prefix = max_stall_ms, prefix
+        self._warnings = LagWarnings(max_stall_ms, max_lag_p99_ms, warn)
         self._lag = LoopLag(TICK_S, self._heard)
         self._garbage = GarbagePauses()
         self._garbage_before_s = 0.0
         self._has_ended = threading.Event()
         self._seen: Counter[str] = Counter()
         self._places_s: defaultdict[str, float] = defaultdict(float)
-        self._warned: set[str] = set()
         self._n_stalls = 0
         self._late = Beat(0.0, 0.0, 0.0)
-        self._told_p99_ms = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,23 +75,11 @@ class LoopMonitor:
         pauses = self._garbage.take()
         self._garbage_before_s = 0.0
         values |= {"gc_s": pauses.total_s, "gc_max_ms": 1000.0 * pauses.longest_s}
-        self._tell_of_step(values["lag_p99_ms"])
+        self._warnings.of_step(values["lag_p99_ms"], self._late, self._places_s)
         self._n_stalls = 0
         self._late = Beat(0.0, 0.0, 0.0)
         self._places_s.clear()
         return [Metric(f"{self._prefix}{name}", "all", "value", value) for name, value in values.items()]
-
-    def _tell_of_step(self, p99_ms: float) -> None:
-        """Warn of a step's p99 above its bound, and again only of one that is twice as large."""
-        if not self._max_lag_p99_ms or p99_ms <= max(self._max_lag_p99_ms, 2.0 * self._told_p99_ms):
-            return
-        self._told_p99_ms = p99_ms
-        most = nlargest(NAMED_IN_A_WARNING, self._places_s.items(), key=itemgetter(1))
-        places = "".join(f"; {seconds:.1f} s {place}" for place, seconds in most)
-        self._warn(
-            f"the event loop was late by {p99_ms:.0f} ms (p99 of a step; all that was late: {_spent(self._late)}), and "
-            f"observe.max_lag_p99_ms is {self._max_lag_p99_ms:g}{places}"
-        )
 
     def _heard(self, beat: Beat) -> None:
         """On the loop, once a beat has come."""
@@ -105,7 +87,7 @@ class LoopMonitor:
         garbage_s = self._garbage.so_far.total_s
         garbage_ms, self._garbage_before_s = 1000.0 * (garbage_s - self._garbage_before_s), garbage_s
         place = seen.most_common(1)[0][0] if seen else ""
-        if 2.0 * beat.queued_ms > beat.lag_ms and place:
+        if beat.is_queued and place:
             place = NO_PROCESSOR  # wherever it stood, that did not hold it up
         if place:
             self._late = Beat(
@@ -117,18 +99,7 @@ class LoopMonitor:
             self._places_s[place if known else ELSEWHERE] += beat.lag_ms / 1000.0
         if 0.0 < self._max_stall_ms < beat.lag_ms:
             self._n_stalls += 1
-            self._tell(beat, place, garbage_ms)
-
-    def _tell(self, beat: Beat, place: str, garbage_ms: float) -> None:
-        """Warn of a stall, once of each place: `stalls` counts the rest."""
-        if place in self._warned or len(self._warned) >= MOST_PLACES:
-            return
-        self._warned.add(place)
-        garbage = f", {garbage_ms:.0f} ms of it collecting garbage" if garbage_ms >= 1.0 else ""
-        self._warn(
-            f"the event loop stood still for {beat.lag_ms:.0f} ms ({_spent(beat)}{garbage}), and observe.max_stall_ms "
-            f"is {self._max_stall_ms:g}; {place or NOT_SEEN}"
-        )
+            self._warnings.of_stall(beat, place, garbage_ms)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
         """The watchdog's thread: sleeps until a beat would be late, and looks at the loop's thread while it is.
@@ -141,15 +112,3 @@ class LoopMonitor:
             if late_s >= LOOK_AFTER_S:
                 self._seen[where_it_stands(loop, thread_id)] += 1
             self._has_ended.wait(LOOK_AFTER_S if late_s >= 0.0 else min(LOOK_AFTER_S - late_s, 1.0))
-
-
-def _spent(beat: Beat) -> str:
-    """What a beat's lag was spent on, in words."""
-    parts = {
-        "running": beat.running_ms,
-        "waiting for a processor": beat.queued_ms,
-        "waiting otherwise, for the interpreter's lock above all": beat.lag_ms
-        - beat.running_ms
-        - beat.queued_ms,
-    }
-    return ", ".join(f"{ms:.0f} ms {what}" for what, ms in parts.items() if ms >= 1.0)
