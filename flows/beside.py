@@ -12,7 +12,7 @@ from flows.running.run import Run
 from flows.running.space import StepSpace
 from flows.ui.step_runs import name_of_evaluation, name_of_step
 from tasks.errors import DiskSpaceError
-from tasks.observe.spans import current_lane, within
+from tasks.observe.spans import current_lane, span, within
 from tasks.store.kind import done_steps
 
 STEPS_AHEAD = 2
@@ -36,7 +36,8 @@ class Beside:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        done = await asyncio.to_thread(done_steps, self._run.folder, self._run.store.manifest)
+        with span("opening"):
+            done = await asyncio.to_thread(done_steps, self._run.folder, self._run.store.manifest)
         self._run.step_runs.expect(self._names(len(done)))
         return self
 

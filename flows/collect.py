@@ -18,6 +18,8 @@ from flows.running.folder import RunName, check_resumable, run_folder
 from flows.running.run import open_run
 from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
+from tasks.observe.run_line import recorded
+from tasks.observe.spans import span
 from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
 from tasks.store.kind import done_steps
@@ -30,6 +32,7 @@ def _flow_run_name() -> str:
 
 
 @flow(name="collect", flow_run_name=_flow_run_name, persist_result=False, on_cancellation=[mark_cancelled])
+@recorded
 async def collect(
     run_name: RunName, config: RunConfig, redo_failed: bool = False, join: JoinConfig = NO_RUN
 ) -> str | State[str]:
@@ -47,11 +50,12 @@ async def collect(
     if join.url:
         return await collect_for(config, join)
     config = without_evaluation(config)
-    check(config)
-    check_scorer(config.score)
-    await check_machine(config, trains=False)
-    folder = run_folder(run_name, config)
-    await asyncio.to_thread(check_resumable, folder, config, trains=False)
+    with span("checking"):
+        check(config)
+        check_scorer(config.score)
+        await check_machine(config, trains=False)
+        folder = run_folder(run_name, config)
+        await asyncio.to_thread(check_resumable, folder, config, trains=False)
     with one_error():
         model = await ensure_start_model(config)
         async with (

@@ -19,11 +19,14 @@ from flows.running.run import open_run
 from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
 from flows.ui.pausing import pauses_between_steps
+from tasks.observe.run_line import recorded
+from tasks.observe.spans import span
 from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
 
 
 @flow(name="post-train", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
+@recorded
 async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = False) -> str:
     """Post-train a policy: sample, score, train and sync, step by step, from where the run's folder stands.
 
@@ -35,10 +38,11 @@ async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = F
     Returns:
         The run's folder.
     """
-    check(config)
-    check_scorer(config.score, config.evaluate.scorer)
-    await check_machine(config)
-    await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
+    with span("checking"):
+        check(config)
+        check_scorer(config.score, config.evaluate.scorer)
+        await check_machine(config)
+        await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
     with one_error(), pauses_between_steps(config.steps) as pauses:
         model = await ensure_start_model(config)
         async with (
@@ -67,7 +71,9 @@ async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = F
                     await policy.export_if_due()
                     await drop_old_routing(run, step + 1)
                 pauses.before(step + 1)
-            await beside.evaluated(config.steps)
-            await policy.checkpointed()
+            with span("evaluate"):
+                await beside.evaluated(config.steps)
+            with span("checkpoint"):
+                await policy.checkpointed()
             await report_run(run)
     return run.folder.location

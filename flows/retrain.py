@@ -22,7 +22,8 @@ from flows.ui.cancelling import mark_cancelled
 from flows.ui.progress import say
 from flows.ui.recording import forget_results
 from tasks.observe.metrics import Metric
-from tasks.observe.spans import spanned
+from tasks.observe.run_line import recorded
+from tasks.observe.spans import span, spanned
 from tasks.observe.step_clock import StepClock
 from tasks.store.draw import steps_of_a_pass
 from tasks.store.manifest import Source
@@ -30,6 +31,7 @@ from tasks.store.sources import check_sources, sources_of
 
 
 @flow(name="retrain", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
+@recorded
 async def retrain(run_name: RunName, config: RunConfig) -> str:
     """Train a new run on what others sampled; vLLM servers are there for evaluations alone, and without these not at all.
 
@@ -40,13 +42,15 @@ async def retrain(run_name: RunName, config: RunConfig) -> str:
     Returns:
         The new run's folder.
     """
-    check(config)
-    check_offline(config)
-    await check_machine(config, samples=config.evaluate.enabled)
-    await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
-    sources = await asyncio.to_thread(checked_sources, run_name, config)
+    with span("checking"):
+        check(config)
+        check_offline(config)
+        await check_machine(config, samples=config.evaluate.enabled)
+        await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
+        sources = await asyncio.to_thread(checked_sources, run_name, config)
     with one_error():
-        pool = await asyncio.to_thread(GroupPool.read, config)
+        with span("planning"):
+            pool = await asyncio.to_thread(GroupPool.read, config)
         model = await ensure_start_model(config)
         check_tokenizers(config)
         tell(pool, config)
@@ -54,7 +58,8 @@ async def retrain(run_name: RunName, config: RunConfig) -> str:
         async with opened as run, open_policy(run) as policy:
             run.store.keep_sources(sources)
             first = await policy.restore()
-            await evaluate(run, first)
+            with span("evaluate"):
+                await evaluate(run, first)
             space = StepSpace(run)
             for step in range(first, config.steps):
                 with StepClock(step) as clock:
@@ -68,7 +73,8 @@ async def retrain(run_name: RunName, config: RunConfig) -> str:
                     await report_draw(run, draw, [*train_metrics(result), *synced], clock)
                     await policy.checkpoint_if_due()
                     await policy.export_if_due()
-            await policy.checkpointed()
+            with span("checkpoint"):
+                await policy.checkpointed()
             await report_run(run)
     return run.folder.location
 

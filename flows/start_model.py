@@ -17,6 +17,7 @@ from flows.config import RunConfig
 from flows.recipe import start_model_folder
 from flows.ui.progress import say
 from tasks.errors import ConfigError, TrainError
+from tasks.observe.spans import span
 from tasks.rollout.conversation import tokenized
 from tasks.rollout.environment import WarmUp, environment_of
 from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
@@ -37,8 +38,11 @@ async def ensure_start_model(config: RunConfig) -> Path:
     """The start model's folder; it is made first when it is not there."""
     folder = start_model_folder(config)
     if not (folder / "config.json").is_file():
-        say(f"making the start model {folder}: {config.start_model.steps} steps, about a minute on one core")
-        await make_start_model(config, folder)
+        with span("starting", cause="start model"):
+            say(
+                f"making the start model {folder}: {config.start_model.steps} steps, about a minute on one core"
+            )
+            await make_start_model(config, folder)
     return folder
 
 

@@ -8,6 +8,8 @@ from flows.checks.preflight import preflight
 from flows.config import RunConfig
 from flows.deploying.prefect_api import lead_to_prefect
 from flows.running.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
+from tasks.observe.run_line import command
+from tasks.observe.spans import span
 
 
 def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
@@ -64,17 +66,20 @@ def train_here(
     """
     folder = run_folder(name, config)
     starts_anew = again and is_finished(folder)
-    if starts_anew:
-        check_movable(folder)
-    else:
-        check_resumable(folder, config, trains=trains)
-    lead_to_prefect()
-    if starts_anew:
-        move_aside(folder)
-    from flows.commands.ending import flow_command
+    with command():
+        with span("checking"):
+            if starts_anew:
+                check_movable(folder)
+            else:
+                check_resumable(folder, config, trains=trains)
+        with span("starting", cause="Prefect"):
+            lead_to_prefect()
+        if starts_anew:
+            move_aside(folder)
+        from flows.commands.ending import flow_command
 
-    with flow_command(lambda: is_finished(folder), config.observe.exit_timeout_s):
-        asyncio.run(begun())
+        with flow_command(lambda: is_finished(folder), config.observe.exit_timeout_s):
+            asyncio.run(begun())
 
 
 def run_deployed(

@@ -39,6 +39,10 @@ def ledger_views(name: str, ledger: Ledger) -> list[View]:
     if n == 1:
         views.append(_path(ledger))
     views.append(_advice(ledger))
+    if ends := run_ends(ledger):
+        columns = [Column("part"), Column("name"), Column("cause", is_text=True), SECONDS]
+        columns.append(Column("percent", header="% of it", digits=1))
+        views.append(View({}, "the run's start and end, beside its steps", columns, _shown(ends, "part")))
     return views
 
 
@@ -62,6 +66,7 @@ def ledger_values(name: str, ledger: Ledger) -> dict[str, object]:
         "trajectory": trajectories(ledger),
         "owners": ledger.owners.select(seconds).to_dicts(),
         "critical_path": path.to_dicts(),
+        "ends": run_ends(ledger),
         "savings": [asdict(each) for each in savings(ledger)],
         "balance": asdict(balance) | {"ratio": balance.ratio, "hint": balance.hint} if balance else None,
     }
@@ -114,6 +119,15 @@ def trajectories(ledger: Ledger) -> list[dict[str, object]]:
     return _by_share(by)
 
 
+def run_ends(ledger: Ledger) -> list[dict[str, object]]:
+    """Part (`start`, `end`), name, cause, seconds, share (of that part): what the run took beside its steps."""
+    us = pl.col("us")
+    by = ledger.ends.with_columns(
+        (us / SECOND_US).alias("seconds"), (us / us.sum().over("part")).alias("share")
+    )
+    return by.select("part", "name", "cause", "seconds", "share").to_dicts()
+
+
 def slowest(ledger: Ledger) -> list[str]:
     """Of ranks and of servers that are several: which was at work longest, and by how much, in a line each."""
     lines = []
@@ -158,16 +172,16 @@ def _by_share(frame: pl.DataFrame) -> list[dict[str, object]]:
     return frame.sort(["share", *keys], descending=[True, *(False for _ in keys)]).to_dicts()
 
 
-def _shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Rows as they are read; those of less than LEAST_SHARE are one for each process."""
+def _shown(rows: Sequence[Mapping[str, Any]], of: str = "process") -> list[dict[str, object]]:
+    """Rows as they are read; those of less than LEAST_SHARE are one for each process, or whatever they are of."""
     shown: list[dict[str, object]] = []
-    for process, group in groupby(rows, key=lambda row: row.get("process")):
+    for whose, group in groupby(rows, key=lambda row: row.get(of)):
         listed = [dict(row) | {"percent": PERCENT * row["share"]} for row in group]
         small = [row for row in listed if row["share"] < LEAST_SHARE]
         shown += [row for row in listed if row["share"] >= LEAST_SHARE]
         if small:
             sums = {name: sum(row[name] for row in small) for name in ("seconds", "percent")}
-            shown.append(dict.fromkeys(small[0]) | {"process": process, "name": OTHERS} | sums)
+            shown.append(dict.fromkeys(small[0]) | {of: whose, "name": OTHERS} | sums)
     return shown
 
 

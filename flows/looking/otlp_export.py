@@ -21,7 +21,15 @@ TRACES = "/v1/traces"
 """Where a receiver takes traces, below its address."""
 
 
-def export(spans: pl.DataFrame, run: str, name: str, endpoint: str, timeout_s: float) -> int:
+def export(
+    spans: pl.DataFrame,
+    run: str,
+    name: str,
+    endpoint: str,
+    timeout_s: float,
+    *,
+    known: set[int] | None = None,
+) -> int:
     """Send spans. Those that were sent before have the same ids again.
 
     What a receiver wants of headers is the library's: OTEL_EXPORTER_OTLP_HEADERS, and its other variables.
@@ -32,6 +40,7 @@ def export(spans: pl.DataFrame, run: str, name: str, endpoint: str, timeout_s: f
         name: what people call it.
         endpoint: of a receiver that speaks OTLP over HTTP, such as http://127.0.0.1:4318.
         timeout_s: seconds for each request, with the library's own further attempts.
+        known: ids of spans that it has, which are not sent; those that are sent are added.
 
     Returns:
         Spans that were sent.
@@ -40,20 +49,19 @@ def export(spans: pl.DataFrame, run: str, name: str, endpoint: str, timeout_s: f
         RequestError: it did not take them.
     """
     url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}{TRACES}"
+    known = set() if known is None else known
+    readable = _readable(timeline_of(spans).spans, run, name)
+    new = [each for each in readable if each.context.span_id not in known]
     exporter = OTLPSpanExporter(url, timeout=timeout_s)
-    n_sent, batch = 0, list[ReadableSpan]()
     try:
-        for each in [*_readable(timeline_of(spans).spans, run, name), None]:
-            if batch and (each is None or len(batch) == BATCH):
-                if exporter.export(batch) is not SpanExportResult.SUCCESS:
-                    raise RequestError(f"{url} did not take the spans; {n_sent} were sent")
-                n_sent += len(batch)
-                batch = []
-            if each is not None:
-                batch.append(each)
+        for at in range(0, len(new), BATCH):
+            batch = new[at : at + BATCH]
+            if exporter.export(batch) is not SpanExportResult.SUCCESS:
+                raise RequestError(f"{url} did not take the spans; {at} were sent")
+            known.update(each.context.span_id for each in batch)
     finally:
         exporter.shutdown()
-    return n_sent
+    return len(new)
 
 
 def _readable(spans: pl.DataFrame, run: str, name: str) -> Iterator[ReadableSpan]:

@@ -1,5 +1,7 @@
 """A run's spans, read and attributed."""
 
+from dataclasses import replace
+
 import polars as pl
 
 from flows.looking.selection import Interval, spans
@@ -16,7 +18,7 @@ MOST_STEPS = 1000
 
 
 def read_ledger(folder: RunFolder, asked: Interval | None = None) -> Ledger:
-    """Where the time of a run went.
+    """Where the time of a run went; its start and its end where no steps are asked for.
 
     Args:
         folder: of the run.
@@ -26,7 +28,8 @@ def read_ledger(folder: RunFolder, asked: Interval | None = None) -> Ledger:
         ConfigError: the run has no spans, or none of these steps; says which there are.
     """
     steps = asked_steps(folder, asked)
-    return ledger_of(read_spans(folder, steps), steps)
+    ledger = ledger_of(read_spans(folder, steps), steps)
+    return ledger if asked is None else replace(ledger, ends=ledger.ends.clear())
 
 
 def asked_steps(folder: RunFolder, asked: Interval | None) -> list[int]:

@@ -7,9 +7,7 @@ import polars as pl
 from flows.looking.run_ledger import asked_steps, read_spans
 from flows.looking.selection import Interval
 from flows.looking.view import counted
-from tasks.config import NO_SECRET
-from tasks.errors import ConfigError, masked
-from tasks.observe.sink_check import OTLP, check_installed
+from tasks.observe.sink_check import check_installed, check_receiver
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest
 
@@ -39,11 +37,7 @@ def send_otlp(folder: RunFolder, asked: Interval | None, endpoint: str) -> str:
         ConfigError: no such step or spans, the library is not installed, or the address holds a password.
         RequestError: the receiver did not take them.
     """
-    check_installed("--otlp", endpoint, OTLP, "otel")
-    if masked(endpoint) != endpoint:
-        raise ConfigError("--otlp", endpoint, NO_SECRET)
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError("--otlp", endpoint, "give an address such as http://127.0.0.1:4318")
+    check_receiver("--otlp", endpoint)
     from flows.looking.otlp_export import export
 
     spans = spans_of_steps(folder, asked_steps(folder, asked))

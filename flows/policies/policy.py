@@ -20,7 +20,7 @@ from flows.running.space import is_checkpoint_due
 from flows.ui.progress import say
 from tasks.errors import ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
-from tasks.observe.spans import spanned, within
+from tasks.observe.spans import OpenSpan, current_lane, span, spanned, within
 from tasks.observe.waits import Lock
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_digest
@@ -72,15 +72,18 @@ class Policy:
         folder's version is written, unless it is there: the run may have been ended just before.
         """
         async with self._still:
-            end = await self._load_checkpoint()
+            with span("loading"):
+                end = await self._load_checkpoint()
         self._run.compactor.begin(self.current.version)
         for step in range(self.current.version, end):
             if self._servers and is_due(self._run, step):
                 await self._evaluate_rest(self._servers.run, step)
             async with self._still:
-                await self._replay(step)
+                with span("train"):
+                    await self._replay(step)
         async with self._still:
-            reports = await self._bring_up()
+            with span("sync"):
+                reports = await self._bring_up()
         if self.current.version == 0 and reports:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
             await store_metrics(self._run, 0, differences)
@@ -333,7 +336,7 @@ def _tell_skipped(step: int, result: StepResult) -> None:
 @asynccontextmanager
 async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
     """Start the services of a run, and watch over its servers while it goes on; without sampling the trainer alone."""
-    is_sampling = isinstance(run, Run)
+    is_sampling, opening = isinstance(run, Run), OpenSpan("opening").begin(current_lane())
     await asyncio.to_thread(clear, run.store.files)
     say(f"bringing up the trainer{' and the vLLM servers' if is_sampling else ''}")
     opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)
@@ -349,6 +352,7 @@ async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
                 watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
                 if isinstance(run, Run) and run.recomputing is not None:
                     watches.append(watching.create_task(run.recomputing.work(policy.score)))
+                opening.end()
                 yield policy
                 for watch in watches:
                     watch.cancel()

@@ -11,6 +11,7 @@ from typing import Any
 from flows.config import RunConfig
 from flows.ui.progress import say
 from tasks.errors import ConfigError, ServiceDiedError
+from tasks.observe.spans import span
 from tasks.serve import vllm
 from tasks.serve.client import VllmClient
 from tasks.serve.process import LaunchedProcess, free_port
@@ -207,10 +208,12 @@ def servers_of(config: RunConfig, model: Path, logs: Path) -> tuple[ServerServic
 async def started(every: Sequence[TrainerService | ServerService]) -> AsyncIterator[None]:
     """Start services side by side; on the way out, however it is taken, what was launched ends."""
     try:
-        async with asyncio.TaskGroup() as starting:
-            for service in every:
-                starting.create_task(service.start())
+        with span("starting", cause="services"):
+            async with asyncio.TaskGroup() as starting:
+                for service in every:
+                    starting.create_task(service.start())
         yield
     finally:
-        await asyncio.gather(*(service.client.close() for service in every))
-        await asyncio.gather(*(service.process.stop() for service in every if service.process))
+        with span("stopping", cause="services"):
+            await asyncio.gather(*(service.client.close() for service in every))
+            await asyncio.gather(*(service.process.stop() for service in every if service.process))

@@ -83,7 +83,7 @@ async def attribute(run: str, step: int, n_traffic: int = 0, with_trainer: bool 
 def _apart(config: RunConfig, place: Path) -> RunConfig:
     """The settings, for runs below another root that tell nobody but Prefect what they do."""
     store = config.store.model_copy(update={"root": str(place)})
-    observe = config.observe.model_copy(update={"tensorboard": False, "mlflow_uri": ""})
+    observe = config.observe.model_copy(update={"tensorboard": False, "mlflow_uri": "", "otlp_endpoint": ""})
     return launched_here(config).model_copy(update={"store": store, "observe": observe})
 
 

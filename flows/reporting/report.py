@@ -113,6 +113,7 @@ def has_metrics(run: TrainingRun, step: int) -> bool:
     return stored.limit(1).collect().height > 0
 
 
+@spanned("report")
 async def report_run(run: TrainingRun) -> None:
     """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
     run.artifacts.run_done()

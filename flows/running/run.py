@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flows.config import RunConfig
 from flows.running.folder import run_folder
+from flows.running.live_spans import sending_spans
 from flows.running.recomputing import Recomputing
 from flows.running.reference_deployment import ReferenceDeployment, open_reference
 from flows.running.sinks import open_sinks
@@ -23,6 +24,7 @@ from flows.ui.recording import Recording
 from flows.ui.step_runs import StepRuns
 from tasks.observe.memory import keep_for_good
 from tasks.observe.sink_client import NoSinks, Sinks
+from tasks.observe.spans import OpenSpan, current_lane, span
 from tasks.rollout.admission import Admission
 from tasks.rollout.env_client import open_environment
 from tasks.rollout.environment import Environment
@@ -138,6 +140,7 @@ async def open_offline_run(
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: the folder cannot be gone on with.
     """
+    opening = OpenSpan("opening").begin(current_lane())
     store = await asyncio.to_thread(_open_store, name, config, adds=adds, trains=trains)
     recording = Recording(config.observe)
     try:
@@ -147,8 +150,10 @@ async def open_offline_run(
         vitals = Vitals(config.observe)
         with RunProgress(name, config.steps) as progress, vitals.watching():
             async with (
+                # what is added to a run is no part of its steps
+                nullcontext() if adds else sending_spans(config.observe, store),
                 store.writer,
-                nullcontext() if adds else store.spans,  # what is added to a run is no part of its steps
+                nullcontext() if adds else store.spans,
                 Compactor(store.files, store.writer, config.store, say) as compactor,
                 open_sinks(config, store.folder, store.manifest.run) as sinks,
                 open_reference(store, config) as reference,
@@ -156,7 +161,11 @@ async def open_offline_run(
                 RunArtifacts(config.observe, store.folder, config.steps) as artifacts,
             ):
                 shared = (config, model, store, compactor, recording, progress, step_runs, artifacts)
-                yield TrainingRun(*shared, sinks=sinks, vitals=vitals, reference=reference)
+                opening.end()
+                try:
+                    yield TrainingRun(*shared, sinks=sinks, vitals=vitals, reference=reference)
+                finally:
+                    store.spans.close()
     finally:
         await asyncio.to_thread(store.close)
 
@@ -180,6 +189,7 @@ async def open_run(
         open_offline_run(name, config, model, adds=adds, trains=trains) as opened,
         AsyncExitStack() as stack,
     ):
+        opening = OpenSpan("opening").begin(current_lane())
         store = opened.store
         scorings = await stack.enter_async_context(_open_scorings(config, opened.id))
         environment = await stack.enter_async_context(
@@ -187,8 +197,8 @@ async def open_run(
         )
         check_stored_columns(store.folder, environment.name, states_of(environment))
         check_prompts(environment, config.rollout, config.evaluate.n_prompts)
-        pool, tokenizer = ServerPool(), ChatTokenizer.load(model)
-        yield Run(
+        pool = ServerPool()
+        run = Run(
             config=config,
             model=model,
             store=store,
@@ -196,19 +206,7 @@ async def open_run(
             environment=environment,
             scoring=scorings[0],
             held_out_scoring=scorings[-1],
-            player=Player(
-                environment=environment,
-                tokenizer=tokenizer,
-                sampler=PoolSampler(
-                    pool,
-                    config.rollout,
-                    opened.id,
-                    config.serve.request_timeout_s,
-                    stop_token_ids=tokenizer.stop_ids(environment.stop),
-                ),
-                max_tokens=config.serve.max_model_len,
-                timeout_s=config.rollout.trajectory_timeout_s,
-            ),
+            player=_player(opened, environment, pool),
             admission=Admission(config.rollout.max_in_flight),
             pool=pool,
             recording=opened.recording,
@@ -224,6 +222,27 @@ async def open_run(
                 Recomputing(config.train.recompute_rows) if config.train.behaviour == "recomputed" else None
             ),
         )
+        opening.end()
+        try:
+            yield run
+        finally:
+            with span("closing"):
+                await stack.aclose()
+
+
+def _player(run: TrainingRun, environment: Environment, pool: ServerPool) -> Player:
+    """Plays the environment's episodes with what the pool's servers sample."""
+    config, tokenizer = run.config, ChatTokenizer.load(run.model)
+    stop = tokenizer.stop_ids(environment.stop)
+    return Player(
+        environment=environment,
+        tokenizer=tokenizer,
+        sampler=PoolSampler(
+            pool, config.rollout, run.id, config.serve.request_timeout_s, stop_token_ids=stop
+        ),
+        max_tokens=config.serve.max_model_len,
+        timeout_s=config.rollout.trajectory_timeout_s,
+    )
 
 
 @asynccontextmanager

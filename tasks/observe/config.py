@@ -74,9 +74,14 @@ class ObserveConfig(StageConfig):
     mlflow_uri: str = setting(
         "", "MLflow tracking server that gets the metrics too (pip install 'rollmill[mlflow]'); empty: none."
     )
+    otlp_endpoint: str = setting(
+        "",
+        "OpenTelemetry receiver, such as http://127.0.0.1:4318, that gets each step's spans too, by OTLP over HTTP "
+        "(pip install 'rollmill[otel]'); empty: none.",
+    )
     experiment: str = setting("rollmill", "Experiment of the run in MLflow.")
     sink_timeout_s: float = setting(
         20.0,
-        "Seconds that a run waits at its end until TensorBoard's files and MLflow have what is left.",
+        "Seconds that a run waits at its end until TensorBoard's files, MLflow and the OpenTelemetry receiver have what is left.",
         ge=0.0,
     )

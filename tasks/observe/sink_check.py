@@ -2,7 +2,8 @@
 
 from importlib.util import find_spec
 
-from tasks.errors import ConfigError
+from tasks.config import NO_SECRET
+from tasks.errors import ConfigError, masked
 from tasks.observe.config import ObserveConfig
 
 OTLP = "opentelemetry.exporter.otlp.proto.http"
@@ -16,6 +17,17 @@ def check_sinks(config: ObserveConfig) -> None:
     ):
         if value:
             check_installed(field, value, module, extra)
+    if config.otlp_endpoint:
+        check_receiver("observe.otlp_endpoint", config.otlp_endpoint)
+
+
+def check_receiver(field: str, endpoint: str) -> None:
+    """Refuse an OpenTelemetry receiver that nothing can be sent to; ConfigError says what to do."""
+    check_installed(field, endpoint, OTLP, "otel")
+    if masked(endpoint) != endpoint:
+        raise ConfigError(field, masked(endpoint), NO_SECRET)
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(field, endpoint, "give an address such as http://127.0.0.1:4318")
 
 
 def check_installed(field: str, value: object, module: str, extra: str) -> None:

@@ -16,6 +16,10 @@ Say = Callable[[str], None]
 EXIT_GRACE_S = 5.0
 """Seconds the process has to end by itself, beyond those for what is left."""
 MAX_LINE_BYTES = 1 << 20
+REMEDY = (
+    "the run goes on without; what it lacks it gets when it answers again, or when the run is gone on with, and all of it is "
+    "in the data set `metrics`"
+)
 
 
 class Sinks(Protocol):
@@ -48,6 +52,7 @@ class SinkClient:
         settings: which sinks.
         say: told of the first failure of each sink.
         words: command line that starts the process, without its argument.
+        remedy: said after what has failed.
     """
 
     def __init__(
@@ -55,8 +60,9 @@ class SinkClient:
         settings: SinkSettings,
         say: Say,
         words: tuple[str, ...] = (sys.executable, "-m", "tasks.observe.sink_process"),
+        remedy: str = REMEDY,
     ) -> None:
-        self._settings, self._say, self._words = settings, say, words
+        self._settings, self._say, self._words, self._remedy = settings, say, words, remedy
         self._process: asyncio.subprocess.Process | None = None
         self._reports = asyncio.TaskGroup()
         self._told: set[str] = set()
@@ -122,7 +128,4 @@ class SinkClient:
         self.n_failures += 1
         if sink not in self._told:
             self._told.add(sink)
-            self._say(
-                f"{sink}: {what}\nthe run goes on without; what it lacks it gets when it answers again, or when the run is "
-                "gone on with, and all of it is in the data set `metrics`"
-            )
+            self._say(f"{sink}: {what}\n{self._remedy}")

@@ -28,12 +28,13 @@ class Feed:
         name: what reports call it.
         make: makes the sink; called again until it succeeds.
         report: told of each failure.
+        most: points that wait, of which the oldest go; None: all.
     """
 
-    def __init__(self, name: str, make: Callable[[], Sink], report: Report) -> None:
+    def __init__(self, name: str, make: Callable[[], Sink], report: Report, most: int | None = None) -> None:
         self._name, self._make, self._report = name, make, report
         self._sink: Sink | None = None
-        self._waiting: deque[Point] = deque()
+        self._waiting: deque[Point] = deque(maxlen=most)
 
     def add(self, points: Iterable[Point]) -> None:
         """Hand over points, in order, those that wait first."""
@@ -71,7 +72,7 @@ def feeds_of(settings: SinkSettings, report: Report) -> list[Feed]:
     return feeds
 
 
-def main() -> None:
+def serve(feeds_of: Callable[[SinkSettings, Report], list[Feed]]) -> None:
     """Feed the sinks that the settings on the command line name, until the input ends."""
     settings = SinkSettings(**json.loads(sys.argv[1]))
     out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no report
@@ -104,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(feeds_of)

@@ -52,6 +52,8 @@ class SinkSettings:
         tensorboard: folder for TensorBoard's files; empty: none.
         mlflow_uri: tracking server; empty: none.
         experiment: MLflow's.
+        folder: the run's, for sinks that read what is stored.
+        otlp: receiver of OpenTelemetry's spans; empty: none.
         timeout_s: seconds that what is left may take when the run is over.
     """
 
@@ -60,6 +62,8 @@ class SinkSettings:
     tensorboard: str = ""
     mlflow_uri: str = ""
     experiment: str = ""
+    folder: str = ""
+    otlp: str = ""
     timeout_s: float = 20.0
 
 

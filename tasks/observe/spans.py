@@ -12,6 +12,10 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Timed: TypeAlias = Coroutine[Any, Any, Result]
+TimedFunction: TypeAlias = Callable[P, Timed[Result]]
+
+MAIN = "main"
+"""Lane of what is done for no step."""
 
 MOST_SPANS = 200_000
 """Spans that a recorder keeps until they are taken; the oldest go first, and are counted."""
@@ -51,13 +55,22 @@ class Span(NamedTuple):
 class Recorder:
     """Keeps the spans of one process until they are taken; from any thread.
 
+    Around the steps' own spans go `start`, until the first one, and `end`, since the last, in the lane `main`.
+
+    Args:
+        process: as in the column of that name.
+        began: moment of `time.perf_counter_ns`; None: now.
+
     Attributes:
         n_lost: spans that were let go of since too many were kept.
+        began: when what is recorded began.
     """
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, began: int | None = None) -> None:
         self.process = process
+        self.began = time.perf_counter_ns() if began is None else began
         self.n_lost = 0
+        self._last_step_ended = 0
         self._spans: deque[Span] = deque()
         self._step_line: Lane | None = None
         self._step_watchers: list[Callable[[], None]] = []
@@ -71,8 +84,22 @@ class Recorder:
 
     def begin_step(self, line: "Lane") -> None:
         """Take a lane for the step's own line from now on."""
+        if self._step_line is None:
+            Lane(self, -1, MAIN).add("start", self.began, time.perf_counter_ns())
         self._step_line = line
         line.watchers = self._step_watchers
+
+    def end_step(self) -> None:
+        """Note that a step is over, which may have been the last."""
+        self._last_step_ended = time.perf_counter_ns()
+
+    def end(self) -> None:
+        """Note that all is over; what had no step was a start."""
+        now, main = time.perf_counter_ns(), Lane(self, -1, MAIN)
+        if self._step_line is None:
+            main.add("start", self.began, now)
+        else:
+            main.add("end", self._last_step_ended, now)
 
     def watch(self, look: Callable[[], None], cut: Callable[[], None]) -> None:
         """Call `look` whenever `step_does` changes, and `cut` before spans are taken: what is open may add its part."""
@@ -166,7 +193,7 @@ def current_lane() -> Lane | None:
 
 
 @contextmanager
-def recording(recorder: Recorder, *, step: int = -1, lane: str = "main") -> Iterator[None]:
+def recording(recorder: Recorder, *, step: int = -1, lane: str = MAIN) -> Iterator[None]:
     """Have spans that are opened inside, also by tasks begun there, go to a recorder."""
     token = _lane.set(Lane(recorder, step, lane))
     try:
@@ -244,13 +271,13 @@ def span(name: str, *, cause: str = "") -> OpenSpan:
     return OpenSpan(name, cause)
 
 
-def spanned(name: str) -> Callable[[Callable[P, Timed[Result]]], Callable[P, Timed[Result]]]:
+def spanned(name: str) -> Callable[[TimedFunction[P, Result]], TimedFunction[P, Result]]:
     """Book the time that a coroutine function takes to `name`.
 
     Example: @spanned("report")
     """
 
-    def spanned_function(function: Callable[P, Timed[Result]]) -> Callable[P, Timed[Result]]:
+    def spanned_function(function: TimedFunction[P, Result]) -> TimedFunction[P, Result]:
         @wraps(function)
         async def timed(*args: P.args, **kwargs: P.kwargs) -> Result:
             with OpenSpan(name):

@@ -34,6 +34,8 @@ class StepClock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._whole.end()
+        if (line := current_lane()) is not None:
+            line.recorder.end_step()
         self._within.__exit__(None, None, None)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.observe.metrics import ALL, Metric
-from tasks.observe.spans import Recorder, Span, recording
+from tasks.observe.run_line import recorder_here
+from tasks.observe.spans import OpenSpan, Span, current_lane, recording
 from tasks.store.schemas import batch_of
 from tasks.store.writer import RunWriter
 
@@ -22,6 +23,7 @@ class RunSpans:
     """Takes the spans of a run, its flow's and those of other processes that it was told, to the run's writer.
 
     An async context manager, inside of the writer's: what is done inside is recorded, and what is left at the end stored.
+    Where something is recorded already, what is known of the time before goes with it.
 
     Args:
         run: id of the run.
@@ -29,12 +31,15 @@ class RunSpans:
 
     Attributes:
         recorder: keeps the spans until they are stored.
+        tell: told the number of a step whose spans are stored.
     """
 
     def __init__(self, run: str, writer: RunWriter) -> None:
-        self.recorder = Recorder("flow")
+        self.recorder = recorder_here()
         self._run, self._writer, self._step = run, writer, 0
         self._recording = recording(self.recorder)
+        self.tell: Callable[[int], object] = lambda _: None
+        self._closing: OpenSpan | None = None
 
     async def __aenter__(self) -> Self:
         self._recording.__enter__()
@@ -43,9 +48,16 @@ class RunSpans:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._closing is not None:
+            self._closing.end()
         self._recording.__exit__(None, None, None)
+        self.recorder.end()
         for step, rows in rows_by_step(self._run, self.recorder.take(), self._step).items():
             self._writer.append("spans", rows, step=step)
+
+    def close(self) -> None:
+        """Book what is left to be done to `closing`."""
+        self._closing = OpenSpan("closing").begin(current_lane())
 
     def lost(self) -> Metric:
         """How many spans so far were let go of since too many were kept."""
@@ -64,6 +76,7 @@ class RunSpans:
         await asyncio.gather(
             *(self._writer.append("spans", rows, step=each) for each, rows in by_step.items())
         )
+        self.tell(step)
 
 
 def rows_by_step(run: str, spans: Sequence[Span], step: int) -> Mapping[int, pa.RecordBatch]:

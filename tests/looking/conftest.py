@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from otlp_receiver import Receiver, serving
+from span_rows import whole_step
+from stored_spans import store_spans
 
 from flows import cli
 from flows.config import RunConfig
@@ -295,3 +298,19 @@ def rollmill(
         return said.out if end.value.code == 0 else said.err
 
     return run
+
+
+@pytest.fixture
+def timed_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
+    """Three steps of ten seconds each, in a copy of the small run."""
+    folder = RunFolder(tmp_path / "runs" / "timed")
+    shutil.copytree(small_run.local, folder.local)
+    store_spans(folder, RUN, *(row for step in range(3) for row in whole_step(step, began=10.0 * step)))
+    return folder
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """Takes OpenTelemetry's spans."""
+    with serving() as server:
+        yield server

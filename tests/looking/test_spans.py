@@ -1,44 +1,19 @@
 """`rollmill spans`: where the time went, of a run whose every second is known."""
 
-import gzip
 import json
-import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_receiver import Receiver
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
-from span_rows import BEGAN, spans_of, whole_step
+from span_rows import BEGAN, whole_step
 
 from flows.ui.pages import StepPage
-from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
-from tasks.store.names import ShardName
-from tasks.store.schemas import schema_of
-from tasks.store.shard import write_shard
 
 Command = Callable[..., str]
-RUN = "5eed5eed5eed5eed"
-
-
-@pytest.fixture
-def timed_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
-    """Three steps of ten seconds each, in a copy of the small run."""
-    folder = RunFolder(tmp_path / "runs" / "timed")
-    shutil.copytree(small_run.local, folder.local)
-    for step in range(3):
-        rows = spans_of(*whole_step(step, began=10.0 * step)).to_dicts()
-        table = [{"run": RUN} | row for row in rows]
-        made = pa.RecordBatch.from_pylist(table, schema=schema_of("spans"))
-        write = partial(write_shard, name=ShardName(1, step), dataset="spans", appended=[made])
-        files_of(folder).publish(f"spans/step={step:06d}", write)
-    return folder
 
 
 def test_the_table_has_every_owner_and_says_what_would_shorten_a_step(
@@ -139,45 +114,6 @@ def test_a_trace_that_cannot_be_written_says_so(
 ) -> None:
     said = rollmill("spans", timed_run.location, "--perfetto", str(tmp_path / "no" / "folder"))
     assert "the trace cannot be written" in said
-
-
-class Receiver(ThreadingHTTPServer):
-    """Takes OTLP over HTTP as a collector does; `status` is its answer."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
-        self.status = 200
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    server = Receiver()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def test_an_opentelemetry_receiver_gets_a_trace_for_each_step_with_all_below_the_steps_span(

@@ -342,6 +342,30 @@ def test_a_saving_ends_where_the_servers_would_have_no_pause_left() -> None:
     assert saved["twice as many ranks, or as fast ones"] == pytest.approx(0.5)
 
 
+def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() -> None:
+    rows: list[Row] = [
+        (0, "flow", "main", "start", -10, 0),
+        (0, "flow", "main", "launching", -10, -4),
+        (0, "flow", "main", "starting", -8, -5, "Prefect"),
+        (0, "flow", "main", "restore", -3, 0),
+        *whole_step(),
+        (0, "flow", "main", "recording", 4, 5),  # of a step, beside it
+        (0, "flow", "main", "end", 10, 14),
+        (0, "flow", "main", "report", 10, 13.9),
+        (0, "flow", "main", "recording", 11, 13),
+    ]
+    ends = ledger_of(spans_of(*rows)).ends
+    assert ends.rows() == [
+        ("start", "launching", "", 3_000_000),
+        ("start", "restore", "", 3_000_000),
+        ("start", "starting", "Prefect", 3_000_000),
+        ("start", "unattributed", "", 1_000_000),
+        ("end", "recording", "", 2_000_000),
+        ("end", "report", "", 1_900_000),
+        ("end", "unattributed", "", 100_000),
+    ]
+
+
 def test_the_balance_says_how_many_servers_would_be_even_and_what_overlapping_hides() -> None:
     balance = balance_of(ledger_of(spans_of(*whole_step())))
     assert balance is not None

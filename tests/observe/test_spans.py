@@ -49,6 +49,31 @@ async def test_tasks_side_by_side_have_lanes_of_their_own_and_what_is_nested_lie
         assert ends(inner) <= ends(outer)
 
 
+def test_what_is_before_the_first_step_and_after_the_last_lies_in_a_start_and_an_end() -> None:
+    recorder = Recorder("flow")
+    with recording(recorder):
+        with span("restore"):
+            time.sleep(PLANTED_S)
+        for step in range(2):
+            with StepClock(step):
+                pass
+        with span("report"):
+            time.sleep(PLANTED_S)
+    recorder.end()
+    taken = {each.name: each for each in recorder.take() if each.name != "step"}
+    for whole, inner in (("start", "restore"), ("end", "report")):
+        assert {taken[name].lane for name in (whole, inner)} == {"main"}
+        assert taken[whole].started_ns <= taken[inner].started_ns
+        assert ends(taken[inner]) <= ends(taken[whole])
+        assert 1e-9 * taken[whole].duration_ns == took(PLANTED_S)
+
+
+def test_a_run_that_comes_to_no_step_is_all_start() -> None:
+    recorder = Recorder("flow")
+    recorder.end()
+    assert [each.name for each in recorder.take()] == ["start"]
+
+
 async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_step_is_in_hand() -> None:
     recorder = Recorder("flow")
     go_on = asyncio.Event()
@@ -70,6 +95,7 @@ async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_st
             pass
     found = [(each.step, each.lane, each.name) for each in recorder.take()]
     assert found == [
+        (-1, "main", "start"),
         (1, "collect.1", "sampling"),
         (0, "step", "train"),
         (0, "step", "step"),

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tasks.observe.ledger.critical_path import STRAGGLERS, UNATTRIBUTED, critical_paths
+from tasks.observe.ledger.critical_path import STRAGGLERS, critical_paths
+from tasks.observe.ledger.run_ends import run_ends
 from tasks.observe.ledger.timeline import (
     FLOW,
     IDLE,
     MAIN,
     SECOND_US,
+    UNATTRIBUTED,
     WAIT,
     Pieces,
     Timeline,
@@ -34,12 +36,14 @@ class Ledger:
             process add up to the step's microseconds exactly, `unattributed` included. Of the flow it is the step's line: the
             cause of a wait for others is what the critical path did there.
         trajectories: step, lane, name, us, end (of the last such piece, in microseconds since 1970), of each trajectory.
+        ends: part (`start`, `end`), name, cause, us: what the run took beside its steps; see `run_ends`.
     """
 
     steps: pl.DataFrame
     path: pl.DataFrame
     owners: pl.DataFrame
     trajectories: pl.DataFrame
+    ends: pl.DataFrame
 
 
 def ledger_of(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
@@ -67,7 +71,7 @@ def ledger_of(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
     in_order = together.filter(pl.col("us") > 0).sort(
         ["step", "process", "us", "name", "cause"], descending=[False, False, True, False, False]
     )
-    return Ledger(lengths, path, in_order, _trajectories(timeline))
+    return Ledger(lengths, path, in_order, _trajectories(timeline), run_ends(rows))
 
 
 def median_s(frame: pl.DataFrame) -> float:

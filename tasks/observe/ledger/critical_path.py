@@ -13,6 +13,7 @@ from tasks.observe.ledger.timeline import (
     IDLE,
     LINE,
     MAIN,
+    UNATTRIBUTED,
     WHOLE,
     Ints,
     Timeline,
@@ -21,7 +22,7 @@ from tasks.observe.ledger.timeline import (
 )
 from tasks.observe.ledger.walk import Segment, Told, Walk
 
-UNATTRIBUTED, STRAGGLERS = "unattributed", "waiting_for_stragglers"
+STRAGGLERS = "waiting_for_stragglers"
 COLLECTING, EVALUATION, SERVICES, TRAINER = "collecting", "evaluation", "services", "trainer"
 WAITS_FOR = {
     "collect": COLLECTING,

@@ -19,6 +19,9 @@ MAIN = "main"
 IDLE, WAIT = "idle", "waiting_"
 """Names of what is no work; the second is how waits begin."""
 
+UNATTRIBUTED = "unattributed"
+"""What no span owns."""
+
 SECOND_US = 1e6
 
 Ints: TypeAlias = npt.NDArray[np.int64]
