@@ -1,6 +1,7 @@
 """Where a thread stands, in a few words."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ def where_it_stands(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
 
     Example: "task score-3 (ScorePart.score) stood in tasks/score/part.py:40 score, json/decoder.py:353 raw_decode".
     """
-    frames = sys._current_frames()
+    frames = frames_of_threads()
     frame = frames.get(thread_id)
     if frame is None:
         return "its thread is gone"
@@ -31,6 +32,22 @@ def where_it_stands(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
         return f"it waited{'; other threads stood in ' * bool(others)}{', and in '.join(others)}"
     name = f"task {task.get_name()} ({_called(task)})" if task else "a callback"
     return f"{name} stood in {_place(frame)}"
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's number; no garbage is collected meanwhile.
+
+    Before Python 3.12.3 a collection that begins in `sys._current_frames` runs with the interpreter's list of threads
+    locked; another thread that comes to run then and begins or ends one waits for that list, holds the interpreter, and the process
+    stands still for ever (gh-106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _called(task: "asyncio.Task[object]") -> str:
