@@ -1,7 +1,6 @@
 """The product as people meet it: docs/tutorial.md, step by step, in a real browser, and a run that is cancelled there.
 
-Prefect has two UIs. The address that `rollmill up` prints leads to the newer one, in which nearly all of this is done;
-links to a run lead to the older one.
+Prefect has two UIs. All addresses that Rollmill prints lead to the newer one, in which nearly all of this is done.
 
 `ROLLMILL_SCREENSHOTS=docs pytest tests/flows/test_product.py` stores what the browser shows as docs/product-*.png.
 """
@@ -335,8 +334,6 @@ def test_a_run_that_is_cancelled_at_its_page_leaves_no_process_and_can_be_retrie
     said = product.command(*command_with("--deployment"))
     link = re.findall(r"http://\S+/flow-run/\S+", said)[0]
     page.goto(link)
-    page.get_by_role("button", name="Cancel").wait_for()  # of the older UI, where the link leads
-    page.goto(link.replace("/runs/", "/v2/runs/"))
     page.get_by_text("bringing up the trainer").first.wait_for(timeout=LONGEST_RUN_MS)
     choose(page, "Cancel", confirmation="Cancel Flow Run")
     page.get_by_text("Cancelled", exact=True).first.wait_for(timeout=CANCEL_MS)
