@@ -11,18 +11,18 @@ from flows.config import RunConfig
 from flows.failure import one_error
 from flows.groups.collector import NO_RUN, JoinConfig, collect_for
 from flows.groups.collector_runs import open_collectors
-from flows.policies.start_policy import open_start_policy
+from flows.policies.held_policy import open_held_policy
 from flows.reporting.report import report_run, report_step
 from flows.rules import check
 from flows.running.folder import RunName, check_resumable, run_folder
 from flows.running.run import open_run
 from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
-from flows.ui.terminating import ended_in_order
 from tasks.observe.run_line import recorded
 from tasks.observe.spans import span
 from tasks.observe.step_clock import StepClock
 from tasks.score.check import check_scorer
+from tasks.serve.version import PolicyVersion
 from tasks.store.kind import done_steps
 
 
@@ -49,8 +49,7 @@ async def collect(
         The run's folder.
     """
     if join.url:
-        with ended_in_order():
-            return await collect_for(config, join)
+        return await collect_for(config, join)
     config = without_evaluation(config)
     with span("checking"):
         check(config)
@@ -58,12 +57,12 @@ async def collect(
         await check_machine(config, trains=False)
         folder = run_folder(run_name, config)
         await asyncio.to_thread(check_resumable, folder, config, trains=False)
-    with ended_in_order(), one_error():
+    with one_error():
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed, trains=False) as run,
             open_collectors(run) as collectors,
-            open_start_policy(run),
+            open_held_policy(run, PolicyVersion(run.id, 0, 0)),
             Beside(run, collectors) as beside,
         ):
             first = len(await asyncio.to_thread(done_steps, run.folder, run.store.manifest))

@@ -49,6 +49,10 @@ class StubVllmServer:
     asked: list[Asked] = field(default_factory=list)
     _version: str = "start"
 
+    def name(self, version: str) -> None:
+        """Call its weights so."""
+        self._version = version
+
     def serve(self, port: int) -> ControlServer:
         """Answer at a loopback port, on a thread."""
         app, tokenizer = FastAPI(), ChatTokenizer.load(self.model)

@@ -1,18 +1,8 @@
 """What must hold of an evaluation by the flow evaluate, before anything is started."""
 
-from flows.config import RunConfig
 from tasks.errors import ConfigError
 from tasks.store.layout import RunFolder
 from tasks.store.resume import complete_checkpoints
-
-
-def check_evaluation(config: RunConfig) -> None:
-    """Refuse servers that run elsewhere, which a policy could not be given without a trainer; ConfigError says so."""
-    if config.serve.urls:
-        remedy = (
-            "the flow evaluate starts servers of its own with the policy that it evaluates; leave it empty"
-        )
-        raise ConfigError("serve.urls", list(config.serve.urls), remedy)
 
 
 def chosen_version(folder: RunFolder, wanted: int) -> int:

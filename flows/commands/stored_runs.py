@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from flows.checks.evaluable import check_evaluation, chosen_version
+from flows.checks.evaluable import chosen_version
 from flows.checks.offline import check_offline, check_tokenizers, steps_of_sources
 from flows.checks.preflight import check_trainer, preflight
 from flows.commands.starting import train_here
@@ -104,7 +104,6 @@ def evaluate_here(run_name: str, config: RunConfig) -> None:
         RunMismatchError: a setting is given that would make another run of it.
     """
     folder = run_folder(run_name, config)
-    check_evaluation(config)
     chosen_version(folder, config.evaluate.version)
     if has_manifest(folder):
         stored = read_manifest(folder).config

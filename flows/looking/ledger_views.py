@@ -19,7 +19,7 @@ MOST_SEGMENTS = 40
 """Segments of one step's critical path that are listed: the longest."""
 LEAST_SHARE = 0.005
 """What took less of a step's time is one row of a table, together."""
-SHARE = Column("percent", header="% of step", digits=1)
+SHARE = Column("percent", rank=1, header="% of step", digits=1)
 SECONDS = Column("seconds")
 
 
@@ -31,8 +31,9 @@ def ledger_views(name: str, ledger: Ledger) -> list[View]:
     views = [View({}, f"{name}, {which}: {seconds:.2f} s, by what decided it", *_line(ledger))]
     if others := processes(ledger):
         columns = [Column("process"), Column("name"), Column("cause", is_text=True), SECONDS, SHARE]
-        columns += [Column("most", rank=2), Column("spread", rank=2), Column("by", rank=3, is_text=True)]
-        views.append(View({}, "ranks of the trainer, and servers", columns, _shown(others), slowest(ledger)))
+        if compared := slowest(ledger):
+            columns += [Column("most", rank=2), Column("spread", rank=2), Column("by", rank=3, is_text=True)]
+        views.append(View({}, "ranks of the trainer, and servers", columns, _shown(others), compared))
     if each := trajectories(ledger):
         columns = [Column("name"), SECONDS, Column("percent", header="% of it", digits=1)]
         views.append(View({}, "one trajectory, on average", columns, _shown(each)))

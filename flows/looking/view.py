@@ -107,9 +107,10 @@ class View:
         }
         if width is None:
             return natural
-        texts = {column.name for column in self.columns if column.is_text}
+        texts = {column.name: cell_len(column.heading) for column in self.columns if column.is_text}
         least = {
-            name: max(min(each, LEAST_TEXT), 1) if name in texts else each for name, each in natural.items()
+            name: max(min(each, LEAST_TEXT), texts[name]) if name in texts else each
+            for name, each in natural.items()
         }
         for column in sorted(self.columns, key=lambda column: -column.rank):
             if _line(least) <= width or len(least) == 1:

@@ -6,9 +6,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from flows.failure import one_error
+from flows.policies.held_weights import HeldWeights
 from flows.policies.parity import Parity
 from flows.policies.services import ServerService
-from flows.policies.start_weights import StartWeights
 from flows.policies.sync_report import SyncReport
 from flows.policies.weight_sync import WeightSync
 from flows.running.run import Run
@@ -51,7 +51,7 @@ class Servers:
         are_up: set when all have been brought up for the first time.
     """
 
-    def __init__(self, run: Run, sync: WeightSync | StartWeights, servers: Sequence[ServerService]) -> None:
+    def __init__(self, run: Run, sync: WeightSync | HeldWeights, servers: Sequence[ServerService]) -> None:
         self.run, self._sync = run, sync
         self.every = tuple(servers)
         self.failed: dict[ServerService, str] = {}

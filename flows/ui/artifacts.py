@@ -25,6 +25,8 @@ from tasks.store.layout import RunFolder
 PICTURE_DPI = 80
 """A picture of some 60 kB."""
 PERCENT = 100.0
+MOST_OF_TIME = 0.02
+"""Share of the time that the run's page may be in the making, which takes the longer the more steps there are."""
 
 
 class RunArtifacts:
@@ -44,7 +46,7 @@ class RunArtifacts:
         self._background = Background(config, "the run's pages")
         self._ids: dict[str, UUID] = {}
         self._done, self._shown = 0, -1
-        self._drawn_at = -float("inf")
+        self._draw_next_at = -float("inf")
 
     async def __aenter__(self) -> Self:
         self._run_id = run_flow_run().id
@@ -74,8 +76,8 @@ class RunArtifacts:
         if every and (step % every == 0 or step + 1 == self._steps):
             page = StepPage(self._folder, step, scorer, self._config.viewer_url)
             self._background.put(partial(self._show_step, page, flow_run_id or self._run_id))
-        if time.monotonic() - self._drawn_at >= self._config.picture_every_s:
-            self._drawn_at = time.monotonic()
+        if time.monotonic() >= self._draw_next_at:
+            self._draw_next_at = time.monotonic() + self._config.picture_every_s
             self._background.put(self._show_run)
 
     def run_done(self) -> None:
@@ -90,7 +92,10 @@ class RunArtifacts:
         await self._write(client, "progress", "-progress", PERCENT * self._done / self._steps, words)
 
     async def _show_run(self, client: PrefectClient) -> None:
+        began = time.monotonic()
         page = await asyncio.to_thread(self._run_page)
+        seconds = time.monotonic() - began
+        self._draw_next_at = max(self._draw_next_at, began + seconds / MOST_OF_TIME)
         await self._write(client, "markdown", "", page, "The run: curves, held-out rewards, its steps")
 
     async def _show_step(self, page: StepPage, flow_run_id: UUID, client: PrefectClient) -> None:

@@ -101,8 +101,7 @@ class StepRuns:
                 await asyncio.wait([made], timeout=self._config.step_run_timeout_s)
         if not made.done():
             self._waits = False  # a server that was too slow once holds up no further step
-            within = f"within observe.step_run_timeout_s = {self._config.step_run_timeout_s:g} s"
-            self._background.tell(f"that of {name} was not made {within}")
+            self._background.tell(TimeoutError(f"{name} was not made in observe.step_run_timeout_s"))
             made.set_result(None)
         del self._expected[name]
         return made.result()

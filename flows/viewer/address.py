@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 from flows.looking.selection import Interval, Selection, names_in
 
 HOME, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/groups", "/trajectories", "/held-out"
-TRAJECTORY, COMPARE, BESIDE = "/trajectory/", "/compare", "/beside/"
+TRAJECTORY, COMPARE, BESIDE, TIMING = "/trajectory/", "/compare", "/beside/", "/time"
 FILTERS = ("step", "group", "status", "env", "reward", "scorer", "text", "sort")
 """Names of a query's parts, in the order in which they are written; the options of `rollmill inspect` are called so."""
 

@@ -14,13 +14,24 @@ from flask import Response, abort
 
 from flows.looking.found import find_trajectory
 from flows.looking.view import Column, visible
-from flows.viewer.address import BESIDE, COMPARE, GROUPS, HELD_OUT, HOME, TRAJECTORIES, TRAJECTORY, Query
+from flows.viewer.address import (
+    BESIDE,
+    COMPARE,
+    GROUPS,
+    HELD_OUT,
+    HOME,
+    TIMING,
+    TRAJECTORIES,
+    TRAJECTORY,
+    Query,
+)
 from flows.viewer.comparison import compared_page, comparison, comparison_columns
 from flows.viewer.grid import ROWS_AT_ONCE, cells, sort_of
 from flows.viewer.guard import guard
 from flows.viewer.pages import TABLES, counted_rows, home, table
 from flows.viewer.reading import beside, trajectory
 from flows.viewer.source import CELL, Page, Source
+from flows.viewer.timing import timing
 from tasks.errors import ConfigError, RollmillError
 from tasks.store.manifest import has_manifest, read_manifest
 
@@ -30,6 +41,7 @@ NAVIGATION = {
     "trajectories": TRAJECTORIES,
     "held out": HELD_OUT,
     "compare": COMPARE,
+    "time": TIMING,
 }
 INDEX = """<!DOCTYPE html>
 <html lang="en">
@@ -76,6 +88,7 @@ def _frame(source: Source, refresh_s: float) -> Component:
             dcc.Location(id="url", refresh="callback-nav"),
             dcc.Interval(id="tick", interval=refresh_s * 1000),
             dcc.Store(id="revision"),
+            dcc.Store(id="shown"),
             dcc.Store(id="written"),
             dcc.Store(id="purged"),
             html.Header(
@@ -96,28 +109,34 @@ def _route(app: Dash, source: Source) -> None:
         Output("revision", "data"),
         Input("tick", "n_intervals"),
         State("revision", "data"),
+        State("shown", "data"),
     )
-    def look(_: int | None, known: str | None) -> tuple[Any, Any]:
-        """What is new: the pages go by the revision."""
+    def look(_: int | None, known: str | None, shown: str | None) -> tuple[Any, Any]:
+        """What is new: the pages go by the revision.
+
+        A new one is told when the browser has the page of the one before: it drops what it asks for anew before it is
+        there, so that a page which takes longer than a tick would never come.
+        """
         state, revision = _state(source), source.revision()
-        return state, no_update if revision == known else revision
+        return state, revision if revision != known == shown else no_update
 
     @app.callback(
         Output("page", "children"),
+        Output("shown", "data"),
         Input("url", "pathname"),
         Input("url", "search"),
         Input("revision", "data"),
         State("written", "data"),
     )
-    def show(path: str, search: str, _: str | None, written: str | None) -> Any:
+    def show(path: str, search: str, revision: str | None, written: str | None) -> tuple[Any, Any]:
         """The page of an address; when there is something new, pages that are read again as a whole."""
-        is_whole = path == HOME or path.startswith(COMPARE)
+        is_whole = path == HOME or path.startswith(COMPARE) or (path == TIMING and not search)
         asked = {each["prop_id"] for each in ctx.triggered}
         if asked == {"revision.data"} and not is_whole:
-            return no_update
+            return no_update, revision
         if asked == {"url.search"} and search == (written or ""):
-            return no_update
-        return page(source, path, search)
+            return no_update, revision
+        return page(source, path, search), revision
 
 
 def _state(source: Source) -> str:
@@ -144,6 +163,8 @@ def page(source: Source, path: str, search: str) -> Component:
             return table(source, path, query)
         if path == COMPARE:
             return comparison(source, query)
+        if path == TIMING:
+            return timing(source, query)
         if path.startswith(TRAJECTORY):
             return trajectory(source, path.removeprefix(TRAJECTORY), query["by"])
         if path.startswith(BESIDE) and path.count("/") == 3:

@@ -9,7 +9,9 @@ from dash.development.base_component import Component
 
 from flows.looking.curves import REST, SPANS, Curves
 from flows.looking.plot import BLUE, GREEN, HUES, ORANGE, SPAN_COLOURS
+from flows.looking.step_timeline import StepTimeline
 from flows.looking.view import visible
+from tasks.observe.ledger.timeline import IDLE, UNATTRIBUTED, is_wait
 
 MOST_POINTS = 2000
 """Of more points of a line every n-th is drawn."""
@@ -20,6 +22,20 @@ FEW_STEPS = 8
 """Of fewer steps each has its tick."""
 QUIET = "rgba(128,128,128,0.25)"
 INK = "#7d8590"
+WAITING = "rgba(128,128,128,0.45)"
+OTHER = "#a3acb6"
+"""Of what takes least time of a timeline, when there are more names than hues; pointing at it tells its name."""
+GREYS = {IDLE: "rgba(128,128,128,0.15)", UNATTRIBUTED: INK}
+"""Of what is no work: anything else of a timeline that has no hue is a wait."""
+LANE = 26
+"""Pixels of a row of a timeline."""
+LOOK = {
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"color": INK, "size": 11, "family": "inherit"},
+    "hoverlabel": {"font": {"size": 11}},
+}
+"""Of every chart."""
 
 
 def charts(curves: Curves) -> list[Component]:
@@ -53,6 +69,54 @@ def scatter(title: str, rows: pl.DataFrame, a: str, b: str) -> Component:
     return _chart(title, f"{a} across, {b} up", [points], axes=(a, b))
 
 
+def timeline_chart(timeline: StepTimeline) -> Component:
+    """What was done when: a row a lane, a colour for what takes most time, waits in grey."""
+    names = (
+        timeline.pieces.group_by("name")
+        .agg(pl.col("seconds").sum())
+        .sort("seconds", "name", descending=[True, False])
+    )
+    works = [name for name in names["name"] if not is_wait(name) and name != UNATTRIBUTED]
+    colours = dict(zip(works, HUES, strict=False)) | dict.fromkeys(works[len(HUES) :], OTHER)
+    bars = [
+        _stretches(timeline.pieces.filter(name=name), name, colours.get(name, "")) for name in names["name"]
+    ]
+    height = LANE * len(timeline.lanes) + 90
+    axis = {"gridcolor": QUIET, "zeroline": False, "automargin": True}
+    layout = LOOK | {
+        "height": height,
+        "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "xaxis": axis | {"ticksuffix": " s"},
+        "yaxis": axis | {"categoryorder": "array", "categoryarray": timeline.lanes[::-1], "showgrid": False},
+        "hovermode": "closest",
+        "legend": {"orientation": "h", "y": -40 / height, "yanchor": "top", "font": {"size": 10}},
+    }
+    head = html.H3(
+        ["timeline", html.Small(" what was done when, in seconds of the step; drag to look closer")]
+    )
+    return html.Figure([head, _graph(bars, layout, height)], className="chart timeline")
+
+
+def _stretches(pieces: pl.DataFrame, name: str, colour: str) -> dict[str, Any]:
+    told = [f"<br>{_plain(cause)}" if cause else "" for cause in pieces["cause"]]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": _plain(name),
+        "y": pieces["lane"].to_list(),
+        "base": pieces["start_s"].round(6).to_list(),
+        "x": pieces["seconds"].round(6).to_list(),
+        "customdata": [
+            [f"{seconds:.3f} s", cause] for seconds, cause in zip(pieces["seconds"], told, strict=True)
+        ],
+        "marker": {"color": colour or GREYS.get(name, WAITING), "line": {"width": 0}},
+        "showlegend": colour != OTHER,
+        "hovertemplate": "%{customdata[0]}, from %{base:.3f} s%{customdata[1]}",
+    }
+
+
 def _chart(
     name: str,
     unit: str,
@@ -67,28 +131,27 @@ def _chart(
         return html.Figure([head, html.P("nothing to show yet", className="quiet")], className="chart")
     is_scatter = axes != BY_STEP
     axis = {"gridcolor": QUIET, "zerolinecolor": QUIET, "automargin": True}
-    layout = {
+    layout = LOOK | {
         "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
         "height": HEIGHT,
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": INK, "size": 11, "family": "inherit"},
         "xaxis": axis | ({"title": {"text": axes[0]}} if is_scatter else _whole(shown)),
         "yaxis": axis | {"title": {"text": axes[1]}, "nticks": 6},
         "hovermode": "closest" if is_scatter else "x unified",
-        "hoverlabel": {"font": {"size": 11}},
         "legend": {"orientation": "h", "y": -0.14, "font": {"size": 10}, "traceorder": "normal"},
         "showlegend": len([trace for trace in shown if trace.get("showlegend", True)]) > 1,
         "uirevision": name,
     }
     if is_stacked:
         layout["barmode"] = "stack"
-    graph = dcc.Graph(
-        figure={"data": shown, "layout": layout},
+    return html.Figure([head, _graph(shown, layout, HEIGHT)], className="chart")
+
+
+def _graph(traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int) -> Component:
+    return dcc.Graph(
+        figure={"data": traces, "layout": layout},
         config={"displayModeBar": False, "responsive": True, "displaylogo": False},
-        style={"height": HEIGHT},
+        style={"height": height},
     )
-    return html.Figure([head, graph], className="chart")
 
 
 def _whole(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from dash.development.base_component import Component
 from flows.looking.view import Column
 
 ROWS_AT_ONCE = 100
+ROW_HEIGHT, HEAD_HEIGHT = 30, 34
+"""Pixels."""
+MOST_ROWS_SHOWN = 20
+"""Rows that are seen at once of a table whose rows are all in the page."""
 WIDTHS = {
     "trajectory": 130,
     "group": 100,
@@ -39,24 +43,51 @@ def grid(columns: Sequence[Column], sort: str = "", links: Mapping[str, str] | N
         "cacheBlockSize": ROWS_AT_ONCE,
         "maxBlocksInCache": 20,
         "infiniteInitialRowCount": 1,
-        "rowHeight": 30,
-        "headerHeight": 34,
+        "noRowsOverlayComponentParams": {},
+    }
+    return html.Div(_grid("grid", shown, options, rowModelType="infinite"), className="rows")
+
+
+def whole_grid(
+    name: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], links: Mapping[str, str]
+) -> Component:
+    """A table whose rows are all in the page: some thousands at most. The browser has elements for those it shows.
+
+    A thousand rows as elements of the page each would keep the browser busy for a minute.
+
+    Args:
+        name: id of the component.
+        columns: in their order.
+        rows: all of them.
+        links: as for `grid`; {NAME} of the address is the row's, of that column.
+    """
+    shown = [_column(column, "", links.get(column.name, "")) for column in columns]
+    for each in shown:
+        each["comparator"] = {"function": "byNumber(valueA, valueB)"}
+    told = [{column.name: column.cell(row) for column in columns} for row in rows]
+    height = min(len(rows), MOST_ROWS_SHOWN) * ROW_HEIGHT + HEAD_HEIGHT + 4
+    return html.Div(_grid(name, shown, {}, rowData=told), style={"height": height}, className="steps")
+
+
+def _grid(name: str, columns: Sequence[Mapping[str, Any]], options: dict[str, Any], **more: Any) -> Component:
+    of_all = {
+        "rowHeight": ROW_HEIGHT,
+        "headerHeight": HEAD_HEIGHT,
         "enableCellTextSelection": True,
         "ensureDomOrder": True,
         "suppressColumnVirtualisation": True,
         "suppressMultiSort": True,
-        "noRowsOverlayComponentParams": {},
     }
-    table = dag.AgGrid(
-        id="grid",
-        rowModelType="infinite",
-        columnDefs=shown,
+    table: Component = dag.AgGrid(
+        id=name,
+        columnDefs=columns,
         defaultColDef={"resizable": True, "sortable": True, "suppressMovable": True},
-        dashGridOptions=options,
+        dashGridOptions=of_all | options,
         className="table",
         style={"height": None, "width": "100%"},
+        **more,
     )
-    return html.Div(table, className="rows")
+    return table
 
 
 def sort_of(request: Mapping[str, Any]) -> str:

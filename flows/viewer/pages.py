@@ -11,14 +11,11 @@ from flows.looking.inspection import GROUP_COLUMNS, TRAINED
 from flows.looking.selection import known_value
 from flows.looking.trajectories import COLUMNS, STATUSES, UNSCORED
 from flows.looking.view import Column, counted, visible
-from flows.viewer.address import GROUPS, HELD_OUT, TRAJECTORIES, TRAJECTORY, Query
+from flows.viewer.address import GROUPS, HELD_OUT, TIMING, TRAJECTORIES, TRAJECTORY, Query
 from flows.viewer.charts import charts
-from flows.viewer.grid import grid
+from flows.viewer.grid import grid, whole_grid
 from flows.viewer.source import Source
 from tasks.store.partitions import stored_scorers
-
-MOST_STEPS = 200
-"""Steps that the first page lists, the newest of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +73,14 @@ def home(source: Source) -> Component:
     curves, steps = source.curves(), source.steps()
     if not steps.rows and not steps.values["trajectories"]:
         return html.Section([html.H1(source.folder.name), waiting()])
-    rows = list(reversed(steps.rows))[:MOST_STEPS]
-    left_out = len(steps.rows) - len(rows)
-    note = f"; below are the newest {MOST_STEPS}" if left_out else ""
-    links = {"step": f"{GROUPS}?step={{value}}"}
+    links = {"step": f"{GROUPS}?step={{step}}", "seconds": f"{TIMING}?step={{step}}"}
     return html.Section(
         [
             html.H1(source.folder.name),
-            html.P(f"{visible(steps.title)}{note}", className="quiet"),
+            html.P(visible(steps.title), className="quiet"),
             html.Div(charts(curves), className="charts"),
             html.H2("steps"),
-            plain_table(steps.columns, rows, links),
+            whole_grid("steps", steps.columns, steps.rows[::-1], links),
         ]
     )
 
@@ -96,20 +90,19 @@ def waiting() -> Component:
     return html.P("Waiting for the first rollouts. This page fills as they are stored.", className="waiting")
 
 
-def plain_table(
-    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], links: Mapping[str, str]
-) -> Component:
+def plain_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Component:
     """A table of few rows."""
+    of_words = {column.name for column in columns if any(isinstance(row[column.name], str) for row in rows)}
 
-    def cell(column: Column, row: Mapping[str, Any]) -> Component:
-        text = column.cell(row)
-        if column.name in links and text != "-":
-            return html.Td(dcc.Link(text, href=links[column.name].replace("{value}", text)))
-        return html.Td(text)
+    def kind(column: Column) -> str:
+        return "words" if column.name in of_words else ""
 
-    head = html.Thead(html.Tr([html.Th(column.heading, scope="col") for column in columns]))
-    body = html.Tbody([html.Tr([cell(column, row) for column in columns]) for row in rows])
-    return html.Div(html.Table([head, body], className="plain"), className="wide")
+    head = [html.Th(column.heading, scope="col", className=kind(column)) for column in columns]
+    body = [
+        html.Tr([html.Td(column.cell(row), className=kind(column)) for column in columns]) for row in rows
+    ]
+    table = html.Table([html.Thead(html.Tr(head)), html.Tbody(body)], className="plain")
+    return html.Div(table, className="wide")
 
 
 def table(source: Source, path: str, query: Query) -> Component:

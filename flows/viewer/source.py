@@ -34,7 +34,7 @@ from tasks.store.attempts import last_attempts, short_id
 from tasks.store.layout import RunFolder
 from tasks.store.shelf import Shelf
 
-DATASETS = ("rollouts", "scores", "groups", "batches", "metrics", "evaluations", "annotations")
+DATASETS = ("rollouts", "scores", "groups", "batches", "metrics", "evaluations", "annotations", "spans")
 """What pages show; a change in one of them is a change of the run."""
 TOGETHER = {
     "rollouts": [*PLAIN, "attempt"],
@@ -87,16 +87,16 @@ class Source:
 
     def curves(self) -> Curves:
         """The run by step, as curves."""
-        made: Curves = self.made("curves", self._parts(), lambda: read_curves(self.folder, self.shelf.scan))
+        made: Curves = self.made("curves", self.parts(), lambda: read_curves(self.folder, self.shelf.scan))
         return made
 
     def steps(self) -> View:
         """The table of steps, and the run's totals."""
-        made: View = self.made("steps", self._parts(), lambda: run_view(self.folder, scan=self.shelf.scan))
+        made: View = self.made("steps", self.parts(), lambda: run_view(self.folder, scan=self.shelf.scan))
         return made
 
-    def _parts(self) -> list[str]:
-        """The same object while the run is the same."""
+    def parts(self) -> list[str]:
+        """What `made` is told of something that is of the whole run: the same object while the run is the same."""
         return [sys.intern(self.revision())]
 
     def made(self, of: object, parts: Sequence[object], make: Callable[[], Any]) -> Any:

@@ -250,7 +250,7 @@ class TrainerClient:
         try:
             return await self._request(method, path, body, **query)
         except httpx.TransportError as error:
-            reason = f"does not answer at {self._http.base_url}: {error or type(error).__name__}"
+            reason = f"does not answer at {self._http.base_url}: {str(error) or type(error).__name__}"
             raise ServiceDiedError("trainer", reason, await self._last_words()) from error
 
     async def _request(

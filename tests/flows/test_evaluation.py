@@ -7,6 +7,12 @@ from typing import Any
 import polars as pl
 import pytest
 
+from benchmarks.stubs.vllm_server import StubVllmServer
+from flows.policies.held_weights import wrong_weights
+from tasks.rollout.tokens import save_character_tokenizer
+from tasks.serve.process import free_port
+from tasks.serve.version import PolicyVersion
+
 pytestmark = pytest.mark.service
 
 
@@ -36,10 +42,50 @@ def test_a_model_is_evaluated_without_a_trainer_and_what_is_stored_is_kept(
     assert verified.returncode == 0, verified.stdout
 
 
+def test_servers_that_hold_the_model_already_are_asked_and_others_are_refused(workplace: Any) -> None:
+    server, port = StubVllmServer(save_character_tokenizer(workplace.folder / "served"), 0.0), free_port()
+    control = server.serve(port)
+    attached = ("--set", f"serve.urls=[http://127.0.0.1:{port}]")
+    try:
+        evaluated = workplace.run("evaluate", "small", "--name", "attached", *attached)
+        assert evaluated.returncode == 0, evaluated.stdout
+        assert len(evaluations(workplace.folder / "runs" / "attached")) == 16
+        named = {asked.version for asked in server.asked} - {"start"}  # a warm-up comes before they are named
+        assert [PolicyVersion.parse(name).version for name in named] == [0]
+
+        server.name("elsewhere:2:7")
+        refused = workplace.run("evaluate", "small", "--name", "other", *attached)
+        assert refused.returncode != 0
+        assert "it has the weights elsewhere:2:7" in refused.stdout
+        assert "leave serve.urls empty" in refused.stdout
+    finally:
+        control.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_held"),
+    [
+        ("default", 0, True),
+        ("other:0:0", 0, True),
+        ("run:2:0", 0, True),
+        ("other:1:0", 0, False),
+        ("run:1:3", 0, False),
+        ("default", 4, False),
+        ("run:1:4", 4, True),
+        ("run:0:4", 4, True),
+        ("run:1:3", 4, False),
+        ("other:1:4", 4, False),
+    ],
+)
+def test_a_server_holds_a_version_when_its_name_says_so_or_it_was_never_given_another(
+    name: str, version: int, is_held: bool
+) -> None:
+    assert (not wrong_weights(name, PolicyVersion("run", 3, version))) is is_held
+
+
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
-        (["small", "--set", "serve.urls=[http://127.0.0.1:9]"], 2, "starts servers of its own"),
         (["small", "--version", "4"], 2, "checkpoints of no version"),
         (["smal"], 2, "presets are: small"),
     ],

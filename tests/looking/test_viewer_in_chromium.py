@@ -208,7 +208,20 @@ def test_a_step_that_is_stored_meanwhile_appears_by_itself(
         expect(page.locator("#count")).to_have_text("48 trajectories")
         expect(page.locator(".ag-pinned-left-cols-container .ag-row").first).to_have_text("8.0")
         page = to("/")
-        expect(page.locator(".plain tbody tr")).to_have_count(3)
+        expect(page.locator("#steps .ag-center-cols-container .ag-row")).to_have_count(3)
+
+
+def test_where_a_steps_time_went_is_drawn_and_told(
+    timed_run: RunFolder, browser: Browser, tmp_path: Path
+) -> None:
+    with viewed(timed_run, tmp_path / "viewer.log") as address, opened(browser, address) as to:
+        page = to("/")
+        page.locator("#steps a[href='/time?step=1']").click()
+        expect(page.locator(".timeline .ytick")).to_have_count(5)
+        expect(page.get_by_role("cell", name="waiting_for_stragglers").first).to_be_visible()
+        page.get_by_role("link", name="step 2").click()
+        expect(page).to_have_url(re.compile("/time.step=2$"))
+        picture(page, "time")
 
 
 @pytest.fixture

@@ -32,6 +32,13 @@
     );
   };
 
+  // How a table whose rows are all in the page is sorted; what is no number comes first.
+  const functions = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
+  functions.byNumber = (first, second) => {
+    const [a, b] = [first, second].map((each) => (Number.isNaN(Number(each)) ? -Infinity : Number(each)));
+    return a === b ? 0 : a - b;
+  };
+
   // Enter on any cell of a row opens what the row is about.
   document.addEventListener("keydown", (event) => {
     const cell = event.target.closest && event.target.closest(".ag-cell");

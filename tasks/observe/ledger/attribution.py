@@ -108,7 +108,7 @@ def _process_owners(timeline: Timeline, path: pl.DataFrame) -> list[pl.DataFrame
     steps, start, end = (windows[name].to_numpy() for name in ("step", "start", "end"))
     found = []
     for process in sorted({process for process, _ in timeline.lanes} - {FLOW}):
-        line = _line_of(timeline, process)
+        line = line_of(timeline, process)
         which, window, begun, ended = overlap(line.start, line.end, start, end)
         told = spans["step", "name", "cause"][line.span[which]].with_columns(
             pl.Series("in_hand", steps[window]), pl.Series("start", begun), pl.Series("end", ended)
@@ -151,7 +151,7 @@ def _idle(pieces: pl.DataFrame, process: str, path: pl.DataFrame) -> pl.DataFram
     )
 
 
-def _line_of(timeline: Timeline, process: str) -> Pieces:
+def line_of(timeline: Timeline, process: str) -> Pieces:
     """What a process does: where several lanes do something, work goes before waits, waits before idling, `main` first."""
     lanes = sorted(
         (at for at, (owner, _) in enumerate(timeline.lanes) if owner == process),

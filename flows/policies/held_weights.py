@@ -1,4 +1,4 @@
-"""The weights of servers that sample by the start model: they have them already, and need their name alone."""
+"""The weights of servers that have what is to be sampled from already, and need its name alone."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,12 @@ from tasks.sync.drive import Dispatch
 from tasks.sync.order import WeightAnswer
 
 
-class StartWeights:
-    """Stands in the place of a WeightSync where there is no trainer."""
+class HeldWeights:
+    """Stands in the place of a WeightSync where there is no trainer.
+
+    Version 0 is the start model, of which it is believed that a server was started with it. Later versions only a trainer
+    can have given a server, which names them.
+    """
 
     calls = 0
 
@@ -30,22 +34,16 @@ class StartWeights:
         """Nothing is kept of a server."""
 
     async def join(self, server: VllmClient, version: PolicyVersion) -> None:
-        """See to it that a server answers, has our tokenizer, and has not taken weights of a trainer.
-
-        Incarnation 0 is none that a trainer gave: it is what another run of the flow collect named.
+        """See to it that a server answers, has our tokenizer, and as far as its name says has the version's weights.
 
         Raises:
             SyncError, RequestError: it does not answer.
-            ConfigError: it has another tokenizer or chat template, or a trainer's weights.
+            ConfigError: it has another tokenizer or chat template, or other weights.
         """
         if not await server.is_healthy():
             raise SyncError(f"server {server.url} does not answer /health")
-        name = await server.version()
-        if PolicyVersion.is_one(name) and PolicyVersion.parse(name).incarnation > 0:
-            remedy = (
-                f"it has weights that a trainer gave it, {name}: start it anew with the model to sample from"
-            )
-            raise ConfigError("serve.urls", server.url, remedy)
+        if wrong := wrong_weights(await server.version(), version):
+            raise ConfigError("serve.urls", server.url, wrong)
         await check_tokenizer(self._openings, server)
 
     async def send(self, servers: Sequence[VllmClient], version: PolicyVersion, take: object) -> None:
@@ -75,3 +73,22 @@ class StartWeights:
 
     async def clear(self) -> None:
         """There are no files."""
+
+
+def wrong_weights(name: str, version: PolicyVersion) -> str:
+    """What is wrong with a server for a version, and what to do; empty when nothing is.
+
+    Args:
+        name: of the server's weights. Incarnation 0 is none that a trainer gave: it is what another run without a
+            trainer named.
+        version: that is asked for; of whichever incarnation, since it is the same policy in each.
+    """
+    held = PolicyVersion.parse(name) if PolicyVersion.is_one(name) else None
+    if held and (held.run, held.version) == (version.run, version.version):
+        return ""
+    if not version.version and not (held and held.incarnation):
+        return ""
+    return (
+        f"it has the weights {name}, and version {version.version} of the run {version.run} is asked for; start it anew "
+        "with that model if it is version 0, or leave serve.urls empty: then servers are started with it"
+    )

@@ -1,12 +1,12 @@
-"""The servers of a run that samples by its start model alone: named as version 0, and watched over."""
+"""The servers of a run that has no trainer: they hold the policy already, are named by its version, and watched over."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from flows.policies.held_weights import HeldWeights
 from flows.policies.servers import Servers
 from flows.policies.services import ServerService, open_servers
-from flows.policies.start_weights import StartWeights
 from flows.policies.watch import watch
 from flows.running.run import Run
 from flows.ui.progress import say
@@ -14,17 +14,20 @@ from tasks.serve.version import PolicyVersion
 
 
 @asynccontextmanager
-async def open_start_policy(run: Run) -> AsyncIterator[None]:
+async def open_held_policy(run: Run, version: PolicyVersion) -> AsyncIterator[None]:
     """Start the vLLM servers of a run, or attach to them, and watch over them while it goes on.
+
+    Args:
+        run: whose servers they are.
+        version: that they hold; those that are started here hold version 0.
 
     Raises:
         ServiceStartError: one did not answer in time.
-        ConfigError: one has another tokenizer or chat template, or a trainer's weights.
+        ConfigError: one has another tokenizer or chat template, or other weights.
     """
-    version = PolicyVersion(run.id, 0, 0)
     say("bringing up the vLLM servers")
     async with open_servers(run.config, run.model, run.folder.logs) as services:
-        weights = StartWeights(run)
+        weights = HeldWeights(run)
         servers = Servers(run, weights, services)
 
         @asynccontextmanager

@@ -1,0 +1,80 @@
+"""Where the time of a step went, in the viewer: its timeline and the tables of `rollmill spans`."""
+
+import plotly.io
+import polars as pl
+import pytest
+from span_rows import spans_of, whole_step
+
+from flows.looking import step_timeline as module
+from flows.looking.step_timeline import PATH, STEP, step_timeline
+from flows.viewer.app import page
+from flows.viewer.source import Source
+from tasks.observe.ledger.attribution import ledger_of
+from tasks.store.layout import RunFolder
+
+SERVER = "http://10.0.0.1:8000"
+
+
+@pytest.fixture
+def timed(timed_run: RunFolder) -> Source:
+    return Source(timed_run, 0.0)
+
+
+def shown(source: Source, path: str, search: str = "") -> str:
+    return plotly.io.json.to_json_plotly(page(source, path, search))
+
+
+def laid_out(step: int, *rows: tuple[object, ...]) -> module.StepTimeline:
+    spans = spans_of(*rows)
+    return step_timeline(spans, step, ledger_of(spans, [step]).path)
+
+
+def test_each_process_has_a_lane_and_the_steps_line_is_all_of_the_step() -> None:
+    laid = laid_out(1, *whole_step(0), *whole_step(1, began=10.0))
+    assert laid.lanes == [STEP, PATH, "trainer/0", "trainer/1", SERVER]
+    seconds = dict(laid.pieces.group_by("lane").agg(pl.col("seconds").sum()).rows())
+    assert seconds[STEP] == seconds[PATH] == pytest.approx(10.0)
+    forward = laid.pieces.filter(lane="trainer/1", name="forward").row(0, named=True)
+    assert (forward["start_s"], forward["seconds"]) == (pytest.approx(6.2), pytest.approx(2.3))
+    assert (laid.n_processes, laid.n_pieces) == (0, 0)
+
+
+def test_of_many_processes_the_first_of_each_kind_are_drawn_and_the_others_counted() -> None:
+    rows = [(0, "flow", "step", "step", 0, 10)]
+    rows += [(0, f"trainer/{rank}", "main", "forward", 0, 10) for rank in range(30)]
+    rows += [(0, f"http://10.0.0.{n}", "main", "generating", 0, 10) for n in range(4)]
+    laid = laid_out(0, *rows)
+    assert laid.lanes[2:5] == ["trainer/0", "trainer/1", "trainer/2"]
+    assert sum(lane.startswith("http") for lane in laid.lanes) == 4
+    assert laid.n_processes == 34 - (len(laid.lanes) - 2) == 10
+
+
+def test_the_longest_stretches_are_drawn_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PIECES", 5)
+    laid = laid_out(0, *whole_step())
+    assert len(laid.pieces) == 5
+    assert laid.n_pieces > 5
+    assert laid.pieces["seconds"].min() >= 2.3
+
+
+def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: Source) -> None:
+    said = shown(timed, "/time", "?step=1")
+    for text in (
+        "timeline",
+        "waiting_for_stragglers",
+        "critical path",
+        "what would shorten a step",
+        "step 2",
+    ):
+        assert text in said, text
+
+
+def test_without_a_step_it_is_the_median_of_many(timed: Source) -> None:
+    said = shown(timed, "/time")
+    assert "median of 3 steps: 10.00 s" in said
+    assert 'timeline"' not in said
+
+
+def test_what_has_no_spans_says_so(small_run: RunFolder, timed: Source) -> None:
+    assert "no spans are stored of it" in shown(Source(small_run, 0.0), "/time")
+    assert "it has spans of steps 0 to 2" in shown(timed, "/time", "?step=7")
