@@ -18,6 +18,7 @@ from flows.running.folder import RunName, check_resumable, run_folder
 from flows.running.run import open_run
 from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
+from flows.ui.terminating import ended_in_order
 from tasks.observe.run_line import recorded
 from tasks.observe.spans import span
 from tasks.observe.step_clock import StepClock
@@ -49,7 +50,8 @@ async def collect(
         The run's folder.
     """
     if join.url:
-        return await collect_for(config, join)
+        with ended_in_order():
+            return await collect_for(config, join)
     config = without_evaluation(config)
     with span("checking"):
         check(config)
@@ -57,7 +59,7 @@ async def collect(
         await check_machine(config, trains=False)
         folder = run_folder(run_name, config)
         await asyncio.to_thread(check_resumable, folder, config, trains=False)
-    with one_error():
+    with ended_in_order(), one_error():
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed, trains=False) as run,

@@ -20,6 +20,7 @@ from flows.running.run import Run, open_run
 from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
 from flows.ui.progress import say
+from flows.ui.terminating import ended_in_order
 from tasks.serve.version import PolicyVersion
 
 
@@ -38,7 +39,7 @@ async def evaluate(run_name: RunName, config: RunConfig) -> str:
     folder = run_folder(run_name, config)
     version = await asyncio.to_thread(chosen_version, folder, config.evaluate.version)
     await check_machine(config, trains=False)
-    with one_error():
+    with ended_in_order(), one_error():
         model = await ensure_start_model(config)
         async with open_run(run_name, config, model, adds=True) as run:
             if not await asyncio.to_thread(is_evaluated, run, version):

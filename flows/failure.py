@@ -17,8 +17,9 @@ PREFECT_ERRORS = (httpx.HTTPError, PrefectException, TimeoutError)
 def one_error() -> Iterator[None]:
     """Raise the first Rollmill error of an exception group, or its first error, in place of the group.
 
-    To be used in coroutines. Python 3.11 and 3.12 leave the task whose TaskGroup failed as one that is being cancelled: its
-    next `asyncio.timeout` would end with CancelledError in place of TimeoutError. That is taken back here.
+    To be used in coroutines. Python 3.11 and 3.12 leave the task whose TaskGroup failed as one that is being cancelled: an
+    `asyncio.timeout` around the group would, once it is over, end with CancelledError in place of TimeoutError. That is taken
+    back here. A time limit that begins after the group's end is one by itself, from Python 3.11.4 on.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0

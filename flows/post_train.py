@@ -19,6 +19,7 @@ from flows.running.run import open_run
 from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
 from flows.ui.pausing import pauses_between_steps
+from flows.ui.terminating import ended_in_order
 from tasks.observe.run_line import recorded
 from tasks.observe.spans import span
 from tasks.observe.step_clock import StepClock
@@ -43,7 +44,7 @@ async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = F
         check_scorer(config.score, config.evaluate.scorer)
         await check_machine(config)
         await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
-    with one_error(), pauses_between_steps(config.steps) as pauses:
+    with ended_in_order(), one_error(), pauses_between_steps(config.steps) as pauses:
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed) as run,

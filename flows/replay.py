@@ -13,6 +13,7 @@ from flows.policies.comparison import StepComparison, first_difference, table_of
 from flows.policies.services import open_services
 from flows.settings import validate
 from flows.start_model import ensure_start_model
+from flows.ui.terminating import ended_in_order
 from tasks.errors import ReplayError
 from tasks.store.batch import stored_digest
 from tasks.store.layout import SCRATCH_ENV, RunFolder, checkpoint_key
@@ -44,7 +45,7 @@ async def replay(run: str, first: int, last: int) -> str:
     manifest = await asyncio.to_thread(read_manifest, folder)
     config = launched_here(validate(manifest.config))
     versions = versions_of(await asyncio.to_thread(complete_checkpoints, folder), first, last)
-    with one_error(), workplace(folder) as place:
+    with ended_in_order(), one_error(), workplace(folder) as place:
         model = await ensure_start_model(config)
         variables = {SCRATCH_ENV: str(Path(place) / "scratch")}
         services = open_services(config, model, Path(place), with_servers=False, variables=variables)

@@ -17,6 +17,7 @@ from flows.ui.artifacts import show_scores
 from flows.ui.cancelling import mark_cancelled
 from flows.ui.progress import CountProgress, quiet_task_runs, say
 from flows.ui.recording import Recording
+from flows.ui.terminating import ended_in_order
 from flows.ui.turns import ScoredInTurn, Turns
 from tasks.errors import FailedScoresError
 from tasks.rollout.group import parts_of
@@ -44,7 +45,7 @@ async def rescore(run_name: RunName, config: RescoreConfig) -> str:
     await asyncio.to_thread(check_store, config.store.root)
     check_run(folder)
     check_rescoring(folder, config)
-    with one_error():
+    with ended_in_order(), one_error():
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
     await show_scores(folder)

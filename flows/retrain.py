@@ -21,6 +21,7 @@ from flows.start_model import ensure_start_model
 from flows.ui.cancelling import mark_cancelled
 from flows.ui.progress import say
 from flows.ui.recording import forget_results
+from flows.ui.terminating import ended_in_order
 from tasks.observe.metrics import Metric
 from tasks.observe.run_line import recorded
 from tasks.observe.spans import span, spanned
@@ -48,7 +49,7 @@ async def retrain(run_name: RunName, config: RunConfig) -> str:
         await check_machine(config, samples=config.evaluate.enabled)
         await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
         sources = await asyncio.to_thread(checked_sources, run_name, config)
-    with one_error():
+    with ended_in_order(), one_error():
         with span("planning"):
             pool = await asyncio.to_thread(GroupPool.read, config)
         model = await ensure_start_model(config)

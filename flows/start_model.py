@@ -7,15 +7,17 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
+from flows.failure import one_error
 from flows.recipe import start_model_folder
-from flows.ui.progress import say
+from flows.ui.progress import CountProgress, has_bar, say
 from tasks.errors import ConfigError, TrainError
 from tasks.observe.spans import span
 from tasks.rollout.conversation import tokenized
@@ -40,7 +42,7 @@ async def ensure_start_model(config: RunConfig) -> Path:
     if not (folder / "config.json").is_file():
         with span("starting", cause="start model"):
             say(
-                f"making the start model {folder}: {config.start_model.steps} steps, about a minute on one core"
+                f"making the start model {folder}: {config.start_model.steps} steps, 900 take about a minute on one core"
             )
             await make_start_model(config, folder)
     return folder
@@ -55,7 +57,7 @@ async def make_start_model(config: RunConfig, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder.parent) as scratch:
         corpus, tokenizer = Path(scratch) / "corpus.arrow", Path(scratch) / "tokenizer"
         _write_corpus(config, tokenizer, corpus)
-        settings = Path(scratch) / "config.json"
+        settings, pipe = Path(scratch) / "config.json", Path(scratch) / "progress"
         settings.write_text(
             json.dumps(
                 {
@@ -64,10 +66,12 @@ async def make_start_model(config: RunConfig, folder: Path) -> None:
                     "corpus": str(corpus),
                     "tokenizer": str(tokenizer),
                     "output": str(folder),
+                    "progress": str(pipe),
                 }
             )
         )
-        await _train(settings, folder, recipe.timeout_s, config.serve.stop_grace_s)
+        async with _progress(pipe, recipe.steps):
+            await _train(settings, folder, recipe.timeout_s, config.serve.stop_grace_s)
 
 
 def _sweep(models: Path, older_than_s: float) -> None:
@@ -76,6 +80,36 @@ def _sweep(models: Path, older_than_s: float) -> None:
         with suppress(OSError):  # another process sweeps too
             if time.time() - scratch.stat().st_mtime > older_than_s:
                 shutil.rmtree(scratch)
+
+
+@asynccontextmanager
+async def _progress(pipe: Path, steps: int) -> AsyncIterator[None]:
+    """Make a named pipe, and show what is written to it as long: numbers of steps that are done."""
+    os.mkfifo(pipe)
+    reader = asyncio.StreamReader()
+    # Open for writing too: then it has no end before the training has opened it, and that waits for nobody.
+    file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), file
+    )
+    with one_error():
+        async with asyncio.TaskGroup() as showing:
+            showing.create_task(_show(reader, steps))
+            try:
+                yield
+            finally:
+                transport.close()  # ends the reader, and so the showing
+
+
+async def _show(reader: asyncio.StreamReader, steps: int) -> None:
+    with CountProgress("start model", steps) as bar:
+        n_shown = 0
+        async for line in reader:
+            n_steps = int(line)
+            bar.advance(n_steps - n_shown)
+            n_shown = n_steps
+            if not has_bar():
+                say(f"start model: {n_steps} of {steps} steps")
 
 
 async def _train(settings: Path, folder: Path, timeout_s: float, stop_grace_s: float) -> None:

@@ -5,17 +5,26 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import Overrides, Preset
+from tasks.errors import ConfigError
 
 PANEL = "Services"
 commands = typer.Typer()
 
 
 @commands.command(rich_help_panel=PANEL)
-def up(port: Annotated[int, typer.Option(help="Loopback port of the server.")] = 4200) -> None:
+def up(
+    port: Annotated[
+        int | None, typer.Option(help="Loopback port of the server; 4200 by default.", show_default=False)
+    ] = None,
+) -> None:
     """Start the local Prefect server in the background."""
     from flows.deploying import server
 
-    typer.echo(f"Prefect UI: {server.up(port=port)}")
+    there = server.status()
+    if there and port not in (None, there.port):
+        remedy = f"the Prefect server of this folder runs at {there.ui_url}; use that, or end it first: `rollmill down`"
+        raise ConfigError("--port", port, remedy)
+    typer.echo(f"Prefect UI: {server.up(port=port or server.PORT)}")
 
 
 @commands.command(rich_help_panel=PANEL)

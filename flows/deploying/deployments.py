@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,20 @@ from tasks.errors import ConfigError, ServiceError
 FILE = Path("prefect.yaml")
 RENDERED = Path(".rollmill/prefect.yaml")
 LAST_LINES = 40
+ENGINE = shlex.join([sys.executable, "-m", "prefect.engine"])
+"""Of a process pool's runs. Where it is given, Prefect's worker starts it at once, and calls the flow's hooks itself; without it,
+a process that looks for the flow's folder comes before each run, and another one calls the hooks of a cancelled one."""
 
 
 def preset(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A preset as deployments have it: a build step of prefect.yaml.
 
     Returns:
-        `config`: the flow's parameter, all settings resolved; `folder`: where relative paths begin.
+        `config`: the flow's parameter, all settings resolved; `folder`: where relative paths begin; `engine`: the command
+        that runs a flow in this environment.
     """
-    return {"config": load(name, tuple(overrides)).model_dump(mode="json"), "folder": str(Path.cwd())}
+    config = load(name, tuple(overrides)).model_dump(mode="json")
+    return {"config": config, "folder": str(Path.cwd()), "engine": ENGINE}
 
 
 def rescore_preset(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from flows.config import RunConfig
-from flows.deploying.work_pools import missing_worker, ui_url
+from flows.deploying.work_pools import missing_worker
 from flows.running.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
+from flows.ui.links import flow_run_page, ui_url
 from tasks.errors import ConfigError, ServiceError
 
 FLOW = "post-train"
@@ -63,7 +64,7 @@ async def _triggered(order: Order) -> list[str]:
             )
         except PrefectHTTPStatusError as error:
             raise ServiceError("Prefect", f"it refused the run: {error.response.text}") from error
-        lines = [f"flow run {order.run_name}: {ui_url()}/runs/flow-run/{run.id}"]
+        lines = [f"flow run {order.run_name}: {flow_run_page(run.id)}"]
         pool = deployment.work_pool_name or ""
         return [*lines, *await missing_worker(client, pool)]
 

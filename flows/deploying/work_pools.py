@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 
+from flows.ui.links import deployment_page
 from tasks.errors import ConfigError
 
 DESCRIPTION = "Runs of Rollmill's flows."
@@ -63,7 +64,7 @@ async def deployed(names: Sequence[str], pool: str) -> list[str]:
         lines = []
         for name in names:
             found = await client.read_deployment_by_name(name)
-            lines.append(f"{name:<24} {ui_url()}/deployments/deployment/{found.id}")
+            lines.append(f"{name:<24} {deployment_page(found.id)}")
         return [*lines, *await missing_worker(client, pool)]
 
 
@@ -86,8 +87,3 @@ def _prefect() -> str:
         return "prefect"
     here = Path.cwd()
     return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
-
-
-def ui_url() -> str:
-    """Where a browser finds the server."""
-    return os.environ["PREFECT_API_URL"].removesuffix("/").removesuffix("/api")

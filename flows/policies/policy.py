@@ -1,18 +1,19 @@
 """The policy's version: brought up in trainer, servers and folder alike, moved on, brought back after a death."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from flows.evaluate import evaluate_version, is_due, is_evaluated
-from flows.policies.checkpointing import Checkpointing, other_ranks
+from flows.policies.checkpointing import Checkpointing
 from flows.policies.parity import AT_START, ratio_warning
 from flows.policies.servers import Servers, servers_of
 from flows.policies.services import ServerService, TrainerService, open_services, restart
 from flows.policies.sync_report import SyncReport, sync_metrics
+from flows.policies.trained import Trained
 from flows.policies.watch import watch
 from flows.reporting.report import has_metrics, store_metrics, train_metrics
 from flows.running.run import Run, TrainingRun
@@ -23,12 +24,8 @@ from tasks.observe.metrics import Metric
 from tasks.observe.spans import OpenSpan, current_lane, span, spanned, within
 from tasks.observe.waits import Lock
 from tasks.serve.version import PolicyVersion
-from tasks.store.batch import stored_digest
-from tasks.store.deliveries import clear, take_in
-from tasks.store.layout import checkpoint_key
-from tasks.store.resume import resume_point
+from tasks.store.deliveries import clear
 from tasks.train.protocol import StepResult
-from tasks.train.task import train_step
 
 Result = TypeVar("Result")
 
@@ -43,7 +40,7 @@ class Policy:
         checkpointing: follows the checkpoints that are being written.
 
     Attributes:
-        current: what the trainer stands at; its number is how many stored batches it has applied.
+        trained: what the trainer stands at.
     """
 
     def __init__(
@@ -57,10 +54,9 @@ class Policy:
         self._checkpointing = checkpointing
         self._still = Lock()  # held while the trainer's weights move or travel
         self._restarts = self._restarts_at_checkpoint = 0
-        self._replayed: dict[int, StepResult] = {}
         self._skipped = 0
         self._recomputing = run.recomputing if isinstance(run, Run) else None
-        self.current = PolicyVersion(run.id, 0, 0)
+        self.trained = Trained(run, trainer.client)
 
     @spanned("restore")
     async def restore(self) -> int:
@@ -73,32 +69,32 @@ class Policy:
         """
         async with self._still:
             with span("loading"):
-                end = await self._load_checkpoint()
-        self._run.compactor.begin(self.current.version)
-        for step in range(self.current.version, end):
+                end = await self.trained.load_checkpoint()
+        self._run.compactor.begin(self.trained.version)
+        for step in range(self.trained.version, end):
             if self._servers and is_due(self._run, step):
                 await self._evaluate_rest(self._servers.run, step)
             async with self._still:
                 with span("train"):
-                    await self._replay(step)
+                    await self.trained.replay(step)
         async with self._still:
             with span("sync"):
                 reports = await self._bring_up()
-        if self.current.version == 0 and reports:
+        if self.trained.version == 0 and reports:
             differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
             await store_metrics(self._run, 0, differences)
-        self._run.progress.begin(self.current.version)
-        self._run.artifacts.begin(self.current.version)
-        for step, result in self._replayed.items():
+        self._run.progress.begin(self.trained.version)
+        self._run.artifacts.begin(self.trained.version)
+        for step, result in self.trained.replayed.items():
             if not await asyncio.to_thread(has_metrics, self._run, step):
                 await store_metrics(self._run, step, train_metrics(result))
         await self._run.store.writer.note()
-        if self.current.version:
+        if self.trained.version:
             await self.checkpoint_if_due()
             await self.export_if_due()
         if self._recomputing:
-            self._recomputing.begin(self.current.version)
-        return self.current.version
+            self._recomputing.begin(self.trained.version)
+        return self.trained.version
 
     async def train(self, step: int, digest: str) -> StepResult:
         """Apply the stored batch of a step; a launched trainer that dies goes on from the folder.
@@ -106,18 +102,15 @@ class Policy:
         Raises:
             SkippedStepsError: too many steps in a row made no update.
         """
-        folder = self._run.folder.location
         async with self._still:
-            await self._complete(step)
+            await self.trained.complete(step)
             waited_s = await self._recomputing.end() if self._recomputing else 0.0
             try:
-                self._run.recording.started()
-                result = await train_step(self._trainer.client, folder, self._run.id, step, digest)
-                await self._take_in(result)
+                result = await self.trained.train(step, digest)
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
-                result = self._replayed[step]
-            self.current = replace(self.current, version=result.version)
+                result = self.trained.replayed[step]
+            self.trained.moved(result)
         _tell_skipped(step, result)
         if self._servers and (warning := ratio_warning(self._run.config, step, result.metrics)):
             say(warning)
@@ -142,23 +135,10 @@ class Policy:
                     raise
                 reports = await self._bring_back_trainer(error)
         if self._recomputing:
-            self._recomputing.begin(self.current.version)
+            self._recomputing.begin(self.trained.version)
         calls = self._servers.calls - calls_before if self._servers else 0
         submitted = self._servers.submitted.metrics() if self._servers else []
         return [*sync_metrics(reports, calls), *submitted]
-
-    async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
-        """Have the trainer compute its log-probabilities of stored rollouts, and store them.
-
-        Raises:
-            RollmillError: it does not stand at that step, or is gone.
-        """
-        store = self._run.store
-        delivery = await self._trainer.client.score_rows(
-            folder=self._run.folder.location, run=self._run.id, step=step, trajectory_ids=list(trajectory_ids)
-        )
-        if delivery is not None:
-            await take_in(store.folder, store.files, store.writer, delivery)
 
     @spanned("checkpoint")
     async def checkpoint_if_due(self) -> None:
@@ -169,7 +149,7 @@ class Policy:
         Raises:
             StoreError: the last one could not be written.
         """
-        if not is_checkpoint_due(self._run.config, self.current.version):
+        if not is_checkpoint_due(self._run.config, self.trained.version):
             return
         await self.checkpointed()
         await self._checkpoint()
@@ -186,7 +166,7 @@ class Policy:
                     if not isinstance(error, ServiceDiedError):
                         raise error
                     await self._bring_back_trainer(error)
-            if is_checkpoint_due(self._run.config, self.current.version):
+            if is_checkpoint_due(self._run.config, self.trained.version):
                 await self._checkpoint()
 
     @spanned("export")
@@ -196,7 +176,7 @@ class Policy:
         Raises:
             StoreError: it could not be written.
         """
-        every, version = self._run.config.train.export_every, self.current.version
+        every, version = self._run.config.train.export_every, self.trained.version
         if not every or version % every:
             return
         async with self._still:
@@ -210,7 +190,7 @@ class Policy:
             await watch(servers, server, self._run.config.serve, partial(self._rejoin, servers))
 
     async def _checkpoint(self) -> None:
-        folder, version = self._run.folder.location, self.current.version
+        folder, version = self._run.folder.location, self.trained.version
         async with self._still:
             begun = await self._survived(lambda: self._trainer.client.checkpoint(folder, version))
             self._restarts_at_checkpoint = self._restarts
@@ -233,11 +213,13 @@ class Policy:
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[PolicyVersion]:
         async with self._still:
-            yield self.current
+            yield self.trained.current
 
     async def _bring_up(self, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server, if there are any, the current version; the trainer's weights are held still."""
-        return await self._servers.bring_up(self.current, only_name=only_name) if self._servers else []
+        return (
+            await self._servers.bring_up(self.trained.current, only_name=only_name) if self._servers else []
+        )
 
     async def _evaluate_rest(self, run: Run, version: int) -> None:
         """Finish the evaluation of a version on the way, unless it is finished."""
@@ -245,57 +227,6 @@ class Policy:
             async with self._still:
                 await self._bring_up()
             await evaluate_version(run, version)
-
-    async def _load(self) -> None:
-        """Bring the trainer to the folder's version."""
-        end = await self._load_checkpoint()
-        for step in range(self.current.version, end):
-            await self._replay(step)
-
-    async def _load_checkpoint(self) -> int:
-        """Load the last complete checkpoint; returns how many batches are stored."""
-        run, client, folder = self._run, self._trainer.client, self._run.folder.location
-        point = await asyncio.to_thread(resume_point, run.folder)
-        version = point.checkpoint_version
-        incarnation = await asyncio.to_thread(run.store.next_incarnation)
-        await client.load(
-            run=run.id,
-            incarnation=incarnation,
-            model=str(run.model),
-            folder=folder,
-            checkpoint=None if version is None else run.folder.path(checkpoint_key(version)),
-            version=version or 0,
-        )
-        if version is not None and (
-            other := await asyncio.to_thread(other_ranks, run.folder, version, run.config)
-        ):
-            say(other)
-        self._replayed = {}
-        self.current = PolicyVersion(run.id, incarnation, version or 0)
-        return point.stored_batches
-
-    async def _replay(self, step: int) -> None:
-        """Apply the stored batch of a step again."""
-        run = self._run
-        digest = await asyncio.to_thread(stored_digest, run.folder, step)
-        await self._complete(step)
-        result = await self._trainer.client.train_step(
-            folder=run.folder.location, run=run.id, step=step, digest=digest
-        )
-        await self._take_in(result)
-        self._replayed[step] = result
-        self.current = replace(self.current, version=result.version)
-
-    async def _complete(self, step: int) -> None:
-        """Ask the reference deployment for what a step's batch lacks."""
-        if self._run.reference is not None:
-            await self._run.reference.complete(step)
-
-    async def _take_in(self, result: StepResult) -> None:
-        """Store the rows that the trainer has made in a step, before any checkpoint says that the step is done."""
-        store = self._run.store
-        for delivery in result.deliveries:
-            await take_in(store.folder, store.files, store.writer, delivery)
 
     async def _survived(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """What a command returns; given once more when the trainer died of it, with the weights held still."""
@@ -311,7 +242,7 @@ class Policy:
         """Start a launched trainer again, go on from the folder, and bring the servers to it."""
         await restart(self._trainer, error.reason, self._restarts, self._run.config.serve.max_restarts)
         self._restarts += 1
-        await self._load()
+        await self.trained.load()
         return await self._bring_up()
 
     def _count_skipped(self, result: StepResult) -> None:
@@ -351,7 +282,7 @@ async def open_policy(run: TrainingRun) -> AsyncIterator[Policy]:
             async with asyncio.TaskGroup() as watching:
                 watches = [watching.create_task(policy.watch(servers, each)) for each in services if servers]
                 if isinstance(run, Run) and run.recomputing is not None:
-                    watches.append(watching.create_task(run.recomputing.work(policy.score)))
+                    watches.append(watching.create_task(run.recomputing.work(policy.trained.score)))
                 opening.end()
                 yield policy
                 for watch in watches:

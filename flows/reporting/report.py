@@ -13,6 +13,7 @@ from flows.looking.view import counted
 from flows.reporting.drops import drop_line, drop_metrics, drops
 from flows.reporting.summary import print_summary
 from flows.running.run import Run, TrainingRun
+from flows.ui.links import flow_run_page
 from flows.ui.progress import say
 from flows.ui.recording import forget_results
 from flows.ui.step_runs import name_of_step
@@ -117,7 +118,7 @@ def has_metrics(run: TrainingRun, step: int) -> bool:
 async def report_run(run: TrainingRun) -> None:
     """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
     run.artifacts.run_done()
-    await asyncio.to_thread(print_summary, run.folder, flow_run.ui_url or "")
+    await asyncio.to_thread(print_summary, run.folder, flow_run_page(flow_run.id or ""))
     async with asyncio.TaskGroup() as closing:
         closing.create_task(run.compactor.finish())
         recorded = closing.create_task(run.recording.wait_until_recorded())

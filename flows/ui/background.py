@@ -52,8 +52,8 @@ class Background:
                 the server has failed before.
         """
         self.is_closing = True
-        config = self._config
-        limit_s = config.exit_timeout_s if in_haste or not self.is_well else config.record_timeout_s
+        limit = "exit_timeout_s" if in_haste or not self.is_well else "record_timeout_s"
+        limit_s: float = getattr(self._config, limit)
         self._requests.put_nowait(last)
         self._requests.put_nowait(None)
         try:
@@ -62,7 +62,9 @@ class Background:
                 if self._worker.cancelled():  # a signal cancels every task; what is left is made here
                     await self._work()
         except TimeoutError:
-            self.tell(TimeoutError(f"not done within {limit_s:g} s"))
+            self.tell(
+                f"its server left some of it undone for observe.{limit} = {limit_s:g} s, and it was given up"
+            )
             self._worker.cancel()
         await self._tasks.__aexit__(None, None, None)
 
@@ -73,15 +75,15 @@ class Background:
         if self._requests.qsize() < MOST_WAITING:
             self._requests.put_nowait(partial(_recorded, request, lane))
         else:
-            self.tell(TimeoutError(f"{MOST_WAITING} requests wait for it"))
+            self.tell(f"its server is too slow, {MOST_WAITING} requests wait for it; newer ones are left out")
 
-    def tell(self, error: Exception) -> None:
+    def tell(self, why: str) -> None:
         """Say once that the server does not take what it is told."""
         self.is_well = False
         if not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"Prefect does not show all of {self._what} ({type(error).__name__}: {error}); the run goes on"
+                f"Prefect does not show all of {self._what}: {why}. The run's data sets have everything"
             )
 
     async def _work(self) -> None:
@@ -94,7 +96,7 @@ class Background:
                     await self._doing(client)
                     self.is_well = True
                 except Exception as error:  # noqa: BLE001 - a picture for people ends no run, whatever fails
-                    self.tell(error)
+                    self.tell(f"{type(error).__name__}: {error}")
                 self._doing = None
 
 

@@ -48,6 +48,11 @@ def quiet_task_runs() -> None:
         logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)
 
 
+def has_bar() -> bool:
+    """True where a bar can be shown: in a terminal that Prefect writes nothing to."""
+    return CONSOLE.is_terminal and not logs_to_terminal()
+
+
 class RunProgress:
     """Shows step, reward, tokens a second and time left, from the first step to the last or to an error."""
 
@@ -75,7 +80,7 @@ class RunProgress:
     def begin(self, step: int) -> None:
         """Show the bar, standing at the step that is worked on first."""
         self._bar.update(self._task, completed=step)
-        if CONSOLE.is_terminal and not logs_to_terminal():
+        if has_bar():
             self._bar.start()
 
     def step_done(
@@ -85,7 +90,7 @@ class RunProgress:
         figures = f"reward {reward:.2f} {tokens_per_s:,.0f} tok/s"
         line = f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s{dropped and f', {dropped}'}"
         self._bar.update(self._task, completed=step + 1, figures=figures)
-        if not CONSOLE.is_terminal or logs_to_terminal():
+        if not has_bar():
             say(line)
             return
         run_logger().info(line)
@@ -104,7 +109,7 @@ class CountProgress:
             TimeRemainingColumn(compact=True),
             console=CONSOLE,
             expand=True,
-            disable=not CONSOLE.is_terminal or logs_to_terminal(),
+            disable=not has_bar(),
         )
         self._task: TaskID = self._bar.add_task(name, total=total)
 

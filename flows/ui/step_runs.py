@@ -101,7 +101,8 @@ class StepRuns:
                 await asyncio.wait([made], timeout=self._config.step_run_timeout_s)
         if not made.done():
             self._waits = False  # a server that was too slow once holds up no further step
-            self._background.tell(TimeoutError(f"{name} was not made in observe.step_run_timeout_s"))
+            within = f"within observe.step_run_timeout_s = {self._config.step_run_timeout_s:g} s"
+            self._background.tell(f"that of {name} was not made {within}")
             made.set_result(None)
         del self._expected[name]
         return made.result()

@@ -1,14 +1,16 @@
 """Makes a small start model by supervised training: `python -m tasks.train.supervised CONFIG.json`.
 
-CONFIG.json is {"recipe": StartModelConfig, "seed", "corpus": Arrow file, "tokenizer": folder, "output": folder}.
+CONFIG.json is {"recipe": StartModelConfig, "seed", "corpus": Arrow file, "tokenizer": folder, "output": folder,
+"progress": named pipe}.
 The same configuration, seed and threads give the same model, byte for byte.
 """
 
 import json
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ class SupervisedConfig(StageConfig):
         corpus: Arrow IPC file of token_ids and loss_mask.
         tokenizer: folder whose files go into the model's.
         output: the model's folder; it appears whole.
+        progress: what gets the number of steps that are done, a line each time it is reported; empty: nothing does.
     """
 
     recipe: StartModelConfig
@@ -44,6 +47,7 @@ class SupervisedConfig(StageConfig):
     corpus: str
     tokenizer: str
     output: str
+    progress: str = ""
 
 
 def main() -> None:
@@ -52,7 +56,9 @@ def main() -> None:
     torch.set_num_threads(config.recipe.threads)
     torch.manual_seed(config.seed)
     model = new_model(config.recipe, Path(config.tokenizer))
-    train(model, config.recipe, read_corpus(Path(config.corpus)), config.seed)
+    with Path(config.progress or os.devnull).open("w", buffering=1) as progress:
+        examples = read_corpus(Path(config.corpus))
+        train(model, config.recipe, examples, config.seed, lambda n_steps: progress.write(f"{n_steps}\n"))
     save(model, Path(config.tokenizer), Path(config.output))
 
 
@@ -81,8 +87,14 @@ def new_model(recipe: StartModelConfig, tokenizer: Path) -> PreTrainedModel:
     )
 
 
-def train(model: PreTrainedModel, recipe: StartModelConfig, examples: Samples, seed: int) -> None:
-    """Minimize the mean negative log-probability of a batch's trained tokens, in nats."""
+def train(
+    model: PreTrainedModel,
+    recipe: StartModelConfig,
+    examples: Samples,
+    seed: int,
+    report: Callable[[int], object],
+) -> None:
+    """Minimize the mean negative log-probability of a batch's trained tokens, in nats; `report`: told the steps done."""
     head, device = HeadPositions(model), torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
     for step, rows in enumerate(_batches(len(examples.token_ids), recipe, seed)):
@@ -98,6 +110,7 @@ def train(model: PreTrainedModel, recipe: StartModelConfig, examples: Samples, s
         optimizer.zero_grad(set_to_none=True)
         if step % _REPORT_EVERY == 0 or step == recipe.steps - 1:
             sys.stdout.write(f"step {step} of {recipe.steps}: loss {loss.item():.4f}\n")
+            report(step + 1)
 
 
 def learning_rate(recipe: StartModelConfig, step: int) -> float:

@@ -49,7 +49,7 @@ while told().get("is_down"):
 server = vllm_server.StubVllmServer(Path(after("--model")), 0.0)
 server.serve(int(after("--port")))
 while True:
-    server.rollout_s = told().get("rollout_s", 0.0)
+    server.rollout_s = told().get("rollout_s", 0.0) if server.asked else 0.0
     time.sleep(0.1)
 """
 
@@ -70,7 +70,8 @@ def stub_told(tmp_path: Path) -> Callable[..., None]:
 def stub_python(tmp_path: Path, stub_told: Callable[..., None]) -> str:
     """For `serve.python`: launched as vLLM is, it reads of the model its tokenizer alone.
 
-    It answers after the `rollout_s` that `stub_told` says meanwhile, at once without; and begins once it is not `is_down`.
+    It answers after the `rollout_s` that `stub_told` says meanwhile, at once without; the request that warms it up at once
+    too. It begins once it is not `is_down`.
     """
     told = tmp_path / "stub.json"
     stub_told()

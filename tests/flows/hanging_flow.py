@@ -17,6 +17,7 @@ from flows.ui.leftovers import mark_leftovers
 from flows.ui.picture import picture_of
 from flows.ui.recording import Recording
 from flows.ui.step_runs import StepRuns
+from flows.ui.terminating import ended_in_order
 from tasks.observe.config import ObserveConfig
 from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
@@ -39,11 +40,13 @@ async def hanging(folder: str, hang: bool) -> None:
     picture = picture_of("all", recording)
     run = RunFolder(Path(folder))
     await mark_leftovers(run, files_of(run), timeout_s=30)
-    async with StepRuns(ObserveConfig(step_run_timeout_s=60.0, exit_timeout_s=30.0), "hanging") as step_runs:
-        step_runs.expect(["step 1"])
-        async with step_runs.of("step 0"), asyncio.TaskGroup() as fan_out:
-            for group in range(N_TASK_RUNS):
-                fan_out.create_task(picture.rollout(Part(3600.0 if hang else 0.0), 0, group))
+    config = ObserveConfig(step_run_timeout_s=60.0, exit_timeout_s=30.0)
+    with ended_in_order():
+        async with StepRuns(config, "hanging") as step_runs:
+            step_runs.expect(["step 1"])
+            async with step_runs.of("step 0"), asyncio.TaskGroup() as fan_out:
+                for group in range(N_TASK_RUNS):
+                    fan_out.create_task(picture.rollout(Part(3600.0 if hang else 0.0), 0, group))
     await recording.wait_until_recorded()
 
 

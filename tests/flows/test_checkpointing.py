@@ -79,7 +79,7 @@ async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[t
             await store_batch(run, await collect_step(run, 0))
             async with Checkpointing(run, trainer.client) as checkpointing:
                 policy = Policy(run, trainer, None, checkpointing)
-                policy.current = PolicyVersion(run.id, 1, 1)
+                policy.trained.current = PolicyVersion(run.id, 1, 1)
                 yield policy, trainer
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from flows.commands import services
 from flows.deploying import server
 from tasks.errors import ConfigError, ServiceStartError
 from tasks.serve.process import free_port
@@ -73,6 +74,19 @@ def test_second_up_finds_the_running_server(home: Path, monkeypatch: pytest.Monk
     assert server.up(home, free_port()) == before.ui_url
     assert server.ensure(home, free_port()) == before.api_url
     assert running(home) == before
+
+
+@pytest.mark.service
+def test_up_at_another_port_says_which_server_runs_and_how_to_end_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server.HOME.parent.mkdir()
+    server.HOME.symlink_to(home)
+    with pytest.raises(ConfigError, match=rf"runs at {running(home).ui_url}; .*rollmill down"):
+        services.up(port=free_port())
+    services.up(port=running(home).port)
+    assert running(home).ui_url in capsys.readouterr().out
 
 
 @pytest.mark.service

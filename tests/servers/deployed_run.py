@@ -15,6 +15,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.workers.process import ProcessWorker
 
+from flows.deploying.deployments import ENGINE
 from flows.settings import validate
 from flows.ui.belonging import own_and_steps
 from tasks.store.layout import RunFolder
@@ -126,7 +127,7 @@ async def deployed(
             entrypoint=f"{module}.{flow.fn.__name__}",
             work_pool_name=pool,
             parameters={"run_name": NAME, "config": config.model_dump(mode="json")},
-            job_variables={"working_dir": str(place.folder)},
+            job_variables={"working_dir": str(place.folder), "command": ENGINE},
         )
         root = config.store.root if "://" in config.store.root else str(place.folder / config.store.root)
         yield Deployed(client, place, pool, deployment, root)

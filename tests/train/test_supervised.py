@@ -32,6 +32,7 @@ def test_start_model_learns_and_is_the_same_each_time(tmp_path: Path) -> None:
     def made(name: str) -> tuple[bytes, str]:
         job = {"recipe": recipe.model_dump(), "seed": 3, "corpus": str(tmp_path / "corpus.arrow")}
         job |= {"tokenizer": str(tokenizer), "output": str(tmp_path / name)}
+        job |= {"progress": str(tmp_path / "progress")}
         (tmp_path / "job.json").write_text(json.dumps(job))
         words = [sys.executable, "-m", "tasks.train.supervised", str(tmp_path / "job.json")]
         printed = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
@@ -40,6 +41,7 @@ def test_start_model_learns_and_is_the_same_each_time(tmp_path: Path) -> None:
     weights, printed = made("one")
 
     assert made("two")[0] == weights
+    assert (tmp_path / "progress").read_text().split() == ["1", "30"]
     assert float(re.findall(r"loss (\S+)", printed)[-1]) < 0.5
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"], config["tie_word_embeddings"]) == (5, 1, False)
