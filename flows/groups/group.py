@@ -37,9 +37,10 @@ class StepCollection:
             admission=run.admission,
             run=run.id,
             step=step,
-            keep=self.keep_rollouts,
+            keep=self._store_rollouts,
             keep_beside=self.keep_beside,
             keeps_routing=run.config.rollout.keep_routing,
+            see_lost=failures.see,
         )
 
     def group_over(self, places: Sequence[Place]) -> None:
@@ -57,10 +58,13 @@ class StepCollection:
         return max(self.begun_ns, ended[len(ended) // 2]) if ended else 0
 
     def keep_rollouts(self, rows: Rows) -> Awaitable[None]:
-        """Hand rollouts to the writer."""
-        stored = self.run.writer.append("rollouts", rows, step=self.step)
+        """Hand rollouts that were sampled elsewhere to the writer, and look for failures among them."""
+        stored = self._store_rollouts(rows)
         self.failures.see(rows)
         return stored
+
+    def _store_rollouts(self, rows: Rows) -> Awaitable[None]:
+        return self.run.writer.append("rollouts", rows, step=self.step)
 
     def keep_beside(self, dataset: str, rows: Rows) -> Awaitable[None]:
         """Hand rows that belong to rollouts to the writer: routed experts, states."""

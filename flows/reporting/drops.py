@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from flows.reporting.step_rows import StepRows
 from tasks.observe.metrics import Metric
 from tasks.store.attempts import last_attempts
-from tasks.store.layout import RunFolder
-from tasks.store.reader import scan
 
 KEPT = "kept"
 TRUNCATED = "truncated"
@@ -19,16 +18,14 @@ LENGTH_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Sampled tokens at which a bin of lengths ends; the last bin has no end."""
 
 
-def drops(folder: RunFolder, step: int, scorer: str, *, train_truncated: bool = True) -> pl.DataFrame:
+def drops(stored: StepRows, *, train_truncated: bool = True) -> pl.DataFrame:
     """Each trajectory of a step, by its last attempt, with its fate, columns env, cause and n_tokens; cause is `kept` for survivors.
 
-    A cause is a type of error, of the rollout or of its score (by `scorer`, NAME@VERSION), or the reason why its
+    A cause is a type of error, of the rollout or of its score, or the reason why its
     group was left out: too few survivors, or not whole. A group without spread in reward loses nothing. Of a group that
     is trained on without its truncated trajectories (`train_truncated` False), these are lost to `truncated`.
     """
-    of_rollouts = ["trajectory_id", "group", "sample", "attempt", "env", "n_completion_tokens", "status"]
-    stored = scan(folder, "rollouts", [*of_rollouts, "error_type"], step=step)
-    rollouts = last_attempts(stored).select(
+    rollouts = last_attempts(stored.rollouts.lazy()).select(
         "trajectory_id",
         "group",
         "env",
@@ -36,8 +33,7 @@ def drops(folder: RunFolder, step: int, scorer: str, *, train_truncated: bool = 
         pl.when(pl.col("status").is_in(["failed", "cancelled"])).then("error_type").alias("rollout_cause"),
         (pl.col("status") == TRUNCATED).alias("is_truncated"),
     )
-    of_scores = ["trajectory_id", "subgroup", "status", "error_type"]
-    scores = scan(folder, "scores", of_scores, scorer=scorer, step=step).select(
+    scores = stored.scores.lazy().select(
         "trajectory_id",
         "subgroup",
         pl.when(pl.col("status") == "failed")
@@ -46,7 +42,7 @@ def drops(folder: RunFolder, step: int, scorer: str, *, train_truncated: bool = 
         .then(pl.lit("dropped_by_scorer"))
         .alias("score_cause"),
     )
-    groups = scan(folder, "groups", ["group", "subgroup", "reason"], step=step).select(
+    groups = stored.groups.lazy().select(
         "group",
         "subgroup",
         "reason",

@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 from flows.groups.fan_out import Collected
 from flows.looking.view import counted
 from flows.reporting.drops import drop_line, drop_metrics, drops
+from flows.reporting.step_rows import StepRows
 from flows.reporting.summary import print_summary
 from flows.running.run import Run, TrainingRun
 from flows.ui.links import flow_run_page
@@ -41,11 +42,7 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     """Store the step's metrics and show it."""
     step = collected.step
     with span("measuring"):
-        reward, measured = await asyncio.to_thread(_measure, run, step)
-        trains_truncated = run.config.score.train_truncated
-        dropped = await asyncio.to_thread(
-            drops, run.folder, step, run.scoring.key, train_truncated=trains_truncated
-        )
+        reward, measured, dropped = await asyncio.to_thread(_measure, run, step)
     measured |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     measured |= {"time/step_s": clock.elapsed_s, "time/rollouts_and_scores_s": collected.seconds}
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
@@ -73,21 +70,22 @@ async def report_step(run: Run, collected: Collected, metrics: Sequence[Metric],
     forget_results()
 
 
-def _measure(run: Run, step: int) -> tuple[float, dict[str, float]]:
-    """Mean reward of a step's groups (NaN without any), and its metrics by name."""
-    groups = scan(run.folder, "groups", ["reward_mean", "reason"], step=step).collect()
-    rollouts = scan(run.folder, "rollouts", ["group", "n_completion_tokens", "status"], step=step).collect()
+def _measure(run: Run, step: int) -> tuple[float, dict[str, float], pl.DataFrame]:
+    """Mean reward of a step's groups (NaN without any), its metrics by name, and the fate of each trajectory."""
+    stored = StepRows.read(run.folder, step, run.scoring.key)
     refills = group_numbers([each for each in read_plan(run.folder, step) if each.reason == "refill"])
-    rewards = groups["reward_mean"].drop_nans()
+    rollouts, reasons = stored.rollouts, stored.groups["reason"]
+    rewards = stored.groups["reward_mean"].drop_nans()
     reward = float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan
-    return reward, {
+    measured = {
         "rollout/reward": reward,
         "rollout/tokens": float(rollouts["n_completion_tokens"].sum()),
         "rollout/failed": float((rollouts["status"] == "failed").sum()),
-        "rollout/groups_trained": float((groups["reason"] == "").sum()),
+        "rollout/groups_trained": float((reasons == "").sum()),
         "rollout/refill_groups": float(len(refills)),
         "rollout/refill_trajectories": float(rollouts["group"].is_in(refills).sum()),
     }
+    return reward, measured, drops(stored, train_truncated=run.config.score.train_truncated)
 
 
 async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) -> None:

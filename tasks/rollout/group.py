@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tasks.observe.spans import span, within
@@ -11,6 +11,7 @@ from tasks.rollout.admission import Admission, Place
 from tasks.rollout.environment import Environment
 from tasks.rollout.foreign import problem_of
 from tasks.rollout.prompts import example_index, sampling_seed
+from tasks.rollout.rows_together import Keep, RowsTogether
 from tasks.rollout.sampling import Deadline, Player
 from tasks.rollout.state import states_of
 from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
@@ -20,8 +21,9 @@ from tasks.store.rows import Rows, joined, no_rows
 from tasks.store.states import state_row
 from tasks.store.step import Attempt
 
+LOST = ("failed", "cancelled")
+
 Item = TypeVar("Item")
-Keep = Callable[[Rows], Awaitable[None]]
 KeepBeside = Callable[[str, Rows], Awaitable[None]]
 
 
@@ -84,6 +86,10 @@ class GroupClock:
         return max(0.0, self.deadline().at - asyncio.get_running_loop().time())
 
 
+def _nothing(lost: Rows) -> None:
+    """Nobody wants to know what is lost."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepSampler:
     """Samples trajectories of one step, each in a slot of its own.
@@ -92,6 +98,7 @@ class StepSampler:
         keep: hands rows to the run's writer; what it returns is done when they are acknowledged.
         keep_beside: hands rows of another data set to it, named; those of a rollout before the rollout itself.
         keeps_routing: True to keep which experts tokens were routed to.
+        see_lost: is shown each row that failed or was cut, in the task that sampled it; what it raises ends that.
     """
 
     player: Player
@@ -101,6 +108,11 @@ class StepSampler:
     keep: Keep
     keep_beside: KeepBeside | None = None
     keeps_routing: bool = False
+    see_lost: Callable[[Rows], None] = _nothing
+    _together: RowsTogether = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_together", RowsTogether(self._rows_of, self.keep))
 
     async def sample(
         self, work: Sequence[Work], places: Sequence[Place], clock: GroupClock
@@ -146,12 +158,17 @@ class StepSampler:
         """
         beside = await self._beside(trajectory)
         waits = [self.keep_beside(*each) for each in beside.items()] if self.keep_beside else []
-        row = rollout_rows(self.run, self.step, self.player.environment.name, [trajectory])
-        acknowledgements += [*waits, self.keep(row)]
+        row, acknowledged = await self._together.row_of(trajectory)
+        acknowledgements += [*waits, acknowledged]
+        if trajectory.status in LOST:
+            self.see_lost(row)
         if "routing" in beside:
             with span("storing", cause="routed experts"):
                 await asyncio.wait([asyncio.ensure_future(each) for each in waits])
         return row
+
+    def _rows_of(self, trajectories: Sequence[Trajectory]) -> Rows:
+        return rollout_rows(self.run, self.step, self.player.environment.name, trajectories)
 
     async def _beside(self, trajectory: Trajectory) -> dict[str, Rows]:
         """The rows of other data sets that belong to a trajectory, by data set."""

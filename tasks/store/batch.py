@@ -1,5 +1,7 @@
 """The stored batch of a step: its digest, and a few of its sequences."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tasks.store.digest import batch_digest
@@ -16,10 +18,16 @@ def stored_sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarray]:
     """[T] int32 token ids of at most `n` trajectories, spread over the step's batch, whichever run sampled them."""
     batch = read(folder, "batches", ["trajectory_id", "source", "source_step"], step=step)
     places = np.linspace(0, batch.num_rows - 1, min(n, batch.num_rows)).astype(int)
-    return [_sequence(folder, **row) for row in batch.take(places).to_pylist()]
+    chosen = [tuple(row.values()) for row in batch.take(places).to_pylist()]
+    origins = {(source, source_step) for _, source, source_step in chosen}
+    found = {
+        origin: _sequences(folder, *origin, [row[0] for row in chosen if row[1:] == origin])
+        for origin in origins
+    }
+    return [found[row[1:]][row[0]] for row in chosen]
 
 
-def _sequence(folder: RunFolder, trajectory_id: str, source: str, source_step: int) -> np.ndarray:
-    origin = RunFolder(source) if source else folder
-    (row,) = read_trajectories(origin, source_step, [trajectory_id], ["token_ids"])["token_ids"]
-    return np.asarray(row.values.to_numpy(), np.int32)
+def _sequences(folder: RunFolder, source: str, step: int, ids: Sequence[str]) -> dict[str, np.ndarray]:
+    """Token ids by trajectory id: the rows of the step are read once, however many are asked for."""
+    rows = read_trajectories(RunFolder(source) if source else folder, step, ids, ["token_ids"])["token_ids"]
+    return {each: np.asarray(row.values.to_numpy(), np.int32) for each, row in zip(ids, rows, strict=True)}

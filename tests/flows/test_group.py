@@ -14,6 +14,7 @@ from flows.groups.fan_out import planned
 from flows.groups.group import GroupCollection, StepCollection
 from flows.policies.retention import drop_old_routing
 from flows.reporting.drops import drop_line, drop_metrics, drops
+from flows.reporting.step_rows import StepRows
 from flows.running.failures import FailureWatch
 from flows.running.run import Run
 from tasks.errors import FailedShareError, RequestError
@@ -124,7 +125,7 @@ async def test_what_failed_is_attempted_once_more_when_a_user_asks_and_its_group
         attempts = [(row["sample"], row["attempt"], row["status"]) for row in stored(run, "rollouts")]
         (group,) = stored(run, "groups")
         assert len(stored(run, "scores")) == GROUP_SIZE
-        assert drop_line(drops(run.folder, 0, scoring.key)) == ""
+        assert drop_line(drops(StepRows.read(run.folder, 0, scoring.key))) == ""
     assert sampler.sampled == [1]
     assert [sorted(call) for call in scoring.calls] == ([[0, 1, 2, 3]] if by_group else [[1]])
     assert attempts[1:3] == [(1, 0, "failed"), (1, 1, "complete")]
@@ -212,7 +213,7 @@ async def test_a_step_says_what_it_lost_by_cause_and_by_length(tmp_path: Path) -
     async with opened(tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}) as run:
         await collected(run)
         await run.store.writer.flush()
-        fates = drops(run.folder, 0, scoring.key)
+        fates = drops(StepRows.read(run.folder, 0, scoring.key))
     causes = sorted(fates["cause"].to_list())
     assert causes == ["Deadline", "RequestError", "dropped_by_scorer", "too_few_survivors"]
     assert drop_line(fates).startswith("4 lost (")
@@ -239,8 +240,8 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(t
     score = {"train_truncated": False}
     async with opened(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
         (outcome,) = await collected(run)
-        fates = drops(run.folder, 0, run.scoring.key, train_truncated=False)
-        assert drop_line(drops(run.folder, 0, run.scoring.key)) == ""
+        fates = drops(StepRows.read(run.folder, 0, run.scoring.key), train_truncated=False)
+        assert drop_line(drops(StepRows.read(run.folder, 0, run.scoring.key))) == ""
     assert [survivor.sample for survivor, _ in outcome.trained] == [0, 3]
     assert drop_line(fates) == "2 lost (2 truncated)"
 
@@ -248,7 +249,7 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(t
 async def test_a_step_that_lost_nothing_says_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path, PlannedSampler(), PlannedScoring()) as run:
         await collected(run)
-        fates = drops(run.folder, 0, run.scoring.key)
+        fates = drops(StepRows.read(run.folder, 0, run.scoring.key))
     assert drop_line(fates) == ""
     assert {metric.name: metric.value for metric in drop_metrics(fates)}["drops/kept_tokens"] == 2.0
 

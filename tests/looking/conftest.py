@@ -19,6 +19,7 @@ from stored_spans import store_spans
 from flows import cli
 from flows.config import RunConfig
 from flows.reporting.drops import drop_metrics, drops
+from flows.reporting.step_rows import StepRows
 from tasks.observe.metrics import Metric
 from tasks.rollout.conversation import tokenized
 from tasks.rollout.environment import Example, Message
@@ -168,7 +169,7 @@ def metrics(folder: RunFolder, step: int) -> Rows:
     every = [Metric(f"time/{name}_s", "all", "value", seconds) for name, seconds in spans.items()]
     every += [Metric("train/updated", "all", "value", 1.0)]
     every += [Metric("train/entropy_nats", env, "mean", 0.8 - 0.1 * step) for env in ("all", "addition")]
-    every += drop_metrics(drops(folder, step, "addition@1"))
+    every += drop_metrics(drops(StepRows.read(folder, step, "addition@1")))
     columns = {"run": [RUN] * len(every), "step": [step] * len(every)}
     return batch_of(
         "metrics",
