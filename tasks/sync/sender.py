@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -73,23 +73,12 @@ class WeightSender:
             SyncError: the pieces are not those of the plan.
         """
         started, buckets = time.monotonic(), plan.senders[self._rank]
-        sizes = [bucket.size_bytes for bucket in buckets]
         boards = {_home(each.transport): Board() for each in targets}
         fillings = [
             Filling(buckets, self._keep(home, buckets, shared), board) for home, board in boards.items()
         ]
         ended = queue.SimpleQueue[Delivery]()
-        deliveries = {
-            each.server: Delivery(
-                self._links_to(each, plan.streams),
-                plan.streams,
-                sizes,
-                boards[_home(each.transport)],
-                ended.put,
-            )
-            for each in targets
-        }
-        self._under_way = deliveries
+        self._under_way = deliveries = self._deliveries(plan, targets, boards, ended.put)
         try:
             for each in deliveries.values():
                 each.start()
@@ -112,6 +101,22 @@ class WeightSender:
             Sent(server, each.sent_bytes, each.ended_at - started, each.error)
             for server, each in deliveries.items()
         ]
+
+    def _deliveries(
+        self,
+        plan: TransferPlan,
+        targets: Sequence[Target],
+        boards: Mapping[str, Board],
+        tell: Callable[[Delivery], None],
+    ) -> dict[str, Delivery]:
+        """One for each target, by server, not yet begun; `tell` is told of those that have ended."""
+        sizes = [bucket.size_bytes for bucket in plan.senders[self._rank]]
+        return {
+            each.server: Delivery(
+                self._links_to(each, plan.streams), plan.streams, sizes, boards[_home(each.transport)], tell
+            )
+            for each in targets
+        }
 
     def progress(self) -> dict[str, int]:
         """Bytes handed over to each server in the transfer that is under way, or was last; from any thread."""

@@ -1,7 +1,7 @@
 """What settings of training must hold to, before anything is started; torch is not imported here."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -77,8 +77,15 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
     return options
 
 
-def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, object, bool, str]]:
-    """(field, value, is wrong, remedy) of each rule."""
+_Rule: TypeAlias = tuple[str, object, bool, str]
+"""(field, value, is wrong, remedy)."""
+
+
+def _rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule]:
+    return [*_importance_rules(config, has_ratio), *_rate_rules(config), *_reference_rules(config)]
+
+
+def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule]:
     mode, floor, cap = config.importance.mode, config.importance.floor, config.importance.cap
     return [
         (
@@ -100,6 +107,12 @@ def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, objec
             mode != "masked" and floor > 0.0,
             f"is for train.importance.mode masked, which leaves smaller ratios out; the mode is {mode}",
         ),
+    ]
+
+
+def _rate_rules(config: TrainConfig) -> list[_Rule]:
+    """Those of what a gradient is divided by, and of the learning rate."""
+    return [
         (
             "train.normalization_tokens",
             config.normalization_tokens,
@@ -126,6 +139,11 @@ def _rules(config: TrainConfig, has_ratio: bool | None) -> list[tuple[str, objec
             config.lr_decay == "none" and config.min_lr_share > 0.0,
             "the rate falls with train.lr_decay linear or cosine alone: set it, or give 0",
         ),
+    ]
+
+
+def _reference_rules(config: TrainConfig) -> list[_Rule]:
+    return [
         (
             "train.kl.model",
             config.kl.model,
