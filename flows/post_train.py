@@ -76,5 +76,6 @@ async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = F
                 await beside.evaluated(config.steps)
             with span("checkpoint"):
                 await policy.checkpointed()
+            await policy.tell_spans()
             await report_run(run)
     return run.folder.location

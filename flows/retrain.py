@@ -76,6 +76,7 @@ async def retrain(run_name: RunName, config: RunConfig) -> str:
                     await policy.export_if_due()
             with span("checkpoint"):
                 await policy.checkpointed()
+            await policy.tell_spans()
             await report_run(run)
     return run.folder.location
 

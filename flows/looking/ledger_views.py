@@ -26,6 +26,8 @@ SECONDS = Column("seconds")
 def ledger_views(name: str, ledger: Ledger) -> list[View]:
     """The tables of a ledger: the step's line, the other processes, trajectories, the path of a single step, advice."""
     n = len(ledger.steps)
+    if not n:
+        return _ends(name, ledger)
     seconds = median_s(ledger.steps)
     which = f"step {ledger.steps['step'][0]}" if n == 1 else f"median of {n} steps"
     views = [View({}, f"{name}, {which}: {seconds:.2f} s, by what decided it", *_line(ledger))]
@@ -39,12 +41,7 @@ def ledger_views(name: str, ledger: Ledger) -> list[View]:
         views.append(View({}, "one trajectory, on average", columns, _shown(each)))
     if n == 1:
         views.append(_path(ledger))
-    views.append(_advice(ledger))
-    if ends := run_ends(ledger):
-        columns = [Column("part"), Column("name"), Column("cause", is_text=True), SECONDS]
-        columns.append(Column("percent", header="% of it", digits=1))
-        views.append(View({}, "the run's start and end, beside its steps", columns, _shown(ends, "part")))
-    return views
+    return [*views, _advice(ledger), *_ends("the run", ledger)]
 
 
 def ledger_values(name: str, ledger: Ledger) -> dict[str, object]:
@@ -210,6 +207,14 @@ def _path(ledger: Ledger) -> View:
     ]
     columns += [Column("lane"), Column("cause", rank=2, is_text=True)]
     return View({}, PATH, columns, longest.select(column.name for column in columns).to_dicts(), notes)
+
+
+def _ends(name: str, ledger: Ledger) -> list[View]:
+    """What a run took beside its steps; nothing where that was not asked for."""
+    columns = [Column("part"), Column("name"), Column("cause", is_text=True), SECONDS]
+    columns.append(Column("percent", header="% of it", digits=1))
+    ends = _shown(run_ends(ledger), "part")
+    return [View({}, f"{name}, its start and end, beside its steps", columns, ends)] if ends else []
 
 
 def _advice(ledger: Ledger) -> View:

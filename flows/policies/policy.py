@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,7 @@ from flows.reporting.report import has_metrics, store_metrics, train_metrics
 from flows.running.run import Run, TrainingRun
 from flows.running.space import is_checkpoint_due
 from flows.ui.progress import say
-from tasks.errors import ServiceDiedError, SkippedStepsError
+from tasks.errors import RequestError, ServiceDiedError, SkippedStepsError
 from tasks.observe.metrics import Metric
 from tasks.observe.spans import OpenSpan, current_lane, span, spanned, within
 from tasks.observe.waits import Lock
@@ -168,6 +168,11 @@ class Policy:
                     await self._bring_back_trainer(error)
             if is_checkpoint_due(self._run.config, self.trained.version):
                 await self._checkpoint()
+
+    async def tell_spans(self) -> None:
+        """Have the ranks tell of their time until now; no command follows the last step that would bring that."""
+        with suppress(RequestError, ServiceDiedError):  # its death costs these spans alone
+            await self._trainer.client.tell_spans()
 
     @spanned("export")
     async def export_if_due(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from tasks.errors import BatchRefusedError
+from tasks.errors import BatchRefusedError, RollmillError
 from tasks.observe.loop import LoopMonitor
 from tasks.observe.metrics import Metric, MetricTable, Reduced
 from tasks.observe.spans import span
@@ -46,11 +46,25 @@ class BatchTraining:
         self._objective = Objective(config)
 
     def checked_rows(self, command: TrainStep, engine: Engine) -> BatchRows:
-        """The rows of a step's batch.
+        """The rows of a step's batch, which all ranks read at the same time. A collective.
 
         Raises:
-            BatchRefusedError: it is another batch than was asked for, or cannot be trained on.
+            BatchRefusedError: it is another batch than was asked for, or cannot be trained on; on every rank, as rank 0 found.
         """
+        verdicts: list[RollmillError | None] = [None] * dist.get_world_size()
+        with span("handing_over"):
+            try:
+                batch = self._checked(command, engine)
+            except RollmillError as error:
+                verdicts[dist.get_rank()] = error
+            own = verdicts[dist.get_rank()]
+            if len(verdicts) > 1:
+                dist.all_gather_object(verdicts, own)
+        if refusal := own or verdicts[0]:
+            raise refusal
+        return batch
+
+    def _checked(self, command: TrainStep, engine: Engine) -> BatchRows:
         batch = BatchRows.read(command, self._config)
         if batch.digest != command.digest:
             raise BatchRefusedError(
@@ -67,7 +81,8 @@ class BatchTraining:
     ) -> tuple[Progress, StepResult]:
         """Make the updates of a step, if there are any; where the rank stands then, and the step's result. A collective."""
         table, n_updates, deliveries = MetricTable(), loaded.progress.n_updates, tuple[Delivery, ...]()
-        reason = reason_to_skip(batch.samples, self._objective)
+        with span("packing"):
+            reason = reason_to_skip(batch.samples, self._objective)
         if reason:
             n_dropped = self._config.epochs * n_trained_tokens(batch.samples)
             _tell(table, "train/dropped_tokens", n_dropped)

@@ -31,6 +31,7 @@ from tasks.train.protocol import (
     Shutdown,
     StepResult,
     StorePolicy,
+    TellSpans,
     TrainerHealth,
     TrainStep,
     WeightDigests,
@@ -178,6 +179,10 @@ class TrainerClient:
     async def weight_digests(self, names: Sequence[str] = ()) -> dict[str, str]:
         """SHA-256 of tensors as they are sent, 64 hex digits, by name; without names of all."""
         return dict(await self._do(WeightDigests(names=list(names))))
+
+    async def tell_spans(self) -> None:
+        """Have the ranks tell what they did since the last command, idling too."""
+        await self._do(TellSpans())
 
     async def checkpoint(self, folder: str, version: int) -> CheckpointBegun:
         """Begin to write the version that the trainer stands at into RUN/checkpoints; it is copied when this returns.

@@ -128,6 +128,12 @@ class WriteWeights(Command):
     version: int
 
 
+class TellSpans(Command):
+    """Tell what all ranks have done, or waited for, since they told last."""
+
+    name = "tell_spans"
+
+
 class WeightDigests(Command):
     """SHA-256 of tensors as they are sent.
 
@@ -203,6 +209,7 @@ COMMANDS: dict[str, type[Command]] = {
         ExportPolicy,
         StorePolicy,
         Digests,
+        TellSpans,
         Shutdown,
     )
 }

@@ -19,7 +19,6 @@ from tasks.store.policies import has_policy
 from tasks.store.routing import read_routing
 from tasks.store.weights import whole_weights
 from tasks.sync.order import Sent, Target
-from tasks.train.batch_rows import BatchRows
 from tasks.train.batch_training import BatchTraining, Loaded
 from tasks.train.checkpoint_writer import CheckpointWriter
 from tasks.train.checkpoints import Progress, begin_checkpoint, read_progress, restore_checkpoint
@@ -41,6 +40,7 @@ from tasks.train.protocol import (
     Send,
     StepResult,
     StorePolicy,
+    TellSpans,
     TrainStep,
     WeightDigests,
     WriteWeights,
@@ -90,7 +90,6 @@ class Worker:
         self._training = BatchTraining(config, timeline, monitor)
         self._others: OtherPolicies | None = None
         self._copy: FrozenPolicy | None = None
-        self._prepared: BatchRows | None = None
         self._methods: dict[str, Callable[[Any], Any]] = {
             Load.name: self._load,
             TrainStep.name: self._train_step,
@@ -103,6 +102,7 @@ class Worker:
             ExportPolicy.name: self._export_policy,
             StorePolicy.name: self._store_policy,
             Digests.name: self._digests,
+            TellSpans.name: lambda _: self._timeline.exchange(None) and None,
         }
 
     def prepare(self, command: Command) -> Any:
@@ -176,7 +176,7 @@ class Worker:
         self._transfer.prepare(engine)
 
     def _prepare_step(self, command: TrainStep) -> StepResult | None:
-        at, self._prepared = self.progress, None
+        at = self.progress
         if command.run == at.run and command.step == at.version - 1 and command.digest == at.digest:
             return at.result
         if command.run != at.run or command.step != at.version:
@@ -184,23 +184,14 @@ class Worker:
                 f"the trainer stands at step {at.version} of run {at.run}, after the batch {at.digest or 'of no step'}; "
                 f"asked was step {command.step} of run {command.run} with the batch {command.digest}"
             )
-        with span("handing_over"):
-            self._prepared = self._training.checked_rows(command, self._loaded)
         return None
 
     def _train_step(self, command: TrainStep) -> StepResult:
         place = self._place(command, hands_over=command.hands_over)
         loaded = Loaded(self._loaded, self._other_policies, self.progress)
-        self.progress, result = self._training.train(command, self._rows_of(command), loaded, place)
+        batch = self._training.checked_rows(command, self._loaded)
+        self.progress, result = self._training.train(command, batch, loaded, place)
         return result
-
-    def _rows_of(self, command: TrainStep) -> BatchRows:
-        """The batch's rows, which rank 0 has read."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            return prepared
-        with span("handing_over"):
-            return BatchRows.read(command, self._config)
 
     def _place(self, command: TrainStep | ScoreRows, *, hands_over: bool = True) -> StepPlace:
         return StepPlace(command.folder, command.run, command.step, self.incarnation, hands_over)

@@ -1,6 +1,7 @@
 """`rollmill spans`: where the time went, of a run whose every second is known."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 from otlp_receiver import Receiver
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
-from span_rows import BEGAN, whole_step
+from span_rows import BEGAN, Row, whole_step
+from stored_spans import store_spans
 
 from flows.ui.pages import StepPage
 from tasks.store.layout import RunFolder
 
 Command = Callable[..., str]
+RUN = "5eed5eed5eed5eed"
 
 
 def test_the_table_has_every_owner_and_says_what_would_shorten_a_step(
@@ -30,6 +33,23 @@ def test_the_table_has_every_owner_and_says_what_would_shorten_a_step(
     assert "busiest rank: trainer/1, 2.60 s of a step, 1.40 s more than the least busy" in lines
     assert "another server 2.500" in lines
     assert "generation takes 1.9 times as long as training" in said
+
+
+def test_the_table_has_the_runs_start_and_end_also_of_one_that_came_to_no_step(
+    rollmill: Command, timed_run: RunFolder
+) -> None:
+    start: list[Row] = [(0, "flow", "main", "start", -10, 0), (0, "flow", "main", "launching", -10, -1)]
+    store_spans(timed_run, RUN, *start)
+    said = rollmill("spans", timed_run.location)
+    assert "timed, median of 3 steps" in said
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert lines[-2:] == ["start launching 9.000 90.0", "start unattributed 1.000 10.0"]
+    assert "launching" not in rollmill("spans", timed_run.location, "--step", "0")
+    for step in range(3):
+        shutil.rmtree(timed_run.local / "spans" / f"step={step:06d}")
+    store_spans(timed_run, RUN, *start)
+    only = rollmill("spans", timed_run.location)
+    assert only.startswith("timed, its start and end, beside its steps")
 
 
 def test_one_steps_table_lists_its_critical_path(rollmill: Command, timed_run: RunFolder) -> None:

@@ -77,8 +77,8 @@ def _line(timeline: Timeline) -> _Line:
     """The pieces of the step's line within windows, and the gaps between them."""
     pieces, windows = timeline.pieces, timeline.windows
     window_start, window_end = windows["start"].to_numpy(), windows["end"].to_numpy()
-    lane = timeline.lanes.index((FLOW, LINE))
-    own = pieces.take(pieces.lane == lane)
+    of_line = [at for at, each in enumerate(timeline.lanes) if each == (FLOW, LINE)]
+    own = pieces.take(np.isin(pieces.lane, of_line))
     own = own.take((timeline.spans["name"][own.span] != WHOLE).to_numpy())
     which, _, start, end = overlap(own.start, own.end, window_start, window_end)
     # windows are disjoint: between each end or window's beginning and what begins next, or a window's end, lies a gap
