@@ -13,6 +13,7 @@ from flows.config import RunConfig
 from tasks.score.advantages.batch import settled
 from tasks.score.outcome import batch_rows
 from tasks.score.stored import judged_groups
+from tasks.store.filesystem import files_of
 from tasks.store.layout import RunFolder
 from tasks.store.manifest import read_manifest, write_manifest
 from tasks.store.run import OpenRun
@@ -33,13 +34,13 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-async def store_batches(folder: RunFolder) -> None:
+async def store_batches(folder: RunFolder, steps: int = STEPS) -> None:
     """Give a collected run the batches that training would have stored: no server is there that takes its weights."""
     manifest = read_manifest(folder)
     config = RunConfig.model_validate(manifest.config)
     with OpenRun.extend(folder, config_of=config.store) as store:
         async with store.writer as writer:
-            for step in range(STEPS):
+            for step in range(steps):
                 groups = judged_groups(folder, step, SCORER, config.score).values()
                 outcomes = [outcome for each in groups for outcome in each]
                 rows = batch_rows(manifest.run, step, settled(config.score, outcomes), SCORER)
@@ -74,3 +75,22 @@ def test_a_steps_phases_are_measured_and_nothing_is_written_into_the_run(
     assert all(f"\n{name} " in table.stdout for name in WITHOUT_TRAINER)
     assert not any(f"\n{name} " in table.stdout for name in set(WITH_TRAINER) - set(WITHOUT_TRAINER))
     assert contents(run.local) == before
+
+
+@pytest.mark.long
+def test_a_step_that_lies_on_s3_is_measured_here_and_nothing_is_written_there(
+    workplace: Any, stub_python: str, s3_root: str
+) -> None:
+    settings = [f"serve.python={stub_python}", f"store.root={s3_root}", "steps=1"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    collected = workplace.run("collect", "small", *words)
+    assert collected.returncode == 0, collected.stdout
+    run = RunFolder(f"{s3_root}/small-collected")
+    asyncio.run(store_batches(run, steps=1))
+    before = files_of(run).keys("**/*")
+    measured = workplace.run("replay", run.location, "--attribute", "--step", "0", "--json")
+    assert measured.returncode == 0, measured.stdout
+    found = json.loads(measured.stdout[measured.stdout.index("\n{\n") :])
+    assert list(found["phases"]) == WITH_TRAINER
+    assert found["same_batch"]
+    assert files_of(run).keys("**/*") == before
