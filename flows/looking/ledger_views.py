@@ -201,11 +201,11 @@ def _path(ledger: Ledger) -> View:
     columns = [
         Column("from"),
         SECONDS,
-        Column("phase", rank=1),
+        Column("phase", rank=2),
         Column("name"),
         Column("process", is_text=True),
     ]
-    columns += [Column("lane"), Column("cause", rank=2, is_text=True)]
+    columns += [Column("lane", rank=1), Column("cause", rank=3, is_text=True)]
     return View({}, PATH, columns, longest.select(column.name for column in columns).to_dicts(), notes)
 
 
