@@ -1,0 +1,202 @@
+"""A deployed run cancelled in each of its phases and retried after each; one whose worker is killed with all it started."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from deployed_run import DEADLINE_S, Deployed, deployed
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from benchmarks.stubs.trainer import StubTrainer
+from flows.deploying.automations import put_automations, shipped
+from flows.post_train import post_train
+from tasks.serve.process import free_port
+from tasks.store.findings import Finding
+from tasks.store.verification import verify_run
+from tasks.sync.order import Sent
+from tasks.train.config import TrainConfig
+from tasks.train.protocol import AwaitCheckpoint, CheckpointWritten, Send, StepResult, TrainStep
+
+pytestmark = [pytest.mark.service, pytest.mark.long]
+
+STEPS = 4
+ROLLOUT = {"groups_per_step": 6, "group_size": 4, "max_in_flight": 64}
+"""An evaluation goes on beside the rollouts of a whole step."""
+
+WORK = ("/ rollout ", "/ score ", "/ evaluate ", "/ train ", "/ sync ")
+"""Names of task runs that do something; a step's own may be called running by a request that a slow server took late."""
+SHORT_S = 60
+"""Instead of the automation's 240 s: more than the 30 s between two heartbeats."""
+
+
+class HeldTrainer(StubTrainer):
+    """Stays in a phase of its work from when it comes to it until it is let go."""
+
+    def __init__(self, settings: TrainConfig) -> None:
+        super().__init__(0.0, 0.0, settings)
+        self._phase, self._is_reached, self._may_go_on = "", threading.Event(), threading.Event()
+
+    def hold(self, phase: str) -> None:
+        self._is_reached.clear()
+        self._may_go_on.clear()
+        self._phase = phase
+
+    def let_go(self) -> None:
+        self._phase = ""
+        self._may_go_on.set()
+
+    def is_held(self) -> bool:
+        return self._is_reached.is_set()
+
+    def _stay(self, phase: str) -> None:
+        if self._phase == phase:
+            self._is_reached.set()
+            self._may_go_on.wait(DEADLINE_S)
+
+    def _train(self, command: TrainStep) -> StepResult:
+        self._stay("training")
+        return super()._train(command)
+
+    def _send(self, command: Send) -> list[Sent]:
+        self._stay("sync")
+        return super()._send(command)
+
+    def _await_checkpoint(self, command: AwaitCheckpoint) -> CheckpointWritten:
+        self._stay("checkpoint")
+        return super()._await_checkpoint(command)
+
+
+@pytest.fixture(autouse=True)
+def _server(prefect_api: str) -> Any:
+    with temporary_settings({PREFECT_API_URL: prefect_api}):
+        yield
+
+
+@pytest.fixture
+async def _impatient_automation(_server: None) -> AsyncIterator[None]:
+    """The shipped automation, sooner, as long as a test goes on."""
+    await put_automations([sooner(each) for each in shipped()])
+    yield
+    await put_automations(shipped())
+
+
+@pytest.fixture
+def trainer() -> Iterator[tuple[HeldTrainer, dict[str, Any]]]:
+    """A trainer that can be held in a phase, and the settings of a run that attaches to it."""
+    port = free_port()
+    settings = {"url": f"http://127.0.0.1:{port}", "max_skipped_steps": STEPS}
+    held = HeldTrainer(TrainConfig.model_validate(settings))
+    control = held.serve(port)
+    try:
+        yield held, settings
+    finally:
+        held.let_go()
+        control.stop()
+
+
+async def test_a_run_cancelled_in_each_phase_leaves_nothing_behind_and_goes_on(
+    workplace: Any, stub_python: str, stub_told: Any, trainer: tuple[HeldTrainer, dict[str, Any]]
+) -> None:
+    held, settings = trainer
+    values = {"train": settings, "serve": {"python": stub_python}, "rollout": ROLLOUT}
+    async with deployed(workplace, post_train, steps=STEPS, **values) as run:
+        with workplace.worker(run.pool, ROLLMILL_TRAINER_TOKEN=held.token):
+            stub_told(is_down=True)
+            flow_run = await run.start()
+            await run.when_going(flow_run, lambda: "stub/bin" in str(run.of_run()))
+            await check_cancelled(run, flow_run, "services starting")
+
+            stub_told(rollout_s=DEADLINE_S)
+            for phase, task_run in (("sampling", "/ rollout "), ("evaluation", "/ evaluate ")):
+                await run.retried(flow_run)
+                await run.when_task_run(flow_run, task_run)
+                await check_cancelled(run, flow_run, phase)
+
+            stub_told()
+            for phase in ("training", "sync", "checkpoint"):
+                await check_held(run, flow_run, held, phase)
+
+            await run.retried(flow_run)
+            assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()
+        assert run.steps() == STEPS
+        assert not findings(run)
+
+
+async def check_held(run: Deployed, flow_run: UUID, held: HeldTrainer, phase: str) -> None:
+    """Retry a run, and cancel it when the trainer is in a phase of its work, which it stays in until the run is over."""
+    held.hold(phase)
+    await run.retried(flow_run)
+    await run.when_going(flow_run, held.is_held)
+    await check_cancelled(run, flow_run, phase)
+    held.let_go()
+
+
+async def check_cancelled(run: Deployed, flow_run: UUID, phase: str) -> None:
+    """Cancel a run, of which nothing is left then, and nothing of whose work seems to go on."""
+    await run.cancelled(flow_run)
+    assert not findings(run), phase
+    work = {
+        state for name, state in (await run.task_runs(flow_run)).items() if any(each in name for each in WORK)
+    }
+    assert work <= {"Completed", "Cancelled"}, phase
+
+
+@pytest.mark.usefixtures("_impatient_automation")
+async def test_a_run_whose_worker_is_killed_is_marked_crashed_with_its_step_and_goes_on_by_retry(
+    workplace: Any, stub_python: str, stub_told: Any, trainer: tuple[HeldTrainer, dict[str, Any]]
+) -> None:
+    held, settings = trainer
+    workplace.environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = "30"
+    token = {"ROLLMILL_TRAINER_TOKEN": held.token}
+    values = {"train": settings, "serve": {"python": stub_python}, "rollout": ROLLOUT}
+    async with deployed(workplace, post_train, steps=STEPS, **values) as run:
+        with workplace.worker(run.pool, **token) as worker:
+            stub_told(rollout_s=DEADLINE_S)
+            flow_run = await run.start()
+            await run.when_task_run(flow_run, "/ rollout ")
+            os.kill(worker.pid, signal.SIGKILL)
+            for pid in flow_processes(run):
+                os.kill(pid, signal.SIGKILL)
+        await run.when(flow_run, lambda _: not run.of_run())
+        assert await run.when_over(flow_run) == StateType.CRASHED
+        async with asyncio.timeout(DEADLINE_S):
+            while "Running" in await steps_of(run, flow_run):  # noqa: ASYNC110
+                await asyncio.sleep(1.0)
+
+        stub_told()
+        with workplace.worker(run.pool, **token):
+            await run.retried(flow_run)
+            assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()
+        assert run.steps() == STEPS
+        assert not findings(run)
+
+
+def findings(run: Deployed) -> list[Finding]:
+    """What `rollmill verify` finds wrong, but for checkpoints: the stub trainer writes none."""
+    return [each for each in verify_run(run.folder).findings if "/checkpoints/" not in each.where]
+
+
+def sooner(automation: Any) -> Any:
+    """The automation, less patient."""
+    trigger = automation.trigger.model_copy(update={"within": timedelta(seconds=SHORT_S)})
+    return automation.model_copy(update={"trigger": trigger})
+
+
+def flow_processes(run: Deployed) -> list[int]:
+    """Those that a worker has started; what they started ends by itself."""
+    return [pid for pid, line in run.of_run().items() if "prefect" in line]
+
+
+async def steps_of(run: Deployed, flow_run: UUID) -> set[str | None]:
+    """States of the flow runs of steps and evaluations that were begun."""
+    below = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [flow_run]}})
+    found = await run.client.read_flow_runs(flow_run_filter=below, limit=200)
+    return {each.state_name for each in found if each.state_type != StateType.PENDING}
