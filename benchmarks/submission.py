@@ -131,6 +131,7 @@ async def ours(stubs: StubServers, n_passes: int) -> tuple[float, float]:
         calls = []
         for number in range(1 + n_passes):
             await asyncio.sleep(0.1)  # as long as connections are kept, and a step lasts longer than a call
+            await servers.prepare(PolicyVersion("ab", 1, number))  # as beside training
             decided_ns = time.time_ns()
             await servers.bring_up(PolicyVersion("ab", 1, number))
             assert not servers.failed, servers.failed

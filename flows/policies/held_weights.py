@@ -46,6 +46,9 @@ class HeldWeights:
             raise ConfigError("serve.urls", server.url, wrong)
         await check_tokenizer(self._openings, server)
 
+    async def prepare(self, version: PolicyVersion) -> None:
+        """Nothing is compared."""
+
     async def send(self, servers: Sequence[VllmClient], version: PolicyVersion, take: object) -> None:
         """Nothing is sent."""
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from flows.evaluate import evaluate_version, is_due, is_evaluated
+from flows.failure import one_error
 from flows.policies.checkpointing import Checkpointing
 from flows.policies.parity import AT_START, ratio_warning
 from flows.policies.servers import Servers, servers_of
@@ -106,7 +107,7 @@ class Policy:
             await self.trained.complete(step)
             waited_s = await self._recomputing.end() if self._recomputing else 0.0
             try:
-                result = await self.trained.train(step, digest)
+                result = await self._trained(step, digest)
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
                 result = self.trained.replayed[step]
@@ -115,11 +116,8 @@ class Policy:
         if self._servers and (warning := ratio_warning(self._run.config, step, result.metrics)):
             say(warning)
         self._count_skipped(result)
-        if self._recomputing is None:
-            return result
-        return replace(
-            result, metrics=[*result.metrics, *self._recomputing.metrics(result.metrics, waited_s)]
-        )
+        again = self._recomputing.metrics(result.metrics, waited_s) if self._recomputing else []
+        return replace(result, metrics=[*result.metrics, *again])
 
     async def sync(self, *, only_name: bool) -> list[Metric]:
         """Give every server the current version: its weights, or its name alone when it has those already.
@@ -232,6 +230,15 @@ class Policy:
             async with self._still:
                 await self._bring_up()
             await evaluate_version(run, version)
+
+    async def _trained(self, step: int, digest: str) -> StepResult:
+        """What the trainer makes of a step's batch; what servers are compared on afterwards is read beside it."""
+        with one_error():
+            async with asyncio.TaskGroup() as group:
+                if self._servers:
+                    group.create_task(self._servers.prepare(replace(self.trained.current, version=step + 1)))
+                training = group.create_task(self.trained.train(step, digest))
+        return training.result()
 
     async def _survived(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """What a command returns; given once more when the trainer died of it, with the weights held still."""

@@ -77,6 +77,10 @@ class Servers:
         self.are_up.set()
         return [*(report for task in tasks if (report := task.result())), *reports]
 
+    async def prepare(self, version: PolicyVersion) -> None:
+        """Read ahead what bringing the servers to a version needs that is stored, once the version's batch is."""
+        await self._sync.prepare(version)
+
     async def rejoin(self, server: ServerService, hold: Hold) -> None:
         """Let a server in that failed and answers again; it takes the policy's weights by files unless it still has them.
 

@@ -1,8 +1,10 @@
 """What a sync of one version to the servers came to: a report for each, metrics of all, and a line while it goes on."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flows.ui.progress import say
 from tasks.observe.metrics import Metric
 
 
@@ -60,3 +62,35 @@ def progress_line(version: int, sent: Mapping[str, int], each_bytes: int, elapse
     whole = f"{sum(sent.values()) / 1e9:.1f} of {each_bytes * len(sent) / 1e9:.1f} GB"
     by_server = ", ".join(f"{server}: {n_bytes / 1e9:.1f} GB" for server, n_bytes in sent.items())
     return f"version {version} -> {len(sent)} servers: {whole}, {elapsed_s:.0f} s ({by_server})"
+
+
+class RouteReport:
+    """Says how weights reach servers: a line for all that they reach in one way, and nothing that was said before."""
+
+    def __init__(self) -> None:
+        self._ways: dict[str, str] = {}
+        self._untold: set[str] = set()
+
+    def note(self, server: str, transport: str, reason: str) -> None:
+        """Note the way to a server; it is said with the next `tell` where it is new."""
+        way = f"weights travel by {transport}, since {reason}"
+        if self._ways.get(server) != way:
+            self._ways[server] = way
+            self._untold.add(server)
+
+    def tell(self) -> None:
+        """Say what is new."""
+        servers: dict[str, list[str]] = defaultdict(list)
+        for server, way in self._ways.items():
+            if server in self._untold:
+                servers[way].append(server)
+        self._untold.clear()
+        for way, of_one_way in servers.items():
+            say(route_line(way, of_one_way))
+
+
+def route_line(way: str, servers: Sequence[str]) -> str:
+    """A way and its servers, in words. Example: "64 servers, http://a and 63 more: weights travel by tcp, since ..."."""
+    if len(servers) == 1:
+        return f"server {servers[0]}: {way}"
+    return f"{len(servers)} servers, {servers[0]} and {len(servers) - 1} more: {way}"

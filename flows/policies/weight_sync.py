@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.failure import one_error
 from flows.policies.parity import Parity
-from flows.policies.sync_report import SyncReport, progress_line
+from flows.policies.sync_report import RouteReport, SyncReport, progress_line
 from flows.policies.sync_verdict import SyncVerdict
 from flows.running.run import Run
 from flows.running.submission import Submission
@@ -50,14 +50,12 @@ class WeightSync:
         self, run: Run, trainer: TrainerClient, parity: Parity, task: SendTask = send_weights
     ) -> None:
         self._run, self._trainer, self._parity, self._task = run, trainer, parity, task
-        self.calls = 0
+        self.calls, self._place = 0, ""
         self._offer: tuple[int, WeightOffer] | None = None
         self._routes: dict[VllmClient, tuple[int, Route]] = {}
-        self.submitted = Submission()
+        self.submitted, self._ways = Submission(), RouteReport()
         self._asking, self._offering = asyncio.Lock(), asyncio.Lock()  # who waits books it to the trainer
         self._digests: tuple[str, Mapping[str, str]] = "", {}
-        self._place = ""
-        self._told: dict[VllmClient, str] = {}
 
     def is_joined(self, server: VllmClient, version: PolicyVersion) -> bool:
         """True when a server has a route to the trainer of this incarnation."""
@@ -82,10 +80,11 @@ class WeightSync:
         self.calls += 1
         route, reason = await find_route(server, await self._offered(version), self._run.config.sync)
         self._routes[server] = version.incarnation, route
-        text = f"server {server.url}: weights travel by {route.transport}, since {reason}"
-        if self._told.get(server) != text:
-            self._told[server] = text
-            say(text)
+        self._ways.note(server.url, route.transport, reason)
+
+    async def prepare(self, version: PolicyVersion) -> None:
+        """Read the tokens that servers will be compared on, while the step is trained that makes the version."""
+        await self._parity.sequences(version)
 
     async def send(
         self,
@@ -108,6 +107,7 @@ class WeightSync:
         self.submitted = submitted = Submission()
         if not servers:
             return
+        self._ways.tell()
         routes = {server: self._routes.pop(server)[1] for server in servers}
         if len(servers) > 1:
             await self._expect(version)

@@ -50,7 +50,7 @@ def _obstacle(transport: str, trainer: Place, server: ServerPlace, shares_memory
             return f"trainer and server are on the same GPUs ({which}), and nccl is between different ones"
     if transport == "shm":
         if not is_one_machine:
-            return "trainer and server are on different machines"
+            return "trainer and server are on different machines, or in different containers of one"
         if not shares_memory:
             return "the trainer offers no shared memory"
     return ""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from tasks.errors import ConfigError, ParityError, RequestError, RequestsHeldError, ServiceError, SyncError
@@ -116,6 +117,7 @@ class Dispatch:
     ) -> None:
         self._source, self._offer, self._routes = source, offer, routes
         self._version, self._config, self._checksums = version, config, tuple(checksums)
+        self._plan = msgspec.Raw(msgspec.json.encode(offer.plan))  # tens of kB, written once for all servers
         self._files, self._mode, self._report = tuple(files), mode or config.mode, report
         self.taken: set[VllmClient] = set()
         self.starts_ns: dict[str, int] = {}
@@ -148,7 +150,7 @@ class Dispatch:
         """
         what = f"taking version {self._version} by {self._routes[server].transport}"
         async with named(server, what, "sync.timeout_s", self._config.timeout_s):
-            order = self._order(self._routes[server]).to_json()
+            order = self._order(self._routes[server]).to_json() | {"plan": self._plan}
             asked_ns = time.time_ns()
             taking = asyncio.ensure_future(server.take_weights(order, self._config.timeout_s))
             try:

@@ -17,7 +17,7 @@ from prefect.logging import disable_run_logger
 from flows.config import RunConfig
 from flows.policies.parity import Parity
 from flows.policies.servers import Servers
-from flows.policies.sync_report import SyncReport, progress_line, sync_metrics
+from flows.policies.sync_report import RouteReport, SyncReport, progress_line, sync_metrics
 from flows.policies.weight_sync import WeightSync
 from tasks.errors import RequestError, RequestsHeldError, TransientRequestError
 from tasks.observe.spans import Recorder, recording, span
@@ -239,6 +239,55 @@ async def test_what_servers_are_compared_with_is_waited_for_in_their_lanes_and_b
     assert {each.step for each in taken} == {3}
     waited = [each for each in taken if (each.name, each.cause) == ("waiting_for_trainer", "trainer/0")]
     assert sum(1e-9 * each.duration_ns for each in waited) == pytest.approx(max(planted.values()), rel=0.1)
+
+
+async def test_one_line_says_how_weights_reach_all_servers_and_says_it_once(
+    fleet_of, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = fleet_of(3)
+    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.bring_up(AT[1])
+    said = [line for line in capsys.readouterr().err.splitlines() if "weights travel" in line]
+    assert said == [
+        "3 servers, http://0 and 2 more: weights travel by tcp, since trainer and server are on different machines, "
+        "or in different containers of one"
+    ]
+
+
+def test_servers_that_weights_reach_otherwise_have_a_line_of_their_own_and_a_new_way_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = RouteReport()
+    for server in ("a", "b", "c"):
+        report.note(server, "shm" if server == "b" else "tcp", "it is so")
+    with disable_run_logger():
+        report.tell()
+        report.note("a", "tcp", "it is so")
+        report.note("b", "tcp", "it is so now")
+        report.tell()
+        report.tell()
+    assert capsys.readouterr().err.splitlines() == [
+        "2 servers, a and 1 more: weights travel by tcp, since it is so",
+        "server b: weights travel by shm, since it is so",
+        "server b: weights travel by tcp, since it is so now",
+    ]
+
+
+async def test_what_servers_are_compared_on_is_read_before_the_sync(
+    fleet_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, read = fleet_of(2), list[int]()
+
+    def sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarray]:
+        read.append(step)
+        return [np.array([1, 2, 3], np.int32)]
+
+    monkeypatch.setattr("flows.policies.parity.stored_sequences", sequences)
+    await fleet.servers.prepare(AT[2])
+    assert read == [1]
+    assert not fleet.trainer.calls, "the trainer is at work"
+    await fleet.servers.bring_up(AT[2])
+    assert read == [1]
 
 
 async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of) -> None:
