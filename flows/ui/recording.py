@@ -34,13 +34,15 @@ async def count_recorded(since: datetime) -> int:
 
 
 def forget_results() -> None:
-    """Let go of the states that Prefect keeps of every task's result until the flow run ends.
+    """Let go of what Prefect keeps of every task run until the flow run ends: the states of results, and assets.
 
-    By them it draws which task had whose result as a parameter, which is so for none here. They are 5 kB a step.
+    By them it draws which task had whose result as a parameter, and which assets came of it, which is so for none
+    here. The states are 5 kB a step; the assets, an empty set for each task run, 0.3 kB each.
     """
     context = FlowRunContext.get()
     if context is not None:
         context.run_results.clear()
+        context.task_run_assets.clear()
 
 
 class Recording:

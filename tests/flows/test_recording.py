@@ -1,6 +1,7 @@
 """A run waits for Prefect's server when that helps, and never for ever."""
 
 from datetime import datetime
+from uuid import uuid4
 
 import httpx
 from prefect.context import FlowRunContext
@@ -89,8 +90,11 @@ async def test_the_end_waits_no_longer_than_allowed_for_a_server_that_is_gone() 
     assert await made.wait_until_recorded() == 10
 
 
-def test_states_of_results_are_not_kept_for_the_length_of_a_flow_run() -> None:
-    with FlowRunContext.model_construct(run_results={1: ("state", "task run", None)}) as context:
+def test_states_of_results_and_assets_are_not_kept_for_the_length_of_a_flow_run() -> None:
+    with FlowRunContext.model_construct(
+        run_results={1: ("state", "task run", None)}, task_run_assets={uuid4(): set()}
+    ) as context:
         forget_results()
     assert context.run_results == {}
+    assert context.task_run_assets == {}
     forget_results()  # without a flow run there is nothing to let go of
