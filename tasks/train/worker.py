@@ -101,7 +101,7 @@ class Worker:
             Checkpoint.name: self._checkpoint,
             ExportPolicy.name: self._export_policy,
             StorePolicy.name: self._store_policy,
-            Digests.name: self._digests,
+            Digests.name: lambda _: tensor_digests(self._loaded),
             TellSpans.name: lambda _: self._timeline.exchange(None) and None,
         }
 
@@ -272,9 +272,6 @@ class Worker:
     def _check_version(self, version: int) -> None:
         if version != self.progress.version:
             raise RequestError(f"the trainer stands at version {self.progress.version}, not {version}")
-
-    def _digests(self, _: Digests) -> dict[str, str]:
-        return tensor_digests(self._loaded)
 
     def _on_this_machine(self, checkpoint: str) -> Path:
         """The folder of a checkpoint; one rank of each machine fetches it, unless it is there."""
