@@ -103,7 +103,7 @@ async def test_sinks_are_told_how_the_run_ended(
         "class Listening:\n"
         f"    def end(self, how): pathlib.Path({str(tmp_path / 'end')!r}).write_text(how)\n"
         "p.feeds_of = lambda settings, report: [p.Feed('listening', Listening, report)]\n"
-        "p.main()\n"
+        "p.serve(p.feeds_of)\n"
     )
     with suppress(type(error) if error else OSError):
         async with SinkClient(SinkSettings("ab", "run"), print, (sys.executable, "-c", script)):
@@ -145,7 +145,7 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
         "    def write(self, point): __import__('time').sleep(600)\n"
         "    def end(self, how): pass\n"
         "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
-        "p.main()\n"
+        "p.serve(p.feeds_of)\n"
     )
     told: list[str] = []
     settings = SinkSettings("ab", "run", timeout_s=timeout_s)
