@@ -33,92 +33,103 @@ REFRESH_S = 2.0
 SCORERS = ("addition@1", "brevity@1")
 
 
-def rows_of_step(run: str, step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
-    """Partition and rows of what a run stores of a step."""
-    n, random = GROUPS * GROUP_SIZE, np.random.default_rng(step)
-    groups = step * GROUPS + np.arange(n) // GROUP_SIZE
-    samples = (np.arange(n) % GROUP_SIZE).astype(np.int32)
-    is_failed = np.arange(n) % FAILED_EVERY == 7
-    ids = [f"{run}.{group}.{sample}.0" for group, sample in zip(groups, samples, strict=True)]
-    messages = [
-        json.dumps(
-            [
-                {"role": "user", "content": f"{group} + 17 = ?"},
-                {"role": "assistant", "content": "thinking " * 30},
-            ]
-        )
-        for group in groups
-    ]
-    places = {"run": [run] * n, "trajectory_id": ids, "group": groups, "sample": samples}
-    where = {"step": step}
-    sampled = places | {
-        "attempt": np.zeros(n, np.int32),
-        "env": np.where(groups % 2, "calculator", "addition").tolist(),
-        "status": np.where(is_failed, "failed", "complete").tolist(),
-        "error_type": np.where(is_failed, "RequestError", "").tolist(),
-        "error": np.where(is_failed, "503 from the server", "").tolist(),
-        "n_completion_tokens": random.integers(5, 60, n).astype(np.int32),
-        "policy_version_first": np.full(n, step, np.int32),
-        "policy_version_last": np.full(n, step, np.int32),
-        "messages": messages,
-        "example": ['{"problem": "1 + 17"}'] * n,
-        "outcome": ["{}"] * n,
-        "version_span_starts": [[1]] * n,
-        "version_span_versions": [[step]] * n,
-        "duration_s": random.random(n),
-    }
-    yield partition_folder("rollouts", where), made_up("rollouts", n, step, **sampled)
-    for scorer in SCORERS:
-        name, _, version = scorer.partition("@")
-        rewards = np.where(is_failed, np.nan, random.random(n))
-        scored = places | {
+class MadeUpStep:
+    """What a run stores of a step, made up."""
+
+    def __init__(self, run: str, step: int) -> None:
+        n = GROUPS * GROUP_SIZE
+        self._n, self._step, self._random = n, step, np.random.default_rng(step)
+        self._of_group = step * GROUPS + np.arange(n) // GROUP_SIZE
+        self._is_failed = np.arange(n) % FAILED_EVERY == 7
+        samples = (np.arange(n) % GROUP_SIZE).astype(np.int32)
+        ids = [f"{run}.{group}.{sample}.0" for group, sample in zip(self._of_group, samples, strict=True)]
+        self._places = {"run": [run] * n, "trajectory_id": ids, "group": self._of_group, "sample": samples}
+
+    def rows(self) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Partition and rows of each data set."""
+        where = {"step": self._step}
+        yield partition_folder("rollouts", where), self._rollouts()
+        for scorer in SCORERS:
+            yield partition_folder("scores", {"scorer": scorer, **where}), self._scores(scorer)
+        yield partition_folder("groups", where), self._groups()
+        plan = {"first_group": [self._step * GROUPS], "n_groups": [GROUPS], "reason": ["plan"]}
+        yield partition_folder("plans", where), made_up("plans", 1, self._step, **plan)
+        yield partition_folder("batches", where), self._batch()
+        yield partition_folder("metrics", where), self._metrics()
+
+    def _rollouts(self) -> pa.RecordBatch:
+        n, step = self._n, self._step
+        columns = self._places | {
+            "attempt": np.zeros(n, np.int32),
+            "env": np.where(self._of_group % 2, "calculator", "addition").tolist(),
+            "status": np.where(self._is_failed, "failed", "complete").tolist(),
+            "error_type": np.where(self._is_failed, "RequestError", "").tolist(),
+            "error": np.where(self._is_failed, "503 from the server", "").tolist(),
+            "n_completion_tokens": self._random.integers(5, 60, n).astype(np.int32),
+            "policy_version_first": np.full(n, step, np.int32),
+            "policy_version_last": np.full(n, step, np.int32),
+            "messages": [_messages(group) for group in self._of_group],
+            "example": ['{"problem": "1 + 17"}'] * n,
+            "outcome": ["{}"] * n,
+            "version_span_starts": [[1]] * n,
+            "version_span_versions": [[step]] * n,
+            "duration_s": self._random.random(n),
+        }
+        return made_up("rollouts", n, step, **columns)
+
+    def _scores(self, scorer: str) -> pa.RecordBatch:
+        n, (name, _, version) = self._n, scorer.partition("@")
+        columns = self._places | {
             "scorer": [name] * n,
             "version": [version] * n,
             "status": ["scored"] * n,
             "error_type": [""] * n,
             "error": [""] * n,
-            "reward": rewards,
+            "reward": np.where(self._is_failed, np.nan, self._random.random(n)),
             "components": ["{}"] * n,
             "subgroup": np.zeros(n, np.int32),
         }
-        yield partition_folder("scores", {"scorer": scorer, **where}), made_up("scores", n, step, **scored)
-    by_group = {
-        "group": np.unique(groups),
-        "subgroup": np.zeros(GROUPS, np.int32),
-        "reward_mean": random.random(GROUPS),
-        "reason": np.where(np.arange(GROUPS) % 5, "", "no_reward_spread").tolist(),
-        "env": np.where(np.unique(groups) % 2, "calculator", "addition").tolist(),
-    }
-    yield partition_folder("groups", where), made_up("groups", GROUPS, step, **by_group)
-    plan = {"first_group": [step * GROUPS], "n_groups": [GROUPS], "reason": ["plan"]}
-    yield partition_folder("plans", where), made_up("plans", 1, step, **plan)
-    trained = {
-        name: [each for each, failed in zip(column, is_failed, strict=True) if not failed]
-        for name, column in places.items()
-    }
-    n_trained = len(trained["trajectory_id"])
-    batch = made_up(
-        "batches",
-        n_trained,
-        step,
-        trajectory_id=trained["trajectory_id"],
-        scorer=["addition@1"] * n_trained,
-        advantage=random.normal(size=n_trained).astype(np.float32),
-    )
-    yield partition_folder("batches", where), batch
-    names = ["train/updated", "time/step_s", "drops/trajectories", "train/entropy_nats"]
-    names += [f"stage/metric_{i}" for i in range(N_METRICS - len(names))]
-    told = {
-        "name": names,
-        "env": ["all"] * N_METRICS,
-        "stat": ["value"] * N_METRICS,
-        "value": random.random(N_METRICS),
-    }
-    yield partition_folder("metrics", where), made_up("metrics", N_METRICS, step, **told)
+        return made_up("scores", n, self._step, **columns)
+
+    def _groups(self) -> pa.RecordBatch:
+        groups = np.unique(self._of_group)
+        columns = {
+            "group": groups,
+            "subgroup": np.zeros(GROUPS, np.int32),
+            "reward_mean": self._random.random(GROUPS),
+            "reason": np.where(np.arange(GROUPS) % 5, "", "no_reward_spread").tolist(),
+            "env": np.where(groups % 2, "calculator", "addition").tolist(),
+        }
+        return made_up("groups", GROUPS, self._step, **columns)
+
+    def _batch(self) -> pa.RecordBatch:
+        ids = zip(self._places["trajectory_id"], self._is_failed, strict=True)
+        trained = [each for each, failed in ids if not failed]
+        columns = {
+            "trajectory_id": trained,
+            "scorer": ["addition@1"] * len(trained),
+            "advantage": self._random.normal(size=len(trained)).astype(np.float32),
+        }
+        return made_up("batches", len(trained), self._step, **columns)
+
+    def _metrics(self) -> pa.RecordBatch:
+        names = ["train/updated", "time/step_s", "drops/trajectories", "train/entropy_nats"]
+        columns = {
+            "name": [*names, *(f"stage/metric_{i}" for i in range(N_METRICS - len(names)))],
+            "env": ["all"] * N_METRICS,
+            "stat": ["value"] * N_METRICS,
+            "value": self._random.random(N_METRICS),
+        }
+        return made_up("metrics", N_METRICS, self._step, **columns)
+
+
+def _messages(group: int) -> str:
+    question, answer = f"{group} + 17 = ?", "thinking " * 30
+    return json.dumps([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
 
 
 def store_step(files: Files, run: str, step: int) -> None:
-    for number, (folder, rows) in enumerate(rows_of_step(run, step)):
+    for number, (folder, rows) in enumerate(MadeUpStep(run, step).rows()):
         name = ShardName(1, 10 * step + number, is_compacted=True)
         write = partial(write_shard, name=name, dataset=folder.partition("/")[0], appended=[rows])
         files.publish(folder, write)

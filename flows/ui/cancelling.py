@@ -1,4 +1,4 @@
-"""What Prefect shows of a run that was cancelled: task runs that ended with it are Cancelled too, not crashed."""
+"""What Prefect shows of a run that was cancelled: what ended with it is Cancelled too, not crashed or going on."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.states import Cancelled
 
 from flows.ui.leftovers import MESSAGE as KILLED
+from flows.ui.leftovers import unfinished_steps
 
 MESSAGE = "Cancelled with its run."
 OPEN = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
@@ -21,8 +22,13 @@ AT_ONCE = 8
 
 
 async def mark_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State) -> None:
-    """Mark the task runs that a cancelled flow run took with it; a hook, which the worker calls when its process is gone."""
+    """Mark the flow runs of steps and the task runs that a cancelled flow run took with it.
+
+    A hook, which the worker calls when the run's process is gone; what that process told a slow server may be taken later.
+    """
     async with get_client() as client:
+        for step in await unfinished_steps(client, flow_run.id):
+            await client.set_flow_run_state(step.id, Cancelled(message=MESSAGE), force=True)
         began = await _began(client, flow_run.id)
         cut = [each for each in await _open_or_crashed(client, flow_run.id) if _is_cut(each, began)]
         for begin in range(0, len(cut), AT_ONCE):

@@ -76,7 +76,7 @@ async def _mark_below(client: PrefectClient, flow_run_id: UUID, before: datetime
             each for each, state in states.items() if state and (before is None or state.timestamp < before)
         ]
 
-    steps = leftover(await _unfinished_steps(client, flow_run_id))
+    steps = leftover(await unfinished_steps(client, flow_run_id))
     await _side_by_side(
         client.set_flow_run_state(each, Crashed(message=MESSAGE), force=True) for each in steps
     )
@@ -86,7 +86,7 @@ async def _mark_below(client: PrefectClient, flow_run_id: UUID, before: datetime
     )
 
 
-async def _unfinished_steps(client: PrefectClient, flow_run_id: UUID) -> list[FlowRun]:
+async def unfinished_steps(client: PrefectClient, flow_run_id: UUID) -> list[FlowRun]:
     """The first unfinished flow runs of a run's steps: never more than a few are open."""
     unfinished = {"parent_flow_run_id": {"any_": [flow_run_id]}, "state": {"type": {"any_": UNFINISHED}}}
     return await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(unfinished), limit=PAGE)

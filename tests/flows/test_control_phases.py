@@ -142,6 +142,7 @@ async def check_held(run: Deployed, flow_run: UUID, held: HeldTrainer, phase: st
 async def check_cancelled(run: Deployed, flow_run: UUID, phase: str) -> None:
     """Cancel a run, of which nothing is left then, and nothing of whose work seems to go on."""
     await run.cancelled(flow_run)
+    assert await steps_of(run, flow_run) <= {"Completed", "Cancelled"}, phase
     assert not findings(run), phase
     work = {
         state for name, state in (await run.task_runs(flow_run)).items() if any(each in name for each in WORK)
