@@ -120,7 +120,11 @@ STORING = (
             Figure("commit_beside_ms", "ms", limit=Beside("nothing compacted", "commit_ms"), is_steady=False),
         ),
     ),
-    Benchmark("endurance", figures=(Figure("rss_growth", "x", 0.02, is_steady=False),)),
+    Benchmark(
+        "endurance",
+        full=("--picture", "docs/endurance.png"),
+        figures=(Figure("rss_growth", "x", 0.02, is_steady=False),),
+    ),
     Benchmark(
         "viewer",
         figures=(Figure("slowest_first_s", "s", 1.0), Figure("slowest_again_s", "s", 1.0)),
