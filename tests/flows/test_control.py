@@ -89,7 +89,9 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
             secrets = SECRETS | keys_of_services(run)
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
-            assert set((await run.task_runs(flow_run)).values()) == {"Completed", "Cancelled"}
+            # A collector ends by itself, and with it what it has under way.
+            by_itself = {"Crashed"} if n_collectors else set()
+            assert set((await run.task_runs(flow_run)).values()) - by_itself == {"Completed", "Cancelled"}
 
             stub_told()
             await run.retried(flow_run)

@@ -43,9 +43,12 @@ class Deployed:
         assert answer.json()["status"] == SetStateStatus.ACCEPT.value, answer.text
 
     async def cancelled(self, flow_run: UUID) -> None:
-        """Cancel a run, and wait until it is, and nothing of it is left."""
+        """Cancel a run, and wait until it is, with its collectors, and nothing of it is left."""
         await self.set(flow_run, "CANCELLING", "Cancelling")
         assert await self.when_over(flow_run) == StateType.CANCELLED
+        of_deployment = FlowRunFilter.model_validate({"deployment_id": {"any_": [self.deployment]}})
+        for each in await self.client.read_flow_runs(flow_run_filter=of_deployment):
+            assert await self.when_over(each.id) == StateType.CANCELLED
         await self.when(flow_run, lambda _: not self.of_run())
 
     async def retried(self, flow_run: UUID) -> None:
@@ -80,7 +83,7 @@ class Deployed:
         await self.when_going(flow_run, lambda: self.steps() >= n)
 
     async def when_task_run(self, flow_run: UUID, name: str) -> None:
-        """Wait until a task of the run, or of its steps, is running."""
+        """Wait until a task of the run, its steps or its collectors is running."""
         async with asyncio.timeout(DEADLINE_S):
             while not any(  # noqa: ASYNC110
                 name in each and state == "Running"
@@ -89,8 +92,9 @@ class Deployed:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def task_runs(self, flow_run: UUID) -> dict[str, str | None]:
-        """State of each task run of a run and its steps, by name and number."""
-        of_run = FlowRunFilter.model_validate(own_and_steps(flow_run))
+        """State of each task run of a run, its steps and its collectors, by name and number."""
+        collectors = {"deployment_id": {"any_": [self.deployment]}}
+        of_run = FlowRunFilter.model_validate(own_and_steps(flow_run) | collectors)
         found = await self.client.read_task_runs(flow_run_filter=of_run, limit=200)
         return {f"{each.name} {n}": each.state_name for n, each in enumerate(found)}
 
