@@ -26,7 +26,8 @@ def ended_in_order() -> Iterator[None]:
     Raises:
         CancelledError: SIGTERM came, and all inside has ended; its cause is a TerminationSignal.
     """
-    prefects = getattr(engine, PREFECTS)
+    # A name of its own that Prefect may give up; without it, its way of ending is left as it is.
+    prefects = getattr(engine, PREFECTS, None)
     in_main_thread = threading.current_thread() is threading.main_thread()
     task = asyncio.current_task()
     if task is None or not in_main_thread or signal.getsignal(signal.SIGTERM) is not prefects:
