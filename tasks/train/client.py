@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -11,11 +12,13 @@ from typing import Any, Self
 import httpx
 
 from tasks.errors import RequestError, ServiceDiedError, ServiceStartError
+from tasks.observe.retries import Attempts, retries
 from tasks.serve.process import LaunchedProcess
 from tasks.store.deliveries import Delivery
 from tasks.sync.order import Sent, Target, WeightOffer
 from tasks.train.answers import detail_of, error_of, keep_spans
 from tasks.train.protocol import (
+    IDEMPOTENCY_KEY,
     AwaitCheckpoint,
     Checkpoint,
     CheckpointBegun,
@@ -43,7 +46,7 @@ Report = Callable[[Mapping[str, int]], None]
 
 _LONG_POLL_S = 30.0
 _HEALTH_PAUSE_S = 0.2
-_LOST_ANSWERS = 3
+_ATTEMPTS = 4
 _LAST_WORDS_S = 5.0
 
 
@@ -51,7 +54,8 @@ class TrainerClient:
     """Client of one trainer service; an async context manager.
 
     Every command raises RequestError when the trainer refuses it or cannot do it, or the error of
-    tasks.errors that the trainer raised; and ServiceDiedError when the trainer is gone.
+    tasks.errors that the trainer raised; and ServiceDiedError when the trainer is gone. A request or an answer that gets
+    lost on the way is sent again, and what a command asks for is done once.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float, connect_timeout_s: float = 10.0) -> None:
@@ -220,15 +224,15 @@ class TrainerClient:
 
     async def shutdown(self) -> None:
         """Ask the service to end."""
-        await self._answer("POST", "/v1/shutdown", Shutdown().model_dump())
+        await self._order(Shutdown())
 
     async def _do(self, command: Command, report: Report | None = None, every_s: float = _LONG_POLL_S) -> Any:
         """Send a command and wait for its result; `report` is told how far it is every so many seconds."""
         asked_ns = time.time_ns()
-        accepted = await self._answer("POST", f"/v1/{command.name}", command.model_dump())
+        address = f"/v1/operations/{(await self._order(command))['operation']}"
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            state = await self._state(accepted["operation"], min(every_s, _LONG_POLL_S))
+            state = await self._answer("GET", address, wait_s=min(every_s, _LONG_POLL_S))
             keep_spans(state, asked_ns)
             if state["status"] == "done":
                 return state["result"]
@@ -240,29 +244,42 @@ class TrainerClient:
             f"trainer: {command.name} not done within train.step_timeout_s = {self._timeout_s:g} s"
         )
 
-    async def _state(self, operation: str, wait_s: float) -> dict[str, Any]:
-        """Long-poll; an answer that gets lost on the way is asked for again."""
-        for _ in range(_LOST_ANSWERS - 1):
-            try:
-                return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=wait_s))
-            except ServiceDiedError:
-                await asyncio.sleep(_HEALTH_PAUSE_S)
-        return dict(await self._answer("GET", f"/v1/operations/{operation}", wait_s=wait_s))
+    async def _order(self, command: Command) -> Any:
+        """Have a command accepted, once however often it has to be sent."""
+        return await self._answer("POST", f"/v1/{command.name}", command, uuid.uuid4().hex)
 
     async def _answer(
-        self, method: str, path: str, body: dict[str, Any] | None = None, **query: float
+        self, method: str, path: str, command: Command | None = None, key: str = "", **query: float
     ) -> Any:
+        """The answer to a request that may be sent again, `key` being the idempotency key of a command."""
         try:
-            return await self._request(method, path, body, **query)
+            async for attempt in self._attempts():
+                with attempt:
+                    return await self._request(method, path, command, key, **query)
         except httpx.TransportError as error:
             reason = f"does not answer at {self._http.base_url}: {str(error) or type(error).__name__}"
             raise ServiceDiedError("trainer", reason, await self._last_words()) from error
+        raise AssertionError("the last attempt raises")
+
+    def _attempts(self) -> Attempts:
+        """Attempts of a request, as long as the process lives that we launched."""
+
+        def is_lost(error: Exception) -> bool:
+            is_gone = self._process is not None and not self._process.is_running
+            return isinstance(error, httpx.TransportError) and not is_gone
+
+        return retries(
+            is_lost, attempts=_ATTEMPTS, backoff_s=_HEALTH_PAUSE_S, longest_s=self._connect_timeout_s
+        )
 
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, **query: float
+        self, method: str, path: str, command: Command | None = None, key: str = "", **query: float
     ) -> Any:
         timeout_s = self._connect_timeout_s + query.get("wait_s", 0.0)
-        response = await self._http.request(method, path, json=body, params=query, timeout=timeout_s)
+        headers, body = {IDEMPOTENCY_KEY: key} if key else {}, command.model_dump() if command else None
+        response = await self._http.request(
+            method, path, json=body, params=query, headers=headers, timeout=timeout_s
+        )
         if response.status_code != httpx.codes.OK:
             raise RequestError(f"trainer: {method} {path}: {response.status_code} {detail_of(response)}")
         return json.loads(response.content)

@@ -5,7 +5,7 @@ GET  /v1/operations/ID?wait_s=30       -> {"status": running | done | failed, "p
                                            "spans": [the fields of a Span each]}
 GET  /v1/health                        -> TrainerHealth
 
-Every request needs `Authorization: Bearer TOKEN`.
+Every request needs `Authorization: Bearer TOKEN`. A command that comes again with the same `Idempotency-Key` is the same operation.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tasks.errors import RollmillError
 from tasks.observe.loop import LoopMonitor
 from tasks.train.operations import Operation, Operations
-from tasks.train.protocol import COMMANDS, Command, TrainerHealth
+from tasks.train.protocol import COMMANDS, IDEMPOTENCY_KEY, Command, TrainerHealth
 
 MAX_WAIT_S = 60.0
 _STOP_S = 5.0
@@ -79,10 +79,10 @@ def control_app(
 
     @app.post("/v1/{name}")
     async def accept(name: str, request: Request) -> Response:
-        command = _parse(name, await request.body())
+        command, key = _parse(name, await request.body()), request.headers.get(IDEMPOTENCY_KEY, "")
         if name not in local:
-            return _json({"operation": operations.submit(command).id})
-        operation, is_new = operations.register(command)
+            return _json({"operation": operations.submit(command, key).id})
+        operation, is_new = operations.register(command, key)
         if is_new:
             threading.Thread(target=complete, args=(operation, local[name]), name=name, daemon=True).start()
         return _json({"operation": operation.id})

@@ -19,7 +19,7 @@ class Operation:
     """A command under way or done.
 
     Attributes:
-        id: what its result is asked for by.
+        id: what its result is asked for by; the idempotency key that it was asked with, when there was one.
         command: what was asked.
         outcome: its result or error, once there is one.
         spans: what the ranks did for it, and since the command before; whole once there is an outcome.
@@ -39,21 +39,27 @@ class Operations:
         self._known: OrderedDict[str, Operation] = OrderedDict()
         self._lock = threading.Lock()
 
-    def submit(self, command: Command) -> Operation:
-        """Queue a command, unless it is queued or running already and of those that are joined."""
-        operation, is_new = self.register(command)
+    def submit(self, command: Command, key: str = "") -> Operation:
+        """Queue a command, unless `register` finds it."""
+        operation, is_new = self.register(command, key)
         if is_new:
             self._queue.put(operation)
         return operation
 
-    def register(self, command: Command) -> tuple[Operation, bool]:
-        """The operation of a command, and whether it is a new one, which is not queued yet."""
+    def register(self, command: Command, key: str = "") -> tuple[Operation, bool]:
+        """The operation of a command, and whether it is a new one, which is not queued yet.
+
+        It is a known one when the command was sent with this idempotency key before, or is under way and of those that are joined.
+        """
+        key = key or secrets.token_hex(8)
         with self._lock:
+            if key in self._known:
+                return self._known[key], False
             for known in self._known.values():
                 if command.is_joined and known.command == command and not known.outcome.done():
+                    self._known[key] = known
                     return known, False
-            operation = Operation(secrets.token_hex(8), command)
-            self._known[operation.id] = operation
+            operation = self._known[key] = Operation(key, command)
             done = [key for key, each in self._known.items() if each.outcome.done()]
             for key in done[: max(0, len(self._known) - _KEPT_RESULTS)]:
                 del self._known[key]

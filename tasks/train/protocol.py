@@ -14,6 +14,9 @@ from tasks.train.config import TrainConfig
 IDLE = "idle"
 """Name of the span of what a rank does between commands."""
 
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""Header of a command: whoever asks makes it up, and sends it again with the command whose answer was lost."""
+
 
 class ServiceConfig(StageConfig):
     """Settings of one trainer service, as its command line names them in a JSON file.
