@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,18 +65,50 @@ class Beat:
     Attributes:
         lag_ms: how much later than due it came.
         running_ms: how long the loop's thread ran since the beat before.
-        queued_ms: how long since then it could run and no processor took it: others had them all. What is left of the
-            lag is waiting, for the interpreter's lock above all.
+        queued_ms: how long since then it could run and no processor took it: others had them all.
+        blocked_ms: how long it waited in a call while other threads could run, as far as somebody looked.
     """
 
     lag_ms: float
     running_ms: float
     queued_ms: float
+    blocked_ms: float = 0.0
+
+    def __add__(self, other: "Beat") -> "Beat":
+        """Both, one after the other."""
+        return Beat(
+            self.lag_ms + other.lag_ms,
+            self.running_ms + other.running_ms,
+            self.queued_ms + other.queued_ms,
+            self.blocked_ms + other.blocked_ms,
+        )
+
+    @property
+    def waiting_ms(self) -> float:
+        """What is left of the lag: waiting for what is not known, the interpreter's lock above all."""
+        return max(0.0, self.lag_ms - self.running_ms - self.queued_ms - self.blocked_ms)
 
     @property
     def is_queued(self) -> bool:
         """True when most of the lag was for want of a processor."""
         return 2.0 * self.queued_ms > self.lag_ms
+
+    @property
+    def is_blocked(self) -> bool:
+        """True when most of the lag was spent in a call that does not compute."""
+        return 2.0 * self.blocked_ms > self.lag_ms
+
+    def looked_at(self, n_looks: int, every_s: float) -> "Beat":
+        """The beat with its waiting laid to a call, where another thread could look every so often meanwhile.
+
+        Who waits for the interpreter's lock waits beside all other threads, the one that looks among them.
+
+        Example: 700 ms that were looked at 13 times, every 0.05 s, were spent in a call that waits; of 700 ms that were
+            looked at twice, another thread had the interpreter.
+        """
+        is_free = 2000.0 * every_s * n_looks > self.lag_ms
+        is_counted = self.running_ms > 0.0  # else the kernel does not say what was spent running
+        return replace(self, blocked_ms=self.waiting_ms) if is_free and is_counted else self
 
 
 class LoopLag:

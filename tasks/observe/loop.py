@@ -86,15 +86,12 @@ class LoopMonitor:
         seen, self._seen = self._seen, Counter()
         garbage_s = self._garbage.so_far.total_s
         garbage_ms, self._garbage_before_s = 1000.0 * (garbage_s - self._garbage_before_s), garbage_s
+        beat = beat.looked_at(seen.total(), LOOK_AFTER_S)
         place = seen.most_common(1)[0][0] if seen else ""
         if beat.is_queued and place:
             place = NO_PROCESSOR  # wherever it stood, that did not hold it up
         if place:
-            self._late = Beat(
-                self._late.lag_ms + beat.lag_ms,
-                self._late.running_ms + beat.running_ms,
-                self._late.queued_ms + beat.queued_ms,
-            )
+            self._late += beat
             known = place in self._places_s or len(self._places_s) < MOST_PLACES
             self._places_s[place if known else ELSEWHERE] += beat.lag_ms / 1000.0
         if 0.0 < self._max_stall_ms < beat.lag_ms:

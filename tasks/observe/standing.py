@@ -10,6 +10,8 @@ from types import FrameType
 HOUSE = Path(__file__).resolve().parents[2]
 OURS = (f"{HOUSE}/flows/", f"{HOUSE}/tasks/")
 OF_THE_WATCH = f"{HOUSE}/tasks/observe/"
+RUN_LOOP = ("/asyncio/events.py", "_run")
+"""File and function in which the event loop begins each of its callbacks."""
 WAITING = frozenset({"wait", "select", "poll", "acquire", "get", "_worker", "read", "recv", "accept", "join"})
 """Functions in which a thread that has nothing to do stands."""
 
@@ -17,7 +19,8 @@ WAITING = frozenset({"wait", "select", "poll", "acquire", "get", "_worker", "rea
 def where_it_stands(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
     """What a loop's thread is doing: its task, the innermost function of ours, and the innermost of all.
 
-    When the thread stands in the loop itself, it is another one that has the interpreter, or none of ours: then those
+    Of a task or a callback that is a library's alone it is the innermost function of all: who runs the loop did not
+    begin it. When the thread stands in the loop itself, it is another one that has the interpreter, or none of ours: then those
     that stand in a function of ours are named.
 
     Example: "task score-3 (ScorePart.score) stood in tasks/score/part.py:40 score, json/decoder.py:353 raw_decode".
@@ -78,10 +81,16 @@ def _is_of_the_watch(frame: FrameType) -> bool:
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:
+    """The frame and those that called it, as far as the callback of the event loop that it began with."""
     each: FrameType | None = frame
-    while each is not None:
+    while each is not None and not _is_run_loop(each):
         yield each
         each = each.f_back
+
+
+def _is_run_loop(frame: FrameType) -> bool:
+    file, function = RUN_LOOP
+    return frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file)
 
 
 def _line(frame: FrameType) -> str:

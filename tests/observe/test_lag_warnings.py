@@ -1,7 +1,7 @@
 """What is said of late beats: once of each cause, with what to do."""
 
 from tasks.observe.lag import Beat
-from tasks.observe.lag_warnings import NO_PROCESSOR, LagWarnings
+from tasks.observe.lag_warnings import MOST_STEP_WARNINGS, NO_PROCESSOR, LagWarnings
 
 OURS, OTHERS = Beat(600.0, 590.0, 5.0), Beat(600.0, 20.0, 570.0)
 
@@ -40,10 +40,50 @@ def test_our_own_work_is_told_of_on_a_busy_machine_too() -> None:
     assert "observe.task_runs" in said[2]
 
 
-def test_a_step_is_told_of_once_and_one_within_the_bound_not_at_all() -> None:
+def test_a_step_within_the_bound_is_not_told_of() -> None:
     said, warnings = told()
     warnings.of_step(100.0, OURS, {})
     assert not said
-    warnings.of_step(101.0, OURS, {})
-    warnings.of_step(900.0, OURS, {})
+
+
+def test_steps_that_our_own_work_made_late_are_told_of_after_those_of_a_busy_machine() -> None:
+    said, warnings = told()
+    warnings.of_step(101.0, OTHERS, {NO_PROCESSOR: 0.6})
+    warnings.of_step(9000.0, OURS, {"in a scorer": 9.0})
+    assert ["9000 ms" in text for text in said] == [False, True]
+
+
+def test_a_step_is_told_of_again_when_it_is_later_by_half() -> None:
+    said, warnings = told()
+    for p99_ms in (200.0, 290.0, 310.0, 330.0):
+        warnings.of_step(p99_ms, OURS, {"in a scorer": 0.6})
+    assert [text.split()[6] for text in said] == ["200", "310"]
+
+
+def test_a_step_is_told_of_again_when_it_is_late_in_another_place() -> None:
+    said, warnings = told()
+    for task, place in enumerate(["part.py:40 score, a.py:1 b", "part.py:41 score", "play.py:7 step"]):
+        warnings.of_step(200.0, OURS, {f"task Task-{task} (work) stood in {place}": 0.6})
+    assert ["play.py" in text for text in said] == [False, True]
+
+
+def test_places_without_end_are_told_of_some_times() -> None:
+    said, warnings = told()
+    for number in range(10 * MOST_STEP_WARNINGS):
+        warnings.of_step(200.0, OURS, {f"place {number}": 0.6})
+    assert len(said) == MOST_STEP_WARNINGS
+
+
+def test_a_stall_in_a_place_is_told_of_once_whichever_task_stood_there() -> None:
+    said, warnings = told()
+    for task in range(3):
+        warnings.of_stall(OURS, f"task Task-{task} (work) stood in part.py:40 score", 0.0)
     assert len(said) == 1
+
+
+def test_a_beat_is_blocked_while_others_can_look_and_its_thread_does_not_run() -> None:
+    waited = Beat(700.0, 3.0, 2.0)
+    assert waited.looked_at(13, 0.05).blocked_ms == 695.0
+    assert waited.looked_at(2, 0.05) == waited
+    assert not Beat(700.0, 690.0, 2.0).looked_at(13, 0.05).is_blocked
+    assert not Beat(700.0, 0.0, 0.0).looked_at(13, 0.05).is_blocked  # nothing is known of it

@@ -1,7 +1,9 @@
 """The monitor of an event loop finds what is planted, and names it."""
 
 import asyncio
+import ctypes
 import gc
+import threading
 import time
 
 import pytest
@@ -35,6 +37,27 @@ async def test_a_stall_is_warned_of_with_its_task_and_its_place() -> None:
     assert "task the culprit (block_the_loop)" in stall
     assert "test_loop.py" in stall
     assert "observe.max_stall_ms is 100" in stall
+
+
+async def test_a_call_that_blocks_is_told_from_work_with_how_to_mend_it() -> None:
+    said: list[str] = []
+    await stalled(said)
+    for text in (next(text for text in said if words in text) for words in ("stood still", "p99 of a step")):
+        assert "ms blocked in a call" in text
+        assert "await it in a thread" in text
+
+
+async def test_a_loop_that_waits_for_the_interpreter_is_not_called_blocked() -> None:
+    said: list[str] = []
+    keeps_the_lock = ctypes.PyDLL(None).usleep  # as a library that computes without giving it back
+    with LoopMonitor(max_stall_ms=100.0, max_lag_p99_ms=0.0, warn=said.append).watching():
+        await asyncio.sleep(SETTLE_S)
+        holder = threading.Thread(target=keeps_the_lock, args=[int(1e6 * STALL_S)])
+        holder.start()
+        await asyncio.sleep(SETTLE_S)
+        holder.join()
+    assert any("waiting otherwise, for the interpreter's lock above all" in text for text in said)
+    assert not any("blocked in a call" in text for text in said)
 
 
 async def test_a_place_is_told_once_and_its_stalls_are_counted() -> None:

@@ -1,12 +1,69 @@
 """Looking where threads stand."""
 
+import asyncio
 import gc
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from tasks.observe.standing import frames_of_threads
+from tasks.observe.standing import HOUSE, frames_of_threads, where_it_stands
+
+COMMAND = """
+import asyncio
+
+def command(work):
+    return asyncio.run(work)
+"""
+SCORE = """
+async def score(library):
+    return library()
+"""
+
+
+def planted(file: str, source: str) -> dict[str, Any]:
+    """What a file of ours would define."""
+    names: dict[str, Any] = {}
+    exec(compile(source, f"{HOUSE}/{file}", "exec"), names)
+    return names
+
+
+command = planted("flows/commands/planted.py", COMMAND)["command"]
+score = planted("tasks/score/planted.py", SCORE)["score"]
+
+
+def looks() -> str:
+    """Stands for a library's function that is looked at."""
+    return where_it_stands(asyncio.get_running_loop(), threading.get_ident())
+
+
+async def write_bytes() -> str:
+    """Stands for a library's task."""
+    return looks()
+
+
+async def called_back() -> str:
+    seen = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(lambda: seen.set_result(looks()))
+    return str(await seen)
+
+
+def test_the_command_that_runs_the_loop_is_not_named_for_a_librarys_task() -> None:
+    text = command(write_bytes())
+    assert "(write_bytes) stood in observe/test_standing.py" in text
+    assert "planted" not in text
+
+
+def test_a_librarys_callback_is_named_by_its_own_place() -> None:
+    text = command(called_back())
+    assert text.startswith("a callback stood in observe/test_standing.py")
+    assert "planted" not in text
+
+
+def test_the_innermost_function_of_ours_is_named_before_what_it_called() -> None:
+    text = command(score(looks))
+    assert "(score) stood in tasks/score/planted.py:3 score, observe/test_standing.py" in text
 
 
 @contextmanager
