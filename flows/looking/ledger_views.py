@@ -28,9 +28,7 @@ def ledger_views(name: str, ledger: Ledger) -> list[View]:
     n = len(ledger.steps)
     if not n:
         return _ends(name, ledger)
-    seconds = median_s(ledger.steps)
-    which = f"step {ledger.steps['step'][0]}" if n == 1 else f"median of {n} steps"
-    views = [View({}, f"{name}, {which}: {seconds:.2f} s, by what decided it", *_line(ledger))]
+    views = [View({}, f"{name}, {_length(ledger)}, by what decided it", *_line(ledger))]
     if others := processes(ledger):
         columns = [Column("process"), Column("name"), Column("cause", is_text=True), SECONDS, SHARE]
         if compared := slowest(ledger):
@@ -57,8 +55,9 @@ def ledger_values(name: str, ledger: Ledger) -> dict[str, object]:
     )
     return {
         "run": name,
-        "step_s": median_s(ledger.steps),
-        "steps": ledger.steps.select(seconds).to_dicts(),
+        "step_s": _mean_s(ledger.steps),
+        "median_step_s": median_s(ledger.steps),
+        "steps": ledger.steps.select(seconds).join(ledger.there, on="step", maintain_order="left").to_dicts(),
         "line": step_line(ledger),
         "processes": processes(ledger),
         "trajectory": trajectories(ledger),
@@ -71,38 +70,23 @@ def ledger_values(name: str, ledger: Ledger) -> dict[str, object]:
 
 
 def step_line(ledger: Ledger) -> list[dict[str, object]]:
-    """name, cause, seconds (median over steps), share (of all steps' time): of the step's line, the largest first."""
-    return _by_share(_medians(ledger, ledger.owners.filter(pl.col("process") == FLOW), ["name", "cause"]))
+    """name, cause, seconds (mean over steps), share (of all steps' time): of the step's line, the largest first."""
+    line = ledger.owners.filter(pl.col("process") == FLOW)
+    return _by_share(_means(line, ledger.steps, ["name", "cause"]))
 
 
 def processes(ledger: Ledger) -> list[dict[str, object]]:
-    """The same of ranks and servers, each kind together.
+    """The same of ranks and servers, each kind together, over the steps in which there were some.
 
-    process, name, cause, seconds (mean over those of the kind, median over steps), share, most (that one of them had), by
-    (which), spread (most less least).
+    process, name, cause, seconds (mean over those of the kind that were there in a step), share, most (that one of them had in
+    a step), by (who had most of it in all), spread (most less least).
     """
     kind = pl.col("process").map_elements(lambda each: _kind(str(each)), pl.String)
     others = ledger.owners.filter(pl.col("process") != FLOW).with_columns(kind.alias("kind"))
     found: list[dict[str, object]] = []
     for (kind_name,), rows in others.group_by("kind", maintain_order=True):
-        n = rows["process"].n_unique()
-        name = pl.when("is_other").then(pl.col("name") + ", other step").otherwise("name").alias("name")
-        own = rows.with_columns(name)
-        by = own.group_by("process", "name", "cause").agg(pl.col("us").sum())
-        extremes = (
-            by.sort("us", descending=True)
-            .group_by("name", "cause")
-            .agg(
-                pl.col("process").first().alias("by"),
-                (pl.col("us").max() / len(ledger.steps) / SECOND_US).alias("most"),
-                pl.when(pl.len() < n).then(0).otherwise(pl.col("us").min()).alias("least"),
-            )
-        )
-        medians = _medians(ledger, own.with_columns(pl.col("us") / n), ["name", "cause"])
-        spread = pl.col("most") - pl.col("least") / len(ledger.steps) / SECOND_US
-        both = medians.join(extremes, on=["name", "cause"]).with_columns(spread=spread)
-        label = f"{kind_name}" if n == 1 else f"{n} {kind_name}s"
-        found += [{"process": label} | row for row in _by_share(both.select(pl.exclude("least")))]
+        label = _label(str(kind_name), rows)
+        found += [{"process": label} | row for row in _by_share(_of_kind(ledger, rows))]
     return found
 
 
@@ -128,15 +112,19 @@ def run_ends(ledger: Ledger) -> list[dict[str, object]]:
 
 def slowest(ledger: Ledger) -> list[str]:
     """Of ranks and of servers that are several: which was at work longest, and by how much, in a line each."""
+    on = ["step", "process"]
+    works = ledger.owners.filter(is_work()).group_by(on).agg(pl.col("us").sum())
+    there = ledger.owners.select(on).unique().join(works, on=on, how="left")
+    kind = pl.col("process").map_elements(lambda each: _kind(str(each)), pl.String)
+    busy = there.select("step", "process", kind.alias("kind"), pl.col("us").fill_null(0))
     lines = []
-    for kind, is_one in (("rank", is_trainer), ("server", is_server)):
-        works = ledger.owners.filter(is_work())
-        by = works.group_by("process").agg(pl.col("us").sum() / len(ledger.steps) / SECOND_US)
-        busy = sorted(((us, process) for process, us in by.rows() if is_one(process)), reverse=True)
-        if len(busy) > 1:
-            (most, process), (least, _) = busy[0], busy[-1]
+    for name in ("rank", "server"):
+        together = busy.filter(pl.col("kind") == name, pl.len().over("step", "kind") > 1)
+        more = (pl.col("us") - pl.col("us").min().over("step")).alias("more")
+        means = together.with_columns(more).group_by("process").agg(pl.col("us", "more").mean() / SECOND_US)
+        for process, most, more_s in means.sort("us", "process", descending=True).head(1).rows():
             lines.append(
-                f"busiest {kind}: {process}, {most:.2f} s of a step, {most - least:.2f} s more than the least busy"
+                f"busiest {name}: {process}, {most:.2f} s of a step, {more_s:.2f} s more than the least busy"
             )
     return lines
 
@@ -148,21 +136,56 @@ def path_shares(ledger: Ledger) -> dict[str, float]:
     return dict(zip(by["name"], (by["us"] / max(1, int(by["us"].sum()))).to_list(), strict=True))
 
 
+def _length(ledger: Ledger) -> str:
+    """Which steps these are, and how long they took."""
+    n, mean = len(ledger.steps), _mean_s(ledger.steps)
+    if n == 1:
+        return f"step {ledger.steps['step'][0]}: {mean:.2f} s"
+    return f"mean of {n} steps: {mean:.2f} s (median {median_s(ledger.steps):.2f} s)"
+
+
+def _mean_s(frame: pl.DataFrame) -> float:
+    """The mean of a frame's microseconds, in seconds; 0 without rows."""
+    return float(frame.select(pl.col("us").mean() / SECOND_US).item() or 0.0)
+
+
 def _kind(process: str) -> str:
     return "rank" if is_trainer(process) else "server" if is_server(process) else process
 
 
-def _medians(ledger: Ledger, owners: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
-    """Of each key: seconds of the median step, where steps without it have none, and the share of all time."""
-    n, whole = len(ledger.steps), float(ledger.steps["us"].sum() or 1)
-    per_step = owners.group_by("step", *by).agg(pl.col("us").sum())
-    absent = pl.lit(0.0).repeat_by(n - pl.len())
-    return per_step.group_by(by).agg(
-        (
-            pl.concat_list(pl.col("us").cast(pl.Float64).implode(), absent).explode().median() / SECOND_US
-        ).alias("seconds"),
-        (pl.col("us").sum() / whole).alias("share"),
+def _label(kind: str, owners: pl.DataFrame) -> str:
+    """How many of a kind were there at once: `2 servers`, or `1 to 2 servers` where that changed from step to step."""
+    n = owners.group_by("step").agg(pl.col("process").n_unique())["process"].to_list()
+    if max(n) == 1:
+        return kind
+    return f"{min(n)} to {max(n)} {kind}s" if min(n) < max(n) else f"{max(n)} {kind}s"
+
+
+def _of_kind(ledger: Ledger, owners: pl.DataFrame) -> pl.DataFrame:
+    """name, cause, seconds, share, most, spread, by: of all ranks, or of all servers."""
+    us, keys = pl.col("us"), ["name", "cause"]
+    name = pl.when("is_other").then(pl.col("name") + ", other step").otherwise("name").alias("name")
+    own = owners.with_columns(name).group_by("step", "process", *keys).agg(us.sum())
+    there = own.group_by("step").agg(pl.col("process").n_unique().alias("n"))
+    least = pl.when(pl.len() < pl.col("n").first()).then(0).otherwise(us.min())
+    per_step = (
+        own.join(there, on="step")
+        .group_by("step", *keys)
+        .agg(us.sum() / pl.col("n").first(), most=us.max(), spread=us.max() - least)
     )
+    totals = own.group_by("process", *keys).agg(us.sum()).sort("us", "process", descending=[True, False])
+    by = totals.group_by(keys, maintain_order=True).agg(pl.col("process").first().alias("by"))
+    per_second = len(there) * SECOND_US
+    extremes = per_step.group_by(keys).agg(pl.col("most", "spread").sum() / per_second)
+    means = _means(per_step, ledger.steps.join(there, on="step"), keys)
+    return means.join(extremes, on=keys).join(by, on=keys)
+
+
+def _means(owners: pl.DataFrame, steps: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
+    """Of each key: seconds, the mean over steps, where those without it have none; and the share of all of their time."""
+    us = pl.col("us").sum()
+    n, whole = max(1, len(steps)), float(steps["us"].sum() or 1)
+    return owners.group_by(by).agg((us / n / SECOND_US).alias("seconds"), (us / whole).alias("share"))
 
 
 def _by_share(frame: pl.DataFrame) -> list[dict[str, object]]:

@@ -9,8 +9,8 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket, Track
 from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
 from tasks.errors import ConfigError
-from tasks.observe.ledger.attribution import TRAJECTORY
 from tasks.observe.ledger.timeline import FLOW, LINE, timeline_of
+from tasks.observe.ledger.trajectories import TRAJECTORY
 
 MOST_SPANS = 500_000
 """Spans of a trace, some 60 MB: the last steps' where there are more."""

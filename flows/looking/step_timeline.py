@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from tasks.observe.ledger.attribution import line_of
+from tasks.observe.ledger.presence import told_of
 from tasks.observe.ledger.timeline import (
     FLOW,
     LINE,
@@ -51,7 +52,7 @@ def step_timeline(spans: pl.DataFrame, step: int, path: pl.DataFrame) -> StepTim
         path: its critical path, as in a ledger.
     """
     timeline = timeline_of(spans, [step])
-    processes = sorted({process for process, _ in timeline.lanes} - {FLOW}, key=_rank_first)
+    processes = sorted(told_of(timeline)["process"], key=_rank_first)
     shown = _first(processes)
     segments = path.select(
         pl.lit(PATH).alias("lane"),

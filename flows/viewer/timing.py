@@ -15,11 +15,11 @@ from flows.viewer.source import Source
 from tasks.observe.ledger.attribution import Ledger, ledger_of
 
 MOST_STEPS = 100
-"""Steps whose median is shown when none is asked for: the last ones."""
+"""Steps whose mean is shown when none is asked for: the last ones."""
 
 
 def timing(source: Source, query: Query) -> Component:
-    """The page of one step's time, or of the median of several.
+    """The page of one step's time, or of the mean of several.
 
     Raises:
         ConfigError: the run has no spans, or none of these steps, or the address names none.
@@ -56,7 +56,7 @@ def _which(steps: list[int]) -> str:
 
 
 def _around(known: list[int], steps: list[int]) -> list[Component]:
-    """Links to the steps beside this one, or to the newest; and from one step to the median of many."""
+    """Links to the steps beside this one, or to the newest; and from one step to the mean of many."""
     near = {"newest step": known[-1]}
     if len(steps) == 1:
         at = known.index(steps[0])
@@ -64,7 +64,7 @@ def _around(known: list[int], steps: list[int]) -> list[Component]:
             f"step {each}": each for each in (*known[max(0, at - 1) : at], *known[at + 1 : at + 2])
         } | near
     links: list[Component] = [dcc.Link(name, href=f"{TIMING}?step={step}") for name, step in near.items()]
-    return [dcc.Link("median of many", href=TIMING), *links] if len(steps) == 1 else links
+    return [dcc.Link("mean of many", href=TIMING), *links] if len(steps) == 1 else links
 
 
 def _drawn(timeline: StepTimeline) -> list[Component]:

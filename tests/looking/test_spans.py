@@ -26,7 +26,7 @@ def test_the_table_has_every_owner_and_says_what_would_shorten_a_step(
     said = rollmill("spans", timed_run.location)
     assert max(map(len, said.splitlines())) <= 80
     lines = [" ".join(line.split()) for line in said.splitlines()]
-    assert "timed, median of 3 steps: 10.00 s, by what decided it" in lines
+    assert "timed, mean of 3 steps: 10.00 s (median 10.00 s), by what decided it" in lines
     assert "collect generating 3.500 35.0" in lines
     assert "train forward 2.300 23.0" in lines
     assert "2 ranks waiting_for_rank trainer/1 0.750 7.5 1.500 1.500" in lines
@@ -41,7 +41,7 @@ def test_the_table_has_the_runs_start_and_end_also_of_one_that_came_to_no_step(
     start: list[Row] = [(0, "flow", "main", "start", -10, 0), (0, "flow", "main", "launching", -10, -1)]
     store_spans(timed_run, RUN, *start)
     said = rollmill("spans", timed_run.location)
-    assert "timed, median of 3 steps" in said
+    assert "timed, mean of 3 steps" in said
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert lines[-2:] == ["start launching 9.000 90.0", "start unattributed 1.000 10.0"]
     assert "launching" not in rollmill("spans", timed_run.location, "--step", "0")

@@ -69,9 +69,9 @@ def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: S
         assert text in said, text
 
 
-def test_without_a_step_it_is_the_median_of_many(timed: Source) -> None:
+def test_without_a_step_it_is_the_mean_of_many(timed: Source) -> None:
     said = shown(timed, "/time")
-    assert "median of 3 steps: 10.00 s" in said
+    assert "mean of 3 steps: 10.00 s" in said
     assert 'timeline"' not in said
 
 

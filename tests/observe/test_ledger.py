@@ -77,7 +77,7 @@ def test_every_process_has_every_microsecond_of_a_step_once() -> None:
 
 
 def test_what_no_span_owns_is_unattributed_and_never_idle() -> None:
-    ledger = ledger_of(spans_of(*whole_step()))
+    ledger = ledger_of(spans_of(*whole_step(0), *whole_step(1, began=10)))
     assert seconds(ledger, "trainer/1")["unattributed", ""] == pytest.approx(1.2)
     assert seconds(ledger, "flow")["unattributed", ""] == pytest.approx(0.4)
 

@@ -6,11 +6,13 @@ import numpy as np
 import polars as pl
 
 from tasks.observe.ledger.critical_path import STRAGGLERS, critical_paths
+from tasks.observe.ledger.presence import counts, told_of, what_is_left
 from tasks.observe.ledger.run_ends import run_ends
 from tasks.observe.ledger.timeline import (
     FLOW,
     IDLE,
     MAIN,
+    NO_SPANS,
     SECOND_US,
     UNATTRIBUTED,
     WAIT,
@@ -20,9 +22,7 @@ from tasks.observe.ledger.timeline import (
     overlap,
     timeline_of,
 )
-
-TRAJECTORY = r"^\d+\."
-"""How the lanes of a step's trajectories begin."""
+from tasks.observe.ledger.trajectories import trajectories_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,22 @@ class Ledger:
     """Where the time of steps went.
 
     Attributes:
-        steps: step, us; in order.
+        steps: step, us; in order. Of a step that was tried again, its last attempt.
         path: the critical paths; see `critical_paths`.
-        owners: step, process, name, cause, is_other (for another step than the one in hand), us. Those of a step and
-            process add up to the step's microseconds exactly, `unattributed` included. Of the flow it is the step's line: the
-            cause of a wait for others is what the critical path did there.
-        trajectories: step, lane, name, us, end (of the last such piece, in microseconds since 1970), of each trajectory.
+        owners: step, process, name, cause, is_other (for another step than the one in hand), us; of the ranks and servers
+            that were there in the step. Those of a step and process add up to the step's microseconds exactly, `unattributed`
+            and `no_spans` included. Of the flow it is the step's line: the cause of a wait for others is what the critical path
+            did there.
+        there: step, n_servers, n_ranks: how many there were in each step. A run that is gone on with has servers of other
+            addresses, which never were there together with the earlier ones.
+        trajectories: step, lane, name, us, end of each trajectory; see `trajectories_of`.
         ends: part (`start`, `end`), name, cause, us: what the run took beside its steps; see `run_ends`.
     """
 
     steps: pl.DataFrame
     path: pl.DataFrame
     owners: pl.DataFrame
+    there: pl.DataFrame
     trajectories: pl.DataFrame
     ends: pl.DataFrame
 
@@ -58,20 +62,16 @@ def ledger_of(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
     whole = (pl.col("end") - pl.col("start")).sum().alias("us")
     lengths = timeline.windows.group_by("step").agg(whole).sort("step")
     owners = pl.concat([_line_owners(path), *_process_owners(timeline, path)])
-    known = owners.group_by("step", "process").agg(pl.col("us").sum().alias("known"))
-    left = known.join(lengths, on="step").select(
-        "step",
-        "process",
-        _text(UNATTRIBUTED, "name"),
-        _text("", "cause"),
-        is_other=False,
-        us=pl.col("us") - pl.col("known"),
+    told = told_of(timeline)
+    together = (
+        pl.concat([owners, *what_is_left(owners, told, lengths)])
+        .group_by(pl.exclude("us"))
+        .agg(pl.col("us").sum())
     )
-    together = pl.concat([owners, left]).group_by(pl.exclude("us")).agg(pl.col("us").sum())
     in_order = together.filter(pl.col("us") > 0).sort(
         ["step", "process", "us", "name", "cause"], descending=[False, False, True, False, False]
     )
-    return Ledger(lengths, path, in_order, _trajectories(timeline), run_ends(rows))
+    return Ledger(lengths, path, in_order, counts(lengths, told), trajectories_of(timeline), run_ends(rows))
 
 
 def median_s(frame: pl.DataFrame) -> float:
@@ -82,7 +82,7 @@ def median_s(frame: pl.DataFrame) -> float:
 def is_work() -> pl.Expr:
     """True for rows of `owners` in which a process does something by itself."""
     name = pl.col("name")
-    return ~(name.is_in([IDLE, UNATTRIBUTED]) | name.str.starts_with(WAIT))
+    return ~(name.is_in([IDLE, UNATTRIBUTED, NO_SPANS]) | name.str.starts_with(WAIT))
 
 
 def _text(value: str, name: str) -> pl.Expr:
@@ -173,18 +173,3 @@ def line_of(timeline: Timeline, process: str) -> Pieces:
         best, rank = np.where(is_better, each.span[at], best), np.where(is_better, own, rank)
     held = np.flatnonzero(best >= 0)
     return Pieces(np.full(len(held), lanes[0]), best[held], edges[held], edges[held + 1])
-
-
-def _trajectories(timeline: Timeline) -> pl.DataFrame:
-    """The time of each trajectory by name, and when it ended."""
-    pieces, spans = timeline.pieces, timeline.spans
-    told = spans["step", "process", "lane", "name"][pieces.span].with_columns(
-        pl.Series("us", pieces.end - pieces.start), pl.Series("end", pieces.end)
-    )
-    own = told.filter((pl.col("process") == FLOW) & pl.col("lane").str.contains(TRAJECTORY))
-    in_hand = own.join(timeline.windows.select("step").unique(), on="step")
-    return (
-        in_hand.group_by("step", "lane", "name")
-        .agg(pl.col("us").sum(), pl.col("end").max())
-        .sort("step", "lane", "name")
-    )

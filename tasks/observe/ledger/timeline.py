@@ -16,11 +16,15 @@ LINE, WHOLE = "step", "step"
 """Lane of the steps' line in the flow, and the name of the span around a whole step."""
 MAIN = "main"
 """Lane that a process has when it has one."""
+START = "start"
+"""Name of the span with which each process of the flow begins, in its lane `main`, up to its first step."""
 IDLE, WAIT = "idle", "waiting_"
 """Names of what is no work; the second is how waits begin."""
 
 UNATTRIBUTED = "unattributed"
 """What no span owns."""
+NO_SPANS = "no_spans"
+"""What lies before the first span of a rank or server, or after its last: it came later, ended, or could not tell it."""
 
 SECOND_US = 1e6
 
@@ -70,11 +74,12 @@ class Timeline:
     """The spans of a run, or of some of its steps.
 
     Attributes:
-        spans: step, process, lane, name, cause, lane_id, start, end (microseconds since 1970).
+        spans: step, process, lane, name, cause, lane_id, start, end (microseconds since 1970), attempt (how many processes
+            of the flow had begun when it did: a run that is gone on with has another one).
         lanes: (process, lane) by lane_id.
         pieces: of all lanes.
-        windows: step, start, end: when a step was in hand, in order of time and disjoint. One that was tried again has
-            several; what an attempt did that was killed is in none.
+        windows: step, start, end: when a step was in hand, in order of time and disjoint. One that was tried again, after its
+            process was killed or cancelled, has that of its last attempt.
     """
 
     spans: pl.DataFrame
@@ -100,6 +105,9 @@ def timeline_of(rows: pl.DataFrame, steps: Iterable[int] | None = None) -> Timel
         .with_columns(pl.struct("process", "lane").rle_id().cast(pl.Int64).alias("lane_id"))
         .drop("started_at", "duration_s")
     )
+    begun = spans.filter(process=FLOW, lane=MAIN, name=START)["start"].sort().to_numpy()
+    attempt = np.searchsorted(begun, spans["start"].to_numpy(), side="right")
+    spans = spans.with_columns(pl.Series("attempt", attempt))
     lanes = spans.unique("lane_id").sort("lane_id").select("process", "lane").rows()
     return Timeline(spans, lanes, _pieces(spans), _windows(spans, steps))
 
@@ -160,8 +168,14 @@ def _uncrossed(lane: Ints, start: Ints, end: Ints) -> Ints:
 
 
 def _windows(spans: pl.DataFrame, steps: Iterable[int] | None) -> pl.DataFrame:
-    """By the spans around whole steps; a step that has none yet goes from its line's first span to its last."""
-    line = spans.filter((pl.col("process") == FLOW) & (pl.col("lane") == LINE) & (pl.col("step") >= 0))
+    """By the spans around whole steps; a step that has none yet goes from its line's first span to its last.
+
+    Of each step's line the last attempt counts: one that was cancelled has a whole step's span too.
+    """
+    line = spans.filter(
+        (pl.col("process") == FLOW) & (pl.col("lane") == LINE) & (pl.col("step") >= 0),
+        pl.col("attempt") == pl.col("attempt").max().over("step", "process", "lane"),
+    )
     if steps is not None:
         line = line.filter(pl.col("step").is_in(list(steps)))
     whole = line.filter(pl.col("name") == WHOLE).select("step", "start", "end")

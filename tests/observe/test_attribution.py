@@ -1,0 +1,192 @@
+"""Whose seconds a step has: of processes that come and go, of attempts, of a trajectory and its group."""
+
+import polars as pl
+import pytest
+from span_rows import Row, spans_of, whole_step
+
+from tasks.observe.ledger.attribution import Ledger, ledger_of
+
+SERVER, OTHER_SERVER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
+
+
+def seconds(ledger: Ledger, process: str, step: int) -> dict[str, float]:
+    """A process's seconds of a step by name, with `, other step` behind it where they served one."""
+    rows = ledger.owners.filter(process=process, step=step).to_dicts()
+    return {row["name"] + ", other step" * row["is_other"]: row["us"] / 1e6 for row in rows}
+
+
+def line(step: int, start: float, end: float) -> list[Row]:
+    """A step that collects from its beginning to its end."""
+    return [(step, "flow", "step", "step", start, end), (step, "flow", "step", "collect", start, end)]
+
+
+def start(step: int, began: float, ended: float) -> Row:
+    """The span with which a process of the flow begins, up to this step."""
+    return (step, "flow", "main", "start", began, ended)
+
+
+def serving(step: int, server: str, start: float, end: float) -> Row:
+    return (step, server, "requests of flow", "generating", start, end)
+
+
+def gone_on_with() -> list[Row]:
+    """Step 1 is cancelled after 3 s and done again in 8 s by a further process, with a server of another address."""
+    return [
+        start(0, -5, 0),
+        *line(0, 0, 10),
+        *line(1, 10, 13),
+        (0, "trainer/0", "main", "forward", 0, 9),  # what it did after that was never told
+        serving(0, SERVER, 0, 13),
+        start(1, 100, 120),
+        *line(1, 120, 128),
+        (1, "trainer/0", "main", "loading", 110, 118),
+        (1, "trainer/0", "main", "forward", 118, 128),
+        serving(1, OTHER_SERVER, 119, 128),
+    ]
+
+
+def test_a_step_that_was_cancelled_has_the_seconds_of_the_attempt_that_finished_it() -> None:
+    ledger = ledger_of(spans_of(*gone_on_with()))
+    assert ledger.steps.rows() == [(0, 10_000_000), (1, 8_000_000)]
+    assert seconds(ledger, "trainer/0", 1) == {"forward": 8.0}
+
+
+def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
+    ledger = ledger_of(spans_of(*gone_on_with()))
+    assert ledger.there.rows() == [(0, 1, 1), (1, 1, 1)]
+    servers = ledger.owners.filter(pl.col("process").str.starts_with("http"))
+    assert servers.select("step", "process", "name", "us").rows() == [
+        (0, SERVER, "generating", 10_000_000),
+        (1, OTHER_SERVER, "generating", 8_000_000),
+    ]
+
+
+def test_what_a_rank_did_last_and_could_not_tell_is_no_unattributed_time() -> None:
+    assert seconds(ledger_of(spans_of(*gone_on_with())), "trainer/0", 0) == {"forward": 9.0, "no_spans": 1.0}
+
+
+def test_of_an_attempt_that_was_cancelled_and_one_in_hand_the_later_one_counts() -> None:
+    in_hand = [row for row in gone_on_with() if row[3] != "step" or row[4] != 120]
+    assert ledger_of(spans_of(*in_hand)).steps["us"].to_list() == [10_000_000, 8_000_000]
+
+
+def test_a_server_that_joins_late_is_not_there_before_and_has_no_spans_until_it_comes() -> None:
+    rows = [*line(0, 0, 10), *line(1, 10, 20), *line(2, 20, 30)]
+    rows += [serving(0, SERVER, 0, 30), serving(1, OTHER_SERVER, 14, 30)]
+    ledger = ledger_of(spans_of(*rows))
+    assert ledger.there.rows() == [(0, 1, 0), (1, 2, 0), (2, 2, 0)]
+    assert seconds(ledger, OTHER_SERVER, 0) == {}
+    assert seconds(ledger, OTHER_SERVER, 1) == {"generating": 6.0, "no_spans": 4.0}
+
+
+def test_a_gap_between_spans_is_unattributed_however_long() -> None:
+    rows = [*line(0, 0, 10), serving(0, SERVER, 0, 1), serving(0, SERVER, 8, 10)]
+    assert seconds(ledger_of(spans_of(*rows)), SERVER, 0) == {"unattributed": 7.0, "generating": 3.0}
+
+
+def test_a_step_without_ranks_or_servers_has_none() -> None:
+    assert ledger_of(spans_of(*line(0, 0, 1))).there.rows() == [(0, 0, 0)]
+
+
+def test_what_is_done_for_an_earlier_step_serves_another_step_too() -> None:
+    rows = [*line(0, 0, 2), *line(1, 2, 6)]
+    rows += [(0, SERVER, "main", "parity", 1, 3), (1, SERVER, "main", "generating", 3, 6)]
+    ledger = ledger_of(spans_of(*rows))
+    assert seconds(ledger, SERVER, 1) == {"parity, other step": 1.0, "generating": 3.0}
+
+
+@pytest.mark.parametrize("lanes", [("main", "weights"), ("weights", "main")])
+def test_of_the_lanes_of_a_process_work_goes_before_a_wait_and_a_wait_before_idling(
+    lanes: tuple[str, str],
+) -> None:
+    one, other = lanes
+    rows = [*line(0, 0, 7)]
+    rows += [(0, SERVER, one, "idle", 0, 2), (0, SERVER, one, "waiting_for_trainer", 2, 7)]
+    rows += [(0, SERVER, other, "waiting_for_lock", 1, 2), (0, SERVER, other, "generating", 4, 5)]
+    owned = seconds(ledger_of(spans_of(*rows)), SERVER, 0)
+    assert owned == {"idle": 1.0, "waiting_for_lock": 1.0, "waiting_for_trainer": 4.0, "generating": 1.0}
+
+
+def trajectory(ledger: Ledger, lane: str) -> dict[str, float]:
+    rows = ledger.trajectories.filter(lane=lane).to_dicts()
+    return {row["name"]: row["us"] / 1e6 for row in rows}
+
+
+def test_what_a_group_waits_for_and_is_scored_by_is_each_of_its_trajectories() -> None:
+    rows: list[Row] = [
+        *line(0, 0, 12),
+        (0, "flow", "7", "waiting_for_server", 0, 5, "slot"),
+        (0, "flow", "7", "recording", 5, 9.25),
+        (0, "flow", "7", "sampling", 5.5, 9),
+        (0, "flow", "7.0", "generating", 5.5, 6.5),
+        (0, "flow", "7.1", "waiting_for_server", 5.5, 6),
+        (0, "flow", "7.1", "generating", 6, 9),
+        (0, "flow", "7", "scoring", 9.25, 11.25),
+        (0, "flow", "7.0", "waiting_for_scorer", 9.25, 9.5),
+        (0, "flow", "7", "storing", 11.25, 12),
+        (0, "flow", "7/reference", "recomputing", 9, 11),
+        (0, "flow", "8", "waiting_for_server", 0, 11, "slot"),
+    ]
+    ledger = ledger_of(spans_of(*rows))
+    of_group = {"recording": 0.75, "storing": 0.75}
+    assert trajectory(ledger, "7.0") == of_group | {
+        "waiting_for_server": 5.0,
+        "generating": 1.0,
+        "waiting_for_scorer": 0.25,
+        "scoring": 1.75,
+    }
+    assert trajectory(ledger, "7.1") == of_group | {
+        "waiting_for_server": 5.5,
+        "generating": 3.0,
+        "scoring": 2.0,
+    }
+    ends = ledger.trajectories.group_by("lane").agg(pl.col("end").unique().alias("end")).sort("lane")
+    assert [len(each) for each in ends["end"]] == [1, 1]
+    assert ends["end"][0][0] - ends["end"][1][0] == 500_000
+
+
+def test_what_a_part_waits_for_is_of_its_own_trajectories() -> None:
+    rows = [*line(0, 0, 9), (0, "flow", "7", "waiting_for_server", 0, 1, "slot")]
+    for part, (began, sample) in enumerate([(1.0, 0), (4.0, 1)]):
+        rows += [
+            (0, "flow", f"7/{part}", "waiting_for_server", 1, began, "slot"),
+            (0, "flow", f"7/{part}", "sampling", began, began + 2),
+            (0, "flow", f"7.{sample}", "generating", began, began + 2),
+        ]
+    ledger = ledger_of(spans_of(*rows))
+    assert trajectory(ledger, "7.0") == {"waiting_for_server": 1.0, "generating": 2.0}
+    assert trajectory(ledger, "7.1") == {"waiting_for_server": 4.0, "generating": 2.0}
+
+
+def test_several_scorers_that_look_at_a_trajectory_at_once_share_its_time() -> None:
+    rows: list[Row] = [
+        *line(0, 0, 9),
+        (0, "flow", "7.0", "generating", 0, 2),
+        (0, "flow", "7.0/one", "scoring", 2, 5),
+        (0, "flow", "7.0/other", "scoring", 3, 6),
+    ]
+    ledger = ledger_of(spans_of(*rows))
+    assert trajectory(ledger, "7.0") == {"generating": 2.0, "scoring": 4.0}
+    assert ledger.trajectories["lane"].unique().to_list() == ["7.0"]
+
+
+def test_a_trajectory_that_was_begun_again_has_its_last_attempt_and_one_that_was_done_its_first() -> None:
+    rows: list[Row] = [
+        start(0, -1, 0),
+        *line(0, 0, 3),
+        (0, "flow", "7", "waiting_for_server", 0, 1),
+        (0, "flow", "7.0", "generating", 1, 3),
+        (0, "flow", "7.1", "generating", 1, 2),
+        start(0, 10, 11),
+        *line(0, 11, 16),
+        (0, "flow", "7", "waiting_for_server", 11, 11.5),
+        (0, "flow", "7.0", "generating", 11.5, 16),
+    ]
+    ledger = ledger_of(spans_of(*rows))
+    assert trajectory(ledger, "7.0") == {"waiting_for_server": 0.5, "generating": 4.5}
+    assert trajectory(ledger, "7.1") == {"waiting_for_server": 1.0, "generating": 1.0}
+
+
+def test_trajectories_of_steps_that_are_not_asked_for_are_left_out() -> None:
+    rows = spans_of(*whole_step(0), *whole_step(1, began=10))
+    assert set(ledger_of(rows, [1]).trajectories["lane"]) == {"1.0", "1.1"}
