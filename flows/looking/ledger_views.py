@@ -209,7 +209,12 @@ def _shown(rows: Sequence[Mapping[str, Any]], of: str = "process") -> list[dict[
 def _line(ledger: Ledger) -> tuple[list[Column], list[dict[str, object]], list[str]]:
     columns = [Column("name"), Column("cause", header="meanwhile, or for", is_text=True), SECONDS, SHARE]
     shares = [f"{name} {share:.0%}" for name, share in path_shares(ledger).items() if share >= 0.01]
-    return columns, _shown(step_line(ledger)), [f"critical path: {', '.join(shares)}"]
+    notes = [f"critical path: {', '.join(shares)}"]
+    if len(ledger.steps) > 1:
+        step, us = ledger.steps.sort("us", descending=True).row(0)
+        share = us / ledger.steps["us"].sum()
+        notes.append(f"longest: step {step}, {us / SECOND_US:.2f} s, {share:.0%} of the time of all")
+    return columns, _shown(step_line(ledger)), notes
 
 
 def _path(ledger: Ledger) -> View:

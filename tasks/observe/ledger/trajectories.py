@@ -45,30 +45,32 @@ def trajectories_of(timeline: Timeline) -> pl.DataFrame:
     return (
         every.group_by("id", "name")
         .agg(pl.col("us").sum())
-        .join(keys, on="id")
+        .sort("id", "name")
+        .join(keys, on="id", maintain_order="left")
         .select("step", "lane", "name", "us", end="last")
-        .sort("step", "lane", "name")
     )
 
 
 def _pieces_of_flow(timeline: Timeline) -> pl.DataFrame:
     """step, attempt, group, part, lane (of a trajectory; null of a group), name, start, end; of steps in hand."""
-    pieces, lane = timeline.pieces, pl.col("lane")
-    words = timeline.spans["step", "attempt", "process", "lane", "name"][pieces.span]
-    return (
-        words.with_columns(pl.Series("start", pieces.start), pl.Series("end", pieces.end))
-        .filter(pl.col("process") == FLOW, pl.col("step").is_in(timeline.windows["step"].unique().to_list()))
-        .with_columns(
-            lane.str.extract(OWN, 1),
-            pl.coalesce(lane.str.extract(OWN, 2), lane.str.extract(WHOLE_GROUP, 1)).alias("group"),
-            lane.str.extract(WHOLE_GROUP, 2).alias("part"),
-        )
-        .filter(pl.col("group").is_not_null())
+    lane = pl.col("lane")
+    lanes = pl.DataFrame(timeline.lanes, {"process": pl.String, "lane": pl.String}, orient="row").select(
+        lane.str.extract(OWN, 1),
+        pl.coalesce(lane.str.extract(OWN, 2), lane.str.extract(WHOLE_GROUP, 1)).alias("group"),
+        lane.str.extract(WHOLE_GROUP, 2).alias("part"),
+        is_held=pl.col("process") == FLOW,
     )
+    held = lanes.select(pl.col("is_held") & pl.col("group").is_not_null()).to_series().to_numpy()
+    pieces = timeline.pieces.take(held[timeline.pieces.lane])
+    words = timeline.spans["step", "attempt", "name"][pieces.span].hstack(
+        lanes["lane", "group", "part"][pieces.lane]
+    )
+    in_hand = pl.col("step").is_in(timeline.windows["step"].unique().to_list())
+    return words.with_columns(pl.Series("start", pieces.start), pl.Series("end", pieces.end)).filter(in_hand)
 
 
 def _own(pieces: pl.DataFrame) -> pl.DataFrame:
-    """The pieces of trajectories, of the last attempt of each, with the number `id` of theirs."""
+    """The pieces of trajectories, of the last attempt of each, numbered by step and lane (`id`)."""
     own = pieces.filter(pl.col("lane").is_not_null())
     of_one = ["step", "lane"]
     last = pl.col("attempt") == pl.col("attempt").max().over(of_one)
