@@ -1,6 +1,7 @@
 """What a step costs as its work grows: laws whose constants come from benchmarks/results.json.
 
-Each law is a line through two or three measured sizes. What it says for more than was measured is the order of growth;
+Each law is a line through two or three measured sizes, but for what a trajectory costs the flow: that is a step of 512 without
+task runs, less what its rows cost, divided by 512, so that what a step costs once is in it. What a law says for more than was measured is the order of growth;
 a network's, a disk's or a GPU's bandwidth is another machine's, and none is in here but where it is named. Prints the two
 tables of docs/performance.md, which `python -m benchmarks.run table` writes there.
 """
@@ -77,38 +78,74 @@ class Part:
     cost: Callable[[Work, Mapping[str, float]], float]
 
 
+def default_flow_s(work: Work, given: Mapping[str, float]) -> float:
+    """Flow CPU of a step by default: task runs, trajectories, rows."""
+    return (
+        2 * work.groups * given["flow_s_a_task"]
+        + work.rows * given["flow_s_a_trajectory"]
+        + rows_s(work, given)
+    )
+
+
+def rows_s(work: Work, given: Mapping[str, float]) -> float:
+    """Flow CPU of a step's rows, made and stored."""
+    return work.rows * (given["store_s_a_row"] + given["store_s_a_byte"] * BYTES_A_TOKEN * work.tokens)
+
+
 PARTS = (
     Part(
-        "flow CPU, a task run a part",
+        "flow CPU, all of it by default",
+        "2 P task runs + P G trajectories and rows",
+        ("flow_s_a_task", "flow_s_a_trajectory", "store_s_a_row", "store_s_a_byte"),
+        default_flow_s,
+    ),
+    Part(
+        "of it requests, episodes, admission, groups",
+        "P G",
+        ("flow_s_a_trajectory",),
+        lambda work, given: work.rows * given["flow_s_a_trajectory"],
+    ),
+    Part(
+        "of it rows made and stored",
+        "a P G + b P G T",
+        ("store_s_a_row", "store_s_a_byte"),
+        rows_s,
+    ),
+    Part(
+        "of it task runs, by default: of a group's rollouts and of its scores",
+        "2 P task runs",
+        ("flow_s_a_task",),
+        lambda work, given: 2 * work.groups * given["flow_s_a_task"],
+    ),
+    Part(
+        "flow CPU of task runs, `observe.task_runs: groups`",
+        "P task runs",
+        ("flow_s_a_task",),
+        lambda work, given: work.groups * given["flow_s_a_task"],
+    ),
+    Part(
+        "flow CPU of task runs, `rollout.trajectories_per_task: 1`",
         "2 P G task runs",
         ("flow_s_a_task",),
         lambda work, given: 2 * work.rows * given["flow_s_a_task"],
     ),
     Part(
-        "Prefect server CPU, a task run a part",
+        "Prefect server CPU, by default",
+        "2 P task runs",
+        ("server_s_a_task",),
+        lambda work, given: 2 * work.groups * given["server_s_a_task"],
+    ),
+    Part(
+        "Prefect server CPU, `rollout.trajectories_per_task: 1`",
         "2 P G task runs",
         ("server_s_a_task",),
         lambda work, given: 2 * work.rows * given["server_s_a_task"],
-    ),
-    Part(
-        "flow CPU, `observe.task_runs: groups`",
-        "P task runs",
-        ("flow_s_a_task",),
-        lambda work, given: work.groups * given["flow_s_a_task"],
     ),
     Part(
         "Prefect server CPU, `observe.task_runs: groups`",
         "P task runs",
         ("server_s_a_task",),
         lambda work, given: work.groups * given["server_s_a_task"],
-    ),
-    Part(
-        "flow CPU, rows made and stored",
-        "a P G + b P G T",
-        ("store_s_a_row", "store_s_a_byte"),
-        lambda work, given: (
-            work.rows * (given["store_s_a_row"] + given["store_s_a_byte"] * BYTES_A_TOKEN * work.tokens)
-        ),
     ),
     Part(
         "calls to all servers, until the last start",
@@ -167,6 +204,10 @@ def constants(results: Results) -> dict[str, float]:
         if points := series(results, "fanout", f"{side}_cpu_s/{{}}", (64, 256, 1024)):
             found[f"{side}_s_a_task"] = slope_and_start([(2 * pairs, cost) for pairs, cost in points])[0]
     found |= storing(results)
+    without_task_runs = newest(results, "step_overhead", "flow_cpu_events_s")
+    if without_task_runs and "store_s_a_row" in found:
+        cost = without_task_runs["flow_cpu_events_s"] / without_task_runs["trajectories"]
+        found["flow_s_a_trajectory"] = cost - found["store_s_a_row"]
     if points := series(results, "submission", "calls_{}", (1, 16, 64)):
         found["calls_a_server"], found["calls_at_once"] = slope_and_start(points)
     if packed := series(results, "packing", "cases/{} rows, 1 ranks/seconds", (512, 8192)):

@@ -95,6 +95,15 @@ def row(name: str, measured: Sequence[Measured], median_s: float) -> str:
     return f"{name:38} {len(measured):5} {cells}"
 
 
+def slots(way: str, measured: Sequence[Measured], median_s: float) -> dict[str, float]:
+    """Shares of the slots' time that they were busy, and the first score in units of m; means over seeds."""
+    return {
+        f"rollouts_busy_{way}": mean(measured, lambda each: each.timeline.rollout_share(ROLLOUT_SLOTS)),
+        f"scores_busy_{way}": mean(measured, lambda each: each.timeline.scoring_share(SCORING_SLOTS)),
+        f"first_score_{way}": mean(measured, lambda each: each.timeline.first_score_s) / median_s,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to N-1")
@@ -124,6 +133,8 @@ def main() -> None:
         "ratio_group": mean(ours["group"], lambda each: each.ratio),
         "overhead_trajectory": mean(ours["trajectory"], lambda each: each.overhead),
         "overhead_group": mean(ours["group"], lambda each: each.overhead),
+        **slots("trajectory", ours["trajectory"], median_s),
+        **slots("group", ours["group"], median_s),
     } | {PEERS[peer][1]: found[0].ratio for peer, found in peers.items()}
     rounded = {name: round(value, 4) for name, value in figures.items()}
     print(json.dumps({"benchmark": "overlap", "seeds": len(seeds), "median_s": median_s} | rounded))

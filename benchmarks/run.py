@@ -3,7 +3,8 @@
 Quick ones measure the same figures with fewer passes, and no peer; full ones everything, peers in environments of their
 own. A script that fails is told at the end, and the others go on. Results go to benchmarks/results.json, and from there
 into the table of docs/performance.md. A ratio that looks worse than benchmarks/baseline.json allows is measured twice
-more; when the median of three is worse too, the command fails.
+more; when the median of three is worse too, the command fails. It fails too when a declared figure is not measured, and
+when one that has no noise misses its target.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from benchmarks.suite import regression, table
 from benchmarks.suite.declared import BENCHMARKS
 from benchmarks.suite.figures import Benchmark, Mode
 from benchmarks.suite.process import ScriptError, run_script
-from benchmarks.suite.results import Results, result_of
+from benchmarks.suite.regression import Baseline
+from benchmarks.suite.results import Results, commit_of, result_of
 
 
 @dataclass(slots=True)
@@ -31,61 +33,93 @@ class Outcome:
     Attributes:
         failed: what each failed script said.
         worse: ratios that are worse than the baseline allows, with their medians.
+        unguarded: ratios that the baseline has too few values of to compare them.
         seconds: of each script, all its tries together.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
     worse: dict[str, float] = field(default_factory=dict)
+    unguarded: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-async def measured(
-    benchmark: Benchmark, mode: Mode, results: Results, baseline: Path, *, keeps: bool
-) -> dict[str, float]:
-    """Run a script, keep its result, and return what of its ratios stays worse than the baseline.
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """How scripts are run, and where what they measure goes.
 
-    Args:
-        benchmark: which one.
+    Attributes:
         mode: how.
-        results: what its result is put into.
+        results: what their results are put into.
         baseline: file of the stored ratios.
         keeps: add the ratios to the baseline, and compare none.
+        commit: of the checkout before the first result changed it.
+    """
+
+    mode: Mode
+    results: Results
+    baseline: Path
+    keeps: bool = False
+    commit: str = field(default_factory=commit_of)
+
+    def baselines(self, benchmark: Benchmark) -> dict[str, Baseline]:
+        """What the ratios of a benchmark are compared with."""
+        return regression.baselines(regression.read_baseline(self.baseline, self.mode), benchmark, self.mode)
+
+    async def run(self, benchmark: Benchmark) -> dict[str, float]:
+        """Run a script once, keep its result, and return its ratios.
+
+        Raises:
+            ScriptError: it failed, has not measured what is declared of it, or misses what has no noise.
+        """
+        arguments, started = benchmark.arguments(self.mode), datetime.now(UTC)
+        assert arguments is not None
+        values = await run_script(benchmark.script, arguments, benchmark.timeout_s)
+        if missing := benchmark.missing(values, self.mode):
+            raise ScriptError(f"printed no finite number for {', '.join(missing)}")
+        self.results.keep(result_of(benchmark.script, self.mode, values, started, self.commit))
+        if missed := benchmark.missed(values):
+            raise ScriptError("; ".join(missed))
+        return regression.ratios(benchmark, values, self.mode)
+
+
+async def measured(benchmark: Benchmark, suite: Suite) -> dict[str, float]:
+    """Run a script, thrice where it looks worse than the baseline, and return what stays worse.
 
     Raises:
         ScriptError: it failed.
     """
-    stored = regression.baselines(regression.read_baseline(baseline), benchmark)
-    tries: list[dict[str, float]] = []
-    while True:
-        arguments, started = benchmark.arguments(mode), datetime.now(UTC)
-        assert arguments is not None
-        values = await run_script(benchmark.script, arguments, benchmark.timeout_s)
-        results.keep(result_of(benchmark.script, mode, values, started))
-        tries.append(regression.ratios(benchmark, values))
-        if keeps:
-            regression.keep(tries[-1], baseline)
-            return {}
-        if len(tries) == 1 and not regression.suspects(tries[0], stored):
-            return {}
-        if len(tries) == regression.TRIES:
-            return regression.regressions(tries, stored)
+    tries = [await suite.run(benchmark)]
+    if suite.keeps:
+        regression.keep(tries[0], suite.baseline, suite.mode)
+        return {}
+    stored = suite.baselines(benchmark)
+    if not regression.suspects(tries[0], stored):
+        return {}
+    while len(tries) < regression.TRIES:
         print(f"{benchmark.script}: worse than the baseline allows, measured again", flush=True)
+        tries.append(await suite.run(benchmark))
+    worse = regression.regressions(tries, stored)
+    for name, value in worse.items():
+        print(f"{name} is {value:.3g}, and may be {stored[name].bound:.3g}", flush=True)
+    return worse
 
 
-async def run_all(
-    benchmarks: Sequence[Benchmark], mode: Mode, results: Results, baseline: Path, *, keeps: bool = False
-) -> Outcome:
+async def run_all(benchmarks: Sequence[Benchmark], suite: Suite) -> Outcome:
     """Run scripts one after another, as `measured` does each; none stops the others."""
     outcome = Outcome()
     for benchmark in benchmarks:
-        print(f"== {benchmark.script} {' '.join(benchmark.arguments(mode) or ())}", flush=True)
+        print(f"== {benchmark.script} {' '.join(benchmark.arguments(suite.mode) or ())}", flush=True)
         started = time.monotonic()
         try:
-            outcome.worse |= await measured(benchmark, mode, results, baseline, keeps=keeps)
+            outcome.worse |= await measured(benchmark, suite)
         except ScriptError as error:
             outcome.failed[benchmark.script] = str(error)
             print(f"{benchmark.script} FAILED: {error}", flush=True)
         outcome.seconds[benchmark.script] = round(time.monotonic() - started, 1)
+        compared = suite.baselines(benchmark)
+        outcome.unguarded += [
+            name for name in regression.names(benchmark, suite.mode) if name not in compared
+        ]
     return outcome
 
 
@@ -120,12 +154,13 @@ def main() -> None:
     results, outcome = Results(), Outcome()
     if given.mode != "table":
         benchmarks = chosen(given.scripts, given.mode)
-        run = run_all(benchmarks, given.mode, results, regression.BASELINE, keeps=given.keep)
-        outcome = asyncio.run(run)
+        suite = Suite(given.mode, results, regression.BASELINE, given.keep)
+        outcome = asyncio.run(run_all(benchmarks, suite))
     write_page(results)
     for name, value in outcome.worse.items():
-        bound = regression.read_baseline(regression.BASELINE)[name]
-        print(f"WORSE: {name} is {value:.3g}, median of {regression.TRIES}; baseline {bound}")
+        print(f"WORSE: {name} is {value:.3g}, median of {regression.TRIES}")
+    for name in outcome.unguarded:
+        print(f"NO BASELINE: {name} has fewer than {regression.LEAST_KEPT} values, and is not compared")
     for script, said in outcome.failed.items():
         print(f"FAILED: {script}: {said.splitlines()[0]}")
     told = {"benchmark": "run", "mode": given.mode, "failed": sorted(outcome.failed)}

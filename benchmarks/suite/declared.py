@@ -2,12 +2,16 @@
 
 from benchmarks.suite.figures import Benchmark, Beside, Figure
 
-FUSED = Beside("openpipe-art 0.5.18", "ratio_art_fused")
+FUSED = Beside("openpipe-art 0.5.18", "ratio_art_fused", in_quick=False)
 BOUND = Beside("lower bound")
 IDEAL = Beside("no overhead")
 TRL = "trl 1.16.0"
 PER_PARAMETER = "a call a parameter"
 LARGE_TENSOR = Beside("one large tensor")
+STUBS, LOOP = Beside("the stubs' CPU"), Beside("a loop of Python's, CPU")
+TRL_5M, TRL_5M_MB = (
+    Beside(TRL, f"sizes/5M/trl/{key}", in_quick=False) for key in ("tokens_per_cpu_s", "peak_mb")
+)
 
 ROLLOUTS = (
     Benchmark(
@@ -19,21 +23,28 @@ ROLLOUTS = (
                 "ratio_trajectory",
                 "x",
                 1.13,
-                peer=Beside("openpipe-art 0.4.11", "ratio_art_two_gathers"),
+                peer=Beside("openpipe-art 0.4.11", "ratio_art_two_gathers", in_quick=False),
                 limit=BOUND,
             ),
             Figure("ratio_group", "x", 1.29, peer=FUSED, limit=BOUND),
+            Figure("rollouts_busy_trajectory", "x", is_steady=False),
+            Figure("scores_busy_trajectory", "x", is_steady=False),
+            Figure("first_score_trajectory", "m", is_steady=False),
+            Figure("rollouts_busy_group", "x", is_steady=False),
+            Figure("scores_busy_group", "x", is_steady=False),
+            Figure("first_score_group", "m", is_steady=False),
             Figure("overhead_trajectory", "x", 1.03, limit=IDEAL),
             Figure("overhead_group", "x", 1.03, limit=IDEAL),
-            Figure("ratio_art_fused", "x", limit=BOUND, is_steady=False),
-            Figure("ratio_art_two_gathers", "x", limit=BOUND, is_steady=False),
+            Figure("ratio_art_fused", "x", limit=BOUND, is_steady=False, in_quick=False),
+            Figure("ratio_art_two_gathers", "x", limit=BOUND, is_steady=False, in_quick=False),
         ),
     ),
     Benchmark(
         "fanout",
         quick=("--few",),
         figures=(
-            Figure("recorded_share", "x", 1.0, more_is_better=True),
+            Figure("recorded_share", "x", 1.0, more_is_better=True, is_exact=True),
+            Figure("expected", "task runs"),
             Figure("flow_cpu_ms_per_task", "ms", 2.5),
             Figure("server_cpu_ms_per_task", "ms"),
             Figure("lag_p50_ms", "ms"),
@@ -66,6 +77,7 @@ ROLLOUTS = (
                 1.0,
                 more_is_better=True,
                 peer=Beside("Prefect's default", "recorded_share_default"),
+                is_exact=True,
             ),
         ),
     ),
@@ -137,7 +149,12 @@ TRAINING = (
         quick=("--sizes", "5M", "--no-peers"),
         figures=(
             Figure("ratio_to_bare", "x", 0.9, more_is_better=True, limit=Beside("a bare loop")),
-            Figure("ratio_to_trl", "x", 2.8, more_is_better=True, peer=Beside(TRL)),
+            Figure("ratio_to_trl", "x", 2.8, more_is_better=True, peer=Beside(TRL), in_quick=False),
+            Figure("sizes/5M/varlen/tokens_per_cpu_s", "tokens", peer=TRL_5M, is_steady=False),
+            Figure("sizes/5M/varlen/peak_mb", "MB", peer=TRL_5M_MB, is_steady=False),
+            Figure("sizes/5M/padded/peak_mb", "MB"),
+            Figure("sizes/58M/varlen/tokens_per_cpu_s", "tokens", in_quick=False),
+            Figure("sizes/58M/varlen/peak_mb", "MB", in_quick=False),
         ),
     ),
     Benchmark(
@@ -173,7 +190,7 @@ SYNC = (
             Figure("speedup", "x", 4.0, more_is_better=True, peer=Beside(PER_PARAMETER)),
             Figure("speedup_zero3", "x", 6.0, more_is_better=True, peer=Beside(PER_PARAMETER)),
             Figure("share_of_loopback", "x", 0.8, more_is_better=True, limit=LARGE_TENSOR),
-            Figure("control_calls", "calls", 5.0),
+            Figure("control_calls", "calls", 5.0, is_exact=True),
             Figure("seconds_ours", "s", limit=Beside("memcpy", "seconds_memcpy"), is_steady=False),
             Figure("seconds_per_parameter", "s"),
             Figure("seconds_ours_zero3", "s"),
@@ -193,6 +210,7 @@ SYNC = (
                 limit=Beside("no sync", "gap_none_s"),
                 is_steady=False,
             ),
+            Figure("gap_second_copy_least_s", "s"),
             Figure("gap_per_parameter_s", "s"),
             Figure("first_new_token_s", "s"),
         ),
@@ -201,8 +219,8 @@ SYNC = (
         "servers",
         figures=(
             Figure("ratio_4_to_1", "x", 1.15, limit=Beside("one receiver")),
-            Figure("cpu_s_per_gb_and_receiver/1", "s"),
-            Figure("cpu_s_per_gb_and_receiver/4", "s"),
+            *(Figure(f"cpu_s_per_gb_and_receiver/{n}", "s") for n in (1, 2, 4)),
+            *(Figure(f"capped_seconds/{n}", "s") for n in (1, 2, 4)),
         ),
     ),
 )
@@ -210,18 +228,34 @@ SYNC = (
 WHOLE = (
     Benchmark(
         "step_overhead",
-        quick=("--steps", "6", "--task-runs", "all"),
-        figures=(Figure("added_s", "s"), Figure("flow_cpu_s", "s", 1.0), Figure("server_cpu_s", "s")),
+        quick=("--steps", "6", "--task-runs", "all", "events", "--step-runs", "on"),
+        figures=(
+            Figure("added_s", "s"),
+            Figure("flow_cpu_s", "s", 1.0),
+            Figure("server_cpu_s", "s"),
+            Figure("flow_cpu_events_s", "s"),
+            Figure("flow_cpu_to_stubs", "x", limit=STUBS),
+        ),
     ),
     Benchmark(
         "lag",
-        quick=("--passes", "1"),
-        figures=(Figure("lag_p99_excess_ms", "ms", 5.0), Figure("lag_max_excess_ms", "ms", 30.0)),
+        full=("--base64",),
+        quick=("--passes", "3"),
+        figures=(
+            Figure("lag_p99_excess_ms", "ms", 5.0),
+            Figure("lag_max_excess_ms", "ms", 30.0),
+            Figure("lag_p99_excess_base64_ms", "ms", in_quick=False),
+            Figure("lag_max_excess_base64_ms", "ms", in_quick=False),
+            Figure("loop_cpu_s", "s"),
+            Figure("loop_cpu_to_calibration", "x", limit=LOOP),
+        ),
     ),
     Benchmark(
         "submission",
         quick=(),
         figures=(
+            Figure("calls_1", "calls", peer=Beside("one after another", "one_by_one_1"), is_steady=False),
+            Figure("calls_16", "calls", peer=Beside("one after another", "one_by_one_16")),
             Figure(
                 "calls_64",
                 "calls",
@@ -238,7 +272,13 @@ WHOLE = (
             Figure("speedup_vs_trl_5m", "x", 1.5, more_is_better=True, peer=Beside(TRL)),
             Figure("end_reward", "x", peer=Beside(TRL, "end_reward_trl"), is_steady=False),
             Figure("tiny_step_s", "s"),
+            Figure("tiny_step_trl_s", "s"),
+            Figure("tiny_step_least_s", "s"),
+            Figure("tiny_step_trl_least_s", "s"),
             Figure("step_5m_s", "s"),
+            Figure("step_5m_trl_s", "s"),
+            Figure("step_5m_least_s", "s"),
+            Figure("step_5m_trl_least_s", "s"),
         ),
     ),
 )

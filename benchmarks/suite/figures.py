@@ -1,6 +1,7 @@
 """What a benchmark is to the suite: a script, how it is called, and what its figures should reach."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,10 +17,12 @@ class Beside:
     Attributes:
         name: of the peer, or of the limit.
         key: where its value lies in the same JSON object; empty when the figure is itself the ratio to it.
+        in_quick: False where a quick run does not measure it.
     """
 
     name: str
     key: str = ""
+    in_quick: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Figure:
         peer: what others have on the same work.
         limit: the bound.
         is_steady: False for a ratio that is not compared with the baseline, being lost in noise here.
+        is_exact: True for one that has no noise at all: a run that misses its target has failed.
+        in_quick: False where a quick run does not measure it.
     """
 
     key: str
@@ -43,6 +48,8 @@ class Figure:
     peer: Beside | None = None
     limit: Beside | None = None
     is_steady: bool = True
+    is_exact: bool = False
+    in_quick: bool = True
 
     def value(self, values: Values) -> float | None:
         """Its value in what a script has printed; None when it is not there."""
@@ -63,22 +70,24 @@ class Figure:
             return None
         return value >= self.target if self.more_is_better else value <= self.target
 
-    def ratios(self, values: Values) -> dict[str, float]:
+    def besides(self, mode: Mode) -> list[Beside]:
+        """What a run of a mode measures beside it."""
+        return [
+            beside
+            for beside in (self.peer, self.limit)
+            if beside and beside.key and (mode == "full" or beside.in_quick)
+        ]
+
+    def ratios(self, values: Values, mode: Mode) -> dict[str, float | None]:
         """All that is compared with the baseline, by name: the figure if it is a ratio, else its ratios to others.
 
-        Example: {"cpu_ms / orjson": 0.83}.
+        Example: {"cpu_ms / orjson": 0.83}; None stands for one whose values are not there.
         """
-        if not self.is_steady:
+        if not self.is_steady or self.is_exact or (mode == "quick" and not self.in_quick):
             return {}
         if self.unit == "x":
-            own = self.value(values)
-            return {} if own is None else {self.key: own}
-        found = {
-            f"{self.key} / {beside.name}": self.ratio(values, beside)
-            for beside in (self.peer, self.limit)
-            if beside and beside.key
-        }
-        return {name: ratio for name, ratio in found.items() if ratio is not None}
+            return {self.key: self.value(values)}
+        return {f"{self.key} / {each.name}": self.ratio(values, each) for each in self.besides(mode)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,26 @@ class Benchmark:
     def arguments(self, mode: Mode) -> tuple[str, ...] | None:
         """Of a mode; None when it has no part in it."""
         return self.full if mode == "full" else self.quick
+
+    def missing(self, values: Values, mode: Mode) -> list[str]:
+        """What a run of a mode should have measured, and what it printed has not, or not as a finite number."""
+        found = {key: find(values, key) for key in self._keys(mode)}
+        return [key for key, value in found.items() if value is None or not math.isfinite(value)]
+
+    def missed(self, values: Values) -> list[str]:
+        """The exact figures that do not reach their target, with both."""
+        found = [(each, each.value(values)) for each in self.figures if each.is_exact]
+        return [
+            f"{each.key} is {value:g}, target {each.target:g}"
+            for each, value in found
+            if value is not None and each.is_met(value) is False
+        ]
+
+    def _keys(self, mode: Mode) -> Iterator[str]:
+        for figure in self.figures:
+            if mode == "full" or figure.in_quick:
+                yield figure.key
+                yield from (beside.key for beside in figure.besides(mode))
 
 
 def find(values: Values, key: str) -> float | None:

@@ -1,7 +1,9 @@
 """When is a ratio worse than it was? 20 % worse than the baseline's median, outside its spread, in the median of three.
 
 Wall times are another machine's next time; ratios to a peer, to a bare loop or to a bound are not. The baseline has the
-values of each ratio as measured on one state that was accepted, at least three of them.
+values that each ratio had in runs whose state was accepted, those of quick runs and of full ones apart. Where it has fewer
+than three of a ratio, there is no spread to lie outside of: that ratio is not compared, and the command says so. Figures
+without noise need no baseline: their target is their bound (`Figure.is_exact`).
 """
 
 import json
@@ -10,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.suite.figures import Benchmark, Values
+from benchmarks.suite.figures import Benchmark, Mode, Values
 from benchmarks.suite.process import ROOT
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 WORSE = 0.2
-MOST_KEPT = 9
+LEAST_KEPT, MOST_KEPT = 3, 9
 TRIES = 3
 Measured = Mapping[str, float]
+Stored = Mapping[str, Sequence[float]]
+"""Values of a mode by ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +50,28 @@ class Baseline:
         return value < self.bound if self.more_is_better else value > self.bound
 
 
-def ratios(benchmark: Benchmark, values: Values) -> dict[str, float]:
+def ratios(benchmark: Benchmark, values: Values, mode: Mode) -> dict[str, float]:
     """All ratios of one run of a script, by `SCRIPT: KEY` or `SCRIPT: KEY / PEER`."""
     return {
         f"{benchmark.script}: {name}": ratio
         for figure in benchmark.figures
-        for name, ratio in figure.ratios(values).items()
+        for name, ratio in figure.ratios(values, mode).items()
+        if ratio is not None
     }
 
 
-def better_when_more(benchmark: Benchmark) -> set[str]:
-    """Which of a benchmark's ratios are better when they are more."""
-    keys = {figure.key for figure in benchmark.figures if figure.more_is_better}
-    return {f"{benchmark.script}: {key}" for key in keys}
+def names(benchmark: Benchmark, mode: Mode) -> list[str]:
+    """What the ratios of a run of a mode are called."""
+    return [f"{benchmark.script}: {name}" for each in benchmark.figures for name in each.ratios({}, mode)]
 
 
-def baselines(stored: Mapping[str, Sequence[float]], benchmark: Benchmark) -> dict[str, Baseline]:
-    """A benchmark's stored ratios."""
-    more = better_when_more(benchmark)
+def baselines(stored: Stored, benchmark: Benchmark, mode: Mode) -> dict[str, Baseline]:
+    """Those of a benchmark's ratios that are compared."""
+    more = {f"{benchmark.script}: {each.key}" for each in benchmark.figures if each.more_is_better}
     return {
-        name: Baseline(tuple(values), name.partition(" / ")[0] in more)
-        for name, values in stored.items()
-        if name.startswith(f"{benchmark.script}: ") and values
+        name: Baseline(tuple(stored[name]), name.partition(" / ")[0] in more)
+        for name in names(benchmark, mode)
+        if len(stored.get(name, ())) >= LEAST_KEPT
     }
 
 
@@ -78,19 +82,24 @@ def suspects(found: Measured, stored: Mapping[str, Baseline]) -> list[str]:
 
 def regressions(tries: Sequence[Measured], stored: Mapping[str, Baseline]) -> dict[str, float]:
     """The ratios whose median over all tries is worse than allowed, with that median."""
-    names = {name for found in tries for name in found}
-    medians = {name: statistics.median(each[name] for each in tries if name in each) for name in names}
+    found = {name for each in tries for name in each}
+    medians = {name: statistics.median(each[name] for each in tries if name in each) for name in found}
     return {name: medians[name] for name in sorted(suspects(medians, stored))}
 
 
-def read_baseline(path: Path) -> dict[str, list[float]]:
-    """The stored values by name; none where the file is not."""
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+def read_baseline(path: Path, mode: Mode) -> dict[str, list[float]]:
+    """The stored values of a mode by name; none where the file is not."""
+    return dict(_read(path).get(mode, {}))
 
 
-def keep(found: Measured, path: Path) -> None:
-    """Add a run's ratios to the stored ones, of which the newest nine stay."""
-    stored = read_baseline(path)
+def keep(found: Measured, path: Path, mode: Mode) -> None:
+    """Add a run's ratios to the stored ones of its mode, of which the newest nine stay."""
+    every = _read(path)
+    stored = every.setdefault(mode, {})
     for name, value in found.items():
         stored[name] = [*stored.get(name, []), float(f"{value:.4g}")][-MOST_KEPT:]
-    path.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n")
+
+
+def _read(path: Path) -> dict[str, dict[str, list[float]]]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}

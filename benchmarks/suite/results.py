@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.figures import Beside, Figure, Mode
+from benchmarks.suite.figures import Figure, Mode
 from benchmarks.suite.process import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -30,6 +30,7 @@ class Result:
         commit: of the checkout, `-dirty` with changes.
         machine: processors, cores and memory.
         versions: of packages.
+        priority: of the command, and so of what it started: "ordinary", or "real-time 10"; empty where it was not kept.
     """
 
     script: str
@@ -40,6 +41,7 @@ class Result:
     commit: str
     machine: str
     versions: dict[str, str] = field(default_factory=dict)
+    priority: str = ""
 
 
 class Results:
@@ -60,19 +62,13 @@ class Results:
         ordered = [asdict(self._kept[key]) for key in sorted(self._kept)]
         self._path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
-    def newest(self, script: str, figure: Figure, beside: Beside | None = None) -> Result | None:
-        """The newest result that has a figure, and what it is compared with when that is given."""
-        having = [
-            each
-            for each in self
-            if each.script == script
-            and figure.value(each.values) is not None
-            and (beside is None or figure.ratio(each.values, beside) is not None)
-        ]
+    def newest(self, script: str, figure: Figure) -> Result | None:
+        """The newest result that has a figure."""
+        having = [each for each in self if each.script == script and figure.value(each.values) is not None]
         return max(having, key=lambda each: each.date, default=None)
 
 
-def result_of(script: str, mode: Mode, values: dict[str, Any], started: datetime) -> Result:
+def result_of(script: str, mode: Mode, values: dict[str, Any], started: datetime, commit: str) -> Result:
     """A result of here and now, for a script that has just ended."""
     return Result(
         script=script,
@@ -80,13 +76,21 @@ def result_of(script: str, mode: Mode, values: dict[str, Any], started: datetime
         values=values,
         date=started.strftime("%Y-%m-%d %H:%M"),
         seconds=round((datetime.now(UTC) - started).total_seconds(), 1),
-        commit=commit(),
+        commit=commit,
         machine=machine(),
         versions={package: importlib.metadata.version(package) for package in PACKAGES},
+        priority=priority(),
     )
 
 
-def commit() -> str:
+def priority() -> str:
+    """Of this process, which those that it starts have too."""
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        return f"real-time {os.sched_getparam(0).sched_priority}"
+    return "ordinary"
+
+
+def commit_of() -> str:
     """Of the checkout, `-dirty` when it has changes; empty outside of one."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

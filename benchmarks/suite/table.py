@@ -31,19 +31,19 @@ def between(page: str, name: str, text: str) -> str:
 def table(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """The table, and below it when and where each benchmark ran."""
     lines = [line(HEADINGS), "|" + "---|" * len(HEADINGS)]
-    used: dict[str, Result] = {}
+    used: dict[tuple[str, str], Result] = {}
     for benchmark in benchmarks:
         for number, figure in enumerate(benchmark.figures):
             name = f"`{benchmark.script}`" if number == 0 else ""
             newest = results.newest(benchmark.script, figure)
             if newest:
-                used[benchmark.script] = newest
-            lines.append(line((name, *cells(benchmark.script, figure, newest, results))))
+                used[newest.script, newest.mode] = newest
+            lines.append(line((name, *cells(figure, newest))))
     return "\n".join([*lines, "", counted(benchmarks, results), "", *places(used.values())]) + "\n"
 
 
-def cells(script: str, figure: Figure, newest: Result | None, results: Results) -> tuple[str, ...]:
-    """All cells of a figure's row but the first."""
+def cells(figure: Figure, newest: Result | None) -> tuple[str, ...]:
+    """All cells of a figure's row but the first, all of one result."""
     value = figure.value(newest.values) if newest else None
     unit = "" if figure.unit == "x" else f" {figure.unit}"
     sign = "≥" if figure.more_is_better else "≤"
@@ -53,8 +53,8 @@ def cells(script: str, figure: Figure, newest: Result | None, results: Results) 
         "" if value is None else f"{shown(value)}{unit}",
         target,
         verdict(figure, value),
-        compared(script, figure, figure.peer, results),
-        compared(script, figure, figure.limit, results),
+        compared(figure, figure.peer, newest),
+        compared(figure, figure.limit, newest),
         f"{newest.date[:10]}, {newest.mode}" if newest else "",
     )
 
@@ -67,14 +67,10 @@ def verdict(figure: Figure, value: float | None) -> str:
     return "" if met is None else "met" if met else "**missed**"
 
 
-def compared(script: str, figure: Figure, beside: Beside | None, results: Results) -> str:
-    """The figure's ratio to a peer or a limit, of one run, and whose: `0.83 x orjson`."""
-    newest = results.newest(script, figure, beside) if beside else None
-    if not newest or not beside:
-        return ""
-    ratio = figure.ratio(newest.values, beside)
-    assert ratio is not None
-    return f"{shown(ratio)} x {beside.name}"
+def compared(figure: Figure, beside: Beside | None, newest: Result | None) -> str:
+    """The figure's ratio to a peer or a limit in the same run, and whose: `0.83 x orjson`; empty where it has none."""
+    ratio = figure.ratio(newest.values, beside) if newest and beside else None
+    return "" if ratio is None or beside is None else f"{shown(ratio)} x {beside.name}"
 
 
 def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
@@ -90,12 +86,13 @@ def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
 
 
 def places(results: Iterable[Result]) -> list[str]:
-    """On which machines, with which versions, at which commits: a line for each place that is not the same."""
+    """On which machines, how, with which versions, at which commits: a line for each place that is not the same."""
     found: dict[str, dict[str, list[str]]] = {}
     for each in results:
         versions = ", ".join(f"{name} {version}" for name, version in each.versions.items())
-        place = f"{each.machine}; {versions}" if versions else each.machine
-        found.setdefault(place, {}).setdefault(each.commit, []).append(f"`{each.script}`")
+        priority = f"{each.priority} priority" if each.priority else ""
+        place = "; ".join(filter(None, (each.machine, priority, versions)))
+        found.setdefault(place, {}).setdefault(each.commit, []).append(f"`{each.script}` {each.mode}")
     return [
         f"- {place}: "
         + "; ".join(f"{', '.join(names)} at {commit}" for commit, names in commits.items())

@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import model
-from benchmarks.run import run_all
+from benchmarks.run import Suite, run_all
 from benchmarks.suite.declared import BENCHMARKS
-from benchmarks.suite.figures import Benchmark, Beside, Figure
+from benchmarks.suite.figures import Benchmark, Beside, Figure, Mode
 from benchmarks.suite.process import ROOT, ScriptError, run_script
 from benchmarks.suite.regression import (
+    BASELINE,
+    LEAST_KEPT,
+    MOST_KEPT,
     Baseline,
     baselines,
     keep,
+    names,
     ratios,
     read_baseline,
     regressions,
@@ -31,9 +35,16 @@ MADE_UP = Benchmark(
         Figure("ratio", "x", 1.1),
         Figure("cpu_ms", "ms", 40.0, peer=Beside("json", "ways/json/cpu_ms")),
         Figure("noise", "x", is_steady=False),
+        Figure("ratio_to_peer", "x", peer=Beside("a peer"), in_quick=False),
     ),
+    quick=(),
 )
-STORED = {"made_up: speedup": [4.0, 4.4, 3.9], "made_up: ratio": [1.0, 1.02, 1.3]}
+MODES: tuple[Mode, ...] = ("quick", "full")
+STORED = {
+    "made_up: speedup": [4.0, 4.4, 3.9],
+    "made_up: ratio": [1.0, 1.02, 1.3],
+    "made_up: cpu_ms / json": [0.1, 0.1],
+}
 
 
 def values(speedup: float, ratio: float, cpu_ms: float = 50.0) -> dict[str, object]:
@@ -53,8 +64,10 @@ def result(date: str, mode: str, **figures: object) -> Result:
 
 
 def test_a_ratio_is_the_figure_or_its_ratio_to_a_peer_and_noise_is_none() -> None:
-    found = ratios(MADE_UP, values(4.0, 1.0))
+    found = ratios(MADE_UP, values(4.0, 1.0), "quick")
     assert found == {"made_up: speedup": 4.0, "made_up: ratio": 1.0, "made_up: cpu_ms / json": 0.5}
+    assert names(MADE_UP, "quick") == list(found)
+    assert names(MADE_UP, "full") == [*found, "made_up: ratio_to_peer"]
 
 
 def test_within_twenty_percent_of_the_median_nothing_is_worse() -> None:
@@ -70,47 +83,98 @@ def test_what_lay_in_the_spread_before_is_not_worse() -> None:
 
 
 def test_the_median_of_three_decides() -> None:
-    stored = baselines(STORED, MADE_UP)
-    slow, good = ratios(MADE_UP, values(2.0, 1.0)), ratios(MADE_UP, values(4.1, 1.0))
+    stored = baselines(STORED, MADE_UP, "quick")
+    slow, good = (ratios(MADE_UP, values(speedup, 1.0), "quick") for speedup in (2.0, 4.1))
     assert suspects(slow, stored) == ["made_up: speedup"]
     assert regressions([slow, good, good], stored) == {}
     assert regressions([slow, good, slow], stored) == {"made_up: speedup": 2.0}
 
 
-def test_better_is_never_worse_and_a_ratio_without_a_baseline_is_no_suspect() -> None:
-    assert suspects(ratios(MADE_UP, values(40.0, 0.1, cpu_ms=1e6)), baselines(STORED, MADE_UP)) == []
+def test_better_is_never_worse_and_a_ratio_with_two_values_is_not_compared() -> None:
+    stored = baselines(STORED, MADE_UP, "quick")
+    assert sorted(stored) == ["made_up: ratio", "made_up: speedup"]
+    assert suspects(ratios(MADE_UP, values(40.0, 0.1, cpu_ms=1e6), "quick"), stored) == []
 
 
 def test_another_benchmarks_ratio_of_the_same_name_is_not_compared() -> None:
-    stored = baselines({"made_up_too: ratio": [0.1]}, MADE_UP)
-    assert suspects(ratios(MADE_UP, values(4.0, 1.0)), stored) == []
+    assert baselines({"made_up_too: ratio": [0.1, 0.1, 0.1]}, MADE_UP, "quick") == {}
 
 
-def test_the_baseline_keeps_the_newest_values(tmp_path: Path) -> None:
+def test_the_baseline_keeps_the_newest_values_of_each_mode(tmp_path: Path) -> None:
     for number in range(12):
-        keep({"made_up: ratio": float(number)}, tmp_path / "baseline.json")
-    assert read_baseline(tmp_path / "baseline.json") == {
+        keep({"made_up: ratio": float(number)}, tmp_path / "baseline.json", "quick")
+    keep({"made_up: ratio": 0.5}, tmp_path / "baseline.json", "full")
+    assert read_baseline(tmp_path / "baseline.json", "quick") == {
         "made_up: ratio": [float(each) for each in range(3, 12)]
     }
+    assert read_baseline(tmp_path / "baseline.json", "full") == {"made_up: ratio": [0.5]}
+
+
+def test_a_figure_that_is_gone_or_no_number_is_missing() -> None:
+    assert MADE_UP.missing(values(4.0, 1.0), "quick") == []
+    assert MADE_UP.missing(values(4.0, 1.0), "full") == ["ratio_to_peer"]
+    assert MADE_UP.missing(values(float("nan"), float("inf")), "quick") == ["speedup", "ratio"]
+    assert MADE_UP.missing(values(4.0, 1.0) | {"ways": {}}, "quick") == ["ways/json/cpu_ms"]
+
+
+def test_a_figure_without_noise_may_not_miss_its_target_at_all() -> None:
+    exact = Benchmark("made_up", (Figure("share", "x", 1.0, more_is_better=True, is_exact=True),))
+    assert exact.missed({"share": 1.0}) == []
+    assert exact.missed({"share": 0.999}) == ["share is 0.999, target 1"]
+    assert names(exact, "full") == []
+
+
+def test_the_stored_baseline_is_of_declared_ratios() -> None:
+    for mode in MODES:
+        stored = read_baseline(BASELINE, mode)
+        declared = [
+            name for each in BENCHMARKS for name in names(each, mode) if each.arguments(mode) is not None
+        ]
+        assert stored.keys() - set(declared) == set()
+        assert all(0 < len(each) <= MOST_KEPT for each in stored.values())
+
+
+@pytest.mark.xfail(strict=True, reason="values of three quick runs on a quiet machine are still to be taken")
+def test_each_ratio_of_a_quick_run_has_a_baseline() -> None:
+    stored = read_baseline(BASELINE, "quick")
+    declared = [name for each in BENCHMARKS for name in names(each, "quick") if each.quick is not None]
+    assert [name for name in declared if len(stored.get(name, [])) < LEAST_KEPT] == []
 
 
 async def test_a_script_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     scripts = [Benchmark(name, (), quick=()) for name in ("no_such_script", "suite.figures", "model")]
-    outcome = await run_all(scripts, "quick", results, tmp_path / "baseline.json")
+    outcome = await run_all(scripts, Suite("quick", results, tmp_path / "baseline.json"))
     assert "No module named" in outcome.failed["no_such_script"]
     assert "no JSON object" in outcome.failed["suite.figures"]
     assert [each.script for each in Results(tmp_path / "results.json")] == ["model"]
+
+
+async def test_a_script_that_lacks_a_declared_figure_has_failed(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    lacking = Benchmark("model", (Figure("flow_s_a_task", "s"), Figure("no_such_figure", "s")), quick=())
+    outcome = await run_all([lacking], Suite("quick", results, tmp_path / "baseline.json"))
+    assert outcome.failed == {"model": "printed no finite number for no_such_figure"}
+    assert not list(results)
+
+
+async def test_a_script_whose_exact_figure_misses_has_failed_and_its_result_is_kept(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    missing = Benchmark("model", (Figure("flow_s_a_task", "s", 0.0, is_exact=True),), quick=())
+    outcome = await run_all([missing], Suite("quick", results, tmp_path / "baseline.json"))
+    assert re.fullmatch("flow_s_a_task is .*, target 0", outcome.failed["model"])
+    assert [each.script for each in results] == ["model"]
 
 
 async def test_a_ratio_that_stays_worse_is_measured_three_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     baseline = tmp_path / "baseline.json"
-    baseline.write_text(json.dumps({"model: flow_s_a_task": [1e-9, 1e-9, 1e-9]}))
-    watched = Benchmark("model", (Figure("flow_s_a_task", "x"),), quick=())
-    outcome = await run_all([watched], "quick", Results(tmp_path / "results.json"), baseline)
+    baseline.write_text(json.dumps({"quick": {"model: flow_s_a_task": [1e-9, 1e-9, 1e-9]}}))
+    watched = Benchmark("model", (Figure("flow_s_a_task", "x"), Figure("pack_s_a_row", "x")), quick=())
+    outcome = await run_all([watched], Suite("quick", Results(tmp_path / "results.json"), baseline))
     assert list(outcome.worse) == ["model: flow_s_a_task"]
+    assert outcome.unguarded == ["model: pack_s_a_row"]
     assert capfd.readouterr().out.count("measured again") == 2
 
 
@@ -119,14 +183,17 @@ async def test_a_script_that_takes_too_long_is_ended() -> None:
         await run_script("model", (), timeout_s=0.01)
 
 
-def test_each_figure_is_of_the_newest_result_and_each_ratio_of_one_run(tmp_path: Path) -> None:
+def test_each_figure_is_of_the_newest_result_and_each_ratio_of_the_same(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     results.keep(result("2026-01-01 10:00", "full", **values(4.0, 1.2)))
     results.keep(result("2026-01-02 10:00", "quick", speedup=1.5, cpu_ms=30.0))
     lines = table([MADE_UP], results).splitlines()
     assert lines[2] == "| `made_up` | `speedup` | 1.50 | ≥ 2 | **missed** |  |  | 2026-01-02, quick |"
     assert lines[3] == "|  | `ratio` | 1.20 | ≤ 1.1 | **missed** |  |  | 2026-01-01, full |"
-    assert lines[4] == "|  | `cpu_ms` | 30.0 ms | ≤ 40 ms | met | 0.500 x json |  | 2026-01-02, quick |"
+    assert lines[4] == "|  | `cpu_ms` | 30.0 ms | ≤ 40 ms | met |  |  | 2026-01-02, quick |"
+    results.keep(result("2026-01-03 10:00", "full", **values(4.0, 1.2, cpu_ms=25.0)))
+    lines_of_one = table([MADE_UP], results).splitlines()
+    assert lines_of_one[4] == "|  | `cpu_ms` | 25.0 ms | ≤ 40 ms | met | 0.250 x json |  | 2026-01-03, full |"
     assert "Of 3 targets 1 are met, 2 missed, 0 not run." in lines
 
 
@@ -136,13 +203,24 @@ def test_what_never_ran_says_so(tmp_path: Path) -> None:
 
 
 def test_a_result_tells_machine_versions_and_date(tmp_path: Path) -> None:
-    kept = result_of("made_up", "quick", {"ratio": 1.0}, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+    begun = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+    kept = result_of("made_up", "quick", {"ratio": 1.0}, begun, "c0ffee")
     Results(tmp_path / "results.json").keep(kept)
     (again,) = Results(tmp_path / "results.json")
     assert again == kept
     assert again.date == "2026-01-02 03:04"
     assert re.match(r"\d+ cores, .+ GiB, Linux", again.machine)
     assert again.versions["prefect"].startswith("3.8")
+    assert again.priority == "ordinary"
+    assert again.commit == "c0ffee"
+
+
+def test_results_of_both_modes_tell_their_places(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    results.keep(result("2026-01-01 10:00", "full", ratio=1.2))
+    results.keep(result("2026-01-02 10:00", "quick", speedup=1.5))
+    told = table([MADE_UP], results)
+    assert "- a machine: `made_up` quick, `made_up` full at c0ffee." in told
 
 
 def test_a_page_without_its_markers_is_refused() -> None:
