@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import AsJson, RunLocation
+from tasks.errors import ConfigError
 
 PANEL = "Look"
 commands = typer.Typer()
@@ -190,11 +191,13 @@ def spans(
 
     folder = existing_run(run)
     asked = Interval.parse("--step", step) if step else None
+    if as_json and (perfetto is not None or otlp):
+        raise ConfigError("--json", "true", "it is for the tables; leave it out with --perfetto and --otlp")
     if perfetto is not None:
         typer.echo(write_perfetto(folder, asked, perfetto))
-        return
     if otlp:
         typer.echo(send_otlp(folder, asked, otlp))
+    if perfetto is not None or otlp:
         return
     ledger = read_ledger(folder, asked)
     if as_json:

@@ -5,7 +5,7 @@ tasks.observe.sink_process, which it shares its ways with.
 """
 
 from flows.looking.otlp_export import export
-from flows.looking.span_export import spans_of_steps
+from flows.looking.run_ledger import read_attempts
 from tasks.observe.sink_process import Feed, Report, serve
 from tasks.observe.sinks import End, Point, SinkSettings
 from tasks.store.layout import RunFolder
@@ -38,19 +38,26 @@ class OtlpSink:
         Raises:
             RequestError: the receiver did not take it.
         """
+        if not self._sent:  # a process that was killed may have left the one before without its end
+            self._sent[point.step - 1] = set()
         first = point.step - LATE_STEPS
         self._sent = {step: ids for step, ids in self._sent.items() if step >= first} | {
             point.step: self._sent.get(point.step, set())
         }
-        at = self._settings
         for step in sorted(self._sent.keys() & set(stored_steps(self._folder, "spans"))):
-            spans = spans_of_steps(self._folder, [step])
-            export(spans, at.run, at.name, at.otlp, at.timeout_s, known=self._sent[step])
+            self._send(step, is_over=False)
 
     def end(self, how: End) -> None:
-        """Send what was stored at the run's end."""
-        if self._sent:
-            self.write(Point("", max(self._sent), {}))
+        """Send what was stored at the run's end, of steps that were begun and not done too."""
+        for step in stored_steps(self._folder, "spans"):
+            if self._sent and step >= min(self._sent):
+                self._sent.setdefault(step, set())
+                self._send(step, is_over=True)
+
+    def _send(self, step: int, *, is_over: bool) -> None:
+        at, spans = self._settings, read_attempts(self._folder, [step])
+        known = self._sent[step]
+        export(spans, [step], at.run, at.name, at.otlp, at.timeout_s, known=known, is_over=is_over)
 
 
 def feeds_of(settings: SinkSettings, report: Report) -> list[Feed]:

@@ -10,10 +10,17 @@ from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
 from tasks.errors import ConfigError
 from tasks.observe.ledger.timeline import FLOW, LINE, timeline_of
-from tasks.observe.ledger.trajectories import TRAJECTORY
 
 MOST_SPANS = 500_000
 """Spans of a trace, some 60 MB: the last steps' where there are more."""
+PACKED = {
+    "trajectory": r"^\d+\.",
+    "held-out trajectory": r"^v\d+\.",
+    "group": r"^\d+(/|$)",
+    "collect": r"^collect\.",
+    "evaluate": r"^evaluate\.",
+}
+"""What lanes of the flow are of, by how they begin, which come and go: those that are not open at once share a track."""
 SEQUENCE = 1
 NS_PER_US = 1000
 
@@ -21,8 +28,8 @@ NS_PER_US = 1000
 def write_trace(spans: pl.DataFrame, file: Path) -> int:
     """Write a trace: a process each of the flow, the ranks and the servers, a track each of their lanes.
 
-    Trajectories are on as many tracks as were ever in flight at once. A span's category is its step; its lane, step and
-    cause are its arguments.
+    Trajectories, groups, and what is collected and evaluated, are on as many tracks as were ever open at once. A span's
+    category is its step; its lane, step and cause are its arguments.
 
     Args:
         spans: of the data set.
@@ -47,26 +54,37 @@ def write_trace(spans: pl.DataFrame, file: Path) -> int:
 
 def _on_tracks(spans: pl.DataFrame) -> pl.DataFrame:
     """Spans with their track, in the order of their tracks and starts; those of a track lie inside one another or apart."""
-    is_trajectory = (pl.col("process") == FLOW) & pl.col("lane").str.contains(TRAJECTORY)
-    lanes = spans.group_by("lane_id").agg(
-        pl.col("start").min(), pl.col("end").max(), is_trajectory.first().alias("is_trajectory")
+    kind = pl.coalesce(
+        pl.when(pl.col("lane").str.contains(pattern)).then(pl.lit(name)) for name, pattern in PACKED.items()
     )
-    extents = lanes.filter("is_trajectory").sort("start").select("lane_id", "start", "end").rows()
-    places = pl.DataFrame([*_places(extents)], schema={"lane_id": pl.Int64, "place": pl.String}, orient="row")
+    key = ["lane_id", "attempt"]  # a lane that was gone on with after a kill was not open all the while
+    is_packed = (pl.col("process") == FLOW) & kind.is_not_null()
+    lanes = (
+        spans.filter(is_packed)
+        .group_by(key)
+        .agg(kind.first().alias("kind"), pl.col("start").min(), pl.col("end").max())
+    )
+    in_order = lanes.sort("kind", "start", "lane_id")
+    places = [
+        f"{name} {place:03d}"
+        for (name,), extents in in_order.group_by("kind", maintain_order=True)
+        for place in _places(extents.select("start", "end").rows())
+    ]
+    tracks = in_order.select(*key, pl.Series("track", places, pl.String))
     return (
-        spans.join(places, on="lane_id", how="left")
-        .with_columns(pl.coalesce("place", "lane").alias("track"))
+        spans.join(tracks, on=key, how="left")
+        .with_columns(pl.coalesce("track", "lane").alias("track"))
         .sort("process", "track", "start", "end", descending=[False, False, False, True])
     )
 
 
-def _places(extents: list[tuple[int, int, int]]) -> Iterator[tuple[int, str]]:
-    """A place each for (lane, start, end), which come by start: the first that is free, so that few are needed."""
+def _places(extents: list[tuple[int, int]]) -> Iterator[int]:
+    """A place each for (start, end), which come by start: the first that is free, so that few are needed."""
     free_at: list[int] = []
-    for lane, start, end in extents:
+    for start, end in extents:
         place = next((at for at, free in enumerate(free_at) if free <= start), len(free_at))
         free_at[place : place + 1] = [end]
-        yield lane, f"trajectory {place:03d}"
+        yield place
 
 
 def _packets(spans: pl.DataFrame) -> Iterator[TracePacket]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
-from flows.looking.run_ledger import asked_steps, read_spans
+from flows.looking.run_ledger import asked_steps, read_attempts, read_spans
 from flows.looking.selection import Interval
 from flows.looking.view import counted
 from tasks.observe.sink_check import check_installed, check_receiver
@@ -24,7 +24,8 @@ def write_perfetto(folder: RunFolder, asked: Interval | None, file: Path) -> str
     check_installed("--perfetto", str(file), "perfetto", "perfetto")
     from flows.looking.perfetto_trace import write_trace
 
-    spans = spans_of_steps(folder, asked_steps(folder, asked))
+    steps = asked_steps(folder, asked)
+    spans = read_spans(folder, steps).filter(pl.col("step").is_in(steps))
     n = write_trace(spans, file)
     which = "" if n == len(spans) else f", the last of {len(spans)}"
     return f"{file}: {counted(n, 'span')}{which}; open it at ui.perfetto.dev, which keeps it in the browser"
@@ -40,11 +41,7 @@ def send_otlp(folder: RunFolder, asked: Interval | None, endpoint: str) -> str:
     check_receiver("--otlp", endpoint)
     from flows.looking.otlp_export import export
 
-    spans = spans_of_steps(folder, asked_steps(folder, asked))
-    n = export(spans, read_manifest(folder).run, folder.name, endpoint, OTLP_TIMEOUT_S)
+    steps = asked_steps(folder, asked)
+    spans = read_attempts(folder, steps)
+    n = export(spans, steps, read_manifest(folder).run, folder.name, endpoint, OTLP_TIMEOUT_S)
     return f"{counted(n, 'span')} sent to {endpoint}"
-
-
-def spans_of_steps(folder: RunFolder, steps: list[int]) -> pl.DataFrame:
-    """The spans that were made for these steps, and for none while they were stored."""
-    return read_spans(folder, steps).filter(pl.col("step").is_in([-1, *steps]))

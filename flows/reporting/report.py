@@ -114,7 +114,8 @@ def has_metrics(run: TrainingRun, step: int) -> bool:
 
 @spanned("report")
 async def report_run(run: TrainingRun) -> None:
-    """Close the run's books: its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
+    """Close the run's books: its last spans, its page in the UI, its data sets compacted, its task runs recorded, its manifest finished."""
+    await run.store.spans.store(run.config.steps - 1)
     run.artifacts.run_done()
     await asyncio.to_thread(print_summary, run.folder, flow_run_page(flow_run.id or ""))
     async with asyncio.TaskGroup() as closing:

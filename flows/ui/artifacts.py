@@ -4,6 +4,7 @@ import asyncio
 import io
 import re
 import time
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -29,11 +30,29 @@ MOST_OF_TIME = 0.02
 """Share of the time that the run's page may be in the making, which takes the longer the more steps there are."""
 
 
+@dataclass(slots=True)
+class _StepArtifact:
+    """The page of a step in Prefect, which is told the step's time later.
+
+    Attributes:
+        flow_run_id: to which it belongs.
+        before, after: the page around the tables of the step's time.
+        id: of the artifact; None: Prefect has not taken it.
+    """
+
+    page: StepPage
+    flow_run_id: UUID
+    before: str = ""
+    after: str = ""
+    id: UUID | None = None
+
+
 class RunArtifacts:
     """Shows a run in Prefect's UI, in the background; an async context manager.
 
     The run's page and its progress are one artifact each, which is written anew; each step's page is a version of one
-    artifact, and belongs to the step's flow run.
+    artifact, and belongs to the step's flow run. A step ends after its page is made, and its last spans are stored with the
+    next step's: then its page is written anew, with where its time went.
 
     Args:
         config: how often pages are made.
@@ -47,6 +66,7 @@ class RunArtifacts:
         self._ids: dict[str, UUID] = {}
         self._done, self._shown = 0, -1
         self._draw_next_at = -float("inf")
+        self._untimed: _StepArtifact | None = None
 
     async def __aenter__(self) -> Self:
         self._run_id = run_flow_run().id
@@ -64,25 +84,34 @@ class RunArtifacts:
         self._background.put(self._show_progress)
 
     def step_done(self, step: int, scorer: str, flow_run_id: UUID | None = None) -> None:
-        """Show that a step is over.
+        """Show what a step has done, and where the time of the one before went.
 
         Args:
-            step: the step.
+            step: the step, whose spans so far are stored.
             scorer: NAME@VERSION of its rewards; empty: it has no trajectories of its own.
             flow_run_id: of the step; None: that of the run.
         """
         self.begin(step + 1)
+        self._put_time()
         every = self._config.step_page_every
         if every and (step % every == 0 or step + 1 == self._steps):
             page = StepPage(self._folder, step, scorer, self._config.viewer_url)
-            self._background.put(partial(self._show_step, page, flow_run_id or self._run_id))
+            self._untimed = _StepArtifact(page, flow_run_id or self._run_id)
+            self._background.put(partial(self._show_step, self._untimed))
         if time.monotonic() >= self._draw_next_at:
             self._draw_next_at = time.monotonic() + self._config.picture_every_s
             self._background.put(self._show_run)
 
     def run_done(self) -> None:
-        """Show the run as it is at its end."""
+        """Show the run as it is at its end, when all spans of its steps are stored."""
+        self._put_time()
         self._background.put(self._show_run)
+
+    def _put_time(self) -> None:
+        """Have the last page that was made written anew, with where the step's time went."""
+        if self._untimed is not None:
+            self._background.put(partial(self._show_time, self._untimed))
+            self._untimed = None
 
     async def _show_progress(self, client: PrefectClient) -> None:
         if self._shown == self._done:
@@ -96,17 +125,32 @@ class RunArtifacts:
         page = await asyncio.to_thread(self._run_page)
         seconds = time.monotonic() - began
         self._draw_next_at = max(self._draw_next_at, began + seconds / MOST_OF_TIME)
-        await self._write(client, "markdown", "", page, "The run: curves, held-out rewards, its steps")
+        await self._write(
+            client,
+            "markdown",
+            "",
+            page,
+            "The run: curves, held-out rewards, its steps, where their time went",
+        )
 
-    async def _show_step(self, page: StepPage, flow_run_id: UUID, client: PrefectClient) -> None:
+    async def _show_step(self, artifact: _StepArtifact, client: PrefectClient) -> None:
+        page = artifact.page
+        artifact.before, artifact.after = await asyncio.to_thread(page.around_time)
         made = ArtifactCreate(
             key=f"{_key(self._folder.name)}-step",
             type="markdown",
-            description=f"Step {page.step}: seconds, what was lost, trajectories to read",
-            data=await asyncio.to_thread(page.markdown),
-            flow_run_id=flow_run_id,
+            description=f"Step {page.step}: what was lost, trajectories to read, where its time went",
+            data="\n".join((artifact.before, page.time_to_come(), artifact.after)),
+            flow_run_id=artifact.flow_run_id,
         )
-        await client.create_artifact(made)
+        artifact.id = (await client.create_artifact(made)).id
+
+    async def _show_time(self, artifact: _StepArtifact, client: PrefectClient) -> None:
+        if artifact.id is None:
+            return
+        tables = await asyncio.to_thread(artifact.page.time)
+        whole = "\n".join((artifact.before, tables, artifact.after))
+        await client.update_artifact(artifact.id, ArtifactUpdate(data=whole))
 
     async def _write(self, client: PrefectClient, kind: str, suffix: str, data: object, words: str) -> None:
         """Make an artifact of the run's flow run, or write it anew."""

@@ -2,28 +2,31 @@
 
 import base64
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flows.looking.curves import REST, SPANS
 from flows.looking.harmless import block, inline
 from flows.looking.inspection import held_out, run_view
 from flows.looking.ledger_views import PATH, ledger_views
 from flows.looking.readings import Reading, choose
 from flows.looking.run_ledger import read_ledger
 from flows.looking.selection import Interval
-from flows.looking.view import counted
+from flows.looking.view import View, counted
 from tasks.store.layout import RunFolder
 from tasks.store.partitions import stored_steps
 from tasks.store.reader import scan
 from tasks.store.totals import score_totals
 
-CAUSE, TIME = "drops/cause_", "time/"
+CAUSE = "drops/cause_"
 FIRST_MESSAGES, LAST_MESSAGES = 2, 4
 """Messages of a conversation that are shown when it has more."""
 LAST_STEPS = 20
 """Steps that the run's page has in its table."""
+TIMED_STEPS = 100
+"""Of more steps the run's page has the mean of the last ones' time: all are read for it."""
+MOST_LINE = 2000
+"""Characters of a line that is ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +43,11 @@ class StepPage:
     scorer: str
     viewer: str = ""
 
-    def markdown(self) -> str:
-        """The page."""
+    def around_time(self) -> tuple[str, str]:
+        """The page before and after the tables of the step's time, which are known only when the step is over."""
         metrics = _metrics(self.folder, self.step)
-        return "\n".join(
-            [
-                f"# {inline(self.folder.name)}, step {self.step}",
-                "",
-                *self._summary(metrics),
-                *self._seconds(metrics),
-                *_drops(metrics),
-                *self._readings(),
-                *self._further(),
-            ]
-        )
+        before = [f"# {inline(self.folder.name)}, step {self.step}", "", *self._summary(metrics)]
+        return "\n".join(before), "\n".join([*_drops(metrics), *self._readings(), *self._further()])
 
     def _summary(self, metrics: Mapping[str, float]) -> list[str]:
         groups = scan(self.folder, "groups", ["group", "reason"], step=self.step).collect()
@@ -67,21 +61,21 @@ class StepPage:
         updated = "" if metrics.get("train/updated", 1.0) else "; no update was made"
         return [f"{', '.join(facts)}{updated}", ""] if facts else []
 
-    def _seconds(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Where they went: by the step's spans, or of a run without any by its metrics."""
-        if self.step not in stored_steps(self.folder, "spans"):
-            yield from _spans(metrics)
-            return
-        for view in ledger_views(self.folder.name, read_ledger(self.folder, Interval(self.step, self.step))):
-            if view.rows and view.title != PATH:
-                yield from (
-                    f"**{inline(view.title)}**",
-                    "",
-                    *view.markdown(),
-                    "",
-                    *map(inline, view.notes),
-                    "",
-                )
+    def time(self) -> str:
+        """Where the step's time went, as `rollmill spans RUN --step N` says it; to be asked for when the step is over.
+
+        Raises:
+            ConfigError: it has no spans.
+        """
+        return _tables(
+            ledger_views(self.folder.name, read_ledger(self.folder, Interval(self.step, self.step)))
+        )
+
+    def time_to_come(self) -> str:
+        """What stands there until the step is over."""
+        return (
+            f"Where the time of step {self.step} went stands here once the next step is done, or the run.\n"
+        )
 
     def _readings(self) -> Iterator[str]:
         for reading in choose(self.folder, self.step, self.scorer) if self.scorer else ():
@@ -89,7 +83,8 @@ class StepPage:
 
     def _further(self) -> Iterator[str]:
         run, step = shlex.quote(self.folder.location), self.step
-        commands = [f"rollmill inspect {run} --step {step}", f"rollmill view {run}"]
+        commands = [f"rollmill {what} {run} --step {step}" for what in ("inspect", "spans")]
+        commands.append(f"rollmill view {run}")
         if self.viewer and self.scorer:
             links = [f"[{what}]({self.viewer}/{what}?step={step})" for what in ("groups", "trajectories")]
             yield f"In the viewer, while it runs: {', '.join(links)}."
@@ -99,7 +94,7 @@ class StepPage:
 
 
 def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
-    """The page of a run: held-out table, curves, steps, and how to open what it has stored.
+    """The page of a run: held-out table, curves, steps, where their time went, and how to open what it has stored.
 
     Args:
         folder: of the run.
@@ -112,19 +107,18 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
     ]
     view = run_view(folder)
     heading, rule, *steps = view.markdown()
-    lines = [f"# {inline(folder.name)}", "", inline(view.title, 2000), ""]
+    lines = [f"# {inline(folder.name)}", "", inline(view.title, MOST_LINE), ""]
     lines += [f"![curves](data:image/png;base64,{base64.b64encode(picture).decode()})", ""]
     if evaluations:
         lines += ["| policy version | held-out reward, sampled | accuracy, greedy |", "|---|---|---|"]
         lines += [*evaluations[:1], *evaluations[1:][-LAST_STEPS:], ""]
     shown = steps[-LAST_STEPS:]
     which = "steps" if len(shown) == len(steps) else f"the last {len(shown)} of {len(steps)} steps"
-    lines += [f"**{which}**", "", heading, rule, *shown, ""]
+    lines += [f"**{which}**", "", heading, rule, *shown, "", *_time_of_run(folder)]
+    commands = [f"rollmill {what} {shlex.quote(folder.location)}" for what in ("view", "spans")]
     if viewer:
         lines += [f"In the viewer, while it runs: [the run]({viewer}/).", ""]
-    return "\n".join(
-        [*lines, *_code(f"rollmill view {shlex.quote(folder.location)}"), *_polars(folder, "**/*.arrow")]
-    )
+    return "\n".join([*lines, *_code("\n".join(commands)), *_polars(folder, "**/*.arrow")])
 
 
 def scores_page(folder: RunFolder) -> str:
@@ -145,16 +139,24 @@ def _metrics(folder: RunFolder, step: int) -> dict[str, float]:
     return dict(zip(told["name"].to_list(), told["value"].to_list(), strict=True))
 
 
-def _spans(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Seconds of the step by what owned them."""
-    whole = metrics.get(f"{TIME}step_s")
-    if not whole:
-        return
-    spans = {name: metrics[f"{TIME}{name}_s"] for name in ("draw", *SPANS) if f"{TIME}{name}_s" in metrics}
-    spans[REST] = max(0.0, whole - sum(spans.values()))
-    yield from ("| span | seconds | share |", "|---|---:|---:|")
-    yield from (f"| {name} | {seconds:.2f} | {seconds / whole:.0%} |" for name, seconds in spans.items())
-    yield from (f"| **step** | **{whole:.2f}** | |", "")
+def _time_of_run(folder: RunFolder) -> list[str]:
+    """Where the time of a step went, on average of those that are over; what the run took beside them is to come."""
+    steps = stored_steps(folder, "spans")
+    if not steps:
+        return []
+    ledger = read_ledger(folder, most=TIMED_STEPS)
+    name = folder.name if len(steps) <= TIMED_STEPS else f"{folder.name}, its last steps"
+    return [_tables(ledger_views(name, replace(ledger, ends=ledger.ends.clear())))]
+
+
+def _tables(views: Iterable[View]) -> str:
+    """Tables with their titles and notes; the critical path, which is long, is left to the command and the viewer."""
+    lines: list[str] = []
+    for view in views:
+        if view.rows and view.title != PATH:
+            notes = (inline(note, MOST_LINE) for note in view.notes)
+            lines += [f"**{inline(view.title, MOST_LINE)}**", "", *view.markdown(), "", *notes, ""]
+    return "\n".join(lines)
 
 
 def _drops(metrics: Mapping[str, float]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from flows.looking.ledger_views import ledger_views
-from flows.looking.run_ledger import asked_steps, read_spans
+from flows.looking.run_ledger import asked_steps, over, read_spans
 from flows.looking.selection import Interval
 from flows.looking.step_timeline import StepTimeline, step_timeline
 from flows.looking.view import View, counted, visible
@@ -45,7 +45,7 @@ def timing(source: Source, query: Query) -> Component:
 
 def _read(source: Source, steps: list[int]) -> tuple[Ledger, StepTimeline | None]:
     spans = read_spans(source.folder, steps)
-    ledger = ledger_of(spans, steps)
+    ledger = ledger_of(spans, over(spans, steps))
     return ledger, step_timeline(spans, steps[0], ledger.path) if len(steps) == 1 else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from otlp_receiver import Receiver
-from span_rows import whole_step
+from span_rows import BEGAN, whole_step
 from stored_spans import store_spans
 
 from flows.running.live_spans import sending_spans
@@ -65,6 +65,36 @@ async def test_each_step_is_sent_while_the_run_goes_on_and_what_comes_later_with
     assert sent["end"].trace_id in traces
     outer = next(each for each in receiver.spans if each.span_id == sent["storing"].parent_span_id)
     assert outer.name == "step"
+
+
+async def test_a_step_whose_process_was_killed_gets_the_span_around_it_from_the_next_process(
+    run: RunFolder, receiver: Receiver
+) -> None:
+    store = store_of(run)
+    store_spans(run, RUN, (0, "flow", "step", "collect", 0, 2), (0, "flow", "7.0", "generating", 1, 2))
+    async with sending_spans(ObserveConfig(otlp_endpoint=receiver.url), store):
+        store_spans(run, RUN, (1, "flow", "main", "start", 5, 10), *whole_step(1, began=10))
+        store.spans.tell(1)
+        await until(lambda: bool(receiver.spans))
+    sent = {
+        each.name: each for each in receiver.spans if each.start_time_unix_nano / 1e9 < BEGAN.timestamp() + 3
+    }
+    assert sent.keys() == {"step", "collect", "generating"}
+    assert {sent[name].parent_span_id for name in ("collect", "generating")} == {sent["step"].span_id}
+
+
+async def test_a_step_that_goes_on_is_given_no_span_around_it_before_it_ends(
+    run: RunFolder, receiver: Receiver
+) -> None:
+    store = store_of(run)
+    async with sending_spans(ObserveConfig(otlp_endpoint=receiver.url), store):
+        store_spans(run, RUN, (0, "flow", "main", "start", -5, 0), (0, "flow", "step", "collect", 0, 2))
+        store.spans.tell(0)
+        await until(lambda: bool(receiver.spans))
+        (named,) = {each.parent_span_id for each in receiver.spans}
+        store_spans(run, RUN, (0, "flow", "step", "step", 0, 3))
+    (root,) = (each for each in receiver.spans if each.name == "step")
+    assert (root.span_id, root.parent_span_id) == (named, b"")
 
 
 async def test_a_receiver_that_is_down_is_said_once_and_gets_all_when_it_is_back(

@@ -25,7 +25,8 @@ def test_a_score_that_failed_is_read_when_no_rollout_did(small_run: RunFolder) -
 
 
 def test_a_steps_page_says_what_was_lost_and_how_to_look_further(small_run: RunFolder) -> None:
-    page = StepPage(small_run, 1, "addition@1", "http://127.0.0.1:4300").markdown()
+    before, page = StepPage(small_run, 1, "addition@1", "http://127.0.0.1:4300").around_time()
+    assert before.startswith(f"# {small_run.name}, step 1\n")
     assert "| RequestError | 1 |" in page
     assert "### best: [" in page
     assert "(http://127.0.0.1:4300/trajectory/5.3)" in page
@@ -34,7 +35,7 @@ def test_a_steps_page_says_what_was_lost_and_how_to_look_further(small_run: RunF
 
 
 def test_without_a_viewer_nothing_is_linked_to(small_run: RunFolder) -> None:
-    assert "](" not in StepPage(small_run, 1, "addition@1").markdown()
+    assert "](" not in "".join(StepPage(small_run, 1, "addition@1").around_time())
     assert run_page(small_run, b"png").count("](") == 1  # the picture
 
 

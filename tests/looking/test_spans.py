@@ -12,7 +12,8 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from span_rows import BEGAN, Row, whole_step
 from stored_spans import store_spans
 
-from flows.ui.pages import StepPage
+from flows.ui import pages
+from flows.ui.pages import StepPage, run_page
 from tasks.store.layout import RunFolder
 
 Command = Callable[..., str]
@@ -61,9 +62,27 @@ def test_one_steps_table_lists_its_critical_path(rollmill: Command, timed_run: R
 
 
 def test_a_steps_page_in_prefect_has_the_table(timed_run: RunFolder) -> None:
-    page = StepPage(timed_run, 1, "").markdown()
+    page = StepPage(timed_run, 1, "").time()
     assert "| collect | generating | 3.500 | 35.0 |" in page
     assert "| 2 ranks | waiting_for_rank | trainer/1 | 0.750 | 7.5 |" in page
+
+
+def test_a_step_that_is_not_over_counts_for_no_mean(rollmill: Command, timed_run: RunFolder) -> None:
+    store_spans(timed_run, RUN, (3, "flow", "step", "collect", 30, 31))
+    said = rollmill("spans", timed_run.location)
+    assert "timed, mean of 3 steps: 10.00 s" in said
+    assert "timed, step 3: 1.00 s" in rollmill("spans", timed_run.location, "--step", "3")
+
+
+def test_the_runs_page_has_the_mean_of_its_last_steps(
+    timed_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        "**timed\\, mean of 3 steps\\: 10\\.00 s \\(median 10\\.00 s\\)\\, by what decided it**"
+        in run_page(timed_run, b"png")
+    )
+    monkeypatch.setattr(pages, "TIMED_STEPS", 2)
+    assert "**timed\\, its last steps\\, mean of 2 steps" in run_page(timed_run, b"png")
 
 
 def test_json_has_every_step_and_owner_and_the_whole_path(rollmill: Command, timed_run: RunFolder) -> None:
@@ -129,6 +148,41 @@ def test_trajectories_share_the_tracks_of_those_that_are_over(
     assert len(tracks) == 2  # six trajectories, of which two are in flight at once
 
 
+def test_groups_and_what_is_evaluated_share_tracks_too_and_a_lane_of_a_killed_process_keeps_none(
+    rollmill: Command, timed_run: RunFolder, tmp_path: Path
+) -> None:
+    lanes = ("12", "12/0", "12/1", "v3.7.greedy", "evaluate.3", "collect.4")
+    rows: list[Row] = [(3, "flow", lane, "generating", 30, 31) for lane in lanes]
+    later = ("13", "13/0", "13/1", "v4.7.greedy", "evaluate.4", "collect.5", "12")
+    rows += [(4, "flow", lane, "generating", 50, 51) for lane in later[:-1]]
+    store_spans(
+        timed_run, RUN, *rows, (4, "flow", "main", "start", 40, 41), (4, "flow", "12", "scoring", 60, 61)
+    )
+    file = tmp_path / "run.pftrace"
+    rollmill("spans", timed_run.location, "--step", "3:4", "--perfetto", str(file))
+    tracks = {name for name in slices(file) if name not in ("flow/main", "flow/the step's line")}
+    kinds = [
+        "collect 000",
+        "evaluate 000",
+        *(f"group {at:03d}" for at in range(3)),
+        "held-out trajectory 000",
+    ]
+    assert sorted(tracks) == [f"flow/{kind}" for kind in kinds]
+
+
+def test_a_trace_is_written_and_spans_are_sent_in_one_go_and_json_goes_with_neither(
+    rollmill: Command, timed_run: RunFolder, receiver: Receiver, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.pftrace"
+    said = rollmill("spans", timed_run.location, "--perfetto", str(file), "--otlp", receiver.url)
+    assert str(file) in said
+    assert f"sent to {receiver.url}" in said
+    assert len(receiver.spans) == sum(map(len, slices(file).values())) > 0
+    refused = rollmill("spans", timed_run.location, "--json", "--perfetto", str(tmp_path / "other"))
+    assert "--json" in refused
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_trace_that_cannot_be_written_says_so(
     rollmill: Command, timed_run: RunFolder, tmp_path: Path
 ) -> None:
@@ -162,6 +216,23 @@ def test_an_opentelemetry_receiver_gets_a_trace_for_each_step_with_all_below_the
     assert (late.start_time_unix_nano / 1e9, late.end_time_unix_nano / 1e9) == pytest.approx(
         (BEGAN.timestamp() + 4, BEGAN.timestamp() + 6)
     )
+
+
+def test_each_attempt_at_a_step_has_a_span_around_it_and_a_batch_that_is_applied_again_is_none(
+    rollmill: Command, timed_run: RunFolder, receiver: Receiver
+) -> None:
+    killed: list[Row] = [(3, "flow", "step", "collect", 30, 32), (3, "flow", "9.0", "generating", 31, 32)]
+    again: list[Row] = [(3, "flow", "main", "start", 40, 42), (2, "trainer/0", "main", "forward", 41, 42)]
+    store_spans(timed_run, RUN, *killed, *again, *whole_step(3, began=42))
+    rollmill("spans", timed_run.location, "--otlp", receiver.url)
+    ids = {(span.trace_id, span.span_id) for span in receiver.spans}
+    assert len(ids) == len(receiver.spans)
+    assert all((each.trace_id, each.parent_span_id) in ids for each in receiver.spans if each.parent_span_id)
+    roots = [each for each in receiver.spans if not each.parent_span_id]
+    assert {each.name for each in roots} == {"step"}
+    seconds = [(each.start_time_unix_nano / 1e9 - BEGAN.timestamp(), each.trace_id) for each in roots]
+    assert sorted(round(start) for start, _ in seconds) == [0, 10, 20, 30, 42]
+    assert len({trace for _, trace in seconds}) == 4
 
 
 def test_spans_that_are_sent_twice_have_the_same_ids(
