@@ -10,7 +10,7 @@ from flows.checks.machine import check_machine
 from flows.config import RunConfig
 from flows.failure import one_error
 from flows.groups.collector import NO_RUN, JoinConfig, collect_for
-from flows.groups.collector_runs import open_collectors
+from flows.groups.collector_runs import joined, open_collectors
 from flows.policies.held_policy import open_held_policy
 from flows.reporting.report import report_run, report_step
 from flows.rules import check
@@ -75,7 +75,7 @@ async def collect(
                     beside.begin(step)
                     with clock.span("collect"):
                         collected = await beside.collected(step)
-                    await report_step(run, collected, [], clock)
+                    await report_step(run, collected, joined(collectors), clock)
                     run.compactor.begin(step + 1)
             await report_run(run)
     return run.folder.location

@@ -8,7 +8,7 @@ from flows.beside import Beside
 from flows.checks.machine import check_machine
 from flows.config import RunConfig
 from flows.failure import one_error
-from flows.groups.collector_runs import open_collectors
+from flows.groups.collector_runs import joined, open_collectors
 from flows.groups.fan_out import store_batch
 from flows.policies.policy import open_policy
 from flows.policies.retention import drop_old_routing
@@ -67,7 +67,9 @@ async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = F
                         synced = await policy.sync(only_name=not result.updated)
                     if not pauses.is_due(step + 1):
                         beside.begin(step + 1)
-                    await report_step(run, collected, [*train_metrics(result), *synced], clock)
+                    await report_step(
+                        run, collected, [*train_metrics(result), *synced, *joined(collectors)], clock
+                    )
                     await policy.checkpoint_if_due()
                     await policy.export_if_due()
                     await drop_old_routing(run, step + 1)

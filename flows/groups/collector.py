@@ -103,6 +103,8 @@ class Link:
         self._connection = connection
         self._tickets = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        # The rows of trajectories that the run has granted places for, and a few words of each group: whose tasks wait
+        # until their rows are stored, and take no new place before.
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
 
     def send(self, message: Message) -> None:

@@ -24,6 +24,7 @@ from flows.running.run import Run
 from flows.running.submission import together
 from flows.ui.progress import say
 from tasks.errors import ConfigError
+from tasks.observe.metrics import Metric
 
 TAG = "rollmill-collector"
 WAITING = (StateType.SCHEDULED, StateType.PENDING)
@@ -58,6 +59,11 @@ async def open_collectors(run: Run) -> AsyncIterator[Collectors | None]:
         finally:
             await collectors.end(is_finished=is_finished)
             await _clear(client, run, block)
+
+
+def joined(collectors: Collectors | None) -> Sequence[Metric]:
+    """How soon a run's collectors were there, for a step's metrics."""
+    return collectors.metrics() if collectors else ()
 
 
 async def _deployment(client: PrefectClient, name: str) -> UUID:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import itertools
+import time
 from collections.abc import Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -30,8 +31,10 @@ from flows.groups.collector_messages import (
 from flows.groups.group import StepCollection
 from flows.groups.lease import Lease
 from flows.running.run import Run
+from flows.running.submission import Submission
 from flows.ui.progress import say
 from tasks.errors import CollectorGoneError, ConnectionLostError, RollmillError, TransientRequestError
+from tasks.observe.metrics import Metric
 from tasks.observe.spans import Span
 from tasks.rollout.admission import Place
 from tasks.score.scoring import scorable
@@ -50,6 +53,8 @@ class Member:
     def __init__(self, name: str, connection: ServerConnection) -> None:
         self.name, self.connection = name, connection
         self.leases: dict[int, Lease] = {}
+        # Of each group in its hands (as many trajectories as rollout.max_in_flight grants) a lease, a grant for each place,
+        # and an answer for each message that it sent and that waits for one.
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
 
     @property
@@ -89,6 +94,8 @@ class Collectors:
         self._has_joined = asyncio.Event()
         self._patience_ends = asyncio.get_running_loop().time() + run.config.rollout.collector_start_s
         self._is_telling = False
+        self._submitted = Submission("collectors")
+        self._is_booked = False
         run.pool.on_change = self._changed
 
     def listen(self) -> serve:
@@ -135,8 +142,13 @@ class Collectors:
         for member in self.members:
             member.leases.pop(lease.number, None)
 
+    def metrics(self) -> list[Metric]:
+        """How long it took until the collectors had joined, and how far apart they did; from when all have."""
+        return self._submitted.metrics("submit/collectors_") if self._is_booked else []
+
     async def end(self, *, is_finished: bool) -> None:
         """Let all of them go."""
+        self._book()
         for member in self.members:
             member.send(End(is_finished))
         closing = [asyncio.create_task(member.connection.wait_closed()) for member in self.members]
@@ -145,6 +157,12 @@ class Collectors:
             await asyncio.wait(closing, timeout=self._run.config.serve.stop_grace_s)
         for each in closing:
             each.cancel()
+
+    def _book(self) -> None:
+        """Book the time until the last collector joined, once."""
+        if not self._is_booked:
+            self._is_booked = True
+            self._submitted.book()
 
     def _refused(self, connection: ServerConnection, request: Request) -> Response | None:
         shown = request.headers.get("Authorization", "")
@@ -163,6 +181,9 @@ class Collectors:
         member.send(self._servers())
         self.members.append(member)
         self._has_joined.set()
+        self._submitted.started(member.name, time.time_ns())
+        if self._submitted.n_started >= self._run.config.rollout.collectors:
+            self._book()
         say(f"{member.name} has joined: {len(self.members)} of {self._run.config.rollout.collectors}")
         try:
             async for content in connection:

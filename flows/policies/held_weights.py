@@ -24,7 +24,7 @@ class HeldWeights:
 
     def __init__(self, run: Run) -> None:
         self._openings = openings_of(run)
-        self.submitted = Submission()
+        self.submitted = Submission("servers")
 
     def is_joined(self, server: VllmClient, version: PolicyVersion) -> bool:
         """Always: no weights travel, so no route is needed."""

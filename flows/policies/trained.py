@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from flows.policies.checkpointing import other_ranks
 from flows.running.run import TrainingRun
+from flows.running.submission import Submission
 from flows.ui.progress import say
 from tasks.serve.version import PolicyVersion
 from tasks.store.batch import stored_digest
@@ -91,9 +92,13 @@ class Trained:
             ServiceDiedError: the trainer is gone.
         """
         self._run.recording.started()
+        submitted = Submission("ranks")
         result = await train_step(self._client, self._run.folder.location, self._run.id, step, digest)
+        for rank, started_ns in result.starts_ns.items():
+            submitted.started(rank, started_ns)
+        submitted.book()
         await self._take_in(result)
-        return result
+        return replace(result, metrics=[*result.metrics, *submitted.metrics("submit/ranks_")])
 
     def moved(self, result: StepResult) -> None:
         """The trainer stands at another version."""

@@ -53,7 +53,7 @@ class WeightSync:
         self.calls, self._place = 0, ""
         self._offer: tuple[int, WeightOffer] | None = None
         self._routes: dict[VllmClient, tuple[int, Route]] = {}
-        self.submitted, self._ways = Submission(), RouteReport()
+        self.submitted, self._ways = Submission("servers"), RouteReport()
         self._asking, self._offering = asyncio.Lock(), asyncio.Lock()  # who waits books it to the trainer
         self._digests: tuple[str, Mapping[str, str]] = "", {}
 
@@ -104,7 +104,7 @@ class WeightSync:
         Raises:
             ServiceDiedError: the trainer is gone.
         """
-        self.submitted = submitted = Submission()
+        self.submitted = submitted = Submission("servers")
         if not servers:
             return
         self._ways.tell()
@@ -119,8 +119,8 @@ class WeightSync:
             group.create_task(self._parity.sequences(version))
             for server in servers:
                 group.create_task(take(server, dispatch))
-        for started_ns in dispatch.starts_ns.values():
-            submitted.started(started_ns)
+        for url, started_ns in dispatch.starts_ns.items():
+            submitted.started(url, started_ns)
         submitted.book()
         failed = {each.server for each in sending.result() if each.error}
         for server in dispatch.taken:

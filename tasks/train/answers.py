@@ -12,6 +12,7 @@ from tasks.observe.clocks import keep, shifted
 from tasks.observe.spans import Span
 from tasks.sync.order import FIRST_RANK
 from tasks.train.protocol import IDLE
+from tasks.train.rank_spans import starts_of
 
 _NAMED_ERRORS = (
     "BatchRefusedError",
@@ -23,11 +24,20 @@ _NAMED_ERRORS = (
 )
 
 
-def keep_spans(state: Mapping[str, Any], asked_ns: int) -> None:
-    """What the ranks did for an operation that is done; rank 0 was idle before, and at work since it was asked."""
+def keep_spans(state: Mapping[str, Any], asked_ns: int, starts: dict[str, int] | None = None) -> None:
+    """What the ranks did for an operation that is done; rank 0 was idle before, and at work since it was asked.
+
+    Args:
+        state: of the operation.
+        asked_ns: when it was asked for, by our clock, in nanoseconds since 1970.
+        starts: gets when each rank began with it, by the rank's process, likewise.
+    """
     spans = [Span(*each) for each in state.get("spans", ())]
     of_command = [each for each in spans if each.process == FIRST_RANK and each.name != IDLE]
-    keep(shifted(spans, asked_ns, time.time_ns(), of_command))
+    kept = shifted(spans, asked_ns, time.time_ns(), of_command)
+    keep(kept)
+    if starts is not None:
+        starts |= starts_of(kept)
 
 
 def error_of(command: str, error_type: str, text: str) -> Exception:

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -128,7 +129,8 @@ class TrainerClient:
             BatchRefusedError: the trainer stands at another step, or holds another digest.
         """
         command = TrainStep(folder=folder, run=run, step=step, digest=digest, hands_over=hands_over)
-        return StepResult.parse(await self._do(command))
+        starts = dict[str, int]()
+        return replace(StepResult.parse(await self._do(command, starts=starts)), starts_ns=starts)
 
     async def score_rows(
         self, *, folder: str, run: str, step: int, trajectory_ids: list[str]
@@ -226,14 +228,20 @@ class TrainerClient:
         """Ask the service to end."""
         await self._order(Shutdown())
 
-    async def _do(self, command: Command, report: Report | None = None, every_s: float = _LONG_POLL_S) -> Any:
-        """Send a command and wait for its result; `report` is told how far it is every so many seconds."""
+    async def _do(
+        self,
+        command: Command,
+        report: Report | None = None,
+        every_s: float = _LONG_POLL_S,
+        starts: dict[str, int] | None = None,
+    ) -> Any:
+        """Send a command and wait for its result; `report` is told now and then how far it is, `starts` when ranks began."""
         asked_ns = time.time_ns()
         address = f"/v1/operations/{(await self._order(command))['operation']}"
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             state = await self._answer("GET", address, wait_s=min(every_s, _LONG_POLL_S))
-            keep_spans(state, asked_ns)
+            keep_spans(state, asked_ns, starts)
             if state["status"] == "done":
                 return state["result"]
             if state["status"] == "failed":

@@ -1,6 +1,6 @@
 """What the trainer and its client say to each other; neither torch nor HTTP is imported here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -229,6 +229,7 @@ class StepResult:
         metrics: by environment and `all`.
         duration_s: seconds from the first row read to the last update.
         deliveries: rows of data sets that it made, to be stored.
+        starts_ns: when each rank began, by its process, in nanoseconds since 1970; filled in by who asked, by its clock.
     """
 
     version: int
@@ -237,6 +238,7 @@ class StepResult:
     metrics: list[Metric]
     duration_s: float
     deliveries: tuple[Delivery, ...] = ()
+    starts_ns: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "StepResult":

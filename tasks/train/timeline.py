@@ -16,13 +16,13 @@ from tasks.sync.place import this_machine
 from tasks.train.collectives import Collectives, Visits, clock_shifts, waits
 from tasks.train.process_group import Ranks
 from tasks.train.protocol import IDLE
+from tasks.train.rank_spans import WAITING, since_idle
 
 T = TypeVar("T")
 
 LANE = "main"
 NO_COMMAND = "no command"
 """Cause of being idle; the flow's spans say what it does meanwhile."""
-WAITING = "waiting_for_rank"
 PARTS = (
     "handing_over",
     "recomputing",
@@ -140,12 +140,6 @@ def joined(told: Sequence[Told[T]]) -> list[Span]:
         place = process_of(wait.rank), LANE, WAITING, steps[wait.rank], wait.started_ns, duration
         found.append(Span(*place, process_of(wait.slowest)))
     return found
-
-
-def since_idle(spans: Sequence[Span]) -> Sequence[Span]:
-    """A rank's spans, in the order in which they were kept, of its last command alone."""
-    begins = (number for number, each in enumerate(spans) if each.name == IDLE)
-    return spans[max(begins, default=-1) + 1 :]
 
 
 def owned_seconds(spans: Sequence[Span]) -> dict[str, float]:

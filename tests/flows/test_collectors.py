@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from flows.groups.collecting import Collecting
 from flows.groups.collector import Collector, Link
 from flows.groups.collector_messages import Hello, encoded
+from flows.groups.collector_runs import joined as joined_metrics
 from flows.groups.collectors import Collectors, port_of
 from flows.groups.fan_out import Collected, collect_step, store_batch
 from flows.running.run import Run
@@ -180,6 +181,33 @@ async def test_collectors_spans_are_stored_as_the_flows_each_group_with_its_lane
     assert groups["lane"].to_list() == [str(group) for group in range(N_GROUPS)]
     assert set(groups["process"]) == {"flow"}
     assert set(spans["step"]) == {0}
+
+
+async def test_it_is_told_how_soon_all_collectors_had_joined_and_how_far_apart(tmp_path: Path) -> None:
+    recorder = Recorder("flow")
+    with recording(recorder):
+        async with shared(tmp_path, GroupSampler(), GroupSampler()) as (run, collectors, _):
+            assert not collectors.metrics()
+            await collected(run, collectors)
+            last, skew = joined_metrics(collectors)
+    (booked,) = (each for each in recorder.take() if each.name == "submitting")
+    assert booked.lane == "submitting collectors"
+    assert (last.name, last.value) == (
+        "submit/collectors_last_start_s",
+        pytest.approx(1e-9 * booked.duration_ns),
+    )
+    assert (skew.name, 0.0 < skew.value < last.value) == ("submit/collectors_skew_s", True)
+
+
+async def test_of_collectors_that_do_not_all_join_those_that_did_are_told_of_at_the_end(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder("flow")
+    with recording(recorder):
+        async with shared(tmp_path, GroupSampler(), collectors=2) as (run, collectors, _):
+            await collected(run, collectors)
+            assert not collectors.metrics()
+    assert [each.lane for each in recorder.take() if each.name == "submitting"] == ["submitting collectors"]
 
 
 async def test_collectors_together_have_no_more_in_flight_than_the_run_allows(tmp_path: Path) -> None:

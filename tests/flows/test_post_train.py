@@ -143,6 +143,9 @@ def check_finished(workplace: Any, run: Path, stored: pl.DataFrame) -> None:
     assert checkpoint["n_updates"] == trained["value"].sum(), "an update was applied twice, or not at all"
     differences = metrics.filter(pl.col("name") == "sync/logprob_difference")["value"]
     assert differences.max() < 1e-4
+    assert {"submit/last_start_s", "submit/ranks_last_start_s"} <= set(metrics["name"])
+    booked = pl.scan_ipc(run / "spans/**/*.arrow").filter(pl.col("name") == "submitting").collect()
+    assert set(booked["lane"]) == {"submitting servers", "submitting ranks"}
 
 
 def test_a_server_that_cannot_be_brought_back_ends_the_run_with_its_last_log_lines(workplace: Any) -> None:

@@ -219,6 +219,18 @@ async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_o
     assert fleet.servers.calls - before == 1 + 3 + 3, "one send; of each server an order and its version"
 
 
+async def test_a_sync_tells_how_soon_all_servers_began_and_how_far_apart(fleet_of) -> None:
+    fleet, recorder = fleet_of(3), Recorder("flow")
+    with recording(recorder, step=3, lane="step"):
+        await fleet.servers.bring_up(AT[0])
+    (booked,) = (each for each in recorder.take() if each.name == "submitting")
+    last, skew = fleet.servers.submitted.metrics()
+    assert (booked.lane, booked.step) == ("submitting servers", 3)
+    assert (last.name, last.value) == ("submit/last_start_s", pytest.approx(1e-9 * booked.duration_ns))
+    assert 0.0 <= skew.value < last.value
+    assert fleet.servers.submitted.n_started == 3
+
+
 async def test_what_servers_are_compared_with_is_waited_for_in_their_lanes_and_booked_to_the_trainer(
     fleet_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:

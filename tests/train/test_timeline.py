@@ -12,6 +12,7 @@ import pytest
 
 from tasks.observe.spans import Recorder, Span, recording
 from tasks.train.config import TrainConfig
+from tasks.train.rank_spans import starts_of
 from tasks.train.timeline import owned_seconds
 
 SLOW_S = 0.8
@@ -83,9 +84,27 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
         assert {"parity", "checkpointing"} <= set(found)
         assert unattributed(spans, process) < 0.02, spans
 
+    assert result.starts_ns.keys() == {"trainer/0", "trainer/1"}
+    assert all(asked_ns <= each < answered_ns for each in result.starts_ns.values())
+
     values = {each.name: each.value for each in result.metrics if each.env == "all"}
+    starts = result.starts_ns.values()
+    assert values["train/start_skew_s"] == pytest.approx(1e-9 * (max(starts) - min(starts)))
     assert values["train/slowest_rank"] == 1.0
     assert values["train/forward_spread_s"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
     assert values["train/rank_spread_s"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
     assert values["train/waiting_for_rank_s"] == pytest.approx(waited_s, rel=0.1)
     assert result.duration_s == pytest.approx(1e-9 * (answered_ns - asked_ns), rel=0.1)
+
+
+def test_a_rank_began_with_its_last_command_when_it_first_did_something_but_wait() -> None:
+    spans = [
+        Span("trainer/0", "main", "forward", 0, 1, 2),
+        Span("trainer/0", "main", "idle", 1, 3, 2, "no command"),
+        Span("trainer/0", "main", "handing_over", 1, 5, 1),
+        Span("trainer/0", "main", "forward", 1, 6, 1),
+        Span("trainer/1", "main", "waiting_for_rank", 1, 5, 1, "trainer/0"),
+        Span("trainer/1", "main", "handing_over", 1, 6, 1),
+        Span("trainer/2", "main", "idle", 1, 3, 2, "no command"),
+    ]
+    assert starts_of(spans) == {"trainer/0": 5, "trainer/1": 6}
