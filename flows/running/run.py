@@ -147,7 +147,7 @@ async def open_offline_run(
         await mark_leftovers(store.folder, store.files, config.observe.leftovers_timeout_s)
         quiet_task_runs()
         keep_for_good()
-        vitals = Vitals(config.observe)
+        vitals = Vitals(config.observe, waiting=store.waiting)
         with RunProgress(name, config.steps) as progress, vitals.watching():
             async with (
                 # what is added to a run is no part of its steps

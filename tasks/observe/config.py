@@ -54,18 +54,18 @@ class ObserveConfig(StageConfig):
     )
     max_stall_ms: float = setting(
         500.0,
-        "Milliseconds that the flow's event loop may stand still before the log says where; 0: any.",
+        "Milliseconds that the flow's event loop may stand still before the log says where; 0: never.",
         ge=0.0,
     )
     max_lag_p99_ms: float = setting(
         100.0,
-        "Milliseconds that 99 % of what a step's event loop does may be late by before the log says where; 0: any.",
+        "Milliseconds that 99 % of what a step's event loop does may be late by before the log says where; 0: never.",
         ge=0.0,
     )
     max_rss_growth: float = setting(
         0.25,
-        "Share by which the flow's memory may grow, once its first steps are done, before the log says who holds it; "
-        "0: any.",
+        "Share by which the memory of the flow, or of a process that it launched, may grow, once its first steps are done, "
+        "before the log says so; 0: never.",
         ge=0.0,
     )
     tensorboard: bool = setting(

@@ -2,11 +2,13 @@
 
 import ctypes
 import gc
-import sys
 import tracemalloc
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 
 import psutil
 
@@ -25,7 +27,9 @@ YOUNG_OBJECTS = 20_000
 """Objects that are made and not freed before the garbage collector looks at the young ones. Python's own 700 are 170 looks
 in a step of 512 trajectories, some of them at all that is in flight; these are 5, and half of what they see is garbage."""
 
-MOST_LINES = 5
+MOST_NAMED = 5
+MOST_COUNTED = 2_000_000
+"""Objects that are counted by type at most: what came last is counted first."""
 
 
 def keep_for_good() -> None:
@@ -54,20 +58,31 @@ def own_rss_bytes() -> int:
     return resident
 
 
-def rss_bytes_by_kind() -> dict[str, int]:
-    """Resident memory of the processes below this one, by what they are; what is shared counts for each.
+def rss_bytes_below() -> dict[tuple[str, int], int]:
+    """Resident memory of each process below this one of which is known what it is, by that and by its id.
 
-    Example: {"trainer": 900000000, "servers": 2100000000}: of the trainer's the supervisor, torchrun and all ranks.
+    Example: {("trainer", 41): 60000000, ("trainer", 42): 840000000}: the supervisor, and a rank.
     """
-    found: Counter[str] = Counter()
+    found: dict[tuple[str, int], int] = {}
     kinds: dict[int, str] = {}
     for process in psutil.Process().children(recursive=True):  # each after the one that started it
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             words = " ".join(process.cmdline())
             own = next((kind for word, kind in KINDS.items() if word in words), "")
-            kind = kinds[process.pid] = kinds.get(process.ppid()) or own
-            found[kind] += process.memory_info().rss
-    return {kind: n_bytes for kind, n_bytes in found.items() if kind}
+            if kind := kinds.setdefault(process.pid, kinds.get(process.ppid()) or own):
+                found[kind, process.pid] = process.memory_info().rss
+    return found
+
+
+def rss_bytes_by_kind(below: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    """Resident memory of the processes below this one, by what they are; what is shared counts for each.
+
+    Example: {"trainer": 900000000, "servers": 2100000000}: of the trainer's the supervisor, torchrun and all ranks.
+    """
+    found: Counter[str] = Counter()
+    for (kind, _), n_bytes in below.items():
+        found[kind] += n_bytes
+    return dict(found)
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -89,32 +104,51 @@ class Holders:
 
     Attributes:
         rss_bytes: all of it that is resident.
-        malloc_bytes: in use, of the C allocator: Python's larger objects, and libraries'.
-        malloc_free_bytes: kept by the C allocator for later.
-        python_blocks: Python objects and their parts of up to 512 bytes, which have an allocator of their own.
-
-    Objects are not counted by type: `gc.get_objects` shows those that another thread is still making, and a tuple that
-    is seen too early fails with SystemError.
+        held_bytes: of whom, by name; they add up to it.
+        objects: live Python objects that refer to others, by type, but for those that were there before `keep_for_good`.
+        waiting: what waits to be taken on, by name.
     """
 
     rss_bytes: int
-    malloc_bytes: int
-    malloc_free_bytes: int
-    python_blocks: int
+    held_bytes: Mapping[str, int]
+    objects: Mapping[str, int]
+    waiting: Mapping[str, int]
 
     @classmethod
-    def now(cls) -> "Holders":
-        """As it is now."""
-        return cls(own_rss_bytes(), *malloc_bytes(), sys.getallocatedblocks())
+    def now(cls, arrow_bytes: int = 0, waiting: Mapping[str, int] | None = None) -> "Holders":
+        """As it is now; holds the interpreter for some 50 ms for each 200,000 objects."""
+        rss_bytes, (in_use, kept) = own_rss_bytes(), malloc_bytes()
+        held = {
+            "in use by the C allocator": in_use,
+            "kept by the C allocator for later": kept,
+            "Arrow": arrow_bytes,
+            "small Python objects and all else": rss_bytes - in_use - kept - arrow_bytes,
+        }
+        return cls(rss_bytes, held, _objects_by_type(), waiting or {})
 
     def grown_since(self, before: "Holders") -> str:
         """Where what came on top is, in words, the largest first."""
-        parts = [
-            f"C allocator in use {_mib(self.malloc_bytes - before.malloc_bytes)}",
-            f"kept by it for later {_mib(self.malloc_free_bytes - before.malloc_free_bytes)}",
-            f"{self.python_blocks - before.python_blocks:+,} small Python blocks",
-        ]
-        return "; ".join([*parts, *_lines()])
+        grown = {name: n_bytes - before.held_bytes.get(name, 0) for name, n_bytes in self.held_bytes.items()}
+        sizes = [f"{n_bytes / MIB:+,.0f} MiB {name}" for name, n_bytes in _largest(grown)]
+        more = {name: n - before.objects.get(name, 0) for name, n in self.objects.items()}
+        objects = [f"{n:+,} {name}" for name, n in _largest(more)[:MOST_NAMED] if n > 0]
+        waiting = [f"{n:,} {name}" for name, n in _largest(self.waiting) if n > 0]
+        told = {"": sizes, "objects by type ": objects, "waiting are ": waiting, "lines of code ": _lines()}
+        return "; ".join(f"{what}{', '.join(parts)}" for what, parts in told.items() if parts)
+
+
+def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(sizes.items(), key=itemgetter(1), reverse=True)
+
+
+def _objects_by_type() -> Counter[str]:
+    """Live objects that the garbage collector sees, by type.
+
+    All of it is one call of C, in which no other thread comes to run: one that is just making a tuple fails with SystemError
+    when it goes on while somebody holds that.
+    """
+    objects = chain.from_iterable(map(gc.get_objects, [None]))
+    return Counter(map(attrgetter("__qualname__"), map(type, islice(objects, MOST_COUNTED))))
 
 
 def malloc_bytes() -> tuple[int, int]:
@@ -126,13 +160,9 @@ def malloc_bytes() -> tuple[int, int]:
     return info.uordblks + info.hblkhd, info.fordblks
 
 
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / MIB:+,.0f} MiB"
-
-
 def _lines() -> list[str]:
     """The lines of code that hold most, where Python was told to trace (PYTHONTRACEMALLOC=1)."""
     if not tracemalloc.is_tracing():
         return []
-    most = tracemalloc.take_snapshot().statistics("lineno")[:MOST_LINES]
+    most = tracemalloc.take_snapshot().statistics("lineno")[:MOST_NAMED]
     return [f"{each.size / MIB:,.0f} MiB at {each.traceback}" for each in most]

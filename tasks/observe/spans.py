@@ -78,6 +78,11 @@ class Recorder:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     @property
+    def n_waiting(self) -> int:
+        """Spans that are kept until they are taken."""
+        return len(self._spans)
+
+    @property
     def step_does(self) -> str:
         """Name of the innermost span that is open in the lane `step`; empty between steps."""
         return self._step_line.doing if self._step_line is not None else ""

@@ -43,6 +43,10 @@ class OpenRun:
         self.spans = RunSpans(manifest.run, self.writer)
         self._lock = lock
 
+    def waiting(self) -> dict[str, int]:
+        """How much is on its way into the data sets, by name."""
+        return {"spans": self.spans.recorder.n_waiting, "batches of rows": self.writer.n_waiting}
+
     @classmethod
     def open(
         cls,

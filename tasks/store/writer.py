@@ -93,6 +93,11 @@ class RunWriter:
         self._set_timer()
         return asyncio.shield(acknowledgement)
 
+    @property
+    def n_waiting(self) -> int:
+        """Calls of `append` whose rows are not stored yet."""
+        return len(self._unsettled)
+
     async def flush(self) -> None:
         """Commit at once what was appended so far; returns when all of it is stored.
 

@@ -48,6 +48,7 @@ class Reports:
     def __init__(self, n_workers: int) -> None:
         self.address = f"rollmill-{uuid.uuid4().hex}"
         self._n_workers = n_workers
+        # One report of each worker: nobody else knows the address.
         self._found: asyncio.Queue[Report] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:

@@ -35,6 +35,7 @@ class Operations:
     """Accepts commands on the control API's thread, hands them out on rank 0's."""
 
     def __init__(self) -> None:
+        # The flow, which alone has the token, awaits what it asks for: a command or two wait, whatever the batch's size.
         self._queue: queue.Queue[Operation] = queue.Queue()
         self._known: OrderedDict[str, Operation] = OrderedDict()
         self._lock = threading.Lock()

@@ -1,14 +1,29 @@
 """A process that grows is warned of once it has settled, with who holds what; one that does not is left alone."""
 
-from flows.running.vitals import SETTLED_AFTER, MemoryWatch, Vitals
-from tasks.observe.memory import MIB, Holders
+import ctypes
+
+import pyarrow as pa
+
+from flows.running.memory_watch import SETTLED_AFTER, WHAT_TO_LOOK_AT, MemoryWatch
+from flows.running.vitals import Vitals
+from tasks.observe.config import ObserveConfig
+from tasks.observe.memory import KINDS, MIB, Holders, own_rss_bytes
+
+BLOCK_BYTES, N_BLOCKS = 64 * 1024, 2048
+"""Blocks below the size from which allocators ask the system for each by itself."""
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
 
 
 def seen(rss_mib: list[float], max_growth: float = 0.25) -> list[str]:
     """What is said of a process that has so much at the ends of its steps."""
     said: list[str] = []
     at = [0]
-    watch = MemoryWatch(max_growth, said.append, lambda: Holders(int(rss_mib[at[0]] * MIB), 0, 0, at[0]))
+    watch = MemoryWatch(
+        max_growth, said.append, lambda: Holders(int(rss_mib[at[0]] * MIB), {}, {"Leaked": at[0]}, {})
+    )
     for number, mib in enumerate(rss_mib):
         at[0] = number
         watch.see(int(mib * MIB))
@@ -18,8 +33,8 @@ def seen(rss_mib: list[float], max_growth: float = 0.25) -> list[str]:
 def test_growth_is_measured_from_when_the_process_has_settled() -> None:
     assert not seen([100.0] + [300.0] * SETTLED_AFTER + [370.0])
     (said,) = seen([100.0] + [300.0] * SETTLED_AFTER + [380.0])
-    assert "from 300 to 380 MiB" in said
-    assert f"+{2} small Python blocks" in said
+    assert "this process has grown from 300 to 380 MiB" in said
+    assert "+2 Leaked" in said
 
 
 def test_each_further_growth_is_told_once() -> None:
@@ -32,12 +47,75 @@ def test_no_bound_means_no_warning() -> None:
     assert not seen([100.0] * SETTLED_AFTER + [900.0], max_growth=0.0)
 
 
+def below(steps: list[dict[tuple[str, int], float]], max_growth: float = 0.25) -> list[str]:
+    """What is said of processes that have so many MiB, by what they are and their ids, at the ends of steps."""
+    said: list[str] = []
+    watch = MemoryWatch(max_growth, said.append)
+    for step in steps:
+        watch.see_below({process: int(mib * MIB) for process, mib in step.items()})
+    return said
+
+
+def test_a_launched_process_that_grows_is_named_with_what_to_look_at() -> None:
+    settled = [{("servers", 7): 1000.0, ("servers", 8): 1000.0, ("trainer", 9): 800.0}] * SETTLED_AFTER
+    grown = {("servers", 7): 1300.0, ("servers", 8): 1200.0, ("trainer", 9): 800.0}
+    (said,) = below([*settled, grown, grown])
+    assert "process 7 (servers) has grown from 1,000 to 1,300 MiB" in said
+    assert "rollout.max_in_flight" in said
+    assert not below([*settled, grown], max_growth=0.0)
+
+
+def test_a_launched_process_that_is_small_or_was_started_again_is_left_alone() -> None:
+    assert not below([{("scoring", 7): 40.0}] * SETTLED_AFTER + [{("scoring", 7): 90.0}])
+    assert not below([{("servers", 7): 500.0}] * SETTLED_AFTER + [{("servers", 8): 2000.0}] * 2)
+
+
+def test_of_all_that_is_launched_it_is_known_what_to_look_at() -> None:
+    assert WHAT_TO_LOOK_AT.keys() == set(KINDS.values())
+
+
 async def test_a_step_has_the_metrics_of_loop_and_memory() -> None:
     vitals = Vitals()
     with vitals.watching():
         values = {metric.name: metric.value for metric in await vitals.of_step()}
     assert values["memory/flow_rss_bytes"] > MIB
     assert {"memory/arrow_bytes", "memory/malloc_bytes", "memory/malloc_free_bytes"} <= values.keys()
+
+
+async def test_what_was_freed_of_the_c_allocators_memory_goes_back_after_a_step() -> None:
+    blocks = [libc.malloc(BLOCK_BYTES) for _ in range(N_BLOCKS)]
+    for block in blocks:
+        ctypes.memset(block, 1, BLOCK_BYTES)
+    used = own_rss_bytes()
+    for block in blocks[:-1]:  # the last one keeps the heap's end in use
+        libc.free(block)
+    await Vitals().of_step()
+    assert used - own_rss_bytes() > 0.8 * N_BLOCKS * BLOCK_BYTES
+    libc.free(blocks[-1])
+
+
+async def test_what_was_freed_of_arrows_memory_goes_back_after_a_step() -> None:
+    buffers = [pa.allocate_buffer(BLOCK_BYTES) for _ in range(N_BLOCKS)]
+    for buffer in buffers:
+        ctypes.memset(buffer.address, 1, BLOCK_BYTES)
+    used = own_rss_bytes()
+    del buffer
+    buffers.clear()
+    await Vitals().of_step()
+    assert used - own_rss_bytes() > 0.8 * N_BLOCKS * BLOCK_BYTES
+
+
+async def test_who_grows_is_told_with_what_waits() -> None:
+    said: list[str] = []
+    config = ObserveConfig(max_rss_growth=1e-6, max_stall_ms=0.0, max_lag_p99_ms=0.0)
+    vitals = Vitals(config, said.append, lambda: {"spans": 12})
+    for _ in range(SETTLED_AFTER):
+        await vitals.of_step()
+    held = b"x" * (64 * MIB)
+    await vitals.of_step()
+    text = next(each for each in said if each.startswith("this process"))
+    assert "MiB in use by the C allocator" in text, held[:1]
+    assert "waiting are 12 spans" in text
 
 
 def test_who_watches_nothing_reports_no_lag() -> None:

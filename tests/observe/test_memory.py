@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from tasks.observe.memory import (
     malloc_bytes,
     own_rss_bytes,
     release_to_system,
+    rss_bytes_below,
     rss_bytes_by_kind,
 )
 
@@ -47,35 +49,84 @@ def test_what_is_in_use_and_what_is_kept_are_told_apart() -> None:
     assert BLOCK_BYTES <= grown - used < 2 * BLOCK_BYTES
 
 
-def test_growth_is_laid_to_the_allocator_that_grew() -> None:
+class Leaked(list[int]):
+    """What nothing else makes."""
+
+
+def test_growth_is_laid_to_the_type_of_the_objects_that_came_on_top() -> None:
     before = Holders.now()
-    leaked = [[number] for number in range(10_000)]
-    now = Holders.now()
-    assert now.python_blocks - before.python_blocks >= len(leaked)
-    assert f"{now.python_blocks - before.python_blocks:+,} small Python blocks" in now.grown_since(before)
+    leaked = [Leaked([number]) for number in range(100_000)]
+    text = Holders.now().grown_since(before)
+    assert f"objects by type +{len(leaked):,} Leaked" in text
+
+
+def test_holders_add_up_to_the_resident_memory() -> None:
+    holders = Holders.now(arrow_bytes=MIB)
+    assert sum(holders.held_bytes.values()) == holders.rss_bytes
+    assert holders.held_bytes["Arrow"] == MIB
+
+
+def test_who_came_on_top_most_is_named_first() -> None:
+    before = Holders(
+        10 * MIB, {"a": 4 * MIB, "b": 3 * MIB, "c": 3 * MIB}, {"list": 5, "dict": 5}, {"spans": 9}
+    )
+    now = Holders(
+        40 * MIB,
+        {"a": 2 * MIB, "b": 8 * MIB, "c": 30 * MIB},
+        {"list": 9, "dict": 900},
+        {"spans": 2, "rows": 30, "points": 0},
+    )
+    assert now.grown_since(before) == (
+        "+27 MiB c, +5 MiB b, -2 MiB a; objects by type +895 dict, +4 list; waiting are 30 rows, 2 spans"
+    )
+
+
+def test_objects_are_counted_while_other_threads_make_tuples() -> None:
+    """A tuple that somebody holds while its size is not final fails with SystemError in who makes it."""
+    over, failed, interval = threading.Event(), list[SystemError](), sys.getswitchinterval()
+
+    def make() -> None:
+        while not over.is_set():
+            try:
+                tuple(number for number in range(200))
+            except SystemError as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for each in threads:
+            each.start()
+        for _ in range(30):
+            Holders.now()
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+    for each in threads:
+        each.join()
+    assert not failed
 
 
 @pytest.mark.parametrize(("word", "kind"), KINDS.items())
 def test_a_process_is_known_by_its_command_line(word: str, kind: str) -> None:
-    before = rss_bytes_by_kind().get(kind, 0)
-    with up(WAITS, word):
-        assert rss_bytes_by_kind()[kind] - before > MIB
+    with up(WAITS, word) as pid:
+        assert rss_bytes_below()[kind, pid] > MIB
 
 
 def test_a_process_is_what_the_one_above_it_is() -> None:
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAITS!r}])"
     with up(outer, "tasks.train.service"):
-        both = rss_bytes_by_kind()["trainer"]
-    with up(WAITS, "tasks.train.service"):
-        assert both > 1.5 * rss_bytes_by_kind()["trainer"]
+        below = rss_bytes_below()
+    assert [kind for kind, _ in below] == ["trainer", "trainer"]
+    assert rss_bytes_by_kind(below) == {"trainer": sum(below.values())}
 
 
 @contextmanager
-def up(code: str, word: str) -> Iterator[None]:
-    """A process with a word in its command line, from when it has said something until its input ends."""
+def up(code: str, word: str) -> Iterator[int]:
+    """The id of a process with a word in its command line, from when it has said something until its input ends."""
     command = [sys.executable, "-c", code, word]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield
+        yield process.pid
         process.communicate()
