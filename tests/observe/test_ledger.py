@@ -8,7 +8,6 @@ from span_rows import BEGAN, Row, spans_of, whole_step
 
 from tasks.observe.ledger.attribution import Ledger, ledger_of
 from tasks.observe.ledger.balance import Balance, balance_of
-from tasks.observe.ledger.shortening import savings
 from tasks.observe.ledger.timeline import timeline_of
 
 SERVER, OTHER_SERVER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
@@ -286,10 +285,32 @@ def test_where_steps_overlap_a_second_has_one_owner_though_it_serves_another_ste
     ]
 
 
-def test_where_steps_overlap_a_trajectory_counts_on_the_path_from_where_it_was_waited_for() -> None:
-    assert path(ledger_of(spans_of(*overlapping())), step=1) == [
-        (5, 6, "1.0", "generating"),
-        (6, 9, "trainer/0", "forward"),
+def test_where_steps_overlap_rollouts_that_are_waited_for_are_on_the_path_from_their_beginning() -> None:
+    ledger = ledger_of(spans_of(*overlapping()))
+    assert path(ledger, step=1) == [(5, 6, "1.0", "generating"), (6, 9, "trainer/0", "forward")]
+    assert path(ledger, step=0) == [(0, 2, "0.0", "generating"), (2, 5, "1.0", "generating")], (
+        "training was not what the second step waited for"
+    )
+
+
+def test_a_group_begins_when_the_one_before_has_and_what_nobody_has_until_then_is_the_rollouts() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 4),
+        (0, "flow", "step", "storing", 0, 2),
+        (0, "flow", "step", "collect", 2, 4),
+        (0, "flow", "collect.0", "planning", 0, 0.5),
+        (0, "flow", "7", "recording", 0.5, 1),
+        (0, "flow", "7.0", "generating", 1, 1.75, SERVER),
+        (0, "flow", "8", "recording", 1.5, 2.5),
+        (0, "flow", "8.0", "generating", 2.5, 4, SERVER),
+    ]
+    assert path(ledger_of(spans_of(*rows))) == [
+        (0, 0.5, "collect.0", "planning"),
+        (0.5, 1, "7", "recording"),
+        (1, 1.5, "collect.", "collect"),
+        (1.5, 2, "8", "recording"),
+        (2, 2.5, "8", "recording"),
+        (2.5, 4, "8.0", "generating"),
     ]
 
 
@@ -321,27 +342,6 @@ def test_only_the_steps_asked_for_are_in_the_ledger() -> None:
     assert ledger_of(rows, [1]).steps["step"].to_list() == [1]
 
 
-def test_a_saving_ends_where_another_trajectory_would_decide() -> None:
-    rows: list[Row] = [
-        (0, "flow", "step", "step", 0, 10),
-        (0, "flow", "step", "collect", 0, 10),
-        (0, "flow", "0.0", "generating", 0, 10, SERVER),
-        (0, "flow", "0.1", "environment", 0, 9.5),
-        (0, SERVER, "main", "generating", 0, 10),
-    ]
-    saved = {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*rows)))}
-    assert saved["another server"] == pytest.approx(0.5)
-    assert "environments twice as fast" not in saved
-
-
-def test_a_saving_ends_where_the_servers_would_have_no_pause_left() -> None:
-    saved = {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*overlapping()), [1]))}
-    assert saved["twice as many ranks, or as fast ones"] == pytest.approx(1.5)
-    busy = [row for row in overlapping() if row[3] != "idle"] + [(2, SERVER, "main", "generating", 6, 8.5)]
-    saved = {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*busy), [1]))}
-    assert saved["twice as many ranks, or as fast ones"] == pytest.approx(0.5)
-
-
 def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() -> None:
     rows: list[Row] = [
         (0, "flow", "main", "start", -10, 0),
@@ -366,13 +366,13 @@ def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() ->
     ]
 
 
-def test_the_balance_says_how_many_servers_would_be_even_and_what_overlapping_hides() -> None:
+def test_the_balance_says_how_many_servers_would_be_even() -> None:
     balance = balance_of(ledger_of(spans_of(*whole_step())))
     assert balance is not None
-    assert (balance.generation_s, balance.training_s) == pytest.approx((5.0, 2.6))
+    assert (balance.generation_s, balance.training_s) == pytest.approx((5.0, 1.9))
     assert balance.hint == (
-        "generation takes 1.9 times as long as training: 1 more server would make them even; "
-        "rollout.max_staleness: 1 would hide up to 2.6 s of a step"
+        "generation takes 2.6 times as long as training: 2 more servers would make them even; "
+        "the busiest rank works 1.4 times as long as the mean one"
     )
     assert Balance(2.0, 6.0, 3, 1, is_overlapping=True).hint == (
         "training takes 3.0 times as long as generation: 2 more ranks would make them even, and 2 servers could go"

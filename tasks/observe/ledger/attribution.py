@@ -1,11 +1,13 @@
 """The seconds of each step by their owners: of the step's line, of each rank and of each server."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
-from tasks.observe.ledger.critical_path import STRAGGLERS, critical_paths
+from tasks.observe.ledger.critical_path import critical_paths
+from tasks.observe.ledger.episodes import episodes_of
+from tasks.observe.ledger.lanes import STRAGGLERS
 from tasks.observe.ledger.presence import counts, told_of, what_is_left
 from tasks.observe.ledger.run_ends import run_ends
 from tasks.observe.ledger.timeline import (
@@ -39,6 +41,7 @@ class Ledger:
         there: step, n_servers, n_ranks: how many there were in each step. A run that is gone on with has servers of other
             addresses, which never were there together with the earlier ones.
         trajectories: step, lane, name, us, end of each trajectory; see `trajectories_of`.
+        episodes: what groups, trajectories and evaluations did, of other steps too; see `episodes_of`.
         ends: part (`start`, `end`), name, cause, us: what the run took beside its steps; see `run_ends`.
     """
 
@@ -47,6 +50,7 @@ class Ledger:
     owners: pl.DataFrame
     there: pl.DataFrame
     trajectories: pl.DataFrame
+    episodes: pl.DataFrame
     ends: pl.DataFrame
 
 
@@ -57,8 +61,12 @@ def ledger_of(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
         rows: of the data set `spans`.
         steps: those asked for; rows of others say what overlaps them. None: all.
     """
-    timeline = timeline_of(rows, steps)
-    path = critical_paths(timeline)
+    timeline = timeline_of(rows)
+    episodes = episodes_of(timeline)
+    path = critical_paths(timeline, episodes)
+    if steps is not None:  # what went on in others was needed for the path alone
+        timeline = replace(timeline, windows=timeline.windows.filter(pl.col("step").is_in(steps)))
+        path = path.filter(pl.col("step").is_in(steps))
     whole = (pl.col("end") - pl.col("start")).sum().alias("us")
     lengths = timeline.windows.group_by("step").agg(whole).sort("step")
     owners = pl.concat([_line_owners(path), *_process_owners(timeline, path)])
@@ -71,7 +79,8 @@ def ledger_of(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
     in_order = together.filter(pl.col("us") > 0).sort(
         ["step", "process", "us", "name", "cause"], descending=[False, False, True, False, False]
     )
-    return Ledger(lengths, path, in_order, counts(lengths, told), trajectories_of(timeline), run_ends(rows))
+    there, trajectories = counts(lengths, told), trajectories_of(timeline)
+    return Ledger(lengths, path, in_order, there, trajectories, episodes, run_ends(rows))
 
 
 def median_s(frame: pl.DataFrame) -> float:

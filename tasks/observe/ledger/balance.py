@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import polars as pl
 
 from tasks.observe.ledger.attribution import Ledger, is_work, median_s
-from tasks.observe.ledger.timeline import FLOW, is_server, is_trainer
+from tasks.observe.ledger.lanes import COLLECTING
+from tasks.observe.ledger.timeline import FLOW, RANK
 
 EVEN = 1.1
 """Ratio up to which two times are as good as the same."""
@@ -18,10 +19,11 @@ class Balance:
 
     Attributes:
         generation_s: seconds that a server generates, on average over the servers.
-        training_s: seconds that the busiest rank is at work, in sending weights too.
-        n_servers: of the run.
-        n_ranks: of the trainer.
-        is_overlapping: True when servers generate for another step than the one in hand.
+        training_s: seconds that a rank is at work, in sending weights too, on average over the ranks.
+        n_servers: most that were there in a step.
+        n_ranks: likewise.
+        is_overlapping: True when a step's rollouts go on while the one before is trained.
+        imbalance: seconds of the busiest rank for each second of the mean one.
     """
 
     generation_s: float
@@ -29,6 +31,7 @@ class Balance:
     n_servers: int
     n_ranks: int
     is_overlapping: bool
+    imbalance: float = 1.0
 
     @property
     def ratio(self) -> float:
@@ -38,12 +41,15 @@ class Balance:
     @property
     def hint(self) -> str:
         """One sentence on sizes."""
+        uneven = (
+            f"; the busiest rank works {self.imbalance:.1f} times as long as the mean one"
+            if self.imbalance > EVEN
+            else ""
+        )
         longer, shorter = ("generation", "training") if self.ratio >= 1 else ("training", "generation")
         ratio = max(self.ratio, 1 / self.ratio)
         if ratio < EVEN:
-            said = "generation takes about as long as training"
-            return said if self.is_overlapping else f"{said}; {self._overlap}"
-        said = f"{longer} takes {ratio:.1f} times as long as {shorter}"
+            return f"generation takes about as long as training{uneven}"
         if self.ratio > 1:
             more = math.ceil(self.n_servers * self.ratio) - self.n_servers
             remedy = f"{_counted(more, 'more server')} would make them even"
@@ -52,40 +58,43 @@ class Balance:
             remedy = f"{_counted(more, 'more rank')} would make them even"
             spare = self.n_servers - max(1, math.ceil(self.n_servers * self.ratio))
             remedy += f", and {_counted(spare, 'server')} could go" if spare and self.is_overlapping else ""
-        return f"{said}: {remedy}" if self.is_overlapping else f"{said}: {remedy}; {self._overlap}"
+        return f"{longer} takes {ratio:.1f} times as long as {shorter}: {remedy}{uneven}"
 
-    @property
-    def _overlap(self) -> str:
-        hidden = min(self.generation_s, self.training_s)
-        return f"rollout.max_staleness: 1 would hide up to {hidden:.1f} s of a step"
+
+def overlapping_steps(ledger: Ledger) -> pl.DataFrame:
+    """The steps (step) that were trained while the next one's rollouts had begun, as with rollout.max_staleness."""
+    rollouts = ledger.episodes.filter(pl.col("use") == COLLECTING)
+    began = rollouts.group_by(pl.col("step") - 1).agg(pl.col("start").min().alias("began"))
+    trained = ledger.path.filter(pl.col("phase") == "train").group_by("step").agg(pl.col("start").min())
+    return trained.join(began, on="step").filter(pl.col("began") < pl.col("start")).select("step")
 
 
 def balance_of(ledger: Ledger) -> Balance | None:
     """The balance of the median step; None without a server or without a trainer."""
-    owners = ledger.owners
-    processes = owners["process"].unique().to_list()
-    servers, ranks = (
-        [each for each in processes if is_server(each)],
-        [each for each in processes if is_trainer(each)],
-    )
-    us = pl.col("us").sum()
+    is_rank, is_flow = pl.col("process").str.starts_with(RANK), pl.col("process") == FLOW
+    us, there = pl.col("us").sum(), ledger.there
     generated = (
-        owners.filter((pl.col("name") == "generating") & (pl.col("process") != FLOW))
+        ledger.owners.filter((pl.col("name") == "generating") & ~is_flow)
         .group_by("step")
-        .agg(us / max(1, len(servers)))
+        .agg(us)
+        .join(there, on="step")
+        .select(us=pl.col("us") / pl.col("n_servers"))
     )
     trained = (
-        owners.filter(pl.col("process").is_in(ranks) & is_work())
+        ledger.owners.filter(is_rank & is_work())
         .group_by("step", "process")
         .agg(us)
         .group_by("step")
-        .agg(pl.col("us").max())
+        .agg(us, busiest=pl.col("us").max())
+        .join(there, on="step")
+        .select("busiest", us=pl.col("us") / pl.col("n_ranks"))
     )
     if not len(generated) or not len(trained):
         return None
-    return Balance(
-        median_s(generated), median_s(trained), len(servers), len(ranks), bool(owners["is_other"].any())
-    )
+    imbalance = trained.select((pl.col("busiest") / pl.col("us")).median()).item()
+    is_overlapping = not overlapping_steps(ledger).is_empty()
+    n_servers, n_ranks = (max(there[name].to_list(), default=0) for name in ("n_servers", "n_ranks"))
+    return Balance(median_s(generated), median_s(trained), n_servers, n_ranks, is_overlapping, imbalance)
 
 
 def _counted(n: int, noun: str) -> str:

@@ -1,32 +1,45 @@
 """What would shorten a step, and by how much at most."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import polars as pl
 
-from tasks.observe.ledger.attribution import Ledger, is_work, median_s
-from tasks.observe.ledger.critical_path import STRAGGLERS
-from tasks.observe.ledger.timeline import FLOW, RANK, is_server
+from tasks.observe.ledger.attribution import Ledger, median_s
+from tasks.observe.ledger.balance import overlapping_steps
+from tasks.observe.ledger.lanes import COLLECTING, EVALUATION, LANES, STRAGGLERS
+from tasks.observe.ledger.precedence import SLOT, Stretch, schedule_of
+from tasks.observe.ledger.schedule import Schedule
+from tasks.observe.ledger.timeline import FLOW, RANK
 
-TRAINING = ("packing", "forward", "backward", "optimizer", "annotating")
+COLLECT = ("collect", STRAGGLERS)
+"""Phases of the step's line in which it waits for its rollouts."""
+WAITS = {COLLECTING: COLLECT, EVALUATION: ("evaluate",)}
+"""Phases of the step's line in which it waits for what goes on in lanes of the flow."""
+EPISODE = "|".join(f"^(?:{begins})" for begins in LANES.values())
+"""Lanes of the flow that the path is in while the step's line waits, or before it did."""
+TRAINING = ("packing", "forward", "backward", "optimizer", "annotating", "recomputing")
 """What ranks share between them."""
 SENDING = ("gathering", "sending", "receiving", "switching", "sync")
+MOST_SCHEDULED = 12
+"""Steps whose rollouts are scheduled anew, spread over those that are looked at; savings are medians of these."""
+LEAST = 0.01
+"""Share of a step below which a saving is not told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that takes a part of some work off the critical path.
+    """Something that makes a part of the work shorter, or waits for places needless.
 
     Attributes:
         what: in words.
-        names: of the work.
-        share: of its time that goes.
+        shares: of its time that work of a name keeps.
+        unlimited: places that nobody waits for any more.
     """
 
     what: str
-    names: Sequence[str]
-    share: float
+    shares: Mapping[str, float] = field(default_factory=dict)
+    unlimited: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,95 +57,142 @@ class Saving:
 
 def remedies(n_servers: int) -> list[Remedy]:
     """What may be tried, given how many servers there are."""
-    twice = 0.5
+    twice, none = 0.5, 0.0
     return [
-        Remedy("another server", ["generating"], 1 / (n_servers + 1)),
-        Remedy("no wait for a server: rollout.max_in_flight, more servers", ["waiting_for_server"], 1.0),
-        Remedy("environments twice as fast", ["environment"], twice),
-        Remedy("scorers twice as fast", ["scoring"], twice),
-        Remedy("no wait for a scorer: score.workers, score.max_in_flight", ["waiting_for_scorer"], 1.0),
-        Remedy("twice as many ranks, or as fast ones", TRAINING, twice),
-        Remedy("rows balanced over ranks, no slow one", ["waiting_for_rank"], 1.0),
-        Remedy("weights sent in no time", SENDING, 1.0),
-        Remedy("rows stored in no time", ["storing"], 1.0),
-        Remedy("batches handed over in no time", ["handing_over"], 1.0),
-        Remedy("evaluation beside the steps", ["evaluate", "evaluating"], 1.0),
-        Remedy("checkpoints beside the steps", ["checkpoint", "checkpointing"], 1.0),
-        Remedy("nothing told to Prefect", ["recording"], 1.0),
+        Remedy("another server", {"generating": n_servers / (n_servers + 1)}),
+        Remedy(
+            "no wait for a server: rollout.max_in_flight, more servers", {"waiting_for_server": none}, [SLOT]
+        ),
+        Remedy("environments twice as fast", {"environment": twice}),
+        Remedy("scorers twice as fast", {"scoring": twice}),
+        Remedy("no wait for a scorer: score.workers, score.max_in_flight", unlimited=["workers", "calls"]),
+        Remedy("twice as many ranks, or as fast ones", dict.fromkeys(TRAINING, twice)),
+        Remedy("weights sent in no time", dict.fromkeys(SENDING, none)),
+        Remedy("rows stored in no time", {"storing": none}),
+        Remedy("batches handed over in no time", {"handing_over": none}),
+        Remedy("nothing told to Prefect", {"recording": none}),
     ]
 
 
 def savings(ledger: Ledger) -> list[Saving]:
     """What would shorten the median step, the best first; nothing that saves less than a hundredth of it."""
-    processes = ledger.owners["process"].unique()
-    n_servers = sum(map(is_server, processes))
-    found = [Saving(remedy.what, _median(ledger, _saved(ledger, remedy))) for remedy in remedies(n_servers)]
-    found.append(Saving("no wait for the last trajectories", _median(ledger, _without_stragglers(ledger))))
-    if not ledger.owners["is_other"].any():
-        found.append(
-            Saving("steps that overlap: rollout.max_staleness: 1", _median(ledger, _overlapping(ledger)))
-        )
-    least = 0.01 * median_s(ledger.steps)
-    return sorted((each for each in found if each.seconds > least), key=lambda each: -each.seconds)
+    steps = ledger.steps.gather_every(max(1, -(-len(ledger.steps) // MOST_SCHEDULED)))
+    path = ledger.path.join(steps, on="step", how="semi")
+    line = path.filter((pl.col("process") != FLOW) | ~pl.col("lane").str.contains(EPISODE))
+    room = _room(ledger)
+    rollouts = [each for step in steps["step"] for each in _rollouts(ledger, path, step)]
+    n_servers = max(ledger.there["n_servers"].to_list(), default=0)
+    saved = {each.what: _saved(each, line, room, rollouts) for each in remedies(n_servers)}
+    saved["rows balanced over ranks, no slow one"] = _within(_balanced(ledger, line), room)
+    saved["evaluation beside the steps"] = _in_phases(path, WAITS[EVALUATION])
+    saved["checkpoints beside the steps"] = _within(_in_phases(line, ["checkpoint"]), room)
+    saved["no wait for the last trajectories"] = _in_phases(path, [STRAGGLERS])
+    if overlapping_steps(ledger).is_empty():
+        saved["steps that overlap: rollout.max_staleness: 1"] = _overlapping(path, line)
+    found = [Saving(what, _median_s(steps, each)) for what, each in saved.items()]
+    least_s = LEAST * median_s(steps)
+    return sorted((each for each in found if each.seconds > least_s), key=lambda each: -each.seconds)
 
 
-def _median(ledger: Ledger, saved: pl.DataFrame) -> float:
-    us = pl.col("saved").fill_null(0).alias("us")
-    return median_s(ledger.steps.select("step").join(saved, on="step", how="left").select(us))
+@dataclass(frozen=True, slots=True)
+class _Rollouts:
+    """What a step waits for in lanes of the flow: its own rollouts, or an evaluation.
+
+    Attributes:
+        waited_us: that the step's line waited.
+        length_us: of the schedule as it was.
+    """
+
+    step: int
+    schedule: Schedule
+    waited_us: int
+    length_us: int
+
+    def saved_us(self, remedy: Remedy) -> int:
+        """What the line waits less."""
+        if self.schedule.names.isdisjoint([*remedy.shares, *remedy.unlimited]):
+            return 0
+        less_us = self.length_us - self.schedule.length_us(remedy.shares, remedy.unlimited)
+        return max(0, min(self.waited_us, less_us))
+
+
+def _rollouts(ledger: Ledger, path: pl.DataFrame, step: int) -> list[_Rollouts]:
+    own, found = ledger.episodes.filter(pl.col("step") == step), []
+    for use, phases in WAITS.items():
+        waited_us = int(_in_phases(path.filter(pl.col("step") == step), phases)["saved"].sum())
+        if waited_us:
+            rows = own.filter(pl.col("use") == use).select(Stretch._fields).iter_rows()
+            schedule = schedule_of(Stretch(*row) for row in rows)
+            found.append(_Rollouts(step, schedule, waited_us, schedule.length_us({})))
+    return found
 
 
 def _length() -> pl.Expr:
     return pl.col("end") - pl.col("start")
 
 
-def _saved(ledger: Ledger, remedy: Remedy) -> pl.DataFrame:
-    """step, saved (microseconds): its share of what the path has of this work, but no more than others leave."""
-    on_path = ledger.path.filter(pl.col("name").is_in(remedy.names))
-    gone = on_path.group_by("step").agg((_length().sum() * remedy.share).alias("gone"))
-    bounds = gone.join(_room_of_others(ledger, remedy.names), on="step", how="left").join(
-        _room_of_trajectories(ledger, remedy), on="step", how="left"
-    )
-    return bounds.select(
-        "step", pl.min_horizontal("gone", "room", "lane_room").clip(lower_bound=0).alias("saved")
+def _median_s(steps: pl.DataFrame, saved: pl.DataFrame) -> float:
+    """Seconds: the median over the steps of what is saved (step, saved in microseconds); nothing where it has no row."""
+    return median_s(
+        steps.select("step").join(saved, on="step", how="left").select(us=pl.col("saved").fill_null(0))
     )
 
 
-def _room_of_others(ledger: Ledger, names: Sequence[str]) -> pl.DataFrame:
-    """step, room: how much shorter a step can be until some process that is not helped has no pause left."""
-    helps_servers, helps_trainer = "generating" in names, TRAINING[0] in names
-    process = pl.col("process")
-    is_rank = process.str.starts_with(RANK)
-    is_helped = (pl.lit(helps_servers) & ~is_rank) | (pl.lit(helps_trainer) & is_rank)
-    works = ledger.owners.filter((process != FLOW) & is_work() & ~is_helped & ~pl.col("name").is_in(names))
-    busy = works.group_by("step", "process").agg(pl.col("us").sum()).group_by("step").agg(pl.col("us").max())
-    return ledger.steps.join(busy, on="step", suffix="_busy").select(
-        "step", room=pl.col("us") - pl.col("us_busy")
+def _saved(
+    remedy: Remedy, line: pl.DataFrame, room: pl.DataFrame, rollouts: Sequence[_Rollouts]
+) -> pl.DataFrame:
+    """step, saved: of rollouts what a new schedule says, of everything else its share of the path."""
+    kept = pl.col("name").replace_strict(remedy.shares, default=1.0, return_dtype=pl.Float64)
+    gone = line.group_by("step").agg((_length() * (1 - kept)).sum().alias("saved"))
+    sooner = {"step": [each.step for each in rollouts], "saved": [each.saved_us(remedy) for each in rollouts]}
+    beside = pl.DataFrame(sooner, {"step": line.schema["step"], "saved": pl.Float64})
+    both = pl.concat([_within(gone, room), beside])
+    return both.group_by("step").agg(pl.col("saved").sum())
+
+
+def _room(ledger: Ledger) -> pl.DataFrame:
+    """step, room: what it may be shorter by until the next one's rollouts, which go on beside it, would be waited for."""
+    ended = (
+        ledger.episodes.filter(pl.col("use") == COLLECTING)
+        .group_by(pl.col("step") - 1)
+        .agg(pl.col("end").max())
+    )
+    ends = ledger.path.group_by("step").agg(pl.col("end").max())
+    beside = overlapping_steps(ledger)
+    return (
+        ends.join(ended, on="step", suffix="_next")
+        .join(beside, on="step", how="semi")
+        .select("step", room=(pl.col("end") - pl.col("end_next")).clip(lower_bound=0))
     )
 
 
-def _room_of_trajectories(ledger: Ledger, remedy: Remedy) -> pl.DataFrame:
-    """step, lane_room: how much earlier the last trajectory ends when all have that share less of this work.
+def _within(saved: pl.DataFrame, room: pl.DataFrame) -> pl.DataFrame:
+    """step, saved: no more than there is room for."""
+    both = saved.join(room, on="step", how="left")
+    return both.select("step", pl.min_horizontal("saved", "room").cast(pl.Float64).alias("saved"))
 
-    Where they are answered sooner, they wait as much less for a server.
-    """
-    names = [*remedy.names, "waiting_for_server"] if "generating" in remedy.names else remedy.names
-    gone = pl.col("us").filter(pl.col("name").is_in(names)).sum() * remedy.share
-    lanes = ledger.trajectories.group_by("step", "lane").agg(pl.col("end").max(), gone.alias("gone"))
-    ends = lanes.group_by("step").agg(
-        pl.col("gone").sum(), lane_room=pl.col("end").max() - (pl.col("end") - pl.col("gone")).max()
+
+def _in_phases(path: pl.DataFrame, phases: Sequence[str]) -> pl.DataFrame:
+    """step, saved: all of the path in these phases of the step's line."""
+    return path.filter(pl.col("phase").is_in(phases)).group_by("step").agg(_length().sum().alias("saved"))
+
+
+def _balanced(ledger: Ledger, line: pl.DataFrame) -> pl.DataFrame:
+    """step, saved: what a rank waits for slower ones in the mean, which all would be done sooner by if work were even."""
+    ranks = ledger.owners.filter(pl.col("process").str.starts_with(RANK))
+    waits = pl.col("us").filter(pl.col("name") == "waiting_for_rank").sum() / pl.col("process").n_unique()
+    mean = ranks.group_by("step").agg(waits.alias("mean"))
+    return (
+        _in_phases(line, ["train"])
+        .join(mean, on="step")
+        .select("step", pl.min_horizontal("saved", "mean").alias("saved"))
     )
-    return ends.filter(pl.col("gone") > 0).select("step", "lane_room")
 
 
-def _without_stragglers(ledger: Ledger) -> pl.DataFrame:
-    waits = ledger.path.filter(pl.col("phase") == STRAGGLERS)
-    return waits.group_by("step").agg(_length().sum().alias("saved"))
-
-
-def _overlapping(ledger: Ledger) -> pl.DataFrame:
+def _overlapping(path: pl.DataFrame, line: pl.DataFrame) -> pl.DataFrame:
     """step, saved: the shorter one of generating and of everything else, once they go on beside each other."""
-    collects = pl.col("phase").is_in(["collect", STRAGGLERS])
-    both = ledger.path.group_by("step").agg(
-        _length().filter(collects).sum().alias("collect"), _length().filter(~collects).sum().alias("rest")
+    both = _in_phases(path, COLLECT).join(
+        line.filter(~pl.col("phase").is_in(COLLECT)).group_by("step").agg(_length().sum().alias("rest")),
+        on="step",
     )
-    return both.select("step", saved=pl.min_horizontal("collect", "rest"))
+    return both.select("step", saved=pl.min_horizontal("saved", "rest"))

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tasks.observe.ledger.critical_path import CONTAINERS
+from tasks.observe.ledger.lanes import CONTAINERS
 from tasks.observe.ledger.timeline import FLOW, Ints, Timeline, overlap
 
 TRAJECTORY = r"^\d+\."

@@ -51,10 +51,13 @@ class Walk:
         self._kin, self._of_kin = kin, dict[Kin, list[Told]]()
         self._of_lane: dict[int, list[Told]] = {}
         self._of_name: dict[str, list[Told]] = {}
+        self._of_groups: list[Told] = []
         for each in pieces:
             self._of_lane.setdefault(each.lane, []).append(each)
             self._of_kin.setdefault(kin[each.lane], []).append(each)
             self._of_name.setdefault(each.name, []).append(each)
+            if kin[each.lane].family and not kin[each.lane].is_part:
+                self._of_groups.append(each)
 
     def back(self, start: int, end: int) -> Iterator[Segment]:
         """The segments from `end` to `start`, the last first."""
@@ -106,11 +109,18 @@ class Walk:
         return next((of_name[each] for each in range(at - 1, -1, -1) if of_name[each].lane != lane), None)
 
     def _earlier(self, held: Told) -> Told | None:
-        """What a lane did last, after a pause that nobody has; in a group's lane that is where its trajectories were."""
+        """What a lane did last, after a pause that nobody has; in a group's lane that is where its trajectories were.
+
+        Groups begin one after another: before a group's first piece there is what was last done for another one.
+        """
         own = self._last(self._of_lane[held.lane], held.start)
         kin = self._kin[held.lane]
         if own and kin.is_part:
             return own
+        if own is None and kin.family and not kin.is_part:
+            began = [self._of_kin.get(Kin("", is_part=False), []), self._of_groups]
+            before = [last for pieces in began if (last := self._last(pieces, held.start))]
+            return max(before, key=_end, default=None)
         for related in (Kin(kin.family, not kin.is_part), Kin("", is_part=False)):
             others = self._of_kin.get(related, []) if related != kin else []
             if last := self._last(others, held.start):
