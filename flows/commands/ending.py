@@ -14,16 +14,19 @@ from prefect.exceptions import TerminationSignal
 from flows.failure import PREFECT_ERRORS, behind
 from tasks.errors import RollmillError
 
+GOES_ON = "stopped; the same command goes on from here"
 STOPS = (KeyboardInterrupt, TerminationSignal, asyncio.CancelledError)
 
 
 @contextmanager
-def flow_command(is_done: Callable[[], bool], exit_timeout_s: float) -> Iterator[None]:
+def flow_command(
+    is_done: Callable[[], bool], exit_timeout_s: float, if_stopped: str = GOES_ON
+) -> Iterator[None]:
     """Run a flow as the last thing of this process.
 
     What is done (`is_done`, by what lies in the run's folder), stopped or failed ends as such when Prefect's server could not be told of it. From then
     on the process lives for `exit_timeout_s` seconds at most: Prefect sends its last logs and events at exit, and
-    would try for minutes when its server is gone. All data of the run is stored by then.
+    would try for minutes when its server is gone. All data of the run is stored by then. Of one that was stopped `if_stopped` is said.
 
     Raises:
         SystemExit: a signal stopped the run.
@@ -39,7 +42,7 @@ def flow_command(is_done: Callable[[], bool], exit_timeout_s: float) -> Iterator
         if isinstance(error, PREFECT_ERRORS):
             typer.echo(f"Prefect's server could not be told of the run's end ({error})", err=True)
         if any(isinstance(each, STOPS) for each in errors):
-            typer.echo("stopped; the same command goes on from here", err=True)
+            typer.echo(if_stopped, err=True)
             status = _status(errors)
             raise SystemExit(status) from None
         if failure:

@@ -24,6 +24,10 @@ from tasks.store.manifest import has_manifest, read_manifest
 from tasks.store.resume import complete_checkpoints
 from tasks.store.sources import check_sources
 
+NOTHING_CHANGED = "stopped; the run is as it was, and the same command begins anew"
+NOT_COMPARED = "stopped; not all was compared, and the same command begins anew"
+"""What is said of commands that cannot be gone on with."""
+
 
 def rescore_config(
     folder: RunFolder,
@@ -190,7 +194,7 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
     from flows.commands.ending import flow_command
     from flows.replay import replay
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s):
+    with flow_command(lambda: False, config.observe.exit_timeout_s, NOTHING_CHANGED):
         typer.echo(asyncio.run(replay(folder.location, versions.first, versions.last)))
 
 
@@ -200,11 +204,10 @@ def check_replay(
     """Refuse options of `replay` that do not go together; ConfigError names one."""
     if attribute:
         if step is None:
-            raise ConfigError("--step", step, "--attribute measures one step: name it")
-        if any(each is not None for each in versions):
-            raise ConfigError(
-                "--from", versions, "--attribute measures one step, by --step; leave out --from and --to"
-            )
+            raise ConfigError("--attribute", True, "it measures one step: give --step too")
+        for name, version in zip(("--from", "--to"), versions, strict=True):
+            if version is not None:
+                raise ConfigError(name, version, "--attribute measures one step, by --step: leave this out")
     elif step is not None or traffic or as_json:
         name = "--step" if step is not None else "--synthetic-traffic" if traffic else "--json"
         raise ConfigError(name, step or traffic or as_json, "it goes with --attribute alone")
@@ -239,7 +242,7 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
     from flows.replaying.attribution import attribute
     from flows.replaying.attribution_table import attribution_page
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s):
+    with flow_command(lambda: False, config.observe.exit_timeout_s, NOTHING_CHANGED):
         measured = asyncio.run(attribute(folder.location, step, n_traffic, with_trainer))
         if as_json:
             print_json(measured.values())
@@ -265,7 +268,7 @@ def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
     from flows.commands.ending import flow_command
     from flows.replaying.verify_sync import verify_sync
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s):
+    with flow_command(lambda: False, config.observe.exit_timeout_s, NOT_COMPARED):
         typer.echo(asyncio.run(verify_sync(folder.location, config)))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from flows.replaying.traffic import synthetic_traffic
 from flows.running.run import open_run
 from flows.settings import validate
 from flows.start_model import ensure_start_model
+from flows.ui.progress import RunProgress
 from tasks.observe.usage import Measuring, Usage
 from tasks.store.batch import stored_digest
 from tasks.store.layout import SCRATCH_ENV, RunFolder
@@ -150,7 +151,8 @@ class Attributing:
         await asyncio.to_thread(copy_for, *source, self._config, step, run_name)
         client = await self._at_step(trainer) if trainer else None
         async with open_run(run_name, self._config, model, adds=True) as run:
-            yield AfterGeneration(run, self._sampled, client)
+            unseen = RunProgress(run_name, self._config.steps, is_shown=False)
+            yield AfterGeneration(replace(run, progress=unseen), self._sampled, client)
 
     async def _at_step(self, trainer: Replaying) -> TrainerClient:
         """Bring the trainer to the step: from the last checkpoint before it, by the stored batches since."""

@@ -7,11 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from flows.replaying.attribution import TRAFFIC_ALONE, Attribution
+from tasks.observe.lag_warnings import NOT_SEEN
 from tasks.observe.memory import MIB
-from tasks.observe.usage import Usage
+from tasks.observe.usage import LOOK_AFTER_S, Usage
 
 WIDTH = 80
-NOT_LATE = "nothing held it for 3 ms"
+NOT_LATE = f"no beat was late by {1000 * LOOK_AFTER_S:.0f} ms"
 
 
 def attribution_page(attribution: Attribution) -> RenderableType:
@@ -52,7 +53,9 @@ def _longest(phases: Mapping[str, Usage]) -> Table:
     table.add_column("phase", no_wrap=True)
     table.add_column("held the event loop longest", overflow="fold")
     for name, usage in phases.items():
-        table.add_row(name, f"{usage.lag_max_ms:.1f} ms: {usage.longest}" if usage.longest else NOT_LATE)
+        is_late = usage.lag_max_ms >= 1000 * LOOK_AFTER_S
+        seen = f"{usage.lag_max_ms:.1f} ms: {usage.longest or NOT_SEEN}"
+        table.add_row(name, seen if is_late else NOT_LATE)
     return table
 
 

@@ -54,10 +54,16 @@ def has_bar() -> bool:
 
 
 class RunProgress:
-    """Shows step, reward, tokens a second and time left, from the first step to the last or to an error."""
+    """Shows step, reward, tokens a second and time left, from the first step to the last or to an error.
 
-    def __init__(self, name: str, steps: int) -> None:
-        self._steps = steps
+    Args:
+        name: of the run.
+        steps: that it has.
+        is_shown: False where nobody is to see of them, since they were sampled before.
+    """
+
+    def __init__(self, name: str, steps: int, *, is_shown: bool = True) -> None:
+        self._steps, self._is_shown = steps, is_shown
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -75,18 +81,20 @@ class RunProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._stop()
 
     def begin(self, step: int) -> None:
         """Show the bar, standing at the step that is worked on first."""
         self._bar.update(self._task, completed=step)
-        if has_bar():
+        if self._is_shown and has_bar():
             self._bar.start()
 
     def step_done(
         self, step: int, *, reward: float, tokens_per_s: float, seconds: float, dropped: str
     ) -> None:
         """Show that a step is over; `dropped`: what was lost of it, in words, empty for nothing."""
+        if not self._is_shown:
+            return
         figures = f"reward {reward:.2f} {tokens_per_s:,.0f} tok/s"
         line = f"step {step + 1}/{self._steps}: {figures}, {seconds:.1f} s{dropped and f', {dropped}'}"
         self._bar.update(self._task, completed=step + 1, figures=figures)
@@ -95,6 +103,10 @@ class RunProgress:
             return
         run_logger().info(line)
         if step + 1 == self._steps:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._bar.live.is_started:  # else rich ends a line that was not begun
             self._bar.stop()
 
 

@@ -72,6 +72,8 @@ def test_a_steps_phases_are_measured_and_nothing_is_written_into_the_run(
     table = workplace.run("replay", "small-collected", "--attribute", "--step", "0", "--trainer", "none")
     assert table.returncode == 0, table.stdout
     assert "The batch is the stored one." in table.stdout
+    assert "tok/s" not in table.stdout
+    assert "\n\n\n" not in table.stdout
     assert all(f"\n{name} " in table.stdout for name in WITHOUT_TRAINER)
     assert not any(f"\n{name} " in table.stdout for name in set(WITH_TRAINER) - set(WITHOUT_TRAINER))
     assert contents(run.local) == before

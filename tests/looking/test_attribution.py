@@ -4,6 +4,7 @@ import io
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ Command = Callable[..., str]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--attribute"], "--step"),
-        (["--attribute", "--step", "1", "--from", "1"], "--from"),
+        (["--attribute"], "give --step too"),
+        (["--attribute", "--step", "1", "--from", "1"], "--from = 1:"),
+        (["--attribute", "--step", "1", "--to", "3"], "--to = 3:"),
         (["--step", "1"], "--step"),
         (["--json"], "--json"),
         (["--synthetic-traffic", "3"], "--synthetic-traffic"),
@@ -74,12 +76,15 @@ def test_a_step_is_read_with_all_its_trajectories_and_none_of_what_came_after(sm
 def test_the_table_has_80_columns_and_names_what_held_the_loop() -> None:
     usage = Usage(12.345, 3.2, 100.4, 0.1, 2.5, 123.4, 12_345_678_901, -(2**20), "task a stood in b.py:1 c")
     none = Usage(0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 2**20, 0, "")
-    phases = {TRAFFIC_ALONE: usage, "taking in": none, TOGETHER: usage}
+    unseen = replace(usage, lag_max_ms=7.2, longest="")
+    phases = {TRAFFIC_ALONE: usage, "taking in": none, "scoring": unseen, TOGETHER: usage}
     attribution = Attribution("runs/small", 12, 512, 200, phases, 0.5, same_batch=False)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(attribution_page(attribution))
     lines = console.export_text().splitlines()
-    assert max(map(len, lines[:5])) <= WIDTH
+    assert max(map(len, lines[:6])) <= WIDTH
     assert "nan" not in "".join(lines)
     assert any("123.4 ms: task a stood in b.py:1 c" in line for line in lines)
+    assert any("taking in" in line and "no beat was late by 3 ms" in line for line in lines)
+    assert any("scoring" in line and "7.2 ms: what ran was not seen" in line for line in lines)
     assert any("NOT the stored one" in line for line in lines)
