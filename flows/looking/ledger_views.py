@@ -11,7 +11,7 @@ from flows.looking.view import Column, View, counted
 from tasks.observe.ledger.attribution import Ledger, is_work, median_s
 from tasks.observe.ledger.balance import balance_of
 from tasks.observe.ledger.shortening import savings
-from tasks.observe.ledger.timeline import FLOW, SECOND_US, is_server, is_trainer
+from tasks.observe.ledger.timeline import FLOW, SECOND_US, UNATTRIBUTED, is_server, is_trainer
 
 OTHERS, PATH = "(others)", "critical path"
 PERCENT = 100.0
@@ -36,7 +36,7 @@ def ledger_views(name: str, ledger: Ledger) -> list[View]:
         views.append(View({}, "ranks of the trainer, and servers", columns, _shown(others), compared))
     if each := trajectories(ledger):
         columns = [Column("name"), SECONDS, Column("percent", header="% of it", digits=1)]
-        views.append(View({}, "one trajectory, on average", columns, _shown(each)))
+        views.append(View({}, "one trajectory, on average", columns, _shown(each, is_all=False)))
     if n == 1:
         views.append(_path(ledger))
     return [*views, _advice(ledger), *_ends("the run", ledger)]
@@ -193,15 +193,24 @@ def _by_share(frame: pl.DataFrame) -> list[dict[str, object]]:
     return frame.sort(["share", *keys], descending=[True, *(False for _ in keys)]).to_dicts()
 
 
-def _shown(rows: Sequence[Mapping[str, Any]], of: str = "process") -> list[dict[str, object]]:
-    """Rows as they are read; those of less than LEAST_SHARE are one for each process, or whatever they are of."""
+def _shown(
+    rows: Sequence[Mapping[str, Any]], of: str = "process", *, is_all: bool = True
+) -> list[dict[str, object]]:
+    """Rows as they are read; those of less than LEAST_SHARE are one for each process, or whatever they are of.
+
+    Where they are all of somebody's time, `unattributed` is a row of its own, also of 0 s.
+    """
     shown: list[dict[str, object]] = []
     for whose, group in groupby(rows, key=lambda row: row.get(of)):
         listed = [dict(row) | {"percent": PERCENT * row["share"]} for row in group]
-        small = [row for row in listed if row["share"] < LEAST_SHARE]
-        shown += [row for row in listed if row["share"] >= LEAST_SHARE]
-        if small:
-            sums = {name: sum(row[name] for row in small) for name in ("seconds", "percent")}
+        if is_all and not any(row["name"] == UNATTRIBUTED for row in listed):
+            none = {name: 0.0 for name, value in listed[0].items() if isinstance(value, float)}
+            listed.append(dict.fromkeys(listed[0], "") | {of: whose, "name": UNATTRIBUTED} | none)
+        own = [row for row in listed if row["share"] >= LEAST_SHARE or row["name"] == UNATTRIBUTED]
+        small = [row for row in listed if row not in own]
+        sums = {name: sum(row[name] for row in small) for name in ("seconds", "percent")}
+        shown += own
+        if any(round(sums[column.name], column.digits) for column in (SECONDS, SHARE)):
             shown.append(dict.fromkeys(small[0]) | {of: whose, "name": OTHERS} | sums)
     return shown
 

@@ -28,11 +28,11 @@ from flows.viewer.address import (
 from flows.viewer.comparison import compared_page, comparison, comparison_columns
 from flows.viewer.grid import ROWS_AT_ONCE, cells, sort_of
 from flows.viewer.guard import guard
-from flows.viewer.pages import TABLES, counted_rows, home, table
+from flows.viewer.pages import TABLES, counted_rows, home, problem, table, told
 from flows.viewer.reading import beside, trajectory
 from flows.viewer.source import CELL, Page, Source
 from flows.viewer.timing import timing
-from tasks.errors import ConfigError, RollmillError
+from tasks.errors import RollmillError
 from tasks.store.manifest import has_manifest, read_manifest
 
 NAVIGATION = {
@@ -172,16 +172,6 @@ def page(source: Source, path: str, search: str) -> Component:
     except RollmillError as error:
         return problem(told(error))
     return problem("There is no such page.")
-
-
-def problem(text: str) -> Component:
-    """A page that says what is wrong."""
-    return html.Section(html.P(visible(text), className="problem", role="alert"))
-
-
-def told(error: RollmillError) -> str:
-    """What is wrong, and what to do about it."""
-    return f"{error.field} {error.value}: {error.remedy}" if isinstance(error, ConfigError) else str(error)
 
 
 def _fill_tables(app: Dash, source: Source) -> None:

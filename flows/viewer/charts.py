@@ -11,7 +11,7 @@ from flows.looking.curves import REST, SPANS, Curves
 from flows.looking.plot import BLUE, GREEN, HUES, ORANGE, SPAN_COLOURS
 from flows.looking.step_timeline import StepTimeline
 from flows.looking.view import visible
-from tasks.observe.ledger.timeline import IDLE, UNATTRIBUTED, is_wait
+from tasks.observe.ledger.timeline import IDLE, NO_SPANS, UNATTRIBUTED, is_wait
 
 MOST_POINTS = 2000
 """Of more points of a line every n-th is drawn."""
@@ -24,9 +24,35 @@ QUIET = "rgba(128,128,128,0.25)"
 INK = "#7d8590"
 WAITING = "rgba(128,128,128,0.45)"
 OTHER = "#a3acb6"
-"""Of what takes least time of a timeline, when there are more names than hues; pointing at it tells its name."""
-GREYS = {IDLE: "rgba(128,128,128,0.15)", UNATTRIBUTED: INK}
-"""Of what is no work: anything else of a timeline that has no hue is a wait."""
+"""Of work in a timeline that has no colour of its own; pointing at it tells its name."""
+GREYS = {IDLE: "rgba(128,128,128,0.15)", UNATTRIBUTED: INK, NO_SPANS: "rgba(128,128,128,0.05)"}
+"""Of what is neither work nor a wait."""
+WORK = {name: SPAN_COLOURS[name] for name in SPANS} | {
+    "generating": "#5aa9c9",
+    "environment": "#6b7f3f",
+    "scoring": "#d58fb4",
+    "evaluating": "#7cc4a8",
+    "packing": "#e3b778",
+    "recomputing": "#8c3b36",
+    "forward": "#c2504a",
+    "backward": "#a07a52",
+    "optimizer": "#b8a03a",
+    "gathering": "#6c5fa8",
+    "sending": "#a994d6",
+    "receiving": "#74528f",
+    "loading": "#5b6ea0",
+    "switching": "#c08ad0",
+    "parity": "#985f7e",
+    "storing": "#43617f",
+    "checkpoint": "#3f7f86",
+    "checkpointing": "#5fa3a8",
+    "report": "#93a8c4",
+    "measuring": "#84b3d9",
+    "recording": "#c9b98a",
+}
+"""Of work in a timeline: what a step's line, its trajectories, ranks and servers have most of."""
+LEAST_TOLD = 0.005
+"""Share of the time drawn from which on a name of a timeline is in its legend; pointing at it tells any."""
 LANE = 26
 """Pixels of a row of a timeline."""
 LOOK = {
@@ -70,16 +96,16 @@ def scatter(title: str, rows: pl.DataFrame, a: str, b: str) -> Component:
 
 
 def timeline_chart(timeline: StepTimeline) -> Component:
-    """What was done when: a row a lane, a colour for what takes most time, waits in grey."""
+    """What was done when: a row a lane, a colour of its own for each phase, in every step the same; waits in grey."""
     names = (
         timeline.pieces.group_by("name")
         .agg(pl.col("seconds").sum())
         .sort("seconds", "name", descending=[True, False])
     )
-    works = [name for name in names["name"] if not is_wait(name) and name != UNATTRIBUTED]
-    colours = dict(zip(works, HUES, strict=False)) | dict.fromkeys(works[len(HUES) :], OTHER)
+    least_s = LEAST_TOLD * float(names["seconds"].sum())
     bars = [
-        _stretches(timeline.pieces.filter(name=name), name, colours.get(name, "")) for name in names["name"]
+        _stretches(timeline.pieces.filter(name=name), name, is_told=seconds >= least_s)
+        for name, seconds in names.rows()
     ]
     height = LANE * len(timeline.lanes) + 90
     axis = {"gridcolor": QUIET, "zeroline": False, "automargin": True}
@@ -99,7 +125,15 @@ def timeline_chart(timeline: StepTimeline) -> Component:
     return html.Figure([head, _graph(bars, layout, height)], className="chart timeline")
 
 
-def _stretches(pieces: pl.DataFrame, name: str, colour: str) -> dict[str, Any]:
+def _colour(name: str) -> str:
+    """Of a name in a timeline; OTHER for work that has none of its own."""
+    if name in GREYS or is_wait(name):
+        return GREYS.get(name, WAITING)
+    return WORK.get(name, OTHER)
+
+
+def _stretches(pieces: pl.DataFrame, name: str, *, is_told: bool) -> dict[str, Any]:
+    colour = _colour(name)
     told = [f"<br>{_plain(cause)}" if cause else "" for cause in pieces["cause"]]
     return {
         "type": "bar",
@@ -111,8 +145,8 @@ def _stretches(pieces: pl.DataFrame, name: str, colour: str) -> dict[str, Any]:
         "customdata": [
             [f"{seconds:.3f} s", cause] for seconds, cause in zip(pieces["seconds"], told, strict=True)
         ],
-        "marker": {"color": colour or GREYS.get(name, WAITING), "line": {"width": 0}},
-        "showlegend": colour != OTHER,
+        "marker": {"color": colour, "line": {"width": 0}},
+        "showlegend": is_told and colour != OTHER,
         "hovertemplate": "%{customdata[0]}, from %{base:.3f} s%{customdata[1]}",
     }
 

@@ -15,6 +15,7 @@ from flows.viewer.address import GROUPS, HELD_OUT, TIMING, TRAJECTORIES, TRAJECT
 from flows.viewer.charts import charts
 from flows.viewer.grid import grid, whole_grid
 from flows.viewer.source import Source
+from tasks.errors import ConfigError, RollmillError
 from tasks.store.partitions import stored_scorers
 
 
@@ -83,6 +84,16 @@ def home(source: Source) -> Component:
             whole_grid("steps", steps.columns, steps.rows[::-1], links),
         ]
     )
+
+
+def problem(text: str) -> Component:
+    """A page that says what is wrong."""
+    return html.Section(html.P(visible(text), className="problem", role="alert"))
+
+
+def told(error: RollmillError) -> str:
+    """What is wrong, and what to do about it."""
+    return f"{error.field} {error.value}: {error.remedy}" if isinstance(error, ConfigError) else str(error)
 
 
 def waiting() -> Component:

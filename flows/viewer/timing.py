@@ -10,8 +10,9 @@ from flows.looking.step_timeline import StepTimeline, step_timeline
 from flows.looking.view import View, counted, visible
 from flows.viewer.address import TIMING, Query
 from flows.viewer.charts import timeline_chart
-from flows.viewer.pages import plain_table, waiting
+from flows.viewer.pages import plain_table, problem, told, waiting
 from flows.viewer.source import Source
+from tasks.errors import ConfigError
 from tasks.observe.ledger.attribution import Ledger, ledger_of
 
 MOST_STEPS = 100
@@ -19,23 +20,20 @@ MOST_STEPS = 100
 
 
 def timing(source: Source, query: Query) -> Component:
-    """The page of one step's time, or of the mean of several.
-
-    Raises:
-        ConfigError: the run has no spans, or none of these steps, or the address names none.
-    """
-    title = html.H1("where the time goes")
+    """The page of one step's time, or of the mean of several; where there are no such steps, ways to those that are."""
     known = source.shelf.steps("spans")
     if not known and not source.shelf.steps("metrics"):
-        return html.Section([title, waiting()])
-    asked = Interval.parse("step", query["step"]) if query["step"] else None
-    steps = asked_steps(source.folder, asked)
-    steps = steps if asked else steps[-MOST_STEPS:]
+        return html.Section([_head(known, []), waiting()])
+    try:
+        asked = Interval.parse("step", query["step"]) if query["step"] else None
+        steps = asked_steps(source.folder, asked)[0 if asked else -MOST_STEPS :]
+    except ConfigError as error:
+        return html.Section([_head(known, []), problem(told(error))])
     ledger, timeline = source.made(("timing", tuple(steps)), source.parts(), lambda: _read(source, steps))
     views = [view for view in ledger_views(source.folder.name, ledger) if view.rows]
     return html.Section(
         [
-            html.Div([title, html.Nav(_around(known, steps), className="around")], className="head"),
+            _head(known, steps),
             html.P(_which(steps), className="quiet"),
             *(_drawn(timeline) if timeline else []),
             *(part for view in views for part in _table(view)),
@@ -55,8 +53,13 @@ def _which(steps: list[int]) -> str:
     return f"steps {steps[0]} to {steps[-1]}; a step by itself has its timeline and its critical path too"
 
 
+def _head(known: list[int], steps: list[int]) -> Component:
+    links = _around(known, steps) if known else []
+    return html.Div([html.H1("where the time goes"), html.Nav(links, className="around")], className="head")
+
+
 def _around(known: list[int], steps: list[int]) -> list[Component]:
-    """Links to the steps beside this one, or to the newest; and from one step to the mean of many."""
+    """Links to the steps beside this one, or to the newest; and to the mean of many where it is not shown."""
     near = {"newest step": known[-1]}
     if len(steps) == 1:
         at = known.index(steps[0])
@@ -64,7 +67,7 @@ def _around(known: list[int], steps: list[int]) -> list[Component]:
             f"step {each}": each for each in (*known[max(0, at - 1) : at], *known[at + 1 : at + 2])
         } | near
     links: list[Component] = [dcc.Link(name, href=f"{TIMING}?step={step}") for name, step in near.items()]
-    return [dcc.Link("mean of many", href=TIMING), *links] if len(steps) == 1 else links
+    return [dcc.Link("mean of many", href=TIMING), *links] if len(steps) < 2 else links
 
 
 def _drawn(timeline: StepTimeline) -> list[Component]:

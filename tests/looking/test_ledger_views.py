@@ -104,3 +104,28 @@ def test_json_says_how_many_there_were_in_each_step(
         {"step": 2, "seconds": 10.0, "n_servers": 1, "n_ranks": 2},
         {"step": 3, "seconds": 2.0, "n_servers": 1, "n_ranks": 0},
     ]
+
+
+def test_what_no_span_owns_is_a_row_of_each_table_of_all_time_also_where_it_is_nothing() -> None:
+    views = ledger_views("run", ledger(step(0, 0, 10, (SERVER, 4))))
+    line, others = views[:2]
+    for view in (line, others):
+        (row,) = (row for row in view.rows if row["name"] == "unattributed")
+        assert (row["seconds"], row["percent"]) == (0.0, 0.0)
+    rows = [(0, "flow", "step", "step", 0, 10), (0, "flow", "step", "collect", 0, 9.97)]
+    rows += [(0, "flow", "step", "sync", 9.97, 9.99)]
+    first = ledger_views("run", ledger(rows))[0].rows
+    assert [(row["name"], round(float(str(row["seconds"])), 3)) for row in first] == [
+        ("collect", 9.97),
+        ("unattributed", 0.01),
+        ("(others)", 0.02),
+    ]
+
+
+def test_others_that_come_to_nothing_are_no_row() -> None:
+    rows = [(0, "flow", "step", "step", 0, 10), (0, "flow", "step", "collect", 0, 9.9998)]
+    names = [
+        row["name"]
+        for row in ledger_views("run", ledger([*rows, (0, "flow", "step", "sync", 9.9998, 10)]))[0].rows
+    ]
+    assert names == ["collect", "unattributed"]

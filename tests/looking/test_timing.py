@@ -8,6 +8,7 @@ from span_rows import spans_of, whole_step
 from flows.looking import step_timeline as module
 from flows.looking.step_timeline import PATH, STEP, step_timeline
 from flows.viewer.app import page
+from flows.viewer.charts import OTHER, WORK, timeline_chart
 from flows.viewer.source import Source
 from tasks.observe.ledger.attribution import ledger_of
 from tasks.store.layout import RunFolder
@@ -77,4 +78,25 @@ def test_without_a_step_it_is_the_mean_of_many(timed: Source) -> None:
 
 def test_what_has_no_spans_says_so(small_run: RunFolder, timed: Source) -> None:
     assert "no spans are stored of it" in shown(Source(small_run, 0.0), "/time")
-    assert "it has spans of steps 0 to 2" in shown(timed, "/time", "?step=7")
+    for asked, why in (("7", "it has spans of steps 0 to 2"), ("abc", "give one number, or LOW:HIGH")):
+        said = shown(timed, "/time", f"?step={asked}")
+        assert why in said
+        assert "where the time goes" in said
+        assert "newest step" in said
+
+
+def test_a_phase_has_the_same_colour_in_every_step() -> None:
+    rows = [(0, "flow", "step", "collect", 0, 9), (0, "flow", "step", "evaluate", 9, 10)]
+    rows += [(1, "flow", "step", "evaluate", 10, 19), (1, "flow", "step", "collect", 19, 20)]
+    rows += [(1, "trainer/0", "main", "idle", 10, 12), (1, "trainer/0", "main", "unheard_of", 12, 13)]
+    first, second = (
+        {
+            bar["name"]: bar["marker"]["color"]
+            for bar in timeline_chart(laid_out(step, *rows)).children[1].figure["data"]
+        }
+        for step in (0, 1)
+    )
+    assert first["collect"] == second["collect"] != second["evaluate"] == first["evaluate"]
+    assert len(set(WORK.values())) == len(WORK)
+    assert second["unheard_of"] == OTHER
+    assert second["idle"] != OTHER
