@@ -123,10 +123,12 @@ async def run_all(benchmarks: Sequence[Benchmark], suite: Suite) -> Outcome:
     return outcome
 
 
-def write_page(results: Results) -> None:
-    """Bring the table, and what the model says, in docs/performance.md up to date."""
+def write_pages(results: Results) -> None:
+    """Bring the table, and what the model says, in docs/performance.md up to date, and the README's missed targets."""
     page = table.between(table.PAGE.read_text(), "table", table.table(BENCHMARKS, results))
     table.PAGE.write_text(table.between(page, "model", model.text(results)))
+    missed = table.missed(BENCHMARKS, results)
+    table.README.write_text(table.between(table.README.read_text(), "missed", missed))
 
 
 def chosen(names: Sequence[str], mode: Mode) -> list[Benchmark]:
@@ -146,7 +148,7 @@ def chosen(names: Sequence[str], mode: Mode) -> list[Benchmark]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "mode", choices=("quick", "full", "table"), help="table: write the page again, run nothing"
+        "mode", choices=("quick", "full", "table"), help="table: write the pages again, run nothing"
     )
     parser.add_argument("scripts", nargs="*", help="of these benchmarks alone")
     parser.add_argument("--keep", action="store_true", help="add the ratios to the baseline, do not compare")
@@ -156,7 +158,7 @@ def main() -> None:
         benchmarks = chosen(given.scripts, given.mode)
         suite = Suite(given.mode, results, regression.BASELINE, given.keep)
         outcome = asyncio.run(run_all(benchmarks, suite))
-    write_page(results)
+    write_pages(results)
     for name, value in outcome.worse.items():
         print(f"WORSE: {name} is {value:.3g}, median of {regression.TRIES}")
     for name in outcome.unguarded:

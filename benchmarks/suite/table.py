@@ -7,6 +7,8 @@ from benchmarks.suite.process import ROOT
 from benchmarks.suite.results import Result, Results
 
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
+MISSED = "**missed**"
 HEADINGS = ("benchmark", "figure", "measured", "target", "", "to the peer", "to the limit", "measured on")
 
 
@@ -24,7 +26,7 @@ def between(page: str, name: str, text: str) -> str:
     head, begun, rest = page.partition(first)
     _, ended, tail = rest.partition(last)
     if not begun or not ended:
-        raise PageError(f"{PAGE.name} needs the lines {first.strip()} and {last}, in this order")
+        raise PageError(f"the page needs the lines {first.strip()} and {last}, in this order")
     return head + first + text + last + tail
 
 
@@ -45,12 +47,11 @@ def table(benchmarks: Sequence[Benchmark], results: Results) -> str:
 def cells(figure: Figure, newest: Result | None) -> tuple[str, ...]:
     """All cells of a figure's row but the first, all of one result."""
     value = figure.value(newest.values) if newest else None
-    unit = "" if figure.unit == "x" else f" {figure.unit}"
     sign = "≥" if figure.more_is_better else "≤"
-    target = "" if figure.target is None else f"{sign} {figure.target:g}{unit}"
+    target = "" if figure.target is None else f"{sign} {figure.target:g}{unit(figure)}"
     return (
         f"`{figure.key}`",
-        "" if value is None else f"{shown(value)}{unit}",
+        "" if value is None else f"{shown(value)}{unit(figure)}",
         target,
         verdict(figure, value),
         compared(figure, figure.peer, newest),
@@ -59,12 +60,17 @@ def cells(figure: Figure, newest: Result | None) -> tuple[str, ...]:
     )
 
 
+def unit(figure: Figure) -> str:
+    """Behind a number: nothing for a ratio."""
+    return "" if figure.unit == "x" else f" {figure.unit}"
+
+
 def verdict(figure: Figure, value: float | None) -> str:
     """What became of a figure's target."""
     if value is None:
         return "not run"
     met = figure.is_met(value)
-    return "" if met is None else "met" if met else "**missed**"
+    return "" if met is None else "met" if met else MISSED
 
 
 def compared(figure: Figure, beside: Beside | None, newest: Result | None) -> str:
@@ -75,14 +81,31 @@ def compared(figure: Figure, beside: Beside | None, newest: Result | None) -> st
 
 def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """How many targets are met."""
-    verdicts = []
-    for benchmark in benchmarks:
-        for figure in benchmark.figures:
-            newest = results.newest(benchmark.script, figure)
-            if figure.target is not None:
-                verdicts.append(verdict(figure, figure.value(newest.values) if newest else None))
-    met, missed, not_run = (verdicts.count(each) for each in ("met", "**missed**", "not run"))
+    verdicts = [verdict(figure, value) for _, figure, value in targets(benchmarks, results)]
+    met, missed, not_run = (verdicts.count(each) for each in ("met", MISSED, "not run"))
     return f"Of {len(verdicts)} targets {met} are met, {missed} missed, {not_run} not run."
+
+
+def missed(benchmarks: Sequence[Benchmark], results: Results) -> str:
+    """All missed targets, for the README."""
+    found = targets(benchmarks, results)
+    told = [
+        f"- `{script}`: `{figure.key}` {shown(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}"
+        for script, figure, value in found
+        if value is not None and verdict(figure, value) == MISSED
+    ]
+    return "\n".join([f"{len(told)} of {len(found)} targets of our own are missed:", "", *told]) + "\n"
+
+
+def targets(benchmarks: Sequence[Benchmark], results: Results) -> list[tuple[str, Figure, float | None]]:
+    """Each figure that has a target, with its script and what was measured last."""
+    return [
+        (benchmark.script, figure, figure.value(newest.values) if newest else None)
+        for benchmark in benchmarks
+        for figure in benchmark.figures
+        if figure.target is not None
+        for newest in [results.newest(benchmark.script, figure)]
+    ]
 
 
 def places(results: Iterable[Result]) -> list[str]:

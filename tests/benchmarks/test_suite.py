@@ -26,7 +26,7 @@ from benchmarks.suite.regression import (
     suspects,
 )
 from benchmarks.suite.results import Result, Results, result_of
-from benchmarks.suite.table import PAGE, PageError, between, table
+from benchmarks.suite.table import PAGE, README, PageError, between, missed, table
 
 MADE_UP = Benchmark(
     "made_up",
@@ -232,6 +232,19 @@ def test_the_page_is_what_results_say() -> None:
     page, results = PAGE.read_text(), Results()
     written = between(between(page, "table", table(BENCHMARKS, results)), "model", model.text(results))
     assert written == page, "run `python -m benchmarks.run table`"
+    readme = README.read_text()
+    assert between(readme, "missed", missed(BENCHMARKS, results)) == readme, "run `... table`"
+
+
+def test_missed_targets_are_told_with_what_was_wanted(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    results.keep(result("2026-01-01 10:00", "full", **values(4.0, 1.2, cpu_ms=41.5)))
+    assert missed([MADE_UP], results).splitlines() == [
+        "2 of 3 targets of our own are missed:",
+        "",
+        "- `made_up`: `ratio` 1.20, wanted 1.1",
+        "- `made_up`: `cpu_ms` 41.5 ms, wanted 40 ms",
+    ]
 
 
 def test_every_script_is_declared_once() -> None:
