@@ -39,7 +39,7 @@ from tasks.sync.buckets import lay_out, plan_transfer
 from tasks.sync.drive import Dispatch
 from tasks.sync.order import Place, Sent, Target, WeightOffer
 
-COUNTS, PASSES, DELAY_S, TARGET = (1, 16, 64), 5, 0.02, 1.5
+COUNTS, PASSES, DELAY_S, TARGET = (1, 16, 64), 9, 0.02, 1.5
 ROW = ("calls", "least_calls", "first_calls", "one_by_one")
 PLAN = plan_transfer(lay_out([("norm", (4,), "float32")]), [[(0, 16)]], 1 << 20)
 OFFER = WeightOffer(PLAN.to_json(), "127.0.0.1", 1, Place("elsewhere", "cpu").to_json())
