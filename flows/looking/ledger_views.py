@@ -198,14 +198,18 @@ def _shown(
 ) -> list[dict[str, object]]:
     """Rows as they are read; those of less than LEAST_SHARE are one for each process, or whatever they are of.
 
-    Where they are all of somebody's time, `unattributed` is a row of its own, also of 0 s.
+    Where they are all of somebody's time, `unattributed` is one row of its own, whatever was done meanwhile, also of 0 s.
     """
     shown: list[dict[str, object]] = []
     for whose, group in groupby(rows, key=lambda row: row.get(of)):
         listed = [dict(row) | {"percent": PERCENT * row["share"]} for row in group]
-        if is_all and not any(row["name"] == UNATTRIBUTED for row in listed):
-            none = {name: 0.0 for name, value in listed[0].items() if isinstance(value, float)}
-            listed.append(dict.fromkeys(listed[0], "") | {of: whose, "name": UNATTRIBUTED} | none)
+        if is_all:
+            left = [row for row in listed if row["name"] == UNATTRIBUTED]
+            numbers = [name for name, value in listed[0].items() if isinstance(value, float)]
+            sums = {name: sum((row[name] for row in left), 0.0) for name in numbers}
+            one = left[0] | {"cause": ""} if left else dict.fromkeys(listed[0], "") | {of: whose}
+            listed = [row for row in listed if row not in left] + [one | {"name": UNATTRIBUTED} | sums]
+            listed.sort(key=lambda row: -row["share"])
         own = [row for row in listed if row["share"] >= LEAST_SHARE or row["name"] == UNATTRIBUTED]
         small = [row for row in listed if row not in own]
         sums = {name: sum(row[name] for row in small) for name in ("seconds", "percent")}

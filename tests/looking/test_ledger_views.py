@@ -7,7 +7,7 @@ import pytest
 from span_rows import Row, spans_of, whole_step
 from stored_spans import store_spans
 
-from flows.looking.ledger_views import ledger_views, processes, slowest, step_line
+from flows.looking.ledger_views import _shown, ledger_views, processes, slowest, step_line
 from tasks.observe.ledger.attribution import Ledger, ledger_of
 from tasks.store.layout import RunFolder
 
@@ -119,6 +119,17 @@ def test_what_no_span_owns_is_a_row_of_each_table_of_all_time_also_where_it_is_n
         ("collect", 9.97),
         ("unattributed", 0.01),
         ("(others)", 0.02),
+    ]
+
+
+def test_what_no_span_owns_is_one_row_whatever_the_path_did_meanwhile() -> None:
+    rows = [
+        {"name": "unattributed", "cause": cause, "seconds": 1.0, "share": 0.1} for cause in ("", "collect")
+    ]
+    shown = _shown([*rows, {"name": "collect", "cause": "", "seconds": 8.0, "share": 0.8}])
+    assert [(row["name"], row["cause"], row["seconds"]) for row in shown] == [
+        ("collect", "", 8.0),
+        ("unattributed", "", 2.0),
     ]
 
 
