@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tasks.observe.ledger.lanes import Kin, kin_of
@@ -107,8 +107,8 @@ class _Builder:
         """All work, with the slots that trajectories keep."""
         works = list(self._works)
         for first, last in self._plays.values() if self._is_short_of_slots else ():
-            works[first] = replace(works[first], takes=SLOT)
-            works[last] = replace(works[last], gives=SLOT)
+            works[first] = works[first]._replace(takes=SLOT)
+            works[last] = works[last]._replace(gives=SLOT)
         return works
 
     def places(self) -> dict[str, int]:

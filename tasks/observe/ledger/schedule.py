@@ -1,19 +1,18 @@
 """What a step's rollouts would have taken under other circumstances: the same pieces of work, scheduled once more.
 
-Each piece of work has what it came after, and the place that it needed: a slot, a worker, a turn. Scheduled anew, in the order
-in which they had begun, pieces that take less time, or places of which there are more, let those behind them begin sooner.
+Each piece of work has what it came after, and the place that it needed: a slot, a worker, a turn. Scheduled anew, first come,
+first served, pieces that take less time, or places of which there are more, let those behind them begin sooner.
 What a piece takes is taken not to depend on how many others go on beside it, so the outcome is what may be had at most.
 """
 
 import heapq
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Set
+from typing import NamedTuple
 
 _ENDS, _IS_READY = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A piece of work.
 
     Attributes:
@@ -34,7 +33,7 @@ class Work:
 
 
 class Schedule:
-    """The work of a step, in the order in which it had begun.
+    """The work of a step.
 
     Args:
         works: all of it.
@@ -49,9 +48,13 @@ class Schedule:
                 self._behind[before].append(at)
 
     @property
-    def names(self) -> set[str]:
-        """Of its work, and of places that were short."""
-        return {work.name for work in self._works} | self._places.keys()
+    def places(self) -> Set[str]:
+        """The names of places."""
+        return self._places.keys()
+
+    def less_us(self, shares: Mapping[str, float]) -> float:
+        """Microseconds that all work together takes less: more than that nobody is done sooner."""
+        return sum(work.us * (1.0 - shares[work.name]) for work in self._works if work.name in shares)
 
     def length_us(self, shares: Mapping[str, float], unlimited: Collection[str] = ()) -> int:
         """Microseconds until all is done.

@@ -109,8 +109,10 @@ class _Rollouts:
     length_us: int
 
     def saved_us(self, remedy: Remedy) -> int:
-        """What the line waits less."""
-        if self.schedule.names.isdisjoint([*remedy.shares, *remedy.unlimited]):
+        """What the line waits less; 0 where that is too little to be told."""
+        if self.schedule.places.isdisjoint(remedy.unlimited) and (
+            self.schedule.less_us(remedy.shares) < LEAST * self.length_us
+        ):
             return 0
         less_us = self.length_us - self.schedule.length_us(remedy.shares, remedy.unlimited)
         return max(0, min(self.waited_us, less_us))
