@@ -271,3 +271,29 @@ def test_ten_times_the_groups_cost_ten_times_what_goes_by_groups() -> None:
         if part.law.startswith(("2 P G", "P ", "P G")) and given.keys() >= set(part.needs):
             base, grown = (part.cost(work, given) for work in (model.BASE, model.GROWN["10 x groups"]))
             assert grown == pytest.approx(10 * base), part.name
+
+
+def test_a_trajectory_costs_what_a_step_without_task_runs_costs_less_its_rows(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    persist = {"rows": 256, "bytes": 256e5, "rows_cpu_ms": 90.0, "cpu_ms": 38.0}
+    for script, figures in (
+        ("step_overhead", {"flow_cpu_events_s": 1.024, "trajectories": 512}),
+        ("persist", persist),
+        ("handoff", {"rows": 128, "bytes": 128e7, "cpu_s": 1.28}),
+    ):
+        results.keep(Result(script, "quick", figures, "2026-01-01 10:00", 1.0, "", ""))
+    found = model.constants(results)
+    assert found["flow_s_a_trajectory"] + found["store_s_a_row"] == pytest.approx(0.002)
+    assert 0.0 < found["store_s_a_row"] < 0.002
+
+
+def test_the_default_flow_is_the_sum_of_its_shares() -> None:
+    given = {
+        "flow_s_a_task": 3e-3,
+        "flow_s_a_trajectory": 1e-3,
+        "store_s_a_row": 4e-4,
+        "store_s_a_byte": 2e-9,
+    }
+    whole, *shares = (part.cost(model.BASE, given) for part in model.PARTS[:4])
+    assert all(part.name.startswith("of it") for part in model.PARTS[1:4])
+    assert whole == pytest.approx(sum(shares))
