@@ -62,13 +62,15 @@ class _Family:
     """A group and its trajectories, or an evaluation and its.
 
     Attributes:
-        lanes: of all of them, by name.
+        lanes: of all of them.
+        own: of the group itself, or of the evaluation, by "", and of each trajectory, by its name.
         scored: when trajectories began to be scored, or to wait for that, in order.
         wait: from when to when the group waited for the first slot; None when it did not.
         opened_by: names of what was done between that and the first trajectory, to begin it.
     """
 
-    lanes: dict[str, _Lane] = field(default_factory=dict)
+    lanes: list[_Lane] = field(default_factory=list)
+    own: dict[str, list[_Lane]] = field(default_factory=lambda: defaultdict(list))
     scored: list[int] = field(default_factory=list)
     wait: tuple[int, int] | None = None
     opened_by: list[str] | None = None
@@ -83,11 +85,9 @@ class _Builder:
         self._lanes: dict[str, _Lane] = {}
         self._of_groups: list[tuple[int, int]] = []
         for each in stretches:
-            lane = self._lanes.setdefault(each.lane, _Lane(kin_of(FLOW, each.lane)))
-            family = self._families[lane.kin.family]
-            family.lanes[each.lane] = lane
+            lane = self._lanes.get(each.lane) or self._opened(each.lane)
             if lane.kin.is_part and each.name in SCORER:
-                family.scored.append(each.start)
+                self._families[lane.kin.family].scored.append(each.start)
         waits = Counter(each.cause for each in stretches if _is_for_place(each))
         self._is_short_of_slots = waits.pop(SLOT, 0) > 0
         self._scorers = next((cause for cause, _ in waits.most_common()), "")
@@ -121,6 +121,13 @@ class _Builder:
             plays = self._plays.values()
             used[SLOT] = [(self._times[first][0], self._times[last][1]) for first, last in plays]
         return {place: _most_at_once(times) for place, times in used.items()}
+
+    def _opened(self, name: str) -> _Lane:
+        lane = self._lanes[name] = _Lane(kin_of(FLOW, name))
+        family = self._families[lane.kin.family]
+        family.lanes.append(lane)
+        family.own[_sample_of(name) if lane.kin.is_part else ""].append(lane)
+        return lane
 
     def _wait(self, each: Stretch, lane: _Lane) -> None:
         if each.cause == SLOT and not lane.kin.is_part:
@@ -179,9 +186,10 @@ class _Builder:
         own = lane.last(ready) if lane.works else None
         if own and (not is_join or ready - own[0] <= TOLERANCE_US):
             return (own[1],), max(0, ready - own[0])
-        before = [
-            found for each in self._relatives(each.lane, lane, is_join=is_join) if (found := each.last(ready))
-        ]
+        family = self._families[lane.kin.family]
+        # what begins a trajectory came after what its group, or an earlier attempt of it, did
+        relatives = family.lanes if is_join else [*family.own[""], *family.own[_sample_of(each.lane)]]
+        before = [found for other in relatives if (found := other.last(ready))]
         if not before:  # groups begin one after another
             at = bisect_right(self._of_groups, (ready + TOLERANCE_US, len(self._works)))
             before = self._of_groups[at - 1 : at]
@@ -190,14 +198,10 @@ class _Builder:
         ends, works = zip(*before, strict=True)
         return works, max(0, ready - max(ends))
 
-    def _relatives(self, name: str, lane: _Lane, *, is_join: bool) -> Iterable[_Lane]:
-        """Lanes that a piece may have come after: its family, or for the first of a trajectory, its group and its attempts."""
-        family = self._families[lane.kin.family].lanes
-        if is_join:
-            return family.values()
-        sample = ".".join(name.partition("/")[0].split(".")[:2])
-        own = (each for each in family if each == sample or each.startswith(f"{sample}."))
-        return [*(each for each in family.values() if not each.kin.is_part), *(family[each] for each in own)]
+
+def _sample_of(name: str) -> str:
+    """The trajectory that a lane is of, whichever attempt or scorer. Example: of 7.3.1 and 7.3/exact it is 7.3."""
+    return ".".join(name.partition("/")[0].split(".")[:2])
 
 
 def _is_for_place(each: Stretch) -> bool:
