@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ OURS = (f"{HOUSE}/flows/", f"{HOUSE}/tasks/")
 OF_THE_WATCH = f"{HOUSE}/tasks/observe/"
 RUN_LOOP = ("/asyncio/events.py", "_run")
 """File and function in which the event loop begins each of its callbacks."""
+NUMBERED = re.compile(r"Task-\d+")
 WAITING = frozenset({"wait", "select", "poll", "acquire", "get", "_worker", "read", "recv", "accept", "join"})
 """Functions in which a thread that has nothing to do stands."""
 
@@ -33,8 +35,7 @@ def where_it_stands(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
     if task is None and frame.f_code.co_name in WAITING:
         others = sorted({_place(each) for key, each in frames.items() if key != thread_id and _works(each)})
         return f"it waited{'; other threads stood in ' * bool(others)}{', and in '.join(others)}"
-    name = f"task {task.get_name()} ({_called(task)})" if task else "a callback"
-    return f"{name} stood in {_place(frame)}"
+    return f"{_called(task)} stood in {_place(frame)}"
 
 
 def frames_of_threads() -> dict[int, FrameType]:
@@ -53,9 +54,13 @@ def frames_of_threads() -> dict[int, FrameType]:
             gc.enable()
 
 
-def _called(task: "asyncio.Task[object]") -> str:
-    coroutine = task.get_coro()
-    return str(getattr(coroutine, "__qualname__", coroutine))
+def _called(task: "asyncio.Task[object] | None") -> str:
+    """A task by its name, unless asyncio numbered it, and its coroutine: those that do the same are called the same."""
+    if task is None:
+        return "a callback"
+    coroutine, name = task.get_coro(), task.get_name()
+    known = "a task" if NUMBERED.fullmatch(name) else f"task {name}"
+    return f"{known} ({getattr(coroutine, '__qualname__', coroutine)})"
 
 
 def _place(frame: FrameType) -> str:

@@ -11,8 +11,7 @@ from tasks.errors import RequestError
 from tasks.observe.clocks import keep, shifted
 from tasks.observe.spans import Span
 from tasks.sync.order import FIRST_RANK
-from tasks.train.protocol import IDLE
-from tasks.train.rank_spans import starts_of
+from tasks.train.rank_spans import IDLE, starts_of
 
 _NAMED_ERRORS = (
     "BatchRefusedError",

@@ -146,8 +146,7 @@ class TrainerClient:
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """[B][T-1] raw log-probabilities in nats: log p(token i+1 | tokens 0..i), at temperature 1."""
-        found: list[list[float]] = await self._do(Logprobs(sequences=sequences))
-        return found
+        return list(await self._do(Logprobs(sequences=sequences)))
 
     async def offer(self) -> WeightOffer:
         """What the trainer has to give to servers; the same until it loads again."""

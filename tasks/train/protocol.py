@@ -11,9 +11,6 @@ from tasks.store.deliveries import Delivery
 from tasks.sync.config import SyncConfig
 from tasks.train.config import TrainConfig
 
-IDLE = "idle"
-"""Name of the span of what a rank does between commands."""
-
 IDEMPOTENCY_KEY = "Idempotency-Key"
 """Header of a command: whoever asks makes it up, and sends it again with the command whose answer was lost."""
 

@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tasks.observe.spans import Span
-from tasks.train.protocol import IDLE
 
+IDLE = "idle"
+"""Name of the span of what a rank does between commands."""
 WAITING = "waiting_for_rank"
 
 

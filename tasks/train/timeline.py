@@ -15,8 +15,7 @@ from tasks.sync.order import FIRST_RANK
 from tasks.sync.place import this_machine
 from tasks.train.collectives import Collectives, Visits, clock_shifts, waits
 from tasks.train.process_group import Ranks
-from tasks.train.protocol import IDLE
-from tasks.train.rank_spans import WAITING, since_idle
+from tasks.train.rank_spans import IDLE, WAITING, since_idle
 
 T = TypeVar("T")
 

@@ -51,7 +51,8 @@ async def test_the_first_call_that_fails_ends_the_others() -> None:
         raise ValueError("refused")
 
     with pytest.raises(ValueError, match="refused"):
-        await together([goes_on, fails])
+        async with asyncio.timeout(30.0):
+            await together([goes_on, fails])
     assert ended.is_set()
 
 
