@@ -44,3 +44,18 @@ def test_a_signal_ends_a_run_whose_prefect_server_is_gone(tmp_path: Path, number
     output, _ = process.communicate(timeout=60)
     assert process.returncode == status, output
     assert "the same command goes on from here" in output
+
+
+def test_a_command_that_cannot_be_gone_on_with_says_so_when_it_is_stopped() -> None:
+    lines = (
+        "import asyncio",
+        "from flows.commands.ending import flow_command",
+        "from flows.commands.stored_runs import NOTHING_CHANGED",
+        "with flow_command(lambda: False, 60.0, NOTHING_CHANGED): raise asyncio.CancelledError",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 128 + signal.SIGINT
+    assert "the run is as it was" in ended.stderr
+    assert "goes on from here" not in ended.stderr
