@@ -247,9 +247,8 @@ class TrainerClient:
                 raise error_of(command.name, state["error_type"], state["error"])
             if report:
                 report(state.get("progress", {}))
-        raise RequestError(
-            f"trainer: {command.name} not done within train.step_timeout_s = {self._timeout_s:g} s"
-        )
+        limit = f"train.step_timeout_s = {self._timeout_s:g} s"
+        raise RequestError(f"trainer: {command.name} not done within {limit}")
 
     async def _order(self, command: Command) -> Any:
         """Have a command accepted, once however often it has to be sent."""
@@ -275,9 +274,8 @@ class TrainerClient:
             is_gone = self._process is not None and not self._process.is_running
             return isinstance(error, httpx.TransportError) and not is_gone
 
-        return retries(
-            is_lost, attempts=_ATTEMPTS, backoff_s=_HEALTH_PAUSE_S, longest_s=self._connect_timeout_s
-        )
+        longest_s = self._connect_timeout_s
+        return retries(is_lost, attempts=_ATTEMPTS, backoff_s=_HEALTH_PAUSE_S, longest_s=longest_s)
 
     async def _request(
         self, method: str, path: str, command: Command | None = None, key: str = "", **query: float
