@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import psutil
 
@@ -28,8 +28,10 @@ YOUNG_OBJECTS = 20_000
 in a step of 512 trajectories, some of them at all that is in flight; these are 5, and half of what they see is garbage."""
 
 MOST_NAMED = 5
+OLDEST = 2
+"""Generation of the garbage collector in which objects stay."""
 MOST_COUNTED = 2_000_000
-"""Objects that are counted by type at most: what came last is counted first."""
+"""Objects that are counted by type at most."""
 
 
 def keep_for_good() -> None:
@@ -105,7 +107,8 @@ class Holders:
     Attributes:
         rss_bytes: all of it that is resident.
         held_bytes: of whom, by name; they add up to it.
-        objects: live Python objects that refer to others, by type, but for those that were there before `keep_for_good`.
+        objects: live Python objects that refer to others, by type, but for young ones and what was there before
+            `keep_for_good`.
         waiting: what waits to be taken on, by name.
     """
 
@@ -142,13 +145,13 @@ def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _objects_by_type() -> Counter[str]:
-    """Live objects that the garbage collector sees, by type.
+    """Live objects that the garbage collector has seen twice, by type.
 
-    All of it is one call of C, in which no other thread comes to run: one that is just making a tuple fails with SystemError
-    when it goes on while somebody holds that.
+    They are held in one call of C alone, in which no other thread comes to run: one that is just making a tuple fails with
+    SystemError when it goes on while somebody holds that. Such a tuple is hardly ever among the old ones besides.
     """
-    objects = chain.from_iterable(map(gc.get_objects, [None]))
-    return Counter(map(attrgetter("__qualname__"), map(type, islice(objects, MOST_COUNTED))))
+    types = list(map(type, islice(chain.from_iterable(map(gc.get_objects, [OLDEST])), MOST_COUNTED)))
+    return Counter(each.__qualname__ for each in types)
 
 
 def malloc_bytes() -> tuple[int, int]:

@@ -235,7 +235,7 @@ class StepResult:
     metrics: list[Metric]
     duration_s: float
     deliveries: tuple[Delivery, ...] = ()
-    starts_ns: dict[str, int] = field(default_factory=dict)
+    starts_ns: dict[str, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "StepResult":
