@@ -134,7 +134,6 @@ def test_the_stored_baseline_is_of_declared_ratios() -> None:
         assert all(0 < len(each) <= MOST_KEPT for each in stored.values())
 
 
-@pytest.mark.xfail(strict=True, reason="values of three quick runs on a quiet machine are still to be taken")
 def test_each_ratio_of_a_quick_run_has_a_baseline() -> None:
     stored = read_baseline(BASELINE, "quick")
     declared = [name for each in BENCHMARKS for name in names(each, "quick") if each.quick is not None]
