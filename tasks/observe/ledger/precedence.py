@@ -39,7 +39,7 @@ class _Lane:
 
     Attributes:
         kin: its family.
-        works: places in the schedule.
+        works: of it, by the index in the schedule.
         ends: when each of these ended.
         wait: since when it waits, and for which place; None while it does not.
         is_played: True for a trajectory from where it waits for a scorer.
@@ -52,7 +52,7 @@ class _Lane:
     is_played: bool = False
 
     def last(self, until: int) -> tuple[int, int] | None:
-        """When its last work by a moment ended, and its place in the schedule."""
+        """When its last work by a moment ended, and its index in the schedule."""
         at = bisect_right(self.ends, until + TOLERANCE_US)
         return (self.ends[at - 1], self.works[at - 1]) if at else None
 

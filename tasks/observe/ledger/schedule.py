@@ -18,7 +18,7 @@ class Work(NamedTuple):
     Attributes:
         name: of its span.
         us: microseconds that it takes.
-        after: what it came after, as places in the schedule.
+        after: what it came after, by the index in the schedule.
         lag_us: microseconds since the last of them, or since the beginning.
         takes: the place that it has to wait for; empty: none.
         gives: the place that is free again after it; empty: none.
