@@ -176,8 +176,11 @@ class GroupCollection:
         self._acknowledgements += part.acknowledgements
 
     async def _score_group(self) -> None:
-        """Show the survivors to the scorer, all at once; a group that must be whole and is not is not scored."""
-        survivors = scorable(joined(*self._rollouts))
+        """Show the survivors to the scorer, all at once, whichever of them came first in the order of their samples.
+
+        A group that must be whole and is not is not scored.
+        """
+        survivors = scorable(joined(*self._rollouts)).sort_by("sample")
         if not joined(*self._scores).num_rows and is_shown(self._run.config, survivors):
             await self._score(survivors)
 

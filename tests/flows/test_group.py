@@ -66,8 +66,10 @@ async def test_survivors_of_a_partial_group_are_trained_on_and_failures_are_rows
     assert (outcome.reason, [survivor.sample for survivor in outcome.survivors]) == ("", [0, 3])
 
 
-async def test_a_groups_scorer_sees_all_survivors_at_once(tmp_path: Path) -> None:
-    sampler, scoring = PlannedSampler({1: RequestError("no")}), PlannedScoring(by_group=True)
+async def test_a_groups_scorer_sees_all_survivors_at_once_in_their_order_whoever_was_first(
+    tmp_path: Path,
+) -> None:
+    sampler, scoring = PlannedSampler({0: 0.2, 1: RequestError("no")}), PlannedScoring(by_group=True)
     async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
         await collected(run)
     assert scoring.calls == [[0, 2, 3]]

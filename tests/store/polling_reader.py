@@ -1,6 +1,7 @@
 """Reads a run's rollouts over and over, until its standard input is closed: polling_reader.py FOLDER READER.
 
-Every read must give every row that was acknowledged before it, and none twice. Writes how often it read.
+Every read must give every row that was acknowledged before it, and none twice. Writes a line once it can read, at
+its end how often it did.
 """
 
 import selectors
@@ -46,6 +47,8 @@ READERS: dict[str, Callable[[Path], Ids]] = {
 
 def main(run: Path, read_ids: Callable[[Path], Ids]) -> None:
     n_reads, acknowledged = 0, run.parent / "acknowledged"
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     with selectors.DefaultSelector() as stdin:
         stdin.register(sys.stdin, selectors.EVENT_READ)
         while not stdin.select(timeout=0.01):

@@ -36,7 +36,10 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 @contextmanager
 def polled(run: Path, readers: Sequence[str]) -> Iterator[None]:
-    """Readers in processes of their own poll all the while; every one must have read, and none failed."""
+    """Readers in processes of their own poll all the while; every one must have read, and none failed.
+
+    They are there before what they poll begins: on a busy machine their imports can take longer than a whole run.
+    """
     polling = [
         subprocess.Popen(
             [sys.executable, str(HERE / "polling_reader.py"), str(run), reader],
@@ -48,6 +51,9 @@ def polled(run: Path, readers: Sequence[str]) -> Iterator[None]:
         for reader in readers
     ]
     try:
+        for each in polling:
+            assert each.stdout is not None
+            each.stdout.readline()
         yield
     finally:
         outputs = [each.communicate(timeout=60) for each in polling]
