@@ -3,15 +3,15 @@
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from flows.config import RunConfig
 from flows.ui.progress import say
 from tasks.errors import ConfigError, ServiceDiedError
-from tasks.observe.spans import span
+from tasks.observe.spans import span, within
 from tasks.serve import vllm
 from tasks.serve.client import VllmClient
 from tasks.serve.process import LaunchedProcess, free_port
@@ -19,6 +19,7 @@ from tasks.serve.version import PolicyVersion
 from tasks.train import launch
 from tasks.train.client import TrainerClient
 from tasks.train.config import TrainConfig
+from tasks.train.rank_spans import process_of
 
 LOOPBACK = "127.0.0.1"
 OF_THE_FLOW = {
@@ -36,6 +37,9 @@ class TrainerService:
         config: settings of the run.
         logs: folder for a launched trainer's log and configuration.
         variables: of its environment, besides ours.
+
+    Attributes:
+        spanned: what its processes are called in spans.
     """
 
     name = "trainer"
@@ -50,6 +54,7 @@ class TrainerService:
             raise ConfigError("train.token_env", settings.token_env, remedy)
         url = settings.url or f"http://{LOOPBACK}:{self._port}"
         self.client = TrainerClient(url, self._token, timeout_s=settings.step_timeout_s)
+        self.spanned = [process_of(rank) for rank in range(settings.ranks)]
         self.process: LaunchedProcess | None = None
 
     async def start(self) -> None:
@@ -88,6 +93,9 @@ class ServerService:
         model: folder of the model that a launched server starts with.
         logs: folder for a launched server's log, vllm-NUMBER.log.
         number: which of the run's servers it is, from 0.
+
+    Attributes:
+        spanned: what it is called in spans.
     """
 
     def __init__(self, config: RunConfig, model: Path, logs: Path, number: int) -> None:
@@ -102,6 +110,7 @@ class ServerService:
             self._key = secrets.token_urlsafe(24)  # other users of this machine reach loopback too
         self.client = VllmClient(url, serve, self._key)
         self.name = f"vLLM server {self.client.url}"
+        self.spanned = [self.client.url]
         self.process: LaunchedProcess | None = None
 
     async def start(self) -> None:
@@ -155,7 +164,7 @@ class ServerService:
 async def restart(
     service: TrainerService | ServerService, reason: str, restarts: int, max_restarts: int
 ) -> None:
-    """End what is left of a launched service, and start it again.
+    """End what is left of a launched service, and start it again; its time meanwhile is `starting`.
 
     Raises:
         ServiceDiedError: it was attached to, or has been restarted too often.
@@ -171,7 +180,18 @@ async def restart(
             service.name, f"{reason}, after {restarts} restarts (serve.max_restarts)", tail
         )
     say(f"{service.name}: {reason.splitlines()[0]}; starting it again")
-    await service.start()
+    with _starting_again(service):
+        await service.start()
+
+
+@contextmanager
+def _starting_again(service: TrainerService | ServerService) -> Iterator[None]:
+    """Book the time to its processes, which cannot tell of it themselves."""
+    with ExitStack() as spans:
+        for process in service.spanned:
+            with within(process=process, lane="process"):
+                spans.enter_context(span("starting", cause="restart"))
+        yield
 
 
 @asynccontextmanager

@@ -10,6 +10,11 @@ IDLE = "idle"
 WAITING = "waiting_for_rank"
 
 
+def process_of(rank: int) -> str:
+    """What a rank is called in spans."""
+    return f"trainer/{rank}"
+
+
 def since_idle(spans: Sequence[Span]) -> Sequence[Span]:
     """A rank's spans, in the order in which they were kept, of its last command alone."""
     begins = (number for number, each in enumerate(spans) if each.name == IDLE)

@@ -15,7 +15,7 @@ from tasks.sync.order import FIRST_RANK
 from tasks.sync.place import this_machine
 from tasks.train.collectives import Collectives, Visits, clock_shifts, waits
 from tasks.train.process_group import Ranks
-from tasks.train.rank_spans import IDLE, WAITING, since_idle
+from tasks.train.rank_spans import IDLE, WAITING, process_of, since_idle
 
 T = TypeVar("T")
 
@@ -118,11 +118,6 @@ class Timeline:
         lane.add(IDLE, self._idle_since, taken, NO_COMMAND)
         if taken < now:
             lane.add(WAITING, taken, now, FIRST_RANK)
-
-
-def process_of(rank: int) -> str:
-    """What a rank is called in spans."""
-    return f"trainer/{rank}"
 
 
 def joined(told: Sequence[Told[T]]) -> list[Span]:

@@ -12,6 +12,8 @@ from typing import Any
 import polars as pl
 import pytest
 
+from tasks.observe.ledger.attribution import ledger_of
+
 pytestmark = pytest.mark.service
 
 STEPS, GROUPS, GROUP_SIZE = 8, 6, 4
@@ -84,6 +86,7 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     assert resumed.returncode == 0, output
 
     check_finished(workplace, run, stored)
+    check_time_of_restarts(run)
     reseeded = workplace.run("run", "small", "--set", "seed=5")
     assert reseeded.returncode == 1
     assert "seed: the run has 0, given is 5" in reseeded.stdout
@@ -93,6 +96,17 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     check_evaluable(workplace, run, stub_python)
     verified = workplace.run("verify", "small")
     assert verified.returncode == 0, verified.stdout
+
+
+def check_time_of_restarts(run: Path) -> None:
+    """Of a server and a trainer that died the time has owners, too."""
+    spans = pl.scan_ipc(run / "spans/**/*.arrow", hive_partitioning=True).unique().collect()
+    ledger = ledger_of(spans)
+    restarted = ledger.owners.filter(name="starting").join(ledger.steps, on="step", suffix="_of_step")
+    assert sorted(restarted["process"].str.slice(0, 7)) == ["http://", "trainer"]
+    both = ledger.owners.join(restarted, on=["step", "process"], how="semi")
+    unowned = both.filter(name="unattributed")["us"].sum()
+    assert unowned <= 0.02 * restarted["us_of_step"].sum()
 
 
 def check_evaluable(workplace: Any, run: Path, stub_python: str) -> None:

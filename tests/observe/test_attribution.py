@@ -70,6 +70,21 @@ def test_of_an_attempt_that_was_cancelled_and_one_in_hand_the_later_one_counts()
     assert ledger_of(spans_of(*in_hand)).steps["us"].to_list() == [10_000_000, 8_000_000]
 
 
+def test_what_is_started_again_in_the_midst_of_a_step_is_starting_and_what_it_did_last_was_never_told() -> (
+    None
+):
+    rows = [*line(0, 0, 20), (0, "trainer/0", "main", "forward", 0, 4), serving(0, SERVER, 0, 7)]
+    for process in ("trainer/0", SERVER):
+        rows += [
+            (-1, process, "process", "starting", 7, 15, "restart"),
+            (0, process, "main", "loading", 16, 20),
+        ]
+    ledger = ledger_of(spans_of(*rows))
+    new_life = {"starting": 8.0, "loading": 4.0, "unattributed": 1.0}
+    assert seconds(ledger, "trainer/0", 0) == {"forward": 4.0, "no_spans": 3.0} | new_life
+    assert seconds(ledger, SERVER, 0) == {"generating": 7.0} | new_life
+
+
 def test_a_server_that_joins_late_is_not_there_before_and_has_no_spans_until_it_comes() -> None:
     rows = [*line(0, 0, 10), *line(1, 10, 20), *line(2, 20, 30)]
     rows += [serving(0, SERVER, 0, 30), serving(1, OTHER_SERVER, 14, 30)]

@@ -293,6 +293,43 @@ def test_where_steps_overlap_rollouts_that_are_waited_for_are_on_the_path_from_t
     )
 
 
+def test_rollouts_that_were_over_before_they_were_waited_for_are_not_on_the_path_but_training_is() -> None:
+    early = [(*row[:5], 4, *row[6:]) if row[2] == "1.0" else row for row in overlapping()]
+    ledger = ledger_of(spans_of(*early))
+    assert path(ledger, step=0) == [(0, 2, "0.0", "generating"), (2, 5, "trainer/0", "forward")]
+    assert path(ledger, step=1) == [(5, 6, "step", "collect"), (6, 9, "trainer/0", "forward")]
+
+
+def test_an_evaluation_that_was_over_before_it_was_waited_for_is_not_on_the_path() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 9),
+        (0, "flow", "step", "train", 0, 8),
+        (0, "flow", "step", "evaluate", 8, 8.5),
+        (0, "flow", "evaluate.0/0", "sampling", 0, 3),
+        (0, "flow", "v0.0.greedy", "generating", 0, 3, SERVER),
+        (0, "trainer/0", "main", "forward", 0, 8),
+    ]
+    train, rest = (0, 8, "trainer/0", "forward"), (8.5, 9, "step", "unattributed")
+    assert path(ledger_of(spans_of(*rows))) == [train, (8, 8.5, "step", "evaluate"), rest]
+
+
+def test_a_trainer_that_is_started_again_in_the_midst_of_training_is_on_the_path() -> None:
+    rows: list[Row] = [
+        (0, "flow", "step", "step", 0, 20),
+        (0, "flow", "step", "train", 0, 20),
+        (0, "trainer/0", "main", "idle", -3, 0),
+        (0, "trainer/0", "process", "starting", 4, 15, "restart"),
+        (-1, "trainer/0", "main", "idle", 14, 16),
+        (0, "trainer/0", "main", "forward", 16, 20),
+    ]
+    assert path(ledger_of(spans_of(*rows))) == [
+        (0, 4, "step", "train"),
+        (4, 15, "trainer/0", "starting"),
+        (15, 16, "step", "train"),
+        (16, 20, "trainer/0", "forward"),
+    ]
+
+
 def test_a_group_begins_when_the_one_before_has_and_what_nobody_has_until_then_is_the_rollouts() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 4),

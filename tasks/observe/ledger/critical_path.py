@@ -107,7 +107,7 @@ def _segments(timeline: Timeline, episodes: pl.DataFrame, line: _Line) -> Iterat
         if start < end and kind is None:
             yield Segment(-1, start, end)
         elif start < end and kind:
-            waited, start = start, others.begun(kind, int(line.step[at]), start)
+            waited, start = start, others.begun(kind, int(line.step[at]), start, end)
             for segment in others.path(kind, int(line.step[at]), start, end):
                 yield from _beside(segment, kind, waited)
         at, until = first - 1, min(until, start)
@@ -167,20 +167,26 @@ class _Others:
             held = held[np.argsort(pieces.end[held], kind="stable")]
             self._kinds[kind] = held, np.zeros(len(held), np.int64), pieces.end[held]
 
-    def begun(self, kind: str, step: int, time: int) -> int:
-        """When those began that the step's line waits for from `time` on: before that, where they went on beside it."""
-        return min(time, self._began.get((kind, step), time))
+    def begun(self, kind: str, step: int, start: int, end: int) -> int:
+        """When those began that the step's line waits for in a stretch: before that, where they went on beside it.
+
+        What was over before the line came to wait for it held nothing up.
+        """
+        if not len(self._ended(kind, step, start, end)):
+            return start
+        return min(start, self._began.get((kind, step), start))
 
     def path(self, kind: str, step: int, start: int, end: int) -> Iterator[Segment]:
         """The path through a stretch in which the step's line waits for these."""
+        pieces = self._told(self._ended(kind, step, start, end))
+        yield from Walk(pieces, self._lanes_of, self._kin, follows_senders=kind == SERVICES).back(start, end)
+
+    def _ended(self, kind: str, step: int, start: int, end: int) -> Ints:
+        """The pieces of these that end in a stretch, by their ends."""
         pieces, steps, ends = self._kinds[kind]
         first, last = np.searchsorted(steps, [step, step + 1]) if kind in LANES else (0, len(pieces))
-        ends = ends[first:last]
-        low = first + int(np.searchsorted(ends, start, side="right"))
-        high = first + int(np.searchsorted(ends, end + CLOCKS_US, side="right"))
-        yield from Walk(
-            self._told(pieces[low:high]), self._lanes_of, self._kin, follows_senders=kind == SERVICES
-        ).back(start, end)
+        bounds = np.searchsorted(ends[first:last], [start, end + CLOCKS_US], side="right")
+        return pieces[slice(*(first + bounds))]
 
     def _told(self, pieces: Ints) -> list[Told]:
         held = self._pieces.take(pieces)

@@ -2,21 +2,38 @@
 
 import polars as pl
 
-from tasks.observe.ledger.timeline import FLOW, NO_SPANS, UNATTRIBUTED, Timeline, is_trainer, overlap
+from tasks.observe.ledger.timeline import (
+    FLOW,
+    NO_SPANS,
+    RESTART,
+    STARTING,
+    UNATTRIBUTED,
+    Timeline,
+    is_trainer,
+    overlap,
+)
 
 
 def told_of(timeline: Timeline) -> pl.DataFrame:
     """step, process, us: of the ranks and servers that were there, from the first to the last that they told of the step's time.
 
-    A flow's process that ends may end them before they have told all, so that what they told before and after it are two.
+    One that died, or was ended with the flow's process, may not have told all: each of its lives has a time of its own, a
+    later one from when the flow began to start it again.
     """
-    spans = timeline.spans.filter(pl.col("process") != FLOW)
-    lives = spans.group_by("process", "attempt").agg(pl.col("start").min(), pl.col("end").max())
+    again = (pl.col("name") == STARTING) & (pl.col("cause") == RESTART)
+    lives = (
+        timeline.spans.filter(pl.col("process") != FLOW)
+        .sort("start")
+        .with_columns(life=again.cum_sum().over("process"))
+        .group_by("process", "attempt", "life", maintain_order=True)
+        .agg(pl.col("start").min(), pl.col("end").max())
+        .with_columns(pl.min_horizontal("end", pl.col("start").shift(-1).over("process")))
+    )
     bounds = [frame[edge].to_numpy() for frame in (lives, timeline.windows) for edge in ("start", "end")]
     life, window, start, end = overlap(*bounds)
     told = pl.DataFrame({"step": timeline.windows["step"][window], "process": lives["process"][life]})
     both = told.with_columns(pl.Series("start", start, pl.Int64), pl.Series("end", end, pl.Int64))
-    return both.group_by("step", "process").agg(us=pl.col("end").max() - pl.col("start").min())
+    return both.group_by("step", "process").agg(us=(pl.col("end") - pl.col("start")).sum())
 
 
 def what_is_left(owners: pl.DataFrame, told: pl.DataFrame, lengths: pl.DataFrame) -> list[pl.DataFrame]:

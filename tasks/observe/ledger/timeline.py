@@ -18,6 +18,8 @@ MAIN = "main"
 """Lane that a process has when it has one."""
 START = "start"
 """Name of the span with which each process of the flow begins, in its lane `main`, up to its first step."""
+STARTING, RESTART = "starting", "restart"
+"""Name and cause of the span of a rank or server that died, while the flow starts it again."""
 IDLE, WAIT = "idle", "waiting_"
 """Names of what is no work; the second is how waits begin."""
 

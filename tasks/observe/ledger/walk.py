@@ -52,6 +52,7 @@ class Walk:
         self._of_lane: dict[int, list[Told]] = {}
         self._of_name: dict[str, list[Told]] = {}
         self._of_groups: list[Told] = []
+        self._lanes_beside = {lane: lanes for lanes in lanes_of.values() for lane in lanes}
         for each in pieces:
             self._of_lane.setdefault(each.lane, []).append(each)
             self._of_kin.setdefault(kin[each.lane], []).append(each)
@@ -111,10 +112,14 @@ class Walk:
     def _earlier(self, held: Told) -> Told | None:
         """What a lane did last, after a pause that nobody has; in a group's lane that is where its trajectories were.
 
-        Groups begin one after another: before a group's first piece there is what was last done for another one.
+        Groups begin one after another: before a group's first piece there is what was last done for another one. Before what
+        a rank or server did is what it did last in any of its lanes.
         """
-        own = self._last(self._of_lane[held.lane], held.start)
         kin = self._kin[held.lane]
+        is_others = kin.is_part and not kin.family
+        lanes = self._lanes_beside[held.lane] if is_others else [held.lane]
+        ended = [last for lane in lanes if (last := self._last(self._of_lane.get(lane, []), held.start))]
+        own = max(ended, key=_end, default=None)
         if own and kin.is_part:
             return own
         if own is None and kin.family and not kin.is_part:
