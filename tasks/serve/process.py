@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from tasks.serve import supervisor
 
 _TAIL_BYTES = 1 << 16
 _KILL_MARGIN_S = 30.0
+_PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _MOST_PORTS = 12_000, 100
+"""Those below are the homes of well-known services."""
 
 
 class LaunchedProcess:
@@ -135,11 +139,27 @@ def _opened(log: Path | None) -> AbstractContextManager[BinaryIO | None]:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that nobody listens on now, if it can be of those that the kernel gives to nobody.
+
+    Who is told of it may take a minute to listen. Meanwhile others open connections and listen anywhere: one of the
+    ports that they are given is soon taken.
+    """
+    for port in _private_ports():
+        with socket.socket() as probe, suppress(OSError):  # somebody listens on it
+            probe.bind(("127.0.0.1", port))
+            chosen: int = probe.getsockname()[1]
+            return chosen
+    raise ServiceError("port", "all that were tried are taken")
+
+
+def _private_ports() -> list[int]:
+    """Some ports below those that the kernel gives to who asks for any, in no order; at last 0, for any."""
+    try:
+        first_given = int(_PORTS_GIVEN.read_text().split()[0])
+    except OSError:  # a sandbox's kernel may not say
+        first_given = 0
+    ports = range(_FIRST_PORT, first_given)
+    return [*random.SystemRandom().sample(ports, min(_MOST_PORTS, len(ports))), 0]
 
 
 async def _exit_of(pid: int) -> None:

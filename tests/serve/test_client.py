@@ -184,13 +184,21 @@ async def test_a_server_that_returns_nothing_of_a_cut_request_is_not_waited_for(
             await client.generate(PROMPT, **SAMPLING, until=asyncio.get_running_loop().time() + 0.05)
 
 
-@pytest.mark.parametrize("answering", [None], indirect=True)
-async def test_closing_the_connections_fails_what_is_under_way_as_lost(answering) -> None:
-    waiting = asyncio.ensure_future(answering.generate(PROMPT, **SAMPLING))
-    await asyncio.sleep(0.1)
-    await answering.close()
-    with pytest.raises(ConnectionLostError):
-        await asyncio.wait_for(waiting, 10)
+async def test_closing_the_connections_fails_what_is_under_way_as_lost() -> None:
+    is_asked = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            is_asked.set()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig()) as client:
+            waiting = asyncio.ensure_future(client.generate(PROMPT, **SAMPLING))
+            await is_asked.wait()
+            await client.close()
+            with pytest.raises(ConnectionLostError):
+                await asyncio.wait_for(waiting, 10)
 
 
 @pytest.mark.parametrize("answering", [response("503 busy", b"later")], indirect=True)

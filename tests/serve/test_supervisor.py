@@ -197,10 +197,20 @@ async def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None
     assert not _is_alive(int(process.log_tail()))
 
 
+def held(folder: Path) -> tuple[LaunchedProcess, Callable[[], None]]:
+    """A process that goes on until it is told to end, and what tells it."""
+    command = ["sh", "-c", f"while [ -e {folder / 'goes_on'} ]; do sleep 0.05; done"]
+    (folder / "goes_on").touch()
+    process = LaunchedProcess.start("held", command, log=folder / "log", stop_grace_s=0.3)
+    return process, (folder / "goes_on").unlink
+
+
 async def test_every_waiter_learns_of_the_end(tmp_path: Path) -> None:
-    process = LaunchedProcess.start("short", ["sleep", "0.2"], log=tmp_path / "log", stop_grace_s=0.3)
+    process, end = held(tmp_path)
     assert process.returncode is None
-    first, second = await asyncio.wait_for(asyncio.gather(process.ended(), process.ended()), WAIT_S)
+    waiters = asyncio.gather(process.ended(), process.ended())
+    end()
+    first, second = await asyncio.wait_for(waiters, WAIT_S)
     assert first == second == process.returncode == await process.ended() == 0
 
 
@@ -213,9 +223,10 @@ def test_waiting_for_the_end_polls_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_waiter_does_no_harm(tmp_path: Path) -> None:
-    process = LaunchedProcess.start("short", ["sleep", "0.3"], log=tmp_path / "log", stop_grace_s=0.3)
+    process, end = held(tmp_path)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(process.ended(), 0.05)
+    end()
     assert await asyncio.wait_for(process.ended(), WAIT_S) == 0
 
 
@@ -263,9 +274,12 @@ def test_environment_and_working_directory_are_the_given_ones(tmp_path: Path) ->
     assert process.log_tail().splitlines() == ["mill", str(tmp_path)]
 
 
-def test_a_free_port_can_be_listened_on() -> None:
-    with socket.create_server(("127.0.0.1", free_port())) as server:
-        assert server.getsockname()[1] > 0
+def test_a_free_port_can_be_listened_on_and_is_given_to_nobody_else_until_then() -> None:
+    port, given = free_port(), Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert not int(given[0]) <= port <= int(given[1])
+    with socket.create_server(("127.0.0.1", port)) as server:
+        assert server.getsockname()[1] == port
+        assert free_port() != port
 
 
 def _is_alive(pid: int) -> bool:
