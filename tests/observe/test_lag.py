@@ -9,7 +9,7 @@ import pytest
 
 from tasks.observe.lag import LagHistogram, LoopLag
 
-PLANTED_S = 0.3
+PLANTED_S = 0.8
 
 
 def test_percentiles_are_those_of_the_lags_within_a_bucket() -> None:

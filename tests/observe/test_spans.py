@@ -15,15 +15,35 @@ from tasks.serve.occupancy import Occupancy
 from tasks.store.spans import rows_by_step
 
 PLANTED_S = 0.5
-SHARE = 0.1
+TURNS = 10
+"""Of the event loop, after which every task waits for another one, or for the clock."""
+
+
+class Clock:
+    """What `time.perf_counter_ns` says in a test: it stands still but when it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def go_on(self, planted_s: float) -> None:
+        self.now_ns += round(1e9 * planted_s)
+
+    async def sleep(self, planted_s: float) -> None:
+        """Let all others come as far as they can, and then the time pass."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        self.go_on(planted_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clock.now_ns)
+    return clock
 
 
 def seconds(taken: Sequence[Span], name: str, cause: str = "") -> float:
     return sum(each.duration_ns for each in taken if (each.name, each.cause) == (name, cause)) / 1e9
-
-
-def took(planted_s: float) -> object:
-    return pytest.approx(planted_s, rel=SHARE)
 
 
 def ends(each: Span) -> int:
@@ -49,23 +69,23 @@ async def test_tasks_side_by_side_have_lanes_of_their_own_and_what_is_nested_lie
         assert ends(inner) <= ends(outer)
 
 
-def test_what_is_before_the_first_step_and_after_the_last_lies_in_a_start_and_an_end() -> None:
+def test_what_is_before_the_first_step_and_after_the_last_lies_in_a_start_and_an_end(clock: Clock) -> None:
     recorder = Recorder("flow")
     with recording(recorder):
         with span("restore"):
-            time.sleep(PLANTED_S)
+            clock.go_on(PLANTED_S)
         for step in range(2):
             with StepClock(step):
                 pass
         with span("report"):
-            time.sleep(PLANTED_S)
+            clock.go_on(PLANTED_S)
     recorder.end()
     taken = {each.name: each for each in recorder.take() if each.name != "step"}
     for whole, inner in (("start", "restore"), ("end", "report")):
         assert {taken[name].lane for name in (whole, inner)} == {"main"}
         assert taken[whole].started_ns <= taken[inner].started_ns
         assert ends(taken[inner]) <= ends(taken[whole])
-        assert 1e-9 * taken[whole].duration_ns == took(PLANTED_S)
+        assert taken[whole].duration_ns == 1e9 * PLANTED_S
 
 
 def test_a_run_that_comes_to_no_step_is_all_start() -> None:
@@ -104,7 +124,9 @@ async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_st
     ]
 
 
-async def test_a_wait_for_a_lock_is_booked_to_what_its_holder_does_from_moment_to_moment() -> None:
+async def test_a_wait_for_a_lock_is_booked_to_what_its_holder_does_from_moment_to_moment(
+    clock: Clock,
+) -> None:
     recorder, lock = Recorder("flow"), Lock()
     is_held = asyncio.Event()
 
@@ -112,25 +134,25 @@ async def test_a_wait_for_a_lock_is_booked_to_what_its_holder_does_from_moment_t
         with within(lane="holder"), span("sync"):
             async with lock:
                 is_held.set()
-                await asyncio.sleep(PLANTED_S)
+                await clock.sleep(PLANTED_S)
                 with span("sending"):
-                    await asyncio.sleep(2 * PLANTED_S)
+                    await clock.sleep(2 * PLANTED_S)
 
     async def wait(lane: str, then_s: float) -> None:
         with within(lane=lane), span("checkpoint"):
             await is_held.wait()
             async with lock:
                 with span("exporting"):
-                    await asyncio.sleep(then_s)
+                    await clock.sleep(then_s)
 
     with recording(recorder):
         await asyncio.gather(hold(), wait("first", PLANTED_S), wait("second", 0.0))
     taken = recorder.take()
     by_lane = {lane: [each for each in taken if each.lane == lane] for lane in ("first", "second", "holder")}
-    assert seconds(by_lane["first"], "waiting_for_lock", "sync") == took(PLANTED_S)
-    assert seconds(by_lane["first"], "waiting_for_lock", "sending") == took(2 * PLANTED_S)
-    assert seconds(by_lane["second"], "waiting_for_lock", "sending") == took(2 * PLANTED_S)
-    assert seconds(by_lane["second"], "waiting_for_lock", "exporting") == took(PLANTED_S)
+    assert seconds(by_lane["first"], "waiting_for_lock", "sync") == PLANTED_S
+    assert seconds(by_lane["first"], "waiting_for_lock", "sending") == 2 * PLANTED_S
+    assert seconds(by_lane["second"], "waiting_for_lock", "sending") == 2 * PLANTED_S
+    assert seconds(by_lane["second"], "waiting_for_lock", "exporting") == PLANTED_S
     assert not [each for each in by_lane["holder"] if each.name == "waiting_for_lock"]
 
 
@@ -144,31 +166,31 @@ async def test_a_lock_without_a_wait_has_no_span_and_works_where_nobody_records(
         assert current_lane() is None
 
 
-async def test_a_server_is_idle_for_what_the_step_does_and_its_open_span_is_cut_when_spans_are_taken() -> (
-    None
-):
+async def test_a_server_is_idle_for_what_the_step_does_and_its_open_span_is_cut_when_spans_are_taken(
+    clock: Clock,
+) -> None:
     recorder, admitted = Recorder("flow"), {"http://a"}
     with recording(recorder):
         occupancy = Occupancy("http://a", recorder, lambda: "http://a" in admitted)
-        with StepClock(0) as clock:
-            with clock.span("collect"):
+        with StepClock(0) as step:
+            with step.span("collect"):
                 occupancy.asked()
-                await asyncio.sleep(PLANTED_S)
+                await clock.sleep(PLANTED_S)
                 first = recorder.take()
-                await asyncio.sleep(PLANTED_S)
+                await clock.sleep(PLANTED_S)
                 occupancy.answered()
-            with clock.span("train"):
-                await asyncio.sleep(PLANTED_S)
+            with step.span("train"):
+                await clock.sleep(PLANTED_S)
                 admitted.clear()
                 occupancy.look()
-                await asyncio.sleep(PLANTED_S)
+                await clock.sleep(PLANTED_S)
     second = recorder.take()
-    assert seconds(first, "generating") == took(PLANTED_S)
+    assert seconds(first, "generating") == PLANTED_S
     of_server = [each for each in second if each.process == "http://a"]
-    assert seconds(of_server, "generating") == took(PLANTED_S)
-    assert seconds(of_server, "idle", "train") == took(PLANTED_S)
-    assert seconds(of_server, "idle", "set aside") == took(PLANTED_S)
-    assert clock.seconds["train"] == took(2 * PLANTED_S)
+    assert seconds(of_server, "generating") == PLANTED_S
+    assert seconds(of_server, "idle", "train") == PLANTED_S
+    assert seconds(of_server, "idle", "set aside") == PLANTED_S
+    assert step.seconds["train"] == 2 * PLANTED_S
 
 
 def test_spans_that_nobody_takes_are_bounded_and_what_is_lost_is_counted(

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from tasks.observe.usage import Measuring
 
-HELD_S = 0.3
+HELD_S = 1.0
 BURNED_S = 0.5
 MEMORY_BYTES = 100_000_000
 
@@ -26,18 +28,19 @@ async def test_what_holds_the_loop_is_measured_and_named() -> None:
 
 async def test_cpu_of_this_process_and_of_those_below_it_are_told_apart() -> None:
     burn = f"import time\nwhile time.process_time() < {BURNED_S}: pass"
-    measuring = Measuring()
+    measuring, before = Measuring(), time.process_time()
     async with measuring.measured():
         await asyncio.to_thread(subprocess.run, [sys.executable, "-c", burn], check=True)
     assert measuring.usage.below_cpu_s >= 0.9 * BURNED_S
-    assert measuring.usage.cpu_s < BURNED_S
+    assert measuring.usage.cpu_s <= time.process_time() - before
 
 
 async def test_processes_that_are_apart_do_not_count() -> None:
     burn = f"import time\nwhile time.process_time() < {BURNED_S}: pass\nprint()\ninput()"
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    of_other_tests = [each.pid for each in psutil.Process().children()]
     with subprocess.Popen([sys.executable, "-c", burn], **streams) as process:  # noqa: ASYNC220
-        measuring = Measuring([process.pid])
+        measuring = Measuring([*of_other_tests, process.pid])
         async with measuring.measured():
             await asyncio.to_thread(process.stdout.readline)
         process.communicate(b"\n")
