@@ -1,8 +1,8 @@
 """A trainer's part in a sync, played in the test's process: a transformers model and the real sender."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tasks.serve.answers import Completion
 from tasks.serve.client import VllmClient
 from tasks.sync.config import SyncConfig
 from tasks.sync.order import Sent, Target, WeightOffer
@@ -22,6 +23,7 @@ from tasks.train.transfer import Transfer
 
 SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
 REPAIRS = ("repack_heads", "repack_experts")
+UNDER_WAY = 16
 
 
 class Loaded(NamedTuple):
@@ -127,3 +129,33 @@ def use_repairs() -> Callable[..., Any]:
         await client._call("POST", "/collective_rpc", {"method": "use_repairs", "args": list(names)})
 
     return chosen
+
+
+@asynccontextmanager
+async def requests_under_way(client: VllmClient, prompt: np.ndarray) -> AsyncIterator[list[Completion]]:
+    """Keep requests under way, from when all have begun; what each of them gave, once this has ended."""
+    completions, is_over, begun = list[Completion](), asyncio.Event(), asyncio.Barrier(UNDER_WAY + 1)
+
+    async def sample(seed: int, max_tokens: int) -> None:
+        sampling = {"temperature": 1.0, "timeout_s": SYNC.timeout_s, "max_tokens": max_tokens}
+        completions.append(await client.generate(prompt, seed=seed, **sampling))
+
+    async def keep_sampling(first: int) -> None:
+        await sample(first, 1)
+        await begun.wait()
+        while not is_over.is_set():
+            await sample(first + len(completions), 200)
+
+    async with asyncio.TaskGroup() as group:
+        for each in range(UNDER_WAY):
+            group.create_task(keep_sampling(1000 * each))
+        await begun.wait()
+        await sample(0, 8)  # in the same batches: they have begun
+        yield completions
+        is_over.set()
+
+
+@pytest.fixture
+def under_load() -> Callable[[VllmClient, np.ndarray], AbstractAsyncContextManager[list[Completion]]]:
+    """Requests that go on meanwhile."""
+    return requests_under_way

@@ -3,14 +3,13 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
 import pytest
 from stored_step import uneven_rows, write_step
 
@@ -27,7 +26,6 @@ from tasks.train.config import TrainConfig
 
 START_S = 300.0
 SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
-UNDER_WAY = 16
 
 
 class Case(NamedTuple):
@@ -157,33 +155,6 @@ async def give(
     compare_checksums(client.url, version, await source.weight_digests(), taking.result().checksums)
 
 
-@asynccontextmanager
-async def under_load(client: VllmClient) -> AsyncIterator[list[Any]]:
-    """Keep requests under way, from when all have begun; the version spans of each, once this has ended."""
-    spans, prompt, is_over = list[Any](), np.arange(2, 12, dtype=np.int32), asyncio.Event()
-    begun = asyncio.Barrier(UNDER_WAY + 1)
-
-    async def sample(seed: int, max_tokens: int) -> None:
-        sampling = {"temperature": 1.0, "timeout_s": SYNC.timeout_s}
-        spans.append(
-            (await client.generate(prompt, max_tokens=max_tokens, seed=seed, **sampling)).version_spans
-        )
-
-    async def keep_sampling(first: int) -> None:
-        await sample(first, 1)
-        await begun.wait()
-        while not is_over.is_set():
-            await sample(first + len(spans), 200)
-
-    async with asyncio.TaskGroup() as group:
-        for each in range(UNDER_WAY):
-            group.create_task(keep_sampling(1000 * each))
-        await begun.wait()
-        await sample(0, 8)  # in the same batches: they have begun
-        yield spans
-        is_over.set()
-
-
 @pytest.mark.service
 @pytest.mark.parametrize(
     ("trainer", "case"),
@@ -200,6 +171,7 @@ async def test_a_server_under_load_computes_as_its_trainer(
     client: VllmClient,
     served: Any,
     sequences: Any,
+    under_load: Any,
     record_property: Callable[[str, object], None],
     tmp_path: Path,
 ) -> None:
@@ -217,9 +189,10 @@ async def test_a_server_under_load_computes_as_its_trainer(
     with pytest.raises(ParityError):
         await check_parity(source, client, sequences, "r:1:1", **limits)
 
-    async with under_load(client) as spans:
+    async with under_load(client, sequences[1]) as completions:
         await give(source, client, "r:1:1", sync, prefix)
-    assert any([version for _, version in each] == ["r:1:0", "r:1:1"] for each in spans)
+    spans = [[version for _, version in each.version_spans] for each in completions]
+    assert ["r:1:0", "r:1:1"] in spans
     difference = await check_parity(source, client, sequences, "r:1:1", **limits)
     assert difference <= FLOAT32_THRESHOLD
     record_property("difference_nats", difference)

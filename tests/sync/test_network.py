@@ -94,10 +94,15 @@ async def difference(source: Any, client: VllmClient, sequences: Any, version: s
 
 
 async def send(
-    source: Any, offer: WeightOffer, routes: dict[VllmClient, Route], version: str, mode: str = "keep"
+    source: Any,
+    offer: WeightOffer,
+    routes: dict[VllmClient, Route],
+    version: str,
+    mode: str = "keep",
+    stall_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """What each server says, or how it failed."""
-    config = SyncConfig(timeout_s=TIMEOUT_S, stall_timeout_s=STALL_S, mode=mode)
+    config = SyncConfig(timeout_s=TIMEOUT_S, stall_timeout_s=stall_s, mode=mode)
     dispatch = Dispatch(source, offer, routes, version, config)
     async with asyncio.timeout(TIMEOUT_S):
         _, *answers = await asyncio.gather(
@@ -119,7 +124,7 @@ async def test_a_network_that_fails_half_way_leaves_the_old_weights_serving(
     (taken,) = await send(old, relay.offer, {client: relay.carry()}, "run:1:0", mode)
     assert taken.bytes > 2 * AT
     relay = Relay(await new.offer())
-    (failed,) = await send(new, relay.offer, {client: relay.carry(spoil)}, "run:1:1", mode)
+    (failed,) = await send(new, relay.offer, {client: relay.carry(spoil)}, "run:1:1", mode, STALL_S)
     assert isinstance(failed, SyncError), failed
     assert "the old weights serve: bucket" in str(failed)
     assert await client.version() == "run:1:0"

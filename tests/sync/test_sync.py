@@ -1,6 +1,5 @@
 """Weights from a sender to a real vLLM server, its log-probabilities compared with the model's."""
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from typing import Any
@@ -155,19 +154,16 @@ async def test_copies_of_a_model_take_turns_in_serving(request, source_of, seque
 
 
 @pytest.mark.parametrize("mode", ["keep", "second_copy"])
-async def test_requests_under_way_go_on_with_the_new_weights(client, vllm_server, source_of, mode: str):
+async def test_requests_under_way_go_on_with_the_new_weights(
+    client, vllm_server, source_of, sequences, under_load, mode: str
+):
     old, new = source_of(vllm_server.model), source_of(vllm_server.model)
     new.change(seed=40)
-    prompt = np.arange(2, 12, dtype=np.int32)
+    prompt = sequences[1]
     await send_weights(old, client, "run:1:1")
-    sampling = {"temperature": 1.0, "timeout_s": 60.0}
-    under_way = [
-        asyncio.ensure_future(client.generate(prompt, max_tokens=200, seed=seed, **sampling))
-        for seed in range(16)
-    ]
-    await client.generate(prompt, max_tokens=8, seed=99, **sampling)  # in the same batches: they have begun
-    await send_weights(new, client, "run:1:2", mode)
-    across = [each for each in await asyncio.gather(*under_way) if len(each.version_spans) == 2]
+    async with under_load(client, prompt) as completions:
+        await send_weights(new, client, "run:1:2", mode)
+    across = [each for each in completions if len(each.version_spans) == 2]
     assert across
     for completion in across:
         (first, before), (switch, after) = completion.version_spans

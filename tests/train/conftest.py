@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,9 +81,10 @@ def pids_of_ranks(process: LaunchedProcess) -> dict[int, int]:
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and _is_below(int(folder.name), process.pid):
-            words = (folder / "environ").read_bytes().split(b"\0")
-            ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-            found |= dict.fromkeys(ranks, int(folder.name))
+            with suppress(OSError):  # it has ended meanwhile
+                words = (folder / "environ").read_bytes().split(b"\0")
+                ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
+                found |= dict.fromkeys(ranks, int(folder.name))
     return found
 
 

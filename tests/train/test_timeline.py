@@ -74,9 +74,11 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
     assert min(each.started_ns for each in step) < answered_ns
     n_slow = sum((each.process, each.step, each.name) == ("trainer/1", 1, "forward") for each in spans)
     of_ranks = owned(spans, 1)
+    planted_s, forward_s = n_slow * SLOW_S, of_ranks["trainer/1"]["forward"]
     waited_s = of_ranks["trainer/0"]["waiting_for_rank of trainer/1"]
-    assert waited_s == pytest.approx(n_slow * SLOW_S, rel=0.1), of_ranks
-    assert of_ranks["trainer/1"]["forward"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
+    assert forward_s >= planted_s, of_ranks
+    assert waited_s > 0.5 * planted_s, "less what held up the other rank on a busy machine"
+    assert of_ranks["trainer/1"].get("waiting_for_rank of trainer/0", 0.0) < waited_s
     for process in ("trainer/0", "trainer/1"):
         found = of_ranks[process]
         assert found["idle of no command"] > 0.9 * PAUSE_S, found
@@ -91,10 +93,12 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
     starts = result.starts_ns.values()
     assert values["train/start_skew_s"] == pytest.approx(1e-9 * (max(starts) - min(starts)))
     assert values["train/slowest_rank"] == 1.0
-    assert values["train/forward_spread_s"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
-    assert values["train/rank_spread_s"] == pytest.approx(n_slow * SLOW_S, rel=0.1)
-    assert values["train/waiting_for_rank_s"] == pytest.approx(waited_s, rel=0.1)
-    assert result.duration_s == pytest.approx(1e-9 * (answered_ns - asked_ns), rel=0.1)
+    spread_s = forward_s - of_ranks["trainer/0"]["forward"]
+    assert values["train/forward_spread_s"] == pytest.approx(spread_s, rel=0.1)
+    assert values["train/rank_spread_s"] > 0.5 * planted_s
+    waits_s = (each for name, each in of_ranks["trainer/0"].items() if name.startswith("waiting_for_rank"))
+    assert 0.5 * planted_s < values["train/waiting_for_rank_s"] < sum(waits_s) + 1e-6
+    assert planted_s < result.duration_s < 1e-9 * (answered_ns - asked_ns)
 
 
 def test_a_rank_began_with_its_last_command_when_it_first_did_something_but_wait() -> None:
