@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from tasks.rollout.environment import Episode, Example, Message, Split
@@ -39,7 +40,7 @@ class PlantedEpisode:
         if len(messages) > 2:
             return ()
         if self.number == BLOCKING:
-            time.sleep(600)  # noqa: ASYNC251 - what is planted here
+            block()
         if self.number == CRASHING:
             os._exit(3)
         if self.number == RAISING:
@@ -55,6 +56,12 @@ class PlantedEpisode:
 
     def state(self) -> Mapping[str, object]:
         return {"pings": self if self.number == UNSENDABLE else [self.seed, self.number]}
+
+
+def block() -> None:
+    """Stand still, and say so first."""
+    Path(os.environ["PLANTED_BLOCKS"]).touch()
+    time.sleep(600)
 
 
 class NeverUp(Planted):

@@ -23,19 +23,20 @@ from tasks.rollout.environment import Example, Message
 from tasks.rollout.state import EpisodeState, state_of, states_of
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 2.0
+TIMEOUT_S, PATIENCE_S = 2.0, 60.0
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PLANTED_BLOCKS", str(tmp_path / "blocks"))
 
 
 def opened(
     logs: Path, name: str = "Planted", *, n_workers: int = 2, **settings: object
 ) -> AbstractAsyncContextManager[RemoteEnvironment]:
-    values = {"environment": f"planted:{name}", "env_workers": n_workers, "env_timeout_s": TIMEOUT_S}
+    values = {"environment": f"planted:{name}", "env_workers": n_workers, "env_timeout_s": PATIENCE_S}
     config = RolloutConfig.model_validate(values | settings)
     return open_environment(config, logs=logs, stop_grace_s=1.0)
 
@@ -99,7 +100,7 @@ async def test_what_an_environment_raises_fails_its_episode_under_its_own_name(t
 
 
 async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_workers=1) as environment:
+    async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         slow = asyncio.ensure_future(play(environment, 4))
         await asyncio.sleep(0.1)
         assert (await play(environment, 0))[1] == {"seed": 0}
@@ -112,7 +113,7 @@ async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_pat
 async def test_while_a_worker_blocks_or_crashes_the_others_go_on_and_it_is_replaced(
     tmp_path: Path, number: int
 ) -> None:
-    async with opened(tmp_path) as environment:
+    async with opened(tmp_path, env_timeout_s=TIMEOUT_S) as environment:
         bad = asyncio.ensure_future(play(environment, number))
         await asyncio.sleep(0)
         for seed in range(5):
@@ -133,11 +134,13 @@ async def workers_that_answer(environment: RemoteEnvironment, n_workers: int) ->
 
 
 async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_workers=1) as environment:
+    async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         beside = environment.episode(Example("", {"number": 0}), seed=0)
         messages = tuple(await beside.reply(()))
         bad = asyncio.ensure_future(play(environment, 1))
-        await asyncio.sleep(1)
+        async with asyncio.timeout(PATIENCE_S):
+            while not (tmp_path / "blocks").exists():  # noqa: ASYNC110 - it is another process's
+                await asyncio.sleep(0.02)
         with pytest.raises(
             (EnvironmentDiedError, EpisodeTimeoutError), match=r"rollout\.env_timeout_s = 2 s"
         ):

@@ -64,9 +64,9 @@ class Answering:
 
 async def row_of(environment: Misbehaving, folder: Path) -> dict[str, Any]:
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder))
-    player = Player(environment, tokenizer, Answering(), max_tokens=64, timeout_s=5.0, cut_grace_s=0.2)
+    player = Player(environment, tokenizer, Answering(), max_tokens=64, timeout_s=60.0, cut_grace_s=60.0)
     (work,) = await group_work(
-        environment, run="r", seed=0, group=0, attempts=[Attempt(0, 0, 0)], temperature=1.0, timeout_s=0.2
+        environment, run="r", seed=0, group=0, attempts=[Attempt(0, 0, 0)], temperature=1.0, timeout_s=60.0
     )
     row: dict[str, Any] = rollout_rows("r", 0, environment.name, [await player.play(work)]).to_pylist()[0]
     return row

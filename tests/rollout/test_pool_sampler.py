@@ -110,7 +110,7 @@ async def test_no_send_begins_after_the_time_is_over() -> None:
     server = Server("http://a", BUSY)
     sampler = sampler_over([server], retry_backoff_s=30.0)
     with pytest.raises(TimeoutError):
-        await sampler.sample(WORK, PROMPT, asyncio.get_running_loop().time() + 0.05)
+        await sampler.sample(WORK, PROMPT, asyncio.get_running_loop().time() + 0.5)
     assert server.asked == 1
 
 

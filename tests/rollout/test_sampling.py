@@ -222,15 +222,15 @@ async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> Non
 
 
 async def test_what_a_deadline_cuts_is_cancelled_and_keeps_its_tokens(tokenizer: ChatTokenizer) -> None:
-    rows = await finish(tokenizer, Scripted({1: "abort"}), trajectory_timeout_s=0.2)
+    rows = await finish(tokenizer, Scripted({1: "abort"}), trajectory_timeout_s=1.0)
     assert [row["status"] for row in rows] == ["complete", "cancelled", "complete", "complete"]
     assert rows[1]["n_completion_tokens"] == 2
     assert rows[1]["error_type"] == "Deadline"
-    assert "rollout.trajectory_timeout_s = 0.2 s" in str(rows[1]["error"])
+    assert "rollout.trajectory_timeout_s = 1 s" in str(rows[1]["error"])
 
 
 async def test_a_sampler_that_does_not_answer_at_its_deadline_is_cut_too(tokenizer: ChatTokenizer) -> None:
-    rows = await finish(tokenizer, Scripted({0: "hang"}), trajectory_timeout_s=0.1)
+    rows = await finish(tokenizer, Scripted({0: "hang"}), trajectory_timeout_s=1.0)
     assert [row["status"] for row in rows] == ["cancelled", "complete", "complete", "complete"]
     assert int(str(rows[0]["n_prompt_tokens"])) > 0
 

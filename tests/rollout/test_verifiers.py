@@ -145,7 +145,7 @@ async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cut() -> N
     environment = made(misbehave="hanging")
     episode, messages = await opened(environment)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
+        async with asyncio.timeout(1.0):
             await say(episode, messages, "1")
     assert "own turn" in str((await episode.close())["error"])
     await environment.aclose()

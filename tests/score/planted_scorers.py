@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tasks.score.advantages.advantage import Advantage
 from tasks.score.config import ScoreConfig
@@ -27,6 +28,9 @@ def act(candidate: Candidate) -> object:  # noqa: C901 - a list of misdeeds
         case "raise":
             raise KeyError("answer")
         case "hang":
+            time.sleep(1000)
+        case answer if answer.startswith("hang beside "):
+            Path(answer.removeprefix("hang beside ")).touch()
             time.sleep(1000)
         case "exit":
             os._exit(3)

@@ -44,8 +44,12 @@ def alive(pid: int) -> bool:
 
 
 async def gone(pid: int) -> bool:
-    for _ in range(500):
-        if not alive(pid):
+    return await soon(lambda: not alive(pid))
+
+
+async def soon(holds: Callable[[], bool]) -> bool:
+    for _ in range(6000):
+        if holds():
             return True
         await asyncio.sleep(0.01)
     return False
@@ -139,9 +143,9 @@ async def test_a_scorer_that_does_not_close_is_given_up(rollouts: MakeRows) -> N
 
 
 async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rollouts: MakeRows) -> None:
-    bad = ["hang", "exit", "segfault", "exit", "segfault", "exit", "segfault", "sys.exit"]
-    answers = [bad[i % 8] for i in range(200)] + ["fine"] * 8
-    async with Scoring(config("act", timeout_s=1.0, workers=2), "run") as scoring:
+    bad = ["hang", *["exit", "segfault"] * 9, "sys.exit"]
+    answers = bad * 10 + ["fine"] * 8
+    async with Scoring(config("act", timeout_s=2.0, workers=2), "run") as scoring:
         scores = await scoring.score(rollouts(answers), step=0)
         metrics = {metric.name: metric.value for metric in scoring.metrics()}
         again = await scoring.score(rollouts(["pid", "pid"]), step=0)
@@ -164,6 +168,7 @@ async def test_a_worker_that_dies_between_calls_is_replaced(rollouts: MakeRows) 
     async with Scoring(config("act"), "run") as scoring:
         pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
         os.kill(pid, signal.SIGKILL)
+        assert await soon(lambda: not Path(f"/proc/{pid}").exists())
         await asyncio.sleep(0.2)
         scores = await scoring.score(rollouts(["fine"]), step=0)
     assert values(scores, "status") == ["scored"]
@@ -180,11 +185,14 @@ async def test_workers_and_what_scorers_started_end_with_scoring(rollouts: MakeR
     assert await gone(child)
 
 
-async def test_a_cancelled_score_ends_its_worker_and_scoring_goes_on(rollouts: MakeRows) -> None:
+async def test_a_cancelled_score_ends_its_worker_and_scoring_goes_on(
+    rollouts: MakeRows, tmp_path: Path
+) -> None:
     async with Scoring(config("act"), "run") as scoring:
         pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
-        hanging = asyncio.create_task(scoring.score(rollouts(["hang"]), step=0))
-        await asyncio.sleep(0.1)
+        hangs = tmp_path / "hangs"
+        hanging = asyncio.create_task(scoring.score(rollouts([f"hang beside {hangs}"]), step=0))
+        assert await soon(hangs.exists)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
