@@ -14,7 +14,8 @@ from tasks.store.reader import read
 
 REPOSITORY = Path(__file__).parents[2]
 N_KILLS = 4
-GROUPS = 400
+GROUPS, AFTER = 400, 30
+"""Groups of the run, and those that a writer may store beyond what was waited for."""
 
 WRITER = """
 import asyncio, itertools, os, signal, sys
@@ -30,7 +31,7 @@ from tasks.store.step import StoredStep, plan_step
 
 CHAINS = 7
 
-async def work(root, groups, dies_at):
+async def work(root, groups, dies_at, most):
     acknowledged = itertools.count(1)
     folder = RunFolder(Path(root) / "run")
     config_of = StoreConfig(root=root, flush_s=0.0)
@@ -39,7 +40,7 @@ async def work(root, groups, dies_at):
     ) as run:
         async with run.writer as writer:
             missing = plan_step(range(groups), 1, StoredStep.read(folder, 0, "addition@1")).to_sample
-            rows = [(group, make_rows("rollouts", step=0, group=group, sample=0)) for group, *_ in missing]
+            rows = [(group, make_rows("rollouts", step=0, group=group, sample=0)) for group, *_ in missing][:most]
 
             async def one_after_another(first):
                 for group, row in rows[first::CHAINS]:
@@ -49,22 +50,22 @@ async def work(root, groups, dies_at):
                         os.kill(os.getpid(), signal.SIGKILL)
 
             await asyncio.gather(*(one_after_another(first) for first in range(CHAINS)))
+            if most < groups:
+                await asyncio.Event().wait()
 
-asyncio.run(work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+asyncio.run(work(sys.argv[1], *map(int, sys.argv[2:])))
 """
 
 
-def command(root: Path, dies_at: int) -> list[str]:
-    """A writer that kills itself the moment that many groups are acknowledged; 0: never."""
-    return [sys.executable, "-c", WRITER, str(root), str(GROUPS), str(dies_at)]
+def command(root: Path, dies_at: int = 0, most: int = GROUPS) -> list[str]:
+    """A writer that kills itself the moment `dies_at` groups are acknowledged, or waits when it has stored `most`."""
+    return [sys.executable, "-c", WRITER, str(root), *map(str, (GROUPS, dies_at, most))]
 
 
 def killed_after(n_acknowledged: int, root: Path, *, by_itself: bool) -> list[int]:
     """Run a writer until that many groups are acknowledged, or a little longer; returns all that were."""
-    dies_at = n_acknowledged if by_itself else 0
-    with subprocess.Popen(
-        command(root, dies_at), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    ) as writer:
+    how = {"dies_at": n_acknowledged} if by_itself else {"most": n_acknowledged + AFTER}
+    with subprocess.Popen(command(root, **how), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         acknowledged = [int(writer.stdout.readline()) for _ in range(n_acknowledged)]
         if not by_itself:
@@ -87,5 +88,5 @@ def test_whatever_was_acknowledged_before_a_kill_is_there_and_nothing_is_there_t
         assert len(stored) == len(set(stored))
         scanned = pl.scan_ipc(f"{folder.local}/rollouts/**/*.arrow", hive_partitioning=True)
         assert scanned.select(pl.len()).collect().item() == len(stored)
-    subprocess.run(command(tmp_path, 0), cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(tmp_path), cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     assert sorted(read(folder, "rollouts", ["group"])["group"].to_pylist()) == list(range(GROUPS))

@@ -98,7 +98,7 @@ def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_
 def test_readers_that_go_by_names_never_fail_while_superseded_shards_are_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with polled(run, ["polars by names", "duckdb by names", "rollmill"]):
-        end(running(run, 4.0, "after_grace"))
+        end(running(run, 8.0, "after_grace"))
     check_finished(run)
 
 
