@@ -109,7 +109,6 @@ async def test_a_receiver_that_is_down_is_said_once_and_gets_all_when_it_is_back
             store.spans.tell(step)
             await until(lambda n_before=step: len(receiver.requests) > n_before)
         receiver.status = 200
-        receiver.requests.clear()
         store_spans(run, RUN, *whole_step(2, began=20))
         store.spans.tell(2)
         await until(lambda: len({each.span_id for each in receiver.spans}) == 3 * n)

@@ -184,9 +184,9 @@ def test_a_table_is_sorted_by_its_heading_gone_through_with_keys_and_fits_a_narr
     page.keyboard.press("Enter")
     expect(page.locator("#count")).to_have_text("4 trajectories")
     page.set_viewport_size({"width": 420, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")
     small("/trajectory/5.0")
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")
     page.set_viewport_size({"width": 1280, "height": 860})
 
 

@@ -4,6 +4,7 @@ import gzip
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -11,10 +12,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Receiver(ThreadingHTTPServer):
-    """Takes OTLP over HTTP as a collector does; `status` is its answer."""
+    """Takes OTLP over HTTP as a collector does; `status` is its answer, which refuses what comes when it is no success."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
+        self.taken: list[ExportTraceServiceRequest] = []
         self.status = 200
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -24,10 +26,10 @@ class Receiver(ThreadingHTTPServer):
 
     @property
     def spans(self) -> list[Span]:
-        """Those of all requests so far."""
+        """Those that were taken so far."""
         return [
             span
-            for _, request in self.requests
+            for request in self.taken
             for of_process in request.resource_spans
             for scope in of_process.scope_spans
             for span in scope.spans
@@ -40,8 +42,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
-        self.send_response(self.server.status)
+        request, status = ExportTraceServiceRequest.FromString(body), self.server.status
+        if status == HTTPStatus.OK:
+            self.server.taken.append(request)
+        self.server.requests.append((self.path, request))
+        self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
