@@ -139,10 +139,13 @@ async def test_a_process_that_dies_is_said_and_points_are_handed_over_to_nobody(
 @pytest.mark.parametrize("timeout_s", [0.2])
 async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: float) -> None:
     script = (
+        "import pathlib, time\n"
         "from tasks.observe import sink_process as p\n"
         "class Hanging:\n"
         "    def has(self, marker, step): return False\n"
-        "    def write(self, point): __import__('time').sleep(600)\n"
+        "    def write(self, point):\n"
+        f"        pathlib.Path({str(tmp_path / 'hangs')!r}).touch()\n"
+        "        time.sleep(600)\n"
         "    def end(self, how): pass\n"
         "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
         "p.serve(p.feeds_of)\n"
@@ -151,6 +154,9 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
     settings = SinkSettings("ab", "run", timeout_s=timeout_s)
     async with SinkClient(settings, told.append, (sys.executable, "-c", script)) as sinks:
         sinks.put(step(0))
+        async with asyncio.timeout(60):
+            while not (tmp_path / "hangs").exists():  # noqa: ASYNC110 - it is another process's
+                await asyncio.sleep(0.02)
     assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with status 1"]
 
 

@@ -21,7 +21,7 @@ from tasks.sync.config import SyncConfig
 from tasks.sync.drive import Dispatch, Route, check_parity, find_route, send_weights
 from tasks.sync.order import Place, Sent, ServerPlace, Target, WeightAnswer, WeightOffer
 
-SOON = SyncConfig(timeout_s=0.2, stall_timeout_s=0.1)
+SOON, PATIENT = SyncConfig(timeout_s=0.2, stall_timeout_s=0.1), SyncConfig(timeout_s=60.0)
 VERSION = "run:1:2"
 HERE = Place("here", "cpu")
 
@@ -90,14 +90,16 @@ class Server(Part):
         return np.full(len(sequence) - 1, -1.0 + self.shift, np.float32)
 
 
-async def send(trainer: Trainer, server: Server, config: SyncConfig = SOON) -> WeightAnswer:
+async def send(trainer: Trainer, server: Server, config: SyncConfig = PATIENT) -> WeightAnswer:
     return await send_weights(trainer, server, VERSION, config, "a")
 
 
-async def send_to_all(trainer: Trainer, *servers: Server) -> list[WeightAnswer | SyncError]:
+async def send_to_all(
+    trainer: Trainer, *servers: Server, config: SyncConfig = PATIENT
+) -> list[WeightAnswer | SyncError]:
     """What each server says, or how it failed."""
     routes = {server: Route("gloo", 1, f"to {server.url}") for server in servers}
-    dispatch = Dispatch(trainer, await trainer.offer(), routes, VERSION, SOON)
+    dispatch = Dispatch(trainer, await trainer.offer(), routes, VERSION, config)
     sending = asyncio.ensure_future(dispatch.send())
     try:
         return await asyncio.gather(*map(dispatch.take, servers), return_exceptions=True)
@@ -105,9 +107,9 @@ async def send_to_all(trainer: Trainer, *servers: Server) -> list[WeightAnswer |
         sending.cancel()
 
 
-async def parity(trainer: Trainer, server: Server, threshold: float = 1e-4) -> float:
+async def parity(trainer: Trainer, server: Server, config: SyncConfig = PATIENT) -> float:
     sequences = [np.arange(5, dtype=np.int32)] * 2
-    return await check_parity(trainer, server, sequences, VERSION, threshold=threshold, timeout_s=0.2)
+    return await check_parity(trainer, server, sequences, VERSION, threshold=1e-4, timeout_s=config.timeout_s)
 
 
 async def test_sender_and_receiver_work_at_the_same_time_and_under_one_name() -> None:
@@ -129,7 +131,7 @@ async def test_a_sync_of_several_servers_is_one_command_to_the_trainer_and_one_r
 
 async def test_a_server_that_is_done_does_not_wait_for_a_slower_one() -> None:
     quick, slow = Server(url="http://quick"), Server(url="http://slow", slow={"take"})
-    answer, error = await send_to_all(Trainer(slow={"send"}), quick, slow)
+    answer, error = await send_to_all(Trainer(slow={"send"}), quick, slow, config=SOON)
     assert answer == WeightAnswer(8, 0.0, 0.0)
     assert "http://slow: taking version run:1:2 by gloo took longer than sync.timeout_s = 0.2 s" in str(error)
 
@@ -151,20 +153,20 @@ async def test_a_trainer_that_cannot_send_fails_every_server_that_has_not_taken(
 @pytest.mark.parametrize("slow", ["send", "take"])
 async def test_whatever_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
     with pytest.raises(SyncError, match=r"http://server: taking version run:1:2.* sync\.timeout_s = 0\.2 s"):
-        await send(Trainer(slow={slow}), Server(slow={"take"}))
+        await send(Trainer(slow={slow}), Server(slow={"take"}), SOON)
 
 
 async def test_a_server_that_does_not_say_where_it_runs_ends_at_the_deadline_by_name() -> None:
     with pytest.raises(
         SyncError, match=r"http://server: saying where it runs took .* sync\.timeout_s = 0\.2"
     ):
-        await send(Trainer(), Server(slow={"place"}))
+        await send(Trainer(), Server(slow={"place"}), SOON)
 
 
 @pytest.mark.parametrize("slow", ["logprobs", "prompt_logprobs"])
 async def test_a_comparison_that_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
     with pytest.raises(SyncError, match="comparing log-probabilities at version run:1:2 took longer"):
-        await parity(Trainer(slow={slow}), Server(slow={slow}))
+        await parity(Trainer(slow={slow}), Server(slow={slow}), SOON)
 
 
 async def test_a_failure_on_the_way_says_which_server_was_taking_what() -> None:

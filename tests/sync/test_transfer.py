@@ -257,7 +257,7 @@ def test_a_server_that_is_slower_than_the_first_by_too_much_is_given_up() -> Non
 
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 def test_a_server_that_never_opens_its_links_is_given_up_and_can_come_under_another_prefix(transport) -> None:
-    trainer = Trainer(timeout_s=1.0)
+    trainer = Trainer(timeout_s=3.0)
     weights = weights_of(0, [((10,), torch.float32)])
     plan = plan_of(weights)
     (lost,) = sends(trainer, weights, plan, [Server(trainer, transport)])
@@ -271,7 +271,7 @@ def test_a_server_that_never_opens_its_links_is_given_up_and_can_come_under_anot
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 def test_a_trainer_that_sends_nothing_ends_the_reception_with_rank_bucket_and_bytes(transport) -> None:
     trainer = Trainer()
-    server = Server(trainer, transport, stall_timeout_s=0.5)
+    server = Server(trainer, transport, stall_timeout_s=2.0)
     weights = weights_of(0, [((100,), torch.float32)])
     plan = plan_of(weights, 1, 100)
     gate: Future[None] = Future()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
-import pytest
 import torch
 
 from tasks.observe.spans import Recorder, Span, recording, span
@@ -21,6 +20,8 @@ SERVER = "http://server"
 SMALL, LARGE = 1 << 20, 1 << 26
 """Bytes: the kernel keeps more than the one for a socket, and less than the other."""
 DELAY_S = 1.5
+PLANTED_S, OTHER_S = 0.7 * DELAY_S, 0.5 * DELAY_S
+"""What was planted is above the one, and what was not below the other, also where each end loses the processor."""
 
 
 def seconds(spans: list[Span], name: str, cause: str = "") -> float:
@@ -72,12 +73,15 @@ def test_a_server_that_comes_late_is_what_the_trainer_waits_for() -> None:
     trainer, server = transferred(SMALL, before_links=DELAY_S)
     began = {each.name: each.started_ns for each in [*trainer, *server]}
     late_s = 1e-9 * (began["receiving"] - began["sending"])
-    assert seconds(trainer, "waiting_for_receiver", SERVER) == pytest.approx(late_s, rel=0.1)
+    assert late_s > PLANTED_S
+    assert PLANTED_S < seconds(trainer, "waiting_for_receiver", SERVER) <= seconds(trainer, "sending")
+    assert seconds(trainer, "gathering") < OTHER_S
 
 
 def test_a_server_that_takes_no_bytes_for_a_while_is_what_the_trainer_waits_for() -> None:
     trainer, _ = transferred(LARGE, before_bytes=DELAY_S)
-    assert seconds(trainer, "waiting_for_receiver", SERVER) == pytest.approx(DELAY_S, rel=0.1)
+    assert PLANTED_S < seconds(trainer, "waiting_for_receiver", SERVER) <= seconds(trainer, "sending")
+    assert seconds(trainer, "gathering") < OTHER_S
     (whole,) = [each for each in trainer if each.name == "sending"]
     for each in trainer:
         assert whole.started_ns <= each.started_ns
@@ -86,6 +90,6 @@ def test_a_server_that_takes_no_bytes_for_a_while_is_what_the_trainer_waits_for(
 
 def test_slow_gathering_is_the_trainers_and_what_its_server_waits_for() -> None:
     trainer, server = transferred(SMALL, before_piece=DELAY_S)
-    assert seconds(trainer, "gathering") == pytest.approx(DELAY_S, rel=0.1)
-    assert seconds(server, "waiting_for_trainer", "trainer/0") == pytest.approx(DELAY_S, rel=0.1)
-    assert seconds(trainer, "waiting_for_receiver", SERVER) < 0.1 * DELAY_S
+    assert PLANTED_S < seconds(trainer, "gathering") <= seconds(trainer, "sending")
+    assert PLANTED_S < seconds(server, "waiting_for_trainer", "trainer/0") <= seconds(server, "receiving")
+    assert seconds(trainer, "waiting_for_receiver", SERVER) < OTHER_S
