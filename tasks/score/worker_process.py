@@ -104,8 +104,13 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True when it is gone, between two calls for example."""
-        return self._process.returncode is not None
+        """True when it is gone, between two calls for example; the kernel knows it before the loop is told."""
+        if self._process.returncode is not None:
+            return True
+        with suppress(ChildProcessError):  # the loop is about to be told
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, how) is not None
+        return True
 
     def kill(self) -> None:
         """End it and what its scorer started, at once."""
