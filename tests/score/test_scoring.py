@@ -164,12 +164,17 @@ async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None
     assert (first["score/workers_active"], second["score/workers_active"]) == (1, 0)
 
 
+def kill(pid: int) -> None:
+    """Kill a child, and return when it is dead, before the event loop is told."""
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 async def test_a_worker_that_dies_between_calls_is_replaced(rollouts: MakeRows) -> None:
     async with Scoring(config("act"), "run") as scoring:
         pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
-        os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # before the loop is told
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kill(pid)
         scores = await scoring.score(rollouts(["fine"]), step=0)
     assert values(scores, "status") == ["scored"]
 
