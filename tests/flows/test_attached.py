@@ -57,7 +57,7 @@ def vllm(settings: dict[str, Any] | None = None, **routes: Route) -> dict[str, R
     return {paths[name]: answer for name, answer in answers.items()}
 
 
-def attached(timeout_s: float = 5.0, **urls: Any) -> RunConfig:
+def attached(timeout_s: float = 60.0, **urls: Any) -> RunConfig:
     serve = {"attach_timeout_s": timeout_s, "urls": urls.get("serve", ())}
     train = {"url": urls.get("train", "")}
     return validate({"start_model": {"enabled": True}, "serve": serve, "train": train})
@@ -83,7 +83,7 @@ async def test_a_server_that_cannot_say_how_it_was_started_is_accepted(serve: Se
 async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiting_time(serve: Serve) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     async with serve(vllm()) as url:
-        error = await refusal(attached(0.2, serve=[url, nowhere]))
+        error = await refusal(attached(0.2, serve=[nowhere, url]))
     assert (error.field, error.value) == ("serve.urls", nowhere)
     assert "serve.attach_timeout_s = 0.2 s" in error.remedy
     assert (await refusal(attached(0.2, train=nowhere))).field == "train.url"
@@ -142,7 +142,7 @@ async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> Non
 def reference(url: str) -> RunConfig:
     kl = {"reference": "deployment", "urls": (url,)}
     return validate(
-        {"start_model": {"enabled": True}, "serve": {"attach_timeout_s": 5.0}, "train": {"kl": kl}}
+        {"start_model": {"enabled": True}, "serve": {"attach_timeout_s": 60.0}, "train": {"kl": kl}}
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import polars as pl
 import pytest
-from planned_run import GROUP_SIZE, Diary, PlannedSampler, PlannedScoring, opened
+from planned_run import GROUP_SIZE, Act, Diary, PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -40,7 +40,7 @@ class GroupSampler(PlannedSampler):
     in_flight = most_in_flight = 0
     begun: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, seconds: float = 0.01, plan: dict[int, float | Exception] | None = None) -> None:
+    def __init__(self, seconds: float = 0.01, plan: dict[int, Act] | None = None) -> None:
         super().__init__(plan)
         self.seconds = seconds
 
@@ -81,7 +81,7 @@ async def shared(
         "groups_per_step": N_GROUPS,
         "max_in_flight": IN_FLIGHT,
         "collectors": len(samplers),
-        "collector_start_s": 5.0,
+        "collector_start_s": 60.0,
     }
     scoring = scoring or PlannedScoring()
     with disable_run_logger():
@@ -204,7 +204,11 @@ async def test_of_collectors_that_do_not_all_join_those_that_did_are_told_of_at_
 ) -> None:
     recorder = Recorder("flow")
     with recording(recorder):
-        async with shared(tmp_path, GroupSampler(), collectors=2) as (run, collectors, _):
+        async with shared(tmp_path, GroupSampler(), collectors=2, collector_start_s=2.0) as (
+            run,
+            collectors,
+            _,
+        ):
             await collected(run, collectors)
             assert not collectors.metrics()
     assert [each.lane for each in recorder.take() if each.name == "submitting"] == ["submitting collectors"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, diary, opened, stored
+from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, opened, stored
 
 from flows.groups.fan_out import planned
 from flows.groups.group import GroupCollection, StepCollection
@@ -36,7 +36,8 @@ async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...
 
 
 async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
-    sampler, scoring = PlannedSampler({3: 0.3}), PlannedScoring()
+    scoring = PlannedScoring()
+    sampler = PlannedSampler({3: scoring.has_scored})
     async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
         (outcome,) = await collected(run)
     lines = diary(run)
@@ -84,7 +85,7 @@ async def test_a_group_that_must_be_whole_is_not_scored_when_it_is_not(tmp_path:
 
 
 async def test_a_straggler_is_cut_and_the_group_goes_on_without_it(tmp_path: Path) -> None:
-    settings = {"group_timeout_s": 0.2, "trajectories_per_task": 1}
+    settings = {"group_timeout_s": 1.0, "trajectories_per_task": 1}
     async with opened(tmp_path, PlannedSampler({0: 60.0}), PlannedScoring(), rollout=settings) as run:
         (outcome,) = await collected(run)
         first, *rest = stored(run, "rollouts")
@@ -101,9 +102,10 @@ async def test_only_what_is_missing_is_sampled_and_only_what_is_unscored_is_scor
             return await super().score(rollouts, step=step)
 
     settings = {"trajectories_per_task": 2}
-    first = PlannedSampler({2: 0.05, 3: 0.05})
+    dying = Dying()
+    first = PlannedSampler(dict.fromkeys((2, 3), dying.has_scored))
     with pytest.raises(ExceptionGroup):
-        async with opened(tmp_path, first, Dying(), rollout=settings) as run:
+        async with opened(tmp_path, first, dying, rollout=settings) as run:
             await collected(run)
     second, scoring = PlannedSampler(), PlannedScoring()
     async with opened(tmp_path, second, scoring, rollout=settings) as run:
@@ -135,7 +137,7 @@ async def test_what_failed_is_attempted_once_more_when_a_user_asks_and_its_group
 
 
 async def test_too_many_failures_end_the_run_at_once_and_say_what_failed_most(tmp_path: Path) -> None:
-    plan: dict[int, float | Exception] = {0: RequestError("status 400: no"), 1: RequestError("no"), 2: 60.0}
+    plan: dict[int, Act] = {0: RequestError("status 400: no"), 1: RequestError("no"), 2: 60.0}
     async with opened(tmp_path, PlannedSampler(plan), PlannedScoring()) as run:
         with pytest.raises(ExceptionGroup) as raised:
             await collected(run, max_share=0.25)
@@ -209,7 +211,7 @@ async def test_each_failure_is_logged_once_with_its_cause(
 
 
 async def test_a_step_says_what_it_lost_by_cause_and_by_length(tmp_path: Path) -> None:
-    settings = {"group_timeout_s": 0.3, "trajectories_per_task": 1}
+    settings = {"group_timeout_s": 1.0, "trajectories_per_task": 1}
     sampler = PlannedSampler({0: 60.0, 1: RequestError("no")})
     scoring = PlannedScoring(statuses={2: "dropped"})
     async with opened(tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}) as run:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import httpx
+import patient
 import pytest
 from prefect import flow
 from prefect.runtime import flow_run
@@ -63,7 +63,7 @@ def run(api: str, task_runs: TaskRuns, *, error: bool = False) -> tuple[str, lis
 
 def found(api: str, flow_run_id: str) -> list[Any]:
     body = {"flow_runs": {"id": {"any_": [flow_run_id]}}}
-    return list(httpx.post(f"{api}/task_runs/filter", json=body).json())
+    return list(patient.post(f"{api}/task_runs/filter", json=body).json())
 
 
 def task_runs_of(api: str, flow_run_id: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ def events_of(api: str, flow_run_id: str, is_enough: Callable[[list[Any]], bool]
     deadline = time.monotonic() + 30
     found: list[Any] = []
     while not is_enough(found) and time.monotonic() < deadline:
-        found = httpx.post(f"{api}/events/filter", json={"filter": query}).json()["events"]
+        found = patient.post(f"{api}/events/filter", json={"filter": query}).json()["events"]
         time.sleep(0.2)
     return found
 

@@ -1,7 +1,7 @@
 """Dynamic sampling: groups that cannot be trained on give their place to further ones."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,24 @@ N_GROUPS, N_REFILLS = 3, 4
 
 
 class GroupSampler(PlannedSampler):
-    """Takes a group's seconds; writes down what begins, what ends, and whether the stored plan had it."""
+    """Holds a group until another has begun, as `held` says; writes down what begins, and whether the stored plan had it."""
 
-    def __init__(self, folder: Path, seconds: dict[int, float] | None = None) -> None:
+    def __init__(self, folder: Path, held: dict[int, int] | None = None) -> None:
         super().__init__()
-        self.folder, self.seconds = RunFolder(folder / "run"), seconds or {}
-        self.lines: list[tuple[str, int]] = []
+        self.folder, self.held = RunFolder(folder / "run"), held or {}
+        self.has_begun: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.begun: Counter[str] = Counter()
         self.unplanned: set[int] = set()
 
     async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
-        self.lines.append(("begin", work.group))
+        self.has_begun[work.group].set()
         self.begun[work.trajectory_id] += 1
         if work.group not in group_numbers(read_plan(self.folder, 0)):
             self.unplanned.add(work.group)
-        await asyncio.sleep(self.seconds.get(work.group, 0.0))
-        sampled = await super().sample(work, token_ids, until)
-        self.lines.append(("end", work.group))
-        return sampled
+        if other := self.held.get(work.group):
+            async with asyncio.timeout(60.0):
+                await self.has_begun[other].wait()
+        return await super().sample(work, token_ids, until)
 
 
 class FlatGroups(PlannedScoring):
@@ -71,13 +71,12 @@ def trained(found: Collected) -> list[int]:
 async def test_a_refill_begins_while_other_groups_are_sampled_and_not_before_its_plan_is_stored(
     tmp_path: Path,
 ) -> None:
-    sampler = GroupSampler(tmp_path, {2: 0.5})
+    sampler = GroupSampler(tmp_path, {2: 4})
     async with opened(tmp_path, sampler, FlatGroups(0, 3), **refilling()) as run:
         found = await collected(run)
         plan = read_plan(run.folder, 0)
     assert plan == (GroupRange(0, 3), GroupRange(3, 1, "refill"), GroupRange(4, 1, "refill"))
     assert trained(found) == [1, 2, 4]
-    assert sampler.lines.index(("begin", 4)) < sampler.lines.index(("end", 2))
     assert not sampler.unplanned
 
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import httpx
+import patient
 import pytest
 import yaml
 from prefect import flow, get_client, task
@@ -55,8 +56,8 @@ def ended(api: str, error: type[BaseException] | None) -> tuple[str, dict[str, s
         asyncio.run(two_steps())
     (flow_run,) = told
     filters: dict[str, Any] = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run]}}}
-    found = httpx.post(f"{api}/flow_runs/filter", json=filters).json()
-    state = httpx.get(f"{api}/flow_runs/{flow_run}").json()["state_type"]
+    found = patient.post(f"{api}/flow_runs/filter", json=filters).json()
+    state = patient.get(f"{api}/flow_runs/{flow_run}").json()["state_type"]
     assert all(each["tags"] == ["two"] for each in found)
     return state, {each["name"]: each["state_type"] for each in found}
 
@@ -125,7 +126,7 @@ def heard(api: str, flow_run: str) -> ReceivedEvent:
     """The first sign of life of a flow run."""
     named = {"event": {"name": [HEARTBEAT]}, "resource": {"id": [f"prefect.flow-run.{flow_run}"]}}
     deadline = time.monotonic() + PATIENT.step_run_timeout_s
-    while not (found := httpx.post(f"{api}/events/filter", json={"filter": named}).json()["events"]):
+    while not (found := patient.post(f"{api}/events/filter", json={"filter": named}).json()["events"]):
         assert time.monotonic() < deadline, "no sign of life was recorded"
         time.sleep(0.2)
     return ReceivedEvent.model_validate(found[0])

@@ -10,7 +10,8 @@ from flows.policies.watch import watch
 from tasks.errors import ParityError, RequestError, ServiceDiedError, ServiceStartError, SyncError
 from tasks.serve.config import ServeConfig
 
-CONFIG = ServeConfig(rejoin_timeout_s=0.3, health_interval_s=0.01, max_restarts=2)
+CONFIG = ServeConfig(rejoin_timeout_s=60.0, health_interval_s=0.01, max_restarts=2)
+IMPATIENT = CONFIG.model_copy(update={"rejoin_timeout_s": 0.1})
 PARITY = ParityError("server", "run:1:2", 0.5, 0.1)
 
 
@@ -99,14 +100,16 @@ class Fleet:
         self.events.append("back")
         self.is_in.set()
 
-    async def watched(self, *, is_healthy: bool = False, is_alarmed: bool = True) -> list[str]:
+    async def watched(
+        self, config: ServeConfig = CONFIG, *, is_healthy: bool = False, is_alarmed: bool = True
+    ) -> list[str]:
         """Alarm the server's watcher; everything that happens until the server is in the pool, or given up."""
-        watching = asyncio.ensure_future(watch(self, self.server, CONFIG, self.rejoin))
+        watching = asyncio.ensure_future(watch(self, self.server, config, self.rejoin))
         self.server.healthy = is_healthy
         if is_alarmed:
             self.event.set()
         is_in = asyncio.ensure_future(self.is_in.wait())
-        await asyncio.wait([watching, is_in], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([watching, is_in], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
             watching.result()
         watching.cancel()
@@ -185,8 +188,8 @@ async def test_an_attached_server_that_cannot_sample_is_awaited_until_it_does() 
 
 
 async def test_an_attached_server_is_given_up_when_its_time_is_over() -> None:
-    events = await Fleet(is_ours=False).watched()
-    assert events[-1] == "given up: it refuses; it was not back within serve.rejoin_timeout_s = 0.3 s"
+    events = await Fleet(is_ours=False).watched(IMPATIENT)
+    assert events[-1] == "given up: it refuses; it was not back within serve.rejoin_timeout_s = 0.1 s"
 
 
 async def test_an_attached_server_with_wrong_weights_is_given_up_at_once() -> None:

@@ -36,12 +36,16 @@ from tasks.store.schemas import batch_of
 
 T = TypeVar("T")
 GROUP_SIZE = 4
+HAPPENS_WITHIN_S = 60.0
+
+
+Act = float | asyncio.Event | Exception
 
 
 class PlannedSampler:
-    """Answers after a sample's seconds, or raises its error."""
+    """Answers after a sample's seconds, or once something has happened, or raises its error."""
 
-    def __init__(self, plan: dict[int, float | Exception] | None = None) -> None:
+    def __init__(self, plan: dict[int, Act] | None = None) -> None:
         self.plan = plan or {}
         self.sampled: list[int] = []
 
@@ -50,19 +54,27 @@ class PlannedSampler:
         act = self.plan.get(work.sample, 0.0)
         if isinstance(act, Exception):
             raise act
-        await asyncio.sleep(act)
+        if isinstance(act, asyncio.Event):
+            await asyncio.wait_for(act.wait(), HAPPENS_WITHIN_S)
+        else:
+            await asyncio.sleep(act)
         ids = np.array([9, 1], np.int32)
         return Sampled(ids, np.array([-0.5, -0.25], np.float32), [(0, 0)], "stop", "http://server")
 
 
 class PlannedScoring:
-    """Gives each sample its own number as reward, or the status of its plan; counts whom it saw together."""
+    """Gives each sample its own number as reward, or the status of its plan; counts whom it saw together.
+
+    Attributes:
+        has_scored: set once it has given scores.
+    """
 
     key = "planned@1"
 
     def __init__(self, *, by_group: bool = False, statuses: dict[int, str] | None = None) -> None:
         self.by_group, self.statuses = by_group, statuses or {}
         self.calls: list[list[int]] = []
+        self.has_scored = asyncio.Event()
 
     async def score(self, rollouts: Rows, *, step: int) -> Rows:
         samples = [int(str(each)) for each in values(rollouts, "sample")]
@@ -72,6 +84,7 @@ class PlannedScoring:
         rewards = [self.reward(*each) for each in zip(groups, samples, strict=True)]
         statuses = [self.statuses.get(sample, "scored") for sample in samples]
         is_scored = [status == "scored" for status in statuses]
+        self.has_scored.set()
         return batch_of(
             "scores",
             {
