@@ -1,40 +1,90 @@
 """What sending again leaves behind: nothing but the answer, or the last error."""
 
+import asyncio
+import gc
+from collections.abc import Iterator
+
 import pytest
 
-from tasks.observe.retries import retries
+from tasks.observe.retries import Attempts, retries
 from tasks.observe.spans import Recorder, recording
 
+FAILURES = [OSError(f"failure {n}") for n in (1, 2, 3)]
 
-async def asked(n_failures: int) -> int:
-    """Ask what fails this often, three times at most; returns how often it was asked."""
-    n_asked = 0
-    async for attempt in retries(OSError, attempts=3, backoff_s=0.001, longest_s=0.001):
+
+def attempts(n: int = 3) -> Attempts:
+    """So many attempts at what raises OSError."""
+    return retries(OSError, attempts=n, backoff_s=0.001, longest_s=0.001)
+
+
+def raise_next(errors: Iterator[BaseException]) -> int:
+    """Fail with the next error; 1 when there is none left."""
+    for error in errors:
+        raise error
+    return 1
+
+
+async def asked(*errors: BaseException, n: int = 3) -> int:
+    """Ask what fails with these errors, in turn; returns how many answers came."""
+    failing, n_answers = iter(errors), 0
+    async for attempt in attempts(n):
         with attempt:
-            n_asked += 1
-            if n_asked <= n_failures:
-                raise OSError(f"failure {n_asked}")
-    return n_asked
+            n_answers += raise_next(failing)
+    return n_answers
 
 
-async def test_an_attempt_follows_a_transient_error() -> None:
-    assert await asked(n_failures=2) == 3
+def asked_in_a_thread(*errors: BaseException) -> int:
+    """The same without an event loop."""
+    failing, n_answers = iter(errors), 0
+    for attempt in attempts():
+        with attempt:
+            n_answers += raise_next(failing)
+    return n_answers
+
+
+@pytest.mark.parametrize("n_failures", [0, 1, 2])
+async def test_an_attempt_follows_a_transient_error_and_none_an_answer(n_failures: int) -> None:
+    assert await asked(*FAILURES[:n_failures]) == 1
+    assert asked_in_a_thread(*FAILURES[:n_failures]) == 1
 
 
 async def test_the_last_attempt_raises() -> None:
     with pytest.raises(OSError, match="failure 3"):
-        await asked(n_failures=3)
+        await asked(*FAILURES)
+    with pytest.raises(OSError, match="failure 3"):
+        asked_in_a_thread(*FAILURES)
+    with pytest.raises(OSError, match="failure 1"):
+        await asked(*FAILURES, n=1)
+
+
+@pytest.mark.parametrize("error", [LookupError, asyncio.CancelledError])
+async def test_any_other_error_is_raised_at_once(error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        await asked(error(), *FAILURES)
+    with pytest.raises(error):
+        asked_in_a_thread(error(), *FAILURES)
+
+
+def test_a_first_attempt_that_succeeds_leaves_nothing_to_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(100):
+            asked_in_a_thread()
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
 
 
 async def test_nothing_is_logged_of_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
-        await asked(n_failures=1)
+        await asked(*FAILURES[:1])
     assert not [each for each in caplog.records if each.name != "asyncio"]
 
 
 async def test_the_waits_between_attempts_are_spans_with_the_error_as_cause() -> None:
     recorder = Recorder("flow")
     with recording(recorder):
-        await asked(n_failures=2)
+        await asked(*FAILURES[:2])
     spans = recorder.take()
     assert [(each.name, each.cause) for each in spans] == [("waiting_to_retry", "OSError")] * 2
