@@ -19,7 +19,8 @@ SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "timeout_s": 60.0}
 
 @pytest.fixture
 async def client(vllm_server) -> AsyncIterator[VllmClient]:
-    async with VllmClient(vllm_server.url, vllm_server.config) as client:
+    patient = vllm_server.config.model_copy(update={"abort_grace_s": 60.0})
+    async with VllmClient(vllm_server.url, patient) as client:
         yield client
 
 
