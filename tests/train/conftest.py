@@ -78,13 +78,13 @@ def run_trainer(
 
 def pids_of_ranks(process: LaunchedProcess) -> dict[int, int]:
     """Process id of each rank below a launched trainer."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and _is_below(int(folder.name), process.pid):
+    found: dict[int, int] = {}
+    for pid in sorted(int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()):
+        if _is_below(pid, process.pid):
             with suppress(OSError):  # it has ended meanwhile
-                words = (folder / "environ").read_bytes().split(b"\0")
-                ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-                found |= dict.fromkeys(ranks, int(folder.name))
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                for rank in (int(word[5:]) for word in words if word.startswith(b"RANK=")):
+                    found.setdefault(rank, pid)  # what it starts has its environment too
     return found
 
 

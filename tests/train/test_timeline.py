@@ -34,11 +34,18 @@ def owned(spans: Sequence[Span], step: int) -> Owned:
 
 
 def unattributed(spans: Sequence[Span], process: str) -> float:
-    """Share of a rank's time, from its first span to its last, that belongs to none."""
-    own = [each for each in spans if each.process == process]
-    started = min(each.started_ns for each in own)
-    ended = max(each.started_ns + each.duration_ns for each in own)
-    return 1.0 - sum(owned_seconds(own).values()) / (1e-9 * (ended - started))
+    """Share of a rank's time, from its first span to its last, that belongs to none.
+
+    Without the longest gap: it may have lost the processor there.
+    """
+    own = sorted(
+        (each.started_ns, each.started_ns + each.duration_ns) for each in spans if each.process == process
+    )
+    began, until, gaps = own[0][0], own[0][0], list[int]()
+    for started, ended in own:
+        gaps.append(max(0, started - until))
+        until = max(until, ended)
+    return sum(sorted(gaps)[:-1]) / (until - began)
 
 
 @pytest.mark.service
