@@ -88,14 +88,15 @@ async def part_of(
     *,
     in_flight: int = 8,
     group_timeout_s: float = 60.0,
-    trajectory_timeout_s: float = 5.0,
+    trajectory_timeout_s: float = 60.0,
+    cut_grace_s: float = 60.0,
 ) -> AsyncIterator[RolloutPart]:
     def keep(rows: Rows) -> Awaitable[None]:
         kept.append(rows)
         return asyncio.sleep(0)
 
     player = Player(
-        Echo(), tokenizer, sampler, max_tokens=64, timeout_s=trajectory_timeout_s, cut_grace_s=0.1
+        Echo(), tokenizer, sampler, max_tokens=64, timeout_s=trajectory_timeout_s, cut_grace_s=cut_grace_s
     )
     admission = Admission(in_flight)
     step_sampler = StepSampler(player, admission, "run", 2, keep)
@@ -230,13 +231,13 @@ async def test_what_a_deadline_cuts_is_cancelled_and_keeps_its_tokens(tokenizer:
 
 
 async def test_a_sampler_that_does_not_answer_at_its_deadline_is_cut_too(tokenizer: ChatTokenizer) -> None:
-    rows = await finish(tokenizer, Scripted({0: "hang"}), trajectory_timeout_s=1.0)
+    rows = await finish(tokenizer, Scripted({0: "hang"}), trajectory_timeout_s=1.0, cut_grace_s=0.1)
     assert [row["status"] for row in rows] == ["cancelled", "complete", "complete", "complete"]
     assert int(str(rows[0]["n_prompt_tokens"])) > 0
 
 
 async def test_a_group_deadline_cuts_those_that_wait_for_a_slot_as_well(tokenizer: ChatTokenizer) -> None:
-    rows = await finish(tokenizer, Scripted({0: "hang"}), in_flight=1, group_timeout_s=0.1)
+    rows = await finish(tokenizer, Scripted({0: "hang"}), in_flight=1, group_timeout_s=0.1, cut_grace_s=0.1)
     assert [row["status"] for row in rows] == ["cancelled"] * 4
     assert "cut before it began: rollout.group_timeout_s = 0.1 s" in str(rows[3]["error"])
 
