@@ -25,8 +25,9 @@ def rows_of(table: pa.Table) -> Rows:
 
 
 def joined(first: Rows, *others: Rows) -> Rows:
-    """Rows of the same data set, one after another."""
-    return pa.concat_batches([first, *others])
+    """Rows of the same data set, one after another; not copied where all are in one piece."""
+    there = [each for each in (first, *others) if each.num_rows] or [first]
+    return pa.concat_batches(there) if len(there) > 1 else there[0]
 
 
 def where(rows: Rows, column: str, value: object) -> Rows:
@@ -49,6 +50,8 @@ def last_by(rows: Rows, keys: Sequence[str], column: str) -> Rows:
 
     Example: keys ["sample"] and column "attempt" keep each sample's last attempt.
     """
+    if rows.num_rows < 2:
+        return rows
     order = pc.sort_indices(rows, sort_keys=[(name, "ascending") for name in (*keys, column)])
     rows = rows.take(order)
     of_rows = list(zip(*(values(rows, key) for key in keys), strict=True))
@@ -57,8 +60,11 @@ def last_by(rows: Rows, keys: Sequence[str], column: str) -> Rows:
 
 
 def _filtered(rows: Rows, mask: pa.BooleanArray) -> Rows:
-    """The rows where the mask is True; the same rows, not copied, where it is so everywhere."""
-    return rows if mask.true_count == len(mask) else rows.filter(mask)
+    """The rows where the mask is True; not copied where it is so everywhere or nowhere."""
+    n = mask.true_count
+    if n == len(mask):
+        return rows
+    return rows.filter(mask) if n else rows.slice(0, 0)
 
 
 def _is_in(rows: Rows, column: str, values: Collection[object]) -> pa.Array:

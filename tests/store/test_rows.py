@@ -1,0 +1,48 @@
+"""Rows in memory: what is chosen of them, and what is put together."""
+
+import pyarrow as pa
+import pytest
+
+from tasks.store.rows import Rows, joined, last_by, no_rows, values, where, where_in, without
+from tasks.store.schemas import schema_of
+
+
+def attempts(*rows: tuple[int, int]) -> Rows:
+    """Rows of a (sample, attempt) each."""
+    columns = dict(zip(("sample", "attempt"), zip(*rows, strict=True), strict=True))
+    return pa.RecordBatch.from_pydict({name: list(column) for name, column in columns.items()})
+
+
+THREE = attempts((0, 0), (1, 0), (0, 1))
+
+
+def test_rows_are_chosen_by_value() -> None:
+    assert values(where(THREE, "sample", 0), "attempt") == [0, 1]
+    assert values(where_in(THREE, "sample", [1, 2]), "attempt") == [0]
+    assert values(without(THREE, "sample", [1]), "attempt") == [0, 1]
+
+
+def test_nothing_that_is_chosen_has_the_columns_all_the_same() -> None:
+    for nothing in (
+        where(THREE, "sample", 2),
+        where_in(THREE, "sample", []),
+        without(THREE, "sample", [0, 1]),
+    ):
+        assert nothing.num_rows == 0
+        assert nothing.schema.equals(THREE.schema)
+
+
+def test_the_last_attempt_of_each_sample_is_kept() -> None:
+    assert last_by(THREE, ["sample"], "attempt").to_pylist() == attempts((0, 1), (1, 0)).to_pylist()
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_of_few_rows_all_are_last(n: int) -> None:
+    assert last_by(THREE.slice(0, n), ["sample"], "attempt").equals(THREE.slice(0, n))
+
+
+def test_rows_are_joined_in_order_whether_there_are_some_or_none() -> None:
+    nothing = THREE.slice(0, 0)
+    assert joined(nothing, THREE.slice(0, 1), nothing, THREE.slice(1)).equals(THREE)
+    assert joined(nothing, THREE, nothing).equals(THREE)
+    assert joined(no_rows("scores"), no_rows("scores")).schema.equals(schema_of("scores"))
