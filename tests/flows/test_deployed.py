@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import patient
 import pytest
 import yaml
 
@@ -55,7 +55,7 @@ def ended(api: str, run: str) -> dict[str, Any]:
     """A flow run, once it is over."""
     deadline = time.monotonic() + LONGEST_S
     while True:
-        found: dict[str, Any] = httpx.get(f"{api}/flow_runs/{run}").json()
+        found: dict[str, Any] = patient.get(f"{api}/flow_runs/{run}").json()
         if found["state_type"] in TERMINAL:
             return found
         assert time.monotonic() < deadline, found
@@ -81,11 +81,11 @@ def test_runs_of_one_gpu_set_follow_each_other_and_what_is_wrong_is_said_before_
     first, said = triggered(deployed, "--set", "store.root=s3://bucket/runs", "--name", "first")
     assert "no worker takes runs from the work pool" in said
     assert f"prefect worker start --pool {deployed.marker}" in said
-    evaluation = httpx.get(f"{prefect_api}/deployments/name/evaluate/small").json()
+    evaluation = patient.get(f"{prefect_api}/deployments/name/evaluate/small").json()
     config = evaluation["parameters"]["config"]
     config["rollout"]["max_in_flight"] = 1
     body = {"parameters": {"run_name": "second", "config": config}}
-    created = httpx.post(f"{prefect_api}/deployments/{evaluation['id']}/create_flow_run", json=body)
+    created = patient.post(f"{prefect_api}/deployments/{evaluation['id']}/create_flow_run", json=body)
     with worker(deployed):
         runs = [ended(prefect_api, first), ended(prefect_api, created.json()["id"])]
 
@@ -102,7 +102,7 @@ def test_runs_of_one_gpu_set_follow_each_other_and_what_is_wrong_is_said_before_
 
 def spans_of(api: str, run: str) -> tuple[str, str]:
     """When a flow run was taken by a worker, and when it was over."""
-    states = httpx.get(f"{api}/flow_run_states/", params={"flow_run_id": run}).json()
+    states = patient.get(f"{api}/flow_run_states/", params={"flow_run_id": run}).json()
     pending = [each["timestamp"] for each in states if each["type"] == "PENDING"]
     over = [each["timestamp"] for each in states if each["type"] in TERMINAL]
     return min(pending), max(over)
@@ -110,10 +110,10 @@ def spans_of(api: str, run: str) -> tuple[str, str]:
 
 def check_refusals(deployed: Any, prefect_api: str) -> None:
     """What is wrong already before a worker has anything of it."""
-    deployment = httpx.get(f"{prefect_api}/deployments/name/post-train/small").json()
+    deployment = patient.get(f"{prefect_api}/deployments/name/post-train/small").json()
     config = deployment["parameters"]["config"] | {"steps": 0}
     body = {"parameters": {"run_name": "x", "config": config}}
-    refused = httpx.post(f"{prefect_api}/deployments/{deployment['id']}/create_flow_run", json=body)
+    refused = patient.post(f"{prefect_api}/deployments/{deployment['id']}/create_flow_run", json=body)
     assert refused.status_code == 409
     assert "config.steps" in refused.text
     assert "0 is less than the minimum of 1" in refused.text
@@ -124,7 +124,7 @@ def check_refusals(deployed: Any, prefect_api: str) -> None:
     assert "--deployed-as" in unknown.stdout
     assert "`rollmill deploy`" in unknown.stdout
 
-    queue = httpx.get(f"{prefect_api}/work_pools/{deployed.marker}/queues/gpus").json()
+    queue = patient.get(f"{prefect_api}/work_pools/{deployed.marker}/queues/gpus").json()
     assert queue["concurrency_limit"] == 1
     other = deployed.run("deploy", "--pool", "slurm")
     assert other.returncode == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx
+import patient
 import pytest
 
 pytestmark = pytest.mark.service
@@ -27,7 +27,7 @@ class Server:
         self.api = api
 
     def state(self, flow_run: str) -> str:
-        return str(httpx.get(f"{self.api}/flow_runs/{flow_run}").json()["state_type"])
+        return str(patient.get(f"{self.api}/flow_runs/{flow_run}").json()["state_type"])
 
     def task_runs(self, flow_run: str) -> Counter[str]:
         """States of the task runs of a run and its steps."""
@@ -36,18 +36,18 @@ class Server:
             "flow_runs": {"operator": "or_", "id": ids, "parent_flow_run_id": ids},
             "task_runs": {"subflow_runs": {"exists_": False}},
         }
-        found = httpx.post(f"{self.api}/task_runs/filter", json=body).json()
+        found = patient.post(f"{self.api}/task_runs/filter", json=body).json()
         return Counter(each["state_type"] for each in found)
 
     def steps(self, flow_run: str) -> dict[str, str]:
         """States of the steps' flow runs, by their names."""
         body = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        found = httpx.post(f"{self.api}/flow_runs/filter", json=body).json()
+        found = patient.post(f"{self.api}/flow_runs/filter", json=body).json()
         return {each["name"]: each["state_type"] for each in found}
 
     def schedule(self, flow_run: str) -> None:
         body = {"state": {"type": "SCHEDULED"}, "force": True}
-        httpx.post(f"{self.api}/flow_runs/{flow_run}/set_state", json=body).raise_for_status()
+        patient.post(f"{self.api}/flow_runs/{flow_run}/set_state", json=body).raise_for_status()
 
 
 @pytest.fixture(name="server")

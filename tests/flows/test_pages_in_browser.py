@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import httpx
+import patient
 import pytest
 from playwright.sync_api import Page, Request, sync_playwright
 
@@ -46,7 +46,7 @@ def _artifact(prefect_api: str) -> str:
     reading = Reading("best", "1.2", row, [{"role": NAME, "content": each} for each in SAID])
     lines = [f"# {inline(NAME)}", "", *reading_lines(reading, "")]
     body = {"key": "malicious", "type": "markdown", "data": "\n".join(lines)}
-    made = httpx.post(f"{prefect_api}/artifacts/", json=body)
+    made = patient.post(f"{prefect_api}/artifacts/", json=body)
     made.raise_for_status()
     return str(made.json()["id"])
 

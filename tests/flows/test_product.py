@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import patient
 import pytest
 from marked_processes import marked_processes
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
@@ -103,7 +103,7 @@ class Product:
     def api(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """What Prefect's API answers."""
         address = self.environment["PREFECT_API_URL"] + path
-        answer = httpx.request(method, address, json=body, timeout=PATIENCE_MS / 1000)
+        answer = patient.request(method, address, json=body)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 

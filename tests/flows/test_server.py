@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import patient
 import pytest
 
 from flows.commands import services
@@ -45,19 +45,19 @@ def running(home: Path) -> server.Server:
 def test_server_outlives_the_command_that_started_it_and_its_terminal(home: Path) -> None:
     pid = running(home).pid
     assert os.getsid(pid) == pid
-    assert httpx.get(f"{running(home).api_url}/health").json() is True
+    assert patient.get(f"{running(home).api_url}/health").json() is True
 
 
 @pytest.mark.service
 def test_ui_answers_and_calls_the_api_on_its_own_port(home: Path) -> None:
     url = running(home).ui_url
-    assert "<html" in httpx.get(url, follow_redirects=True).text
-    assert httpx.get(f"{url}/ui-settings").json()["api_url"] == "/api"
+    assert "<html" in patient.get(url, follow_redirects=True).text
+    assert patient.get(f"{url}/ui-settings").json()["api_url"] == "/api"
 
 
 @pytest.mark.service
 def test_server_runs_with_the_tuned_settings(home: Path) -> None:
-    settings = httpx.get(f"{running(home).api_url}/admin/settings").json()
+    settings = patient.get(f"{running(home).api_url}/admin/settings").json()
     assert settings["home"] == str(home)
     services = settings["server"]["services"]
     assert services["task_run_recorder"]["batch_size"] == 200

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import patient
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -58,7 +58,7 @@ def _run(prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
 def pages(api: str, key: str) -> list[str]:
     """All versions of an artifact, in the order in which they were made."""
     body = {"artifacts": {"key": {"any_": [key]}}}
-    found = httpx.post(f"{api}/artifacts/filter", json=body).raise_for_status().json()
+    found = patient.post(f"{api}/artifacts/filter", json=body).raise_for_status().json()
     return [str(each["data"]) for each in sorted(found, key=lambda each: str(each["created"]))]
 
 
