@@ -16,6 +16,7 @@ from tasks.sync.order import ServerPlace, WeightAnswer, WeightOrder
 from tasks.train.control import ControlServer
 
 MAX_MODEL_LEN = 1 << 20
+LOOK_AGAIN_S = 0.02
 ANSWERS = ("85", "")
 """Texts it answers with, in turn: one is in the environment's form and one is not, so that rewards are spread."""
 
@@ -42,11 +43,13 @@ class StubVllmServer:
     Attributes:
         rollout_s: seconds of one completion.
         asked: every completion that it was asked for, in order.
+        most: how many of those it answers for now, and holds the others back; None: all.
     """
 
     model: Path
     rollout_s: float
     asked: list[Asked] = field(default_factory=list)
+    most: int | None = None
     _version: str = "start"
 
     def name(self, version: str) -> None:
@@ -89,7 +92,10 @@ class StubVllmServer:
                 return _prompt_logprobs(body["token_ids"])
             version = self._version
             self.asked.append(Asked(sampling["seed"], sampling["temperature"], version))
+            number = len(self.asked)
             await asyncio.sleep(self.rollout_s)
+            while self.most is not None and number > self.most:  # noqa: ASYNC110 - set by another thread
+                await asyncio.sleep(LOOK_AGAIN_S)
             return _completion(answers[sampling["seed"] % len(answers)], version)
 
         self._add_weights(app)

@@ -114,7 +114,7 @@ class Workplace:
             start_new_session=True,
         )
 
-    def run(self, *words: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
         """Run `rollmill WORDS` to its end."""
         process = self.start(*words)
         output, _ = process.communicate(timeout=timeout_s)
@@ -137,7 +137,7 @@ class Workplace:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait(timeout=60)
+            process.wait(timeout=120)
 
     def processes(self) -> dict[int, str]:
         """Command line of every living process that was started from here, by process id."""

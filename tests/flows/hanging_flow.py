@@ -1,9 +1,11 @@
 """A flow whose task runs hang, or end, in a process that a test may end: `python hanging_flow.py FOLDER HANG [FLOW_RUN]`.
 
-With a flow run's id it does not begin one, but works on that one again, as Prefect's Retry does.
+With a flow run's id it does not begin one, but works on that one again, as Prefect's Retry does. Once a task run hangs,
+the file `hangs` is in the folder. It exits within the seconds of the variable EXIT_TIMEOUT_S.
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from uuid import UUID
@@ -26,11 +28,13 @@ N_TASK_RUNS = 4
 
 
 class Part:
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, folder: Path, hangs: bool) -> None:
+        self.folder, self.hangs = folder, hangs
 
     async def sample(self) -> str:
-        await asyncio.sleep(self.seconds)
+        if self.hangs:
+            (self.folder / "hangs").touch()
+            await asyncio.sleep(3600.0)
         return "sampled"
 
 
@@ -46,7 +50,7 @@ async def hanging(folder: str, hang: bool) -> None:
             step_runs.expect(["step 1"])
             async with step_runs.of("step 0"), asyncio.TaskGroup() as fan_out:
                 for group in range(N_TASK_RUNS):
-                    fan_out.create_task(picture.rollout(Part(3600.0 if hang else 0.0), 0, group))
+                    fan_out.create_task(picture.rollout(Part(Path(folder), hang), 0, group))
     await recording.wait_until_recorded()
 
 
@@ -61,5 +65,6 @@ async def work(folder: str, hang: bool, flow_run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    with flow_command(lambda: is_finished(RunFolder(Path(sys.argv[1]))), exit_timeout_s=3.0):
+    timeout_s = float(os.environ.get("EXIT_TIMEOUT_S", "60"))
+    with flow_command(lambda: is_finished(RunFolder(Path(sys.argv[1]))), timeout_s):
         asyncio.run(work(sys.argv[1], sys.argv[2] == "hang", "".join(sys.argv[3:])))

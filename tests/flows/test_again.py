@@ -155,14 +155,14 @@ def source(workplace: Any) -> Path:
 def kill_when(workplace: Any, words: tuple[str, ...], condition: Callable[[], bool]) -> None:
     """Start a command, and end it by SIGKILL when something has happened; no vLLM server is seen meanwhile."""
     running = workplace.start(*words)
-    deadline = time.monotonic() + 240.0
+    deadline = time.monotonic() + 600.0
     while not condition():
         assert running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline, "it did not happen in time"
         assert not [line for line in workplace.processes().values() if "vllm" in line]
         time.sleep(0.02)
     os.kill(running.pid, signal.SIGKILL)
-    running.communicate(timeout=60)
+    running.communicate(timeout=120)
     while workplace.processes():
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.1)

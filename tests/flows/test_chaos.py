@@ -122,7 +122,7 @@ class Server:
 
     async def wait_until_healthy(self) -> None:
         async with VllmClient(self.url, self._config) as client:
-            await client.wait_until_healthy(300.0, self.process)
+            await client.wait_until_healthy(900.0, self.process)
 
     async def has_weights_of_a_run(self) -> bool:
         async with VllmClient(self.url, self._config) as client:
@@ -146,7 +146,7 @@ def rows(run: Path, dataset: str) -> pl.DataFrame:
 
 async def until(condition: Callable[[], Any], process: Any) -> None:
     """Wait for something that a running command does."""
-    async with asyncio.timeout(400.0):
+    async with asyncio.timeout(900.0):
         while not (result := condition()) or (asyncio.iscoroutine(result) and not await result):
             assert process.poll() is None, f"the command ended: {process.communicate()[0]}"
             await asyncio.sleep(0.1)
@@ -200,7 +200,7 @@ async def test_a_run_completes_while_requests_a_server_and_scorers_fail(
         proxies[0].is_open.clear()
         await until(servers[1].has_weights_of_a_run, process)
         proxies[0].is_open.set()
-        output, _ = await asyncio.to_thread(process.communicate, timeout=400)
+        output, _ = await asyncio.to_thread(process.communicate, timeout=900)
         (tmp_path / "output.txt").write_text(output)
         assert process.returncode == 0, output
     assert all(proxy.n_failed for proxy in proxies)

@@ -33,13 +33,18 @@ STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, tied_model: Path) -> Iterator[RunConfig]:
-    port, server = free_port(), StubVllmServer(tied_model, rollout_s=0.05)
+def server(tied_model: Path) -> StubVllmServer:
+    return StubVllmServer(tied_model, rollout_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, server: StubVllmServer) -> Iterator[RunConfig]:
+    port = free_port()
     control = server.serve(port)
     yield validate(
         {
             "steps": STEPS,
-            "model": str(tied_model),
+            "model": str(server.model),
             "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_in_flight": 4},
             "serve": {"urls": [f"http://127.0.0.1:{port}"]},
             "store": {"root": str(tmp_path_factory.mktemp("collect") / "runs")},
@@ -49,8 +54,11 @@ def config(tmp_path_factory: pytest.TempPathFactory, tied_model: Path) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def collected(config: RunConfig, tmp_path_factory: pytest.TempPathFactory, prefect_api: str) -> RunFolder:
-    """A run that was killed in its second step, and gone on with."""
+def collected(
+    config: RunConfig, server: StubVllmServer, tmp_path_factory: pytest.TempPathFactory, prefect_api: str
+) -> RunFolder:
+    """A run that was killed in its second step, in which the server held it up, and gone on with."""
+    server.most = (GROUPS + 2) * GROUP_SIZE
     folder = RunFolder(f"{config.store.root}/killed")
     environment = os.environ | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
     runs = Runs(tmp_path_factory.mktemp("flows"), config, environment)
@@ -63,6 +71,7 @@ def collected(config: RunConfig, tmp_path_factory: pytest.TempPathFactory, prefe
         os.kill(pid, signal.SIGKILL)
         assert runs.ended() == -signal.SIGKILL
         assert not verify_run(folder).findings
+        server.most = None
         runs.start("killed", "collect")
         assert runs.ended() == 0, runs.log.read_text()[-3000:]
     finally:

@@ -91,7 +91,7 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
             assert not verify_run(run.folder).findings
             # A collector ends by itself, and with it what it has under way.
             by_itself = {"Crashed"} if n_collectors else set()
-            assert set((await run.task_runs(flow_run)).values()) - by_itself == {"Completed", "Cancelled"}
+            assert await run.work(flow_run) - by_itself == {"Completed", "Cancelled"}
 
             stub_told()
             await run.retried(flow_run)
@@ -126,7 +126,7 @@ async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_goes_on_unt
             await run.when_steps(flow_run, n_steps + 1)
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
-            assert set((await run.task_runs(flow_run)).values()) <= {"Completed", "Cancelled"}
+            assert await run.work(flow_run) <= {"Completed", "Cancelled"}
             await check_untold(run, flow_run, secrets)
 
 
@@ -142,7 +142,7 @@ async def check_keys(run: Deployed) -> None:
     """The launched services answer nobody without their keys."""
     lines = [line for line in run.of_run().values() if "api_server" in line and " --port " in line]
     port = lines[0].partition(" --port ")[2].split()[0]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
         for path in ("/pause", "/rollmill/weights", "/inference/v1/generate"):
             assert (await client.post(path)).status_code == 401
         assert (await client.get("/health")).status_code == 200
@@ -152,7 +152,10 @@ def keys_of_services(run: Deployed) -> dict[str, str]:
     """The keys that the run made for the services it launched, as these have them."""
     found = {}
     for pid in run.of_run():
-        variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        except OSError:
+            continue  # it ended meanwhile
         of_process = dict(each.partition("=")[::2] for each in variables)
         found |= {f"{name} of a service": of_process[name] for name in OF_SERVICES if name in of_process}
     assert found, "no launched service has a key"

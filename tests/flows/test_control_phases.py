@@ -31,8 +31,6 @@ STEPS = 4
 ROLLOUT = {"groups_per_step": 6, "group_size": 4, "max_in_flight": 64}
 """An evaluation goes on beside the rollouts of a whole step."""
 
-WORK = ("/ rollout ", "/ score ", "/ evaluate ", "/ train ", "/ sync ")
-"""Names of task runs that do something; a step's own may be called running by a request that a slow server took late."""
 SHORT_S = 60
 """Instead of the automation's 240 s: more than the 30 s between two heartbeats."""
 
@@ -144,10 +142,7 @@ async def check_cancelled(run: Deployed, flow_run: UUID, phase: str) -> None:
     await run.cancelled(flow_run)
     assert await steps_of(run, flow_run) <= {"Completed", "Cancelled"}, phase
     assert not findings(run), phase
-    work = {
-        state for name, state in (await run.task_runs(flow_run)).items() if any(each in name for each in WORK)
-    }
-    assert work <= {"Completed", "Cancelled"}, phase
+    assert await run.work(flow_run) <= {"Completed", "Cancelled"}, phase
 
 
 @pytest.mark.usefixtures("_impatient_automation")

@@ -79,7 +79,7 @@ def events_of(api: str, flow_run_id: str, is_enough: Callable[[list[Any]], bool]
         "event": {"name": ["rollmill.group.done"]},
         "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]},
     }
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     found: list[Any] = []
     while not is_enough(found) and time.monotonic() < deadline:
         found = patient.post(f"{api}/events/filter", json={"filter": query}).json()["events"]

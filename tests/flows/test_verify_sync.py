@@ -50,7 +50,7 @@ def run(vllm_server: Any, save_tiny: Callable[..., Path], trainer_url: str, tmp_
         {
             "model": str(model),
             "start_model": {"enabled": False},
-            "serve": {"urls": [vllm_server.url]},
+            "serve": {"urls": [vllm_server.url], "attach_timeout_s": 600.0},  # the trainer is only starting
             "train": {"url": trainer_url},
             "store": {"root": str(tmp_path / "runs")},
         }

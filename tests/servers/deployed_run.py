@@ -1,7 +1,7 @@
 """A deployment of a workplace's preset `small` on a work pool of its own, and its runs, controlled as by the UI."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager
 from typing import Any
 from uuid import UUID, uuid4
@@ -24,6 +24,8 @@ from tasks.store.partitions import stored_steps
 DEADLINE_S = 400.0
 LOOK_AGAIN_S = 0.2
 NAME = "controlled"
+WORK = ("/ rollout ", "/ score ", "/ evaluate ", "/ train ", "/ sync ")
+"""Names of task runs that do something."""
 
 
 class Deployed:
@@ -97,6 +99,14 @@ class Deployed:
         of_run = FlowRunFilter.model_validate(own_and_steps(flow_run) | collectors)
         found = await self.client.read_task_runs(flow_run_filter=of_run, limit=200)
         return {f"{each.name} {n}": each.state_name for n, each in enumerate(found)}
+
+    async def work(self, flow_run: UUID) -> Set[str | None]:
+        """States of the task runs that do something.
+
+        A step's own may be called running by a request that a slow server took late.
+        """
+        states = await self.task_runs(flow_run)
+        return {state for name, state in states.items() if any(each in name for each in WORK)}
 
     def steps(self) -> int:
         return len(stored_steps(self.folder, "metrics"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.config import RunConfig
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 class Runs:
