@@ -31,9 +31,10 @@ from tasks.rollout.tokens import save_character_tokenizer
 from tasks.serve.process import free_port
 from tasks.train.protocol import StepResult, TrainStep
 
-STEPS = 9
-SETTLING_STEPS = 3
-"""Steps at the beginning that are not counted: much is imported in the first, and the server is behind from the second."""
+STEPS = 12
+SETTLING_STEPS = 5
+"""Steps at the beginning that are not counted: much is imported in the first, the run's page is drawn beside the next ones,
+which takes 2 CPU s once a minute at most, and the server is behind from the second."""
 GROUPS, GROUP_SIZE, SLOTS = 64, 8, 256
 TARGET_S = 1.0
 TASK_RUNS = ("all", "groups", "events")

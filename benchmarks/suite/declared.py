@@ -228,7 +228,7 @@ SYNC = (
 WHOLE = (
     Benchmark(
         "step_overhead",
-        quick=("--steps", "6", "--task-runs", "all", "events", "--step-runs", "on"),
+        quick=("--steps", "9", "--task-runs", "all", "events", "--step-runs", "on"),
         figures=(
             Figure("added_s", "s"),
             Figure("flow_cpu_s", "s", 1.0),
