@@ -32,6 +32,7 @@ class Trainer:
     """
 
     name = "trainer"
+    spanned = ("trainer/0",)
 
     def __init__(self, folder: RunFolder, *fates: RollmillError | None) -> None:
         self.folder, self.fates = folder, list(fates)

@@ -30,6 +30,7 @@ class Server:
     """A server, and its own client, that is healthy or not; starting it again heals it."""
 
     name = "server"
+    spanned = ("http://10.0.0.1:8000",)
 
     def __init__(self, events: list[str], *, is_ours: bool, starts: list[Exception | None]) -> None:
         self.events, self.is_ours, self.starts = events, is_ours, starts
