@@ -85,6 +85,12 @@ def test_what_is_started_again_in_the_midst_of_a_step_is_starting_and_what_it_di
     assert seconds(ledger, SERVER, 0) == {"generating": 7.0} | new_life
 
 
+def test_what_was_seen_of_a_server_while_it_was_started_again_and_after_that_adds_up_to_the_step() -> None:
+    rows = [*line(0, 0, 20), (0, SERVER, "requests of flow", "idle", 0, 20)]
+    rows.append((-1, SERVER, "process", "starting", 7, 15, "restart"))
+    assert seconds(ledger_of(spans_of(*rows)), SERVER, 0) == {"idle": 12.0, "starting": 8.0}
+
+
 def test_a_server_that_joins_late_is_not_there_before_and_has_no_spans_until_it_comes() -> None:
     rows = [*line(0, 0, 10), *line(1, 10, 20), *line(2, 20, 30)]
     rows += [serving(0, SERVER, 0, 30), serving(1, OTHER_SERVER, 14, 30)]

@@ -274,9 +274,14 @@ def test_environment_and_working_directory_are_the_given_ones(tmp_path: Path) ->
     assert process.log_tail().splitlines() == ["mill", str(tmp_path)]
 
 
-def test_a_free_port_can_be_listened_on_and_is_given_to_nobody_else_until_then() -> None:
-    port, given = free_port(), Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert not int(given[0]) <= port <= int(given[1])
+@pytest.mark.parametrize("first_given", [32_768, 1_024])
+def test_a_free_port_can_be_listened_on_and_is_of_those_given_to_nobody_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first_given: int
+) -> None:
+    (tmp_path / "given").write_text(f"{first_given}\t60999\n")
+    monkeypatch.setattr("tasks.serve.process._PORTS_GIVEN", tmp_path / "given")
+    port = free_port()
+    assert port < 32_768 or first_given == 1_024
     with socket.create_server(("127.0.0.1", port)) as server:
         assert server.getsockname()[1] == port
         assert free_port() != port

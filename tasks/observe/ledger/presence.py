@@ -18,7 +18,7 @@ def told_of(timeline: Timeline) -> pl.DataFrame:
     """step, process, us: of the ranks and servers that were there, from the first to the last that they told of the step's time.
 
     One that died, or was ended with the flow's process, may not have told all: each of its lives has a time of its own, a
-    later one from when the flow began to start it again.
+    later one from when the flow began to start it again. What the flow saw of it may go on from one into the next.
     """
     again = (pl.col("name") == STARTING) & (pl.col("cause") == RESTART)
     lives = (
@@ -27,6 +27,7 @@ def told_of(timeline: Timeline) -> pl.DataFrame:
         .with_columns(life=again.cum_sum().over("process"))
         .group_by("process", "attempt", "life", maintain_order=True)
         .agg(pl.col("start").min(), pl.col("end").max())
+        .with_columns(pl.col("end").cum_max().over("process", "attempt"))
         .with_columns(pl.min_horizontal("end", pl.col("start").shift(-1).over("process")))
     )
     bounds = [frame[edge].to_numpy() for frame in (lives, timeline.windows) for edge in ("start", "end")]
