@@ -16,7 +16,7 @@ from tasks.rollout.trajectory import Work
 from tasks.score.outcome import GroupOutcome, group_rows, judge_group, survivors_of
 from tasks.score.part import ScorePart
 from tasks.score.scoring import scorable
-from tasks.store.rows import Rows, joined, values, where
+from tasks.store.rows import Rows, in_order, joined, values, where
 from tasks.store.step import GroupPlan
 
 
@@ -180,7 +180,7 @@ class GroupCollection:
 
         A group that must be whole and is not is not scored.
         """
-        survivors = scorable(joined(*self._rollouts)).sort_by("sample")
+        survivors = in_order(scorable(joined(*self._rollouts)), "sample")
         if not joined(*self._scores).num_rows and is_shown(self._run.config, survivors):
             await self._score(survivors)
 

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from tasks.store.rows import Rows, joined, last_by, no_rows, values, where, where_in, without
+from tasks.store.rows import Rows, in_order, joined, last_by, no_rows, values, where, where_in, without
 from tasks.store.schemas import schema_of
 
 
@@ -20,6 +20,12 @@ def test_rows_are_chosen_by_value() -> None:
     assert values(where(THREE, "sample", 0), "attempt") == [0, 1]
     assert values(where_in(THREE, "sample", [1, 2]), "attempt") == [0]
     assert values(without(THREE, "sample", [1]), "attempt") == [0, 1]
+
+
+def test_rows_in_order_are_not_copied_and_others_are_put_so() -> None:
+    assert values(in_order(THREE, "sample"), "sample") == [0, 0, 1]
+    assert in_order(THREE, "attempt") is THREE
+    assert not in_order(THREE.slice(0, 0), "sample").num_rows
 
 
 def test_nothing_that_is_chosen_has_the_columns_all_the_same() -> None:
