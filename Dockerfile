@@ -18,7 +18,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home rollmill
 WORKDIR /rollmill
-COPY pyproject.toml README.md constraints*.txt ./
+COPY pyproject.toml README.md LICENSE constraints*.txt ./
 RUN pip install --no-cache-dir "$(grep '^uv==' constraints.txt)"
 ENV UV_SYSTEM_PYTHON=1 UV_NO_CACHE=1 PYTHONUNBUFFERED=1 DO_NOT_TRACK=1
 ENTRYPOINT ["tini", "--"]
@@ -38,6 +38,7 @@ FROM base AS compiler
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/*
+COPY rollmill rollmill
 COPY flows flows
 COPY tasks tasks
 

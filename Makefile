@@ -53,7 +53,7 @@ check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
-	@.venv/bin/pytest -q -m "not service and not long" $(ARGS)
+	@.venv/bin/pytest -q $(SIDE_BY_SIDE) -m "not service and not slow and not long" $(ARGS)
 
 bench: setup  ## quick benchmarks, without peers, in 15 minutes; ARGS="sync lag" for these alone
 	@.venv/bin/python -m benchmarks.run quick $(ARGS)

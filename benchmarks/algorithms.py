@@ -15,19 +15,19 @@ from pathlib import Path
 import polars as pl
 from matplotlib.figure import Figure
 
-from benchmarks.stubs.prefect_server import prefect_server
-from flows.presets import ALGORITHMS
-from flows.settings import load
-from tasks.store.layout import RunFolder
+from rollmill.flows.presets import ALGORITHMS
+from rollmill.flows.settings import load
+from rollmill.tasks.store.folders import RunFolder
+from tests.stubs.prefect_server import prefect_server
 
 STEPS = 20
 SETTINGS = (
     f"steps={STEPS}",
     f"evaluate.every={STEPS}",
-    f"train.checkpoint_every={STEPS}",
+    f"checkpoint.every={STEPS}",
     "observe.task_runs=events",
 )
-OF_TASK = {"dapo": ("score.overlong_limit_tokens=24", "score.overlong_cache_tokens=4")}
+OF_TASK = {"dapo": ("score.overlong_tokens=[20, 24]",)}
 """What an algorithm needs to know of the task's longest completion, which is 24 tokens."""
 
 
@@ -43,11 +43,11 @@ class Learned:
 
 def measure(algorithm: str, root: Path, seed: int) -> Learned:
     """Run the quickstart with an algorithm, unless that is done, and read its curves."""
-    from flows.checks.preflight import preflight
-    from flows.looking.curves import read_curves
-    from flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from flows.recipe import start_model_folder
-    from flows.running.folder import is_finished
+    from rollmill.flows.checks.preflight import preflight
+    from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
+    from rollmill.flows.recipe import start_model_folder
+    from rollmill.flows.run.folder import is_finished
+    from rollmill.tasks.look.tables.curves import read_curves
 
     folder = RunFolder(str(root / algorithm))
     if not is_finished(folder):

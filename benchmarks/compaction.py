@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.scan import made_up
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.rows import Rows
-from tasks.store.schemas import ragged
-from tasks.store.writer import RunWriter
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.schemas import ragged_array
+from rollmill.tasks.store.shards.writer import RunWriter
 
 N_ROWS, N_TOKENS, N_COMMITS, N_BESIDE, ANY_SIZE = 512, 8192, 64, 200, 1 << 40
 
@@ -27,9 +27,9 @@ N_ROWS, N_TOKENS, N_COMMITS, N_BESIDE, ANY_SIZE = 512, 8192, 64, 200, 1 << 40
 def row(step: int, sample: int) -> Rows:
     random = np.random.default_rng(sample)
     columns = {
-        "token_ids": ragged([random.integers(0, 150_000, N_TOKENS)], pa.large_list(pa.int32())),
-        "logprobs": ragged([random.normal(size=N_TOKENS)], pa.large_list(pa.float32())),
-        "loss_mask": ragged([np.arange(N_TOKENS) >= N_TOKENS // 4], pa.large_list(pa.bool_())),
+        "token_ids": ragged_array([random.integers(0, 150_000, N_TOKENS)], pa.large_list(pa.int32())),
+        "logprobs": ragged_array([random.normal(size=N_TOKENS)], pa.large_list(pa.float32())),
+        "loss_mask": ragged_array([np.arange(N_TOKENS) >= N_TOKENS // 4], pa.large_list(pa.bool_())),
     }
     return made_up("rollouts", 1, step, trajectory_id=[f"run.{step}.{sample}"], **columns)
 
@@ -50,7 +50,7 @@ async def acknowledged_ms(
 
 async def measured(folder: RunFolder) -> dict[str, float]:
     rows, next_rows = ([row(step, sample) for sample in range(N_ROWS)] for step in (0, 1))
-    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+    async with RunWriter(open_files(folder), 1, 0.0) as writer:
         for first in range(0, N_ROWS, N_ROWS // N_COMMITS):
             part = rows[first : first + N_ROWS // N_COMMITS]
             await asyncio.gather(*[writer.append("rollouts", each, step=0) for each in part])

@@ -20,14 +20,15 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from benchmarks.stubs.prefect_server import prefect_server
-from benchmarks.stubs.trainer import StubTrainer
-from benchmarks.stubs.vllm_server import StubVllmServer
-from tasks.observe.memory import MIB, own_rss_bytes
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve.process import free_port
-from tasks.store.layout import RunFolder
-from tasks.store.reader import scan
+from rollmill.tasks.observe.process_memory import MIB, own_rss_bytes
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import scan
+from tests.stubs.prefect_server import prefect_server
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.trainer import StubTrainer
+from tests.stubs.vllm_server import StubVllmServer
 
 STEPS, FIRST = 300, 50
 GROUPS, GROUP_SIZE = 64, 8
@@ -46,10 +47,9 @@ Series = Mapping[str, np.ndarray]
 
 def flow(folder: Path, steps: int, groups: int, urls: tuple[str, str]) -> None:
     """Run post-train over the stubs; this is the process that is measured."""
-    from flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from flows.settings import validate
+    from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
 
-    config = validate(
+    config = validate_toy(
         {
             "steps": steps,
             "model": str(folder / "model"),

@@ -21,12 +21,12 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
-from tasks.score.config import ScoreConfig
-from tasks.score.scorer import Candidate
-from tasks.score.scoring import Scoring
-from tasks.store.rows import Rows
+from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scorer import Candidate
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.store.rows import Rows
 
 GROUPS, GROUP_SIZE = 32, 8
 REWARD_CPU_S = 0.89
@@ -50,7 +50,7 @@ def group(number: int) -> Rows:
     ids = np.zeros(32, np.int32)
     trajectories = [
         Trajectory(
-            work=Work(f"r.{number}.{i}.0", number, i, 0, Example("0", {"answer": "2"}), 0, 1.0),
+            work=TrajectoryRequest(f"r.{number}.{i}.0", number, i, 0, Example("0", {"answer": "2"}), 0, 1.0),
             status="complete",
             messages=(Message("user", "a question " * 20), Message("assistant", "an answer " * 60)),
             token_ids=ids,

@@ -28,14 +28,14 @@ from benchmarks.deliveries.machine import (
     touch_memory,
 )
 from benchmarks.deliveries.requests import N_ROWS, TIMEOUT_S, each_body, warm_up
-from benchmarks.stubs.routing_server import N_LAYERS, N_TOKENS, TOP_K
-from tasks.observe.lag import LoopLag, idle_lag_ms
-from tasks.observe.memory import keep_for_good
-from tasks.rollout.trajectory import rollout_rows
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.layout import RunFolder
+from rollmill.tasks.observe.loop_lag import LoopLag, measure_idle_lag_ms
+from rollmill.tasks.observe.process_memory import keep_for_good
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.rollout.trajectory import rollout_rows
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.folders import RunFolder
+from tests.stubs.routing_server import N_LAYERS, N_TOKENS, TOP_K
 
 PASSES, IDLE_S = 5, 2.0
 BYTES_A_TOKEN = 9
@@ -74,11 +74,11 @@ async def handed_off(way: str, url: str, place: Path) -> Figures:
         work = _work(way, client, place)
         await warm_up(client)
         keep_for_good()  # as when a run is open
-        idle_ms = await idle_lag_ms(IDLE_S)
+        idle_ms = await measure_idle_lag_ms(IDLE_S)
         touch_memory(place)
         lag, started = LoopLag(), time.perf_counter()
         cpu_s, kernel_s, decode_s = time.process_time(), kernel_cpu_s(), threads_cpu_s("decode-answer")
-        with lag.sampled():
+        with lag.sample():
             await work()
         wall_s, decode_s = time.perf_counter() - started, threads_cpu_s("decode-answer") - decode_s
         cpu_s, kernel_s = time.process_time() - cpu_s, kernel_cpu_s() - kernel_s
@@ -131,7 +131,7 @@ def one_pass(way: str) -> Figures:
     with tempfile.TemporaryDirectory() as place:
         server = LaunchedProcess.start(
             "stub",
-            [sys.executable, "-m", "benchmarks.stubs.routing_server", str(port), FORMS[way]],
+            [sys.executable, "-m", "tests.stubs.routing_server", str(port), FORMS[way]],
             log=Path(place) / "log",
             stop_grace_s=2.0,
         )

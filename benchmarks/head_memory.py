@@ -16,9 +16,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.trainer.peak import peak_mb, start_peak
-from tasks.train.micro_batch import micro_batch
-from tasks.train.policy import Policy
-from tasks.train.samples import Samples
+from rollmill.tasks.train.engine.policy_model import PolicyModel
+from rollmill.tasks.train.packing.micro_batch import build_micro_batch
+from rollmill.tasks.train.samples import Samples
 
 VOCABULARY, HIDDEN, N_ROWS, N_TOKENS = 151_936, 64, 4, 512
 WHOLE_MIB, CHUNKS_MIB = 1 << 20, (512, 64)
@@ -39,10 +39,10 @@ def measured(chunk_mib: int) -> Figures:
         tie_word_embeddings=False,
     )
     model = Qwen2ForCausalLM(config).eval()
-    policy = Policy(model, chunk_mib, is_partitioned=False)
+    policy = PolicyModel(model, chunk_mib, is_partitioned=False)
     rows = list(np.random.default_rng(0).integers(0, VOCABULARY, (N_ROWS, 1 + N_TOKENS)))
-    samples = Samples.known(rows, [np.arange(1 + N_TOKENS) > 0] * N_ROWS)
-    batch = micro_batch(samples, list(range(N_ROWS)), [""], torch.device("cpu"), "padded")
+    samples = Samples.from_tokens(rows, [np.arange(1 + N_TOKENS) > 0] * N_ROWS)
+    batch = build_micro_batch(samples, list(range(N_ROWS)), [""], torch.device("cpu"), "padded")
     start_peak()
     before, started = peak_mb(), time.process_time()
     logprobs, _ = policy.values(model, batch, entropy_gradient=False)

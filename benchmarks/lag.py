@@ -28,13 +28,13 @@ from benchmarks.deliveries import ours
 from benchmarks.deliveries.machine import touch_memory
 from benchmarks.deliveries.requests import TIMEOUT_S, warm_up
 from benchmarks.suite.calibration import calibration_cpu_s
-from tasks.observe.lag import Beat, LoopLag
-from tasks.observe.memory import keep_for_good
-from tasks.rollout.trajectory import rollout_rows
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.layout import RunFolder
+from rollmill.tasks.observe.loop_lag import Beat, LoopLag
+from rollmill.tasks.observe.process_memory import keep_for_good
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.rollout.trajectory import rollout_rows
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.folders import RunFolder
 
 PASSES, TASKS = 5, 200
 TURN_S, WORK_S = 0.05, 50e-6
@@ -100,8 +100,8 @@ async def one_pass(way: str, url: str, place: Path) -> Figures:
         with traffic():
             await asyncio.sleep(2 * TURN_S)
             beat_cpu, started, cpu_s = BeatCpu(), time.perf_counter(), time.thread_time()
-            lag = LoopLag(heard=beat_cpu.heard)
-            with lag.sampled():
+            lag = LoopLag(on_beat=beat_cpu.heard)
+            with lag.sample():
                 if way == ALONE:
                     await asyncio.sleep(ALONE_S)
                 else:
@@ -125,7 +125,7 @@ def in_own_process(way: str) -> Figures:
     with tempfile.TemporaryDirectory() as place:
         server = LaunchedProcess.start(
             "stub",
-            [sys.executable, "-m", "benchmarks.stubs.routing_server", str(port), FORMS[way]],
+            [sys.executable, "-m", "tests.stubs.routing_server", str(port), FORMS[way]],
             log=Path(place) / "log",
             stop_grace_s=2.0,
         )

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.trainer.splits import TEMPERATURE, VOCABULARY, uneven_samples
-from tasks.train.launch import torchrun
-from tasks.train.packing import Budget, pack
-from tasks.train.samples import Samples
+from rollmill.tasks.train.packing.packing_plan import TokenBudget, pack_padded
+from rollmill.tasks.train.samples import Samples
+from rollmill.tasks.train.service.launch import torchrun_command
 
 RANKS, TIMEOUT_S = (1, 2, 4), 600.0
 WHOLE = 1 << 40
@@ -50,7 +50,7 @@ def references(model: Path, samples: Samples) -> tuple[Gradient, Gradient]:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     n_ranks = RANKS[-1]
     (shares,) = zip(
-        *pack([len(row) for row in samples.token_ids], n_ranks, Budget(WHOLE, WHOLE)), strict=True
+        *pack_padded([len(row) for row in samples.token_ids], n_ranks, TokenBudget(WHOLE, WHOLE)), strict=True
     )
     counts = [sum(int(samples.loss_masks[row].sum()) for row in share) for share in shares]
     weights = {row: 1.0 / (n_ranks * n) for share, n in zip(shares, counts, strict=True) for row in share}
@@ -76,7 +76,7 @@ def split_gradients(model: Path, output: Path) -> dict[str, Gradient]:
     """The gradients of all splits by what they are."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     for n_ranks in RANKS:
-        words = [*torchrun(n_ranks), "-m", "benchmarks.trainer.splits", str(model), str(output)]
+        words = [*torchrun_command(n_ranks), "-m", "benchmarks.trainer.splits", str(model), str(output)]
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables, check=False
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.schedules import first_come, peer_process
 from benchmarks.schedules.latencies import ROLLOUT_SLOTS, SCORING_SLOTS, Latencies, draw
 from benchmarks.schedules.timeline import Timeline
-from benchmarks.stubs.prefect_server import prefect_server
+from tests.stubs.prefect_server import prefect_server
 
 MEDIAN_S = 0.5
 """m: the work is then half a minute, beside which the fan-out's own seconds and a machine's noise are small."""

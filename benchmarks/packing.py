@@ -1,4 +1,4 @@
-"""How much of a padded batch is padding, and how long does its plan take? 8,192 rows, at the default budget.
+"""How much of a padded batch is padding, and how long does its plan take? 8,192 rows, 4,096 tokens a micro-batch.
 
 Rows have a prompt of 64 tokens and a lognormal completion (sigma 0.8, mean 200, at most 512). `padding_share` is that
 of the padded layout, padding to all tokens that go through the model; beside it the share of tokens that the varlen
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 
 from benchmarks.trainer.lengths import N_PROMPT_TOKENS, completion_lengths
-from tasks.train.config import TrainConfig
-from tasks.train.packing import Budget, pack, pack_line
-from tasks.train.prefixes import Unit
+from rollmill.tasks.train.packing.packer import OVERHEAD_TOKENS
+from rollmill.tasks.train.packing.packing_plan import TokenBudget, pack_padded, pack_varlen
+from rollmill.tasks.train.packing.prefixes import PrefixGroup
 
 CASES = ((8192, 1), (8192, 4), (512, 1), (512, 4), (32, 1), (32, 4))
 GROUP_SIZE, REPEATS, SEEDS = 8, 5, 4
+BUDGET_TOKENS = 4096
 TARGETS = {"padding_share": 0.02, "seconds": 0.2}
 Plan = list[list[list[int]]]
 Figures = dict[str, float]
@@ -25,9 +26,8 @@ Figures = dict[str, float]
 
 def padded(lengths: list[int], n_ranks: int) -> Figures:
     """Padding, seconds and micro-batches of the padded layout."""
-    config = TrainConfig()
-    budget = Budget(config.micro_batch_tokens, config.micro_batch_overhead_tokens)
-    plan, seconds = planned(lambda: pack(lengths, n_ranks, budget))
+    budget = TokenBudget(BUDGET_TOKENS, OVERHEAD_TOKENS)
+    plan, seconds = planned(lambda: pack_padded(lengths, n_ranks, budget))
     costs = [[len(cut) * max((lengths[row] for row in cut), default=0) for cut in rank] for rank in plan]
     return {
         "padding_share": 1.0 - sum(lengths) / sum(map(sum, costs)),
@@ -41,8 +41,8 @@ def in_line(lengths: list[int], n_ranks: int) -> Figures:
     """The same of the varlen layout, with groups that share their prompt."""
     rows = [range(first, first + GROUP_SIZE) for first in range(0, len(lengths), GROUP_SIZE)]
     ordered = [sorted(group, key=lambda row: -lengths[row]) for group in rows]
-    units = [Unit(group, [lengths[row] for row in group], N_PROMPT_TOKENS) for group in ordered]
-    plan, seconds = planned(lambda: pack_line(units, n_ranks, TrainConfig().micro_batch_tokens))
+    units = [PrefixGroup(group, [lengths[row] for row in group], N_PROMPT_TOKENS) for group in ordered]
+    plan, seconds = planned(lambda: pack_varlen(units, n_ranks, BUDGET_TOKENS))
     costs = [[line_tokens(lengths, cut) for cut in rank] for rank in plan]
     return {
         "shared_share": 1.0 - sum(map(sum, costs)) / sum(lengths),

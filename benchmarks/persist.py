@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 import orjson
 
-from tasks.observe.lag import LoopLag, idle_lag_ms
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
-from tasks.store.filesystem import LocalFiles
-from tasks.store.rows import Rows
-from tasks.store.writer import RunWriter
+from rollmill.tasks.observe.loop_lag import LoopLag, measure_idle_lag_ms
+from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
+from rollmill.tasks.store.filesystem import LocalFiles
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.shards.writer import RunWriter
 
 N_ROWS, N_COMMITS, REPEATS = 256, 32, 9
 N_TOKENS, TEXT = 6_000, "an answer " * 5_000
@@ -38,7 +38,9 @@ def trajectory(sample: int) -> Trajectory:
     random = np.random.default_rng(sample)
     mask = np.arange(N_TOKENS) >= N_TOKENS // 4
     return Trajectory(
-        work=Work(f"run.0.{sample}.0", 0, sample, 0, Example("0", {"answer": "85"}), sample, 1.0),
+        work=TrajectoryRequest(
+            f"run.0.{sample}.0", 0, sample, 0, Example("0", {"answer": "85"}), sample, 1.0
+        ),
         status="complete",
         messages=(Message("user", "a question " * 20), Message("assistant", TEXT)),
         token_ids=random.integers(0, 150_000, N_TOKENS).astype(np.int32),
@@ -82,9 +84,9 @@ def encoded(rows: Sequence[object], encode: Callable[[object], bytes]) -> Keep:
 async def measured(keep: Keep) -> tuple[float, float]:
     """(CPU ms of all threads, excess of the largest lag in ms) of one time."""
     with tempfile.TemporaryDirectory() as folder:
-        idle_ms = await idle_lag_ms(0.2)
+        idle_ms = await measure_idle_lag_ms(0.2)
         lag, started = LoopLag(), time.process_time()
-        with lag.sampled():
+        with lag.sample():
             await keep(Path(folder))
         return 1000 * (time.process_time() - started), lag.largest_ms - idle_ms
 

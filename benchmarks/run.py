@@ -124,11 +124,10 @@ async def run_all(benchmarks: Sequence[Benchmark], suite: Suite) -> Outcome:
 
 
 def write_pages(results: Results) -> None:
-    """Bring the table, and what the model says, in docs/performance.md up to date, and the README's missed targets."""
+    """Write the figures, the missed targets and the cost model of docs/performance.md."""
     page = table.between(table.PAGE.read_text(), "table", table.table(BENCHMARKS, results))
+    page = table.between(page, "missed", table.missed(BENCHMARKS, results))
     table.PAGE.write_text(table.between(page, "model", model.text(results)))
-    missed = table.missed(BENCHMARKS, results)
-    table.README.write_text(table.between(table.README.read_text(), "missed", missed))
 
 
 def chosen(names: Sequence[str], mode: Mode) -> list[Benchmark]:

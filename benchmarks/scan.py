@@ -27,15 +27,15 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from tasks.serve.process import free_port
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import Files, files_of
-from tasks.store.layout import RunFolder, partition_folder
-from tasks.store.names import ShardName
-from tasks.store.reader import scan
-from tasks.store.run import OpenRun
-from tasks.store.schemas import batch_of, ragged, schema_of
-from tasks.store.shard import write_shard
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import Files, open_files
+from rollmill.tasks.store.folders import RunFolder, partition_folder
+from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
 
 GROUPS, GROUP_SIZE, N_TOKENS, REPEATS = 64, 8, 64, 3
 EVALUATE_EVERY, N_PROMPTS, N_METRICS = 100, 64, 60
@@ -44,14 +44,14 @@ SCORER = "addition@1"
 
 def made_up(dataset: str, n: int, step: int, **columns: object) -> pa.RecordBatch:
     """Rows with a plain value in every column but those given."""
-    plain = {field.name: columns.get(field.name, _plain(field.type, n)) for field in schema_of(dataset)}
-    return batch_of(dataset, plain | ({"step": np.full(n, step, np.int32)} if "step" in plain else {}))
+    plain = {field.name: columns.get(field.name, _plain(field.type, n)) for field in dataset_schema(dataset)}
+    return make_batch(dataset, plain | ({"step": np.full(n, step, np.int32)} if "step" in plain else {}))
 
 
 def _plain(kind: pa.DataType, n: int) -> object:
     if pa.types.is_large_list(kind):
         tokens = np.random.default_rng(n).integers(0, 2, N_TOKENS * n).reshape(n, N_TOKENS)
-        return ragged(list(tokens.astype(np.int32)), pa.large_list(pa.int32())).cast(kind)
+        return ragged_array(list(tokens.astype(np.int32)), pa.large_list(pa.int32())).cast(kind)
     if pa.types.is_timestamp(kind):
         return [datetime.now(UTC)] * n
     if pa.types.is_large_string(kind):
@@ -105,12 +105,12 @@ def make_run(folder: RunFolder, steps: int) -> None:
         ),
         ThreadPoolExecutor(4) as threads,
     ):
-        list(threads.map(partial(store_step, files_of(folder)), range(steps)))
+        list(threads.map(partial(store_step, open_files(folder)), range(steps)))
 
 
 def copy_run(source: RunFolder, target: RunFolder) -> None:
     """Put every file of a run on a disk where another lies."""
-    files = files_of(target)
+    files = open_files(target)
 
     def copy(path: Path) -> None:
         def write(unfinished: Path) -> str:
@@ -196,9 +196,9 @@ def main() -> None:
         if not given.local_only:
             os.environ["ROLLMILL_SCRATCH"] = f"{root}/scratch"
             with s3_server():
-                from tasks.store.objects import filesystem
+                from rollmill.tasks.store.s3.s3_objects import s3_filesystem
 
-                filesystem().call_s3("create_bucket", Bucket="benchmark")
+                s3_filesystem().call_s3("create_bucket", Bucket="benchmark")
                 remote = RunFolder("s3://benchmark/runs/run")
                 copy_run(local, remote)
                 figures["inspect_s3_s"], figures["column_s3_s"] = measure(remote, given.steps)

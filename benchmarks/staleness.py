@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.stubs.prefect_server import prefect_server
-from benchmarks.stubs.trainer import StubTrainer
-from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.config import RunConfig
-from flows.settings import validate
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve.process import free_port
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from tests.stubs.prefect_server import prefect_server
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.trainer import StubTrainer
+from tests.stubs.vllm_server import StubVllmServer
 
 STEPS = 8
 SETTLING_STEPS = 2
@@ -49,7 +49,7 @@ def measure(folder: Path, max_staleness: int, train_s: float) -> StepTime:
     os.environ["ROLLMILL_TRAINER_TOKEN"] = trainer.token
     try:
         config = settings(folder, max_staleness, trainer_port, server_port)
-        from flows.post_train import post_train  # Prefect reads its settings when it is imported
+        from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
 
         asyncio.run(post_train(f"staleness-{max_staleness}-{train_s:g}", config))
     finally:
@@ -63,7 +63,7 @@ def measure(folder: Path, max_staleness: int, train_s: float) -> StepTime:
 
 def settings(folder: Path, max_staleness: int, trainer_port: int, server_port: int) -> RunConfig:
     """A run that attaches to the stubs."""
-    return validate(
+    return validate_toy(
         {
             "steps": STEPS,
             "model": str(folder / "model"),
@@ -75,7 +75,7 @@ def settings(folder: Path, max_staleness: int, trainer_port: int, server_port: i
             },
             "serve": {"urls": [f"http://127.0.0.1:{server_port}"]},
             "train": {"url": f"http://127.0.0.1:{trainer_port}"},
-            "evaluate": {"every": STEPS, "n_prompts": 1, "prompts_per_task": 1},
+            "evaluate": {"every": STEPS, "n_prompts": 1},
             "store": {"root": str(folder / "runs")},
         }
     )

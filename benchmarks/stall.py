@@ -2,7 +2,7 @@
 
 One client streams from /v1/completions; the longest gap between two of its tokens is taken around a sync: without one,
 with ours in both modes, and with the way of systems that call, send and wait for every parameter while requests are
-held. The sender is a thread here, over gloo on loopback, on the same cores. Each figure is the median of several syncs; the
+held. The sender is a thread here, over tcp on loopback, on the same cores. Each figure is the median of several syncs; the
 least and the most are shown beside it.
 """
 
@@ -22,19 +22,20 @@ import httpx
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve import vllm
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.sync.config import SyncConfig
-from tasks.sync.drive import new_prefix, send_weights
-from tasks.sync.gloo_link import RECEIVER, SENDER, open_pair
-from tasks.sync.link import join_store, serve_store
-from tasks.sync.order import Sent, Target, WeightOffer
-from tasks.train.config import TrainConfig
-from tasks.train.protocol import ServiceConfig
-from tasks.train.transfer import Transfer
+from benchmarks.weights.gloo_pair import RECEIVER, SENDER, open_pair
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.sync.broadcast import create_prefix
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.link import join_store, serve_store
+from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOffer
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.weight_transfer import WeightTransfer
+from tests.stubs.one_server_sync import send_to_server
 
 HOST, LINK, TIMEOUT_S = "127.0.0.1", "one-by-one", 60.0
 MAX_TOKENS = 1024
@@ -67,13 +68,13 @@ class Trainer:
         )
         self.model.save_pretrained(save_character_tokenizer(folder))
         config = ServiceConfig(train=TrainConfig(), sync=SyncConfig(), port=0, log_dir="")
-        self._transfer = Transfer(config, 0, 1)
+        self._transfer = WeightTransfer(config, 0, 1)
         self._transfer.prepare(Loaded(self.model))
 
     async def offer(self) -> WeightOffer:
         return self._transfer.offer()
 
-    async def send(self, targets: list[Target], report: Any, every_s: float) -> list[Sent]:
+    async def send(self, targets: list[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
 
 
@@ -158,12 +159,15 @@ async def tokens(http: httpx.AsyncClient) -> AsyncIterator[None]:
 @asynccontextmanager
 async def server(folder: Path) -> AsyncIterator[VllmClient]:
     extension = ("--worker-extension-cls", "benchmarks.stalls.one_by_one.OneByOne")
-    config, port = ServeConfig(max_model_len=MAX_TOKENS, extra_args=extension), free_port()
+    config, port = (
+        ServeConfig(dtype="float32", kv_cache_gib=1, max_model_len=MAX_TOKENS, extra_args=extension),
+        free_port(),
+    )
     process = LaunchedProcess.start(
         "vLLM server",
-        vllm.command(config, str(folder / "model"), port),
+        vllm_launch.vllm_command(config, str(folder / "model"), port),
         log=folder / "vllm.log",
-        env={**vllm.environment(config), "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**vllm_launch.vllm_environment(config), "PYTHONPATH": str(Path(__file__).parents[1])},
         stop_grace_s=2.0,
     )
     try:
@@ -179,14 +183,14 @@ async def measure(folder: Path, repeats: int) -> dict[str, list[Gap]]:
     """Every way in turn, several times; the first time of each is not counted."""
     trainer = Trainer(folder / "model")
     async with server(folder) as client, httpx.AsyncClient(base_url=client.url, timeout=TIMEOUT_S) as http:
-        one_by_one, prefix = PerParameter(trainer, http), new_prefix()
+        one_by_one, prefix = PerParameter(trainer, http), create_prefix()
         await one_by_one.join()
-        configs = {mode: SyncConfig(mode=mode, transport="gloo") for mode in ("keep", "second_copy")}
+        configs = {mode: SyncConfig(mode=mode, transport="tcp") for mode in ("keep", "second_copy")}
         ways: dict[str, Callable[[], Awaitable[Any]]] = {
             "none": lambda: asyncio.sleep(0.5),
             "per_parameter": one_by_one.sync,
             **{
-                mode: lambda config=config: send_weights(trainer, client, "bench:1:1", config, prefix)
+                mode: lambda config=config: send_to_server(trainer, client, "bench:1:1", config, prefix)
                 for mode, config in configs.items()
             },
         }

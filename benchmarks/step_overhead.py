@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.fanout import server_cpu_s
-from benchmarks.stubs.prefect_server import prefect_server
-from benchmarks.stubs.trainer import StubTrainer
-from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.deploying import server
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve.process import free_port
-from tasks.train.protocol import StepResult, TrainStep
+from rollmill.flows.prefect_integration import local_server
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.train.service.commands import StepResult, TrainStep
+from tests.stubs.prefect_server import prefect_server
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.trainer import StubTrainer
+from tests.stubs.vllm_server import StubVllmServer
 
 STEPS = 12
 SETTLING_STEPS = 5
@@ -38,8 +39,8 @@ which takes 2 CPU s once a minute at most, and the server is behind from the sec
 GROUPS, GROUP_SIZE, SLOTS = 64, 8, 256
 TARGET_S = 1.0
 TASK_RUNS = ("all", "groups", "events")
-DEFAULT, WITHOUT_TASK_RUNS = ("all", True), ("events", True)
-COLUMNS = ("recorded by", "step runs", "added s", "flow CPU s", "below it", "server CPU s", "stubs CPU s")
+DEFAULT, WITHOUT_TASK_RUNS = "all", "events"
+COLUMNS = ("recorded by", "added s", "flow CPU s", "below it", "server CPU s", "stubs CPU s")
 
 
 class Moment(NamedTuple):
@@ -79,31 +80,30 @@ def own_cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def flow(folder: Path, steps: int, task_runs: str, step_runs: bool, urls: tuple[str, str]) -> None:
+def flow(folder: Path, steps: int, task_runs: str, urls: tuple[str, str]) -> None:
     """Run post-train over the stubs; this is the process that is measured."""
-    from flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from flows.settings import validate
+    from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
 
-    config = validate(
+    config = validate_toy(
         {
             "steps": steps,
             "model": str(folder / "model"),
             "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_in_flight": SLOTS},
             "serve": {"urls": [urls[0]]},
             "train": {"url": urls[1]},
-            "evaluate": {"enabled": False},
+            "evaluate": {"every": 0},
             "store": {"root": str(folder / "runs")},
-            "observe": {"task_runs": task_runs, "step_runs": step_runs},
+            "observe": {"task_runs": task_runs},
         }
     )
-    asyncio.run(post_train(f"{task_runs}-{step_runs}", config))
+    asyncio.run(post_train(task_runs, config))
 
 
-def measure(folder: Path, steps: int, task_runs: str, step_runs: bool) -> dict[str, Any]:
+def measure(folder: Path, steps: int, task_runs: str) -> dict[str, Any]:
     """Medians over the settled steps of a run."""
     model = save_character_tokenizer(folder / "model")
     (model / "config.json").write_text("{}")
-    running = server.status(Path(os.environ["PREFECT_HOME"]))
+    running = local_server.status(Path(os.environ["PREFECT_HOME"]))
     assert running is not None
     trainer, stub = Stopwatch(0.0, 0.0, server_pid=running.pid), StubVllmServer(model, 0.0)
     ports = free_port(), free_port()
@@ -111,7 +111,7 @@ def measure(folder: Path, steps: int, task_runs: str, step_runs: bool) -> dict[s
     try:
         command = [sys.executable, "-m", "benchmarks.step_overhead", "--flow", str(folder)]
         command += [f"http://127.0.0.1:{port}" for port in ports]
-        command += [task_runs, "on" if step_runs else "off", "--steps", str(steps)]
+        command += [task_runs, "--steps", str(steps)]
         environment = os.environ | {"ROLLMILL_TRAINER_TOKEN": trainer.token}
         with (folder / "flow.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -132,12 +132,12 @@ def measure(folder: Path, steps: int, task_runs: str, step_runs: bool) -> dict[s
     medians = map(statistics.median, zip(*steps_taken[SETTLING_STEPS - 1 :], strict=True))
     names = ("added_s", "flow_cpu_s", "below_cpu_s", "server_cpu_s", "stubs_cpu_s")
     figures = {name: round(value, 3) for name, value in zip(names, medians, strict=True)}
-    return {"task_runs": task_runs, "step_runs": step_runs} | figures
+    return {"task_runs": task_runs} | figures
 
 
 def row(figures: dict[str, Any]) -> str:
-    kind, step_runs, *measured = figures.values()
-    shown = [kind, "on" if step_runs else "off", *(f"{value:.2f}" for value in measured)]
+    kind, *measured = figures.values()
+    shown = [kind, *(f"{value:.2f}" for value in measured)]
     return " | ".join(f"{each!s:>12}" for each in shown)
 
 
@@ -145,22 +145,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--task-runs", default=TASK_RUNS, nargs="+", choices=TASK_RUNS)
-    parser.add_argument("--step-runs", default=("on", "off"), nargs="+", choices=("on", "off"))
-    hidden = {"nargs": 5, "metavar": ("FOLDER", "SERVER", "TRAINER", "TASK_RUNS", "STEP_RUNS")}
+    hidden = {"nargs": 4, "metavar": ("FOLDER", "SERVER", "TRAINER", "TASK_RUNS")}
     parser.add_argument("--flow", help=argparse.SUPPRESS, **hidden)
     given = parser.parse_args()
     if given.flow:
-        folder, stub, trainer, task_runs, step_runs = given.flow
-        flow(Path(folder), given.steps, task_runs, step_runs == "on", (stub, trainer))
+        folder, stub, trainer, task_runs = given.flow
+        flow(Path(folder), given.steps, task_runs, (stub, trainer))
         return
     print(" | ".join(f"{name:>12}" for name in COLUMNS))
     rows = []
     with tempfile.TemporaryDirectory() as name, prefect_server(Path(name) / "prefect"):
         for task_runs in given.task_runs:
-            for step_runs in given.step_runs:
-                folder = Path(name) / f"{task_runs}-{step_runs}"
-                rows.append(measure(folder, given.steps, task_runs, step_runs == "on"))
-                print(row(rows[-1]), flush=True)
+            rows.append(measure(Path(name) / task_runs, given.steps, task_runs))
+            print(row(rows[-1]), flush=True)
     told(rows)
 
 
@@ -168,9 +165,8 @@ def told(rows: list[dict[str, Any]]) -> None:
     """Print what became of the target, and the JSON object."""
     for each in rows:
         verdict = "reached" if each["flow_cpu_s"] <= TARGET_S else "MISSED"
-        way = f"{each['task_runs']}, step runs {'on' if each['step_runs'] else 'off'}"
-        print(f"flow_cpu_s ({way}): {each['flow_cpu_s']:.2f}, target {TARGET_S:g}: {verdict}")
-    by_way = {(each["task_runs"], each["step_runs"]): each for each in rows}
+        print(f"flow_cpu_s ({each['task_runs']}): {each['flow_cpu_s']:.2f}, target {TARGET_S:g}: {verdict}")
+    by_way = {each["task_runs"]: each for each in rows}
     reported = by_way.get(DEFAULT, rows[0])
     figures = {name: reported[name] for name in ("added_s", "flow_cpu_s", "server_cpu_s")}
     figures["flow_cpu_to_stubs"] = reported["flow_cpu_s"] / reported["stubs_cpu_s"]

@@ -17,32 +17,37 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 from prefect.logging import disable_run_logger
 
-from benchmarks.stubs.trainer import LOGPROB
-from flows.config import RunConfig
-from flows.policies.parity import Parity
-from flows.policies.servers import Servers
-from flows.policies.weight_sync import WeightSync
-from tasks.rollout.addition import Addition
-from tasks.rollout.environment import Message
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.pool import ServerPool
-from tasks.serve.version import PolicyVersion
-from tasks.store.layout import RunFolder
-from tasks.sync.buckets import lay_out, plan_transfer
-from tasks.sync.drive import Dispatch
-from tasks.sync.order import Place, Sent, Target, WeightOffer
+from rollmill.flows.policies.server_parity import Openings, ServedRun
+from rollmill.flows.policies.weight_sync import WeightSync
+from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.weight_messages import (
+    ProcessLocation,
+    SendResult,
+    SendTarget,
+    WeightOffer,
+    WeightUpdateRequest,
+    encode_plan,
+)
+from tests.stubs.toy_settings import toy_config
+from tests.stubs.trainer import LOGPROB
 
 COUNTS, PASSES, DELAY_S, TARGET = (1, 16, 64), 9, 0.02, 1.5
 ROW = ("calls", "least_calls", "first_calls", "one_by_one")
-PLAN = plan_transfer(lay_out([("norm", (4,), "float32")]), [[(0, 16)]], 1 << 20)
-OFFER = WeightOffer(PLAN.to_json(), "127.0.0.1", 1, Place("elsewhere", "cpu").to_json())
+PLAN = plan_transfer(lay_out_tensors([("norm", (4,), "float32")]), [[(0, 16)]], 1 << 20)
+OFFER = WeightOffer(PLAN, "127.0.0.1", 1, ProcessLocation("elsewhere", "cpu"))
 
 
 class Trainer:
@@ -51,14 +56,14 @@ class Trainer:
     async def offer(self) -> WeightOffer:
         return OFFER
 
-    async def weight_digests(self, names: Sequence[str]) -> dict[str, str]:
+    async def do(self, _command: object) -> dict[str, str]:
         return {}
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         return [[LOGPROB] * (len(each) - 1) for each in sequences]
 
-    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
-        return [Sent(each.server, 0, 0.0) for each in targets]
+    async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
+        return [SendResult(each.server, 0, 0.0) for each in targets]
 
 
 class Bytes:
@@ -96,7 +101,7 @@ class StubServers:
 
 @contextmanager
 def serving(n: int) -> Iterator[StubServers]:
-    command = [sys.executable, "-m", "benchmarks.stubs.control_server", str(n), str(DELAY_S)]
+    command = [sys.executable, "-m", "tests.stubs.control_server", str(n), str(DELAY_S)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
         assert process.stdout
@@ -105,21 +110,10 @@ def serving(n: int) -> Iterator[StubServers]:
         process.stdin.close()
 
 
-def run_of(folder: str) -> Any:
-    """What is seen of a run by those who bring weights to servers."""
-    return SimpleNamespace(
-        folder=RunFolder(folder),
-        id="ab",
-        environment=Addition(),
-        player=SimpleNamespace(tokenizer=Bytes()),
-        config=RunConfig(),
-        pool=ServerPool(),
-        recording=SimpleNamespace(started=lambda: None),
-    )
-
-
-async def send(dispatch: Dispatch, _version: str) -> list[Sent]:
-    return await dispatch.send()
+def run_of(folder: str) -> ServedRun:
+    tokenizer: Any = Bytes()
+    openings = Openings(Addition(), tokenizer, max_tokens=256, timeout_s=10.0)
+    return ServedRun("ab", RunFolder(folder), toy_config(), ServerPool(), openings)
 
 
 async def ours(stubs: StubServers, n_passes: int) -> list[float]:
@@ -129,13 +123,13 @@ async def ours(stubs: StubServers, n_passes: int) -> list[float]:
         run = run_of(stack.enter_context(tempfile.TemporaryDirectory()))
         trainer: Any = Trainer()
         services: Any = [Service(each, each.url) for each in clients]
-        servers = Servers(run, WeightSync(run, trainer, Parity(run, trainer), send), services)
+        servers = WeightSync(run, trainer, services)
         calls = []
         for number in range(1 + n_passes):
             await asyncio.sleep(0.1)  # as long as connections are kept, and a step lasts longer than a call
             await servers.prepare(PolicyVersion("ab", 1, number))  # as beside training
             decided_ns = time.time_ns()
-            await servers.bring_up(PolicyVersion("ab", 1, number))
+            await servers.update(PolicyVersion("ab", 1, number))
             assert not servers.failed, servers.failed
             calls.append(1e-9 * (max(stubs.started_ns()) - decided_ns) / DELAY_S)
         return calls
@@ -143,15 +137,15 @@ async def ours(stubs: StubServers, n_passes: int) -> list[float]:
 
 async def one_by_one(stubs: StubServers, n_passes: int) -> float:
     """Calls until the last start when each order is awaited before the next."""
-    order = {"version": "ab:1:0", "mode": "keep", "transport": "tcp", "plan": OFFER.plan}
-    limits = {"timeout_s": 60.0, "stall_timeout_s": 60.0}
+    plan = encode_plan(OFFER.plan)
+    request = msgspec.json.encode(WeightUpdateRequest("ab:1:0", "keep", "tcp", plan, 60.0, 60.0))
     calls = []
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(VllmClient(url, ServeConfig())) for url in stubs.urls]
         for _ in range(1 + n_passes):
             decided_ns = time.time_ns()
             for client in clients:
-                await client.take_weights(order | limits, 60.0)
+                await client.update_weights(request, 60.0)
             calls.append(1e-9 * (max(stubs.started_ns()) - decided_ns) / DELAY_S)
     return statistics.median(calls[1:])
 

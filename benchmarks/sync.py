@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from benchmarks.weights import model
-from benchmarks.weights.site import SYNC, Site, running
+from benchmarks.weights.site import Site, running
+from rollmill.tasks.sync.transfer_plan import STREAMS
 
 PASSES, DELAY_S = 5, 0.002
 TARGETS = {"speedup": 4.0, "speedup_zero3": 6.0, "share_of_loopback": 0.8}
@@ -47,7 +48,7 @@ def join(site: Site, n_ranks: int) -> None:
     with ThreadPoolExecutor(1) as thread:
         port = site.trainer.call("offer")["port"]
         joined = thread.submit(
-            site.receivers[0].call, "join", {"host": site.host, "port": port, "pairs": n_ranks * SYNC.streams}
+            site.receivers[0].call, "join", {"host": site.host, "port": port, "pairs": n_ranks * STREAMS}
         )
         site.trainer.call("join")
         joined.result()

@@ -17,18 +17,18 @@ from benchmarks.peers.environment import FILES, environment_of, run
 from benchmarks.races.case import write_case
 from benchmarks.races.ours import Race, race
 from benchmarks.races.words import Words, save_model
-from benchmarks.stubs.prefect_server import prefect_server
 from benchmarks.suite.process import ROOT
-from flows.config import RunConfig
-from flows.settings import load
-from tasks.rollout.addition import Addition
-from tasks.rollout.environment import Environment
+from rollmill.flows.config import RunConfig
+from rollmill.flows.settings import load
+from rollmill.tasks.rollout.environment import Environment
+from rollmill.tasks.rollout.environments.addition import Addition
+from tests.stubs.prefect_server import prefect_server
 
 TRL = "trl-1.16.0"
 SETTLING = 3
 """Steps that do not count: the first evaluation goes on beside them, and much is done for the first time."""
 TARGETS = {"tiny_step_ratio_to_trl": 2.0, "speedup_vs_trl_5m": 1.5}
-TINY_SCORER, SCORER = "tasks.score.addition:AdditionScorer", "benchmarks.races.crc:reward"
+TINY_SCORER, SCORER = "rollmill.tasks.score.scorers.built_in:AdditionScorer", "benchmarks.races.crc:reward"
 TRL_TINY = {"threads": 2, "rows_at_a_time": 256}
 TRL_5M = {"threads": 2, "rows_at_a_time": 16}
 """What trl is quickest with here."""
@@ -36,7 +36,7 @@ TRL_5M = {"threads": 2, "rows_at_a_time": 16}
 
 def tiny(root: Path, steps: int) -> RunConfig:
     """The quickstart, evaluated and checkpointed at its end alone."""
-    every = [f"evaluate.every={steps}", f"train.checkpoint_every={steps}"]
+    every = [f"evaluate.every={steps}", f"checkpoint.every={steps}"]
     return load("quickstart", [f"steps={steps}", f"store.root={root}", *every])
 
 
@@ -53,10 +53,10 @@ def uneven(root: Path, steps: int) -> RunConfig:
         "rollout.max_completion_tokens": 512,
         "score.scorer": SCORER,
         "train.lr": 1e-8,
-        "train.checkpoint_every": steps,
+        "checkpoint.every": steps,
         "serve.max_model_len": 640,
-        "evaluate.enabled": "false",
-        "start_model.enabled": "false",
+        "evaluate.every": "0",
+        "start_model.steps": "0",
     }
     return load("quickstart", [f"{name}={value}" for name, value in settings.items()])
 

@@ -17,16 +17,17 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.scan import made_up
-from flows.viewer.address import Query
-from flows.viewer.app import page
-from flows.viewer.grid import ROWS_AT_ONCE
-from flows.viewer.source import Page, Source
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import Files, files_of
-from tasks.store.layout import RunFolder, partition_folder
-from tasks.store.names import ShardName
-from tasks.store.run import OpenRun
-from tasks.store.shard import write_shard
+from rollmill.flows.recipe import run_tokenizer
+from rollmill.tasks.look.web.app import render_page
+from rollmill.tasks.look.web.grid import ROWS_AT_ONCE
+from rollmill.tasks.look.web.run_data import RunData, TablePage
+from rollmill.tasks.look.web.urls import Query
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import Files, open_files
+from rollmill.tasks.store.folders import RunFolder, partition_folder
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
 
 GROUPS, GROUP_SIZE, N_METRICS, FAILED_EVERY = 125, 8, 60, 50
 REFRESH_S = 2.0
@@ -144,7 +145,7 @@ def make_run(folder: RunFolder, steps: int) -> None:
         ) as run,
         ThreadPoolExecutor(2) as threads,
     ):
-        list(threads.map(partial(store_step, files_of(folder), run.manifest.run), range(steps)))
+        list(threads.map(partial(store_step, open_files(folder), run.manifest.run), range(steps)))
 
 
 def timed(work: Callable[[], object]) -> list[float]:
@@ -157,24 +158,24 @@ def timed(work: Callable[[], object]) -> list[float]:
     return spent
 
 
-def rows(source: Source, search: str, start: int = 0) -> Page:
+def rows(source: RunData, search: str, start: int = 0) -> TablePage:
     query = Query.of(search)
     return source.trajectories(query.selection(), query["text"], start, start + ROWS_AT_ONCE)
 
 
 def measure(folder: RunFolder, steps: int) -> dict[str, list[float]]:
     """Seconds of what pages ask, by what it is; each is a question of its own to the same viewer, in this order."""
-    source, n = Source(folder, fresh_s=REFRESH_S / 2), steps * GROUPS * GROUP_SIZE
+    source, n = RunData(folder, REFRESH_S / 2, run_tokenizer), steps * GROUPS * GROUP_SIZE
     asked: dict[str, Callable[[], object]] = {
         "trajectories, first page": lambda: rows(source, ""),
         "trajectories, a page amid": lambda: rows(source, "", n // 2),
         "failed trajectories": lambda: rows(source, "?status=failed"),
-        "one trajectory": lambda: page(source, f"/trajectory/{steps * GROUPS // 2}.3", ""),
-        "curves and steps": lambda: page(source, "/", ""),
+        "one trajectory": lambda: render_page(source, f"/trajectory/{steps * GROUPS // 2}.3", ""),
+        "curves and steps": lambda: render_page(source, "/", ""),
         "groups, first page": lambda: source.groups(Query.of("").selection(), 0, ROWS_AT_ONCE),
         "by tokens, largest first": lambda: rows(source, "?sort=-n_completion_tokens"),
         "rewards above 0.99": lambda: rows(source, "?reward=0.99:"),
-        "two scorers": lambda: page(source, "/compare", ""),
+        "two scorers": lambda: render_page(source, "/compare", ""),
         "is there something new": source.revision,
     }
     return {name: timed(work) for name, work in asked.items()}

@@ -1,17 +1,19 @@
-"""The command `rollmill`: parses first, imports what a command needs afterwards.
+"""The command `rollmill`: parses first, then imports what the command needs.
 
-The commands lie in flows/commands, a module for each panel of `rollmill --help`; each command imports what it needs
-in its body, so that parsing stays fast.
+flows/commands has a module for each panel of `rollmill --help`. Each command imports what it needs in its body, so that parsing
+is fast.
 """
 
 import sys
+from importlib.metadata import version
 from io import TextIOWrapper
-from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from flows.commands import again, look, run, services
-from tasks.errors import ConfigError, RollmillError, masked
+from rollmill.flows.commands import again_commands, look_commands, run_commands, service_commands
+from rollmill.tasks.errors import ConfigError, RollmillError, mask_credentials
+from rollmill.tasks.processes.python_child import append_user_path
 
 app = typer.Typer(
     add_completion=False,
@@ -19,25 +21,42 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Batch reinforcement learning for language models whose loop is a workflow.",
 )
-for _panel in (run, look, again, services):
+for _panel in (run_commands, look_commands, again_commands, service_commands):
     app.add_typer(_panel.commands)
 
 
-def main() -> None:
-    """Run the command; an expected error is one message and exit status 1, or 2 for a wrong setting.
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"rollmill {version('rollmill')}")
+        raise typer.Exit
 
-    What the terminal's encoding does not have is printed as an escape.
-    Modules of one's own, which settings name by import path, are found in the working folder too.
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Accept the options that come before a subcommand: --version prints the version and exits."""
+
+
+def main() -> None:
+    """Run the command; an expected error prints one message and exits with status 1, or 2 for a wrong setting.
+
+    Modules that settings name by import path are found in the working folder too. Characters that the terminal's encoding
+    lacks are printed as escapes.
     """
-    sys.path.append(str(Path.cwd()))
+    # Last on the path, so that a file of the user never shadows a module of the standard library or ours.
+    append_user_path()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except RollmillError as error:
-        from flows.looking.view import visible
+        from rollmill.tasks.look.tables.view import escape_controls
 
-        typer.echo(f"rollmill: {visible(masked(str(error)))}", err=True)
+        typer.echo(f"rollmill: {escape_controls(mask_credentials(str(error)))}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

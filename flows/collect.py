@@ -2,86 +2,56 @@
 
 import asyncio
 
-from prefect import State, flow
-from prefect.runtime import flow_run
+from prefect import flow
 
-from flows.beside import Beside
-from flows.checks.machine import check_machine
-from flows.config import RunConfig
-from flows.failure import one_error
-from flows.groups.collector import NO_RUN, JoinConfig, collect_for
-from flows.groups.collector_runs import joined, open_collectors
-from flows.policies.held_policy import open_held_policy
-from flows.reporting.report import report_run, report_step
-from flows.rules import check
-from flows.running.folder import RunName, check_resumable, run_folder
-from flows.running.run import open_run
-from flows.start_model import ensure_start_model
-from flows.ui.cancelling import mark_cancelled
-from flows.ui.terminating import ended_in_order
-from tasks.observe.run_line import recorded
-from tasks.observe.spans import span
-from tasks.observe.step_clock import StepClock
-from tasks.score.check import check_scorer
-from tasks.serve.version import PolicyVersion
-from tasks.store.kind import done_steps
+from rollmill.flows.failure import one_error
+from rollmill.flows.forms import CollectSettings
+from rollmill.flows.policies.fixed_policy import open_fixed_policy
+from rollmill.flows.prefect_integration.leftovers import mark_cancelled
+from rollmill.flows.prefect_integration.private_prefect import end_in_order
+from rollmill.flows.run.folder import RunName
+from rollmill.flows.run.live_run import open_run
+from rollmill.flows.start_model import check_start, ensure_start_model
+from rollmill.flows.step.overlap import StepPipeline
+from rollmill.flows.step.report import report_run, report_step
+from rollmill.tasks.observe.step_clock import StepClock, record_flow
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.store.run.run_kind import list_done_steps
 
 
-def _flow_run_name() -> str:
-    values = flow_run.parameters
-    join = JoinConfig.model_validate(values.get("join") or {})
-    return f"{values['run_name']} / collector {join.number}" if join.url else str(values["run_name"])
-
-
-@flow(name="collect", flow_run_name=_flow_run_name, persist_result=False, on_cancellation=[mark_cancelled])
-@recorded
-async def collect(
-    run_name: RunName, config: RunConfig, redo_failed: bool = False, join: JoinConfig = NO_RUN
-) -> str | State[str]:
-    """Sample and score steps by the start model, which nothing trains; `rescore` and `retrain` go on from there.
+@flow(name="collect", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
+@record_flow
+async def collect(run_name: RunName, config: CollectSettings, redo_failed: bool = False) -> str:
+    """Sample and score steps with the start model, without training; `rescore` and `retrain` continue from the rows.
 
     Args:
-        run_name: folder of the run below `store.root`; one that exists and is unfinished is gone on with.
-        config: all settings; those of training are not gone by, and nothing is evaluated.
-        redo_failed: sample what failed of the steps that are not done again, as a further attempt.
-        join: of a collector; filled in by the run that shares its groups (rollout.collectors).
+        run_name: folder of the run below `store.root`; an unfinished run is resumed.
+        config: all settings; those of training have no effect, and nothing is evaluated.
+        redo_failed: True to sample failed trajectories of unfinished steps again, as a further attempt.
 
     Returns:
         The run's folder.
     """
-    if join.url:
-        with ended_in_order():
-            return await collect_for(config, join)
-    config = without_evaluation(config)
-    with span("checking"):
-        check(config)
-        check_scorer(config.score)
-        await check_machine(config, trains=False)
-        folder = run_folder(run_name, config)
-        await asyncio.to_thread(check_resumable, folder, config, trains=False)
-    with ended_in_order(), one_error():
+    unevaluated = config.evaluate.model_copy(update={"every": 0})
+    config = config.model_copy(update={"evaluate": unevaluated})
+    with end_in_order(), one_error():
+        await check_start(run_name, config, trains=False)
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed, trains=False) as run,
-            open_collectors(run) as collectors,
-            open_held_policy(run, PolicyVersion(run.id, 0, 0)),
-            Beside(run, collectors) as beside,
+            open_fixed_policy(run, PolicyVersion(run.id, 0, 0), run.folder.logs),
+            StepPipeline(run) as pipeline,
         ):
-            first = len(await asyncio.to_thread(done_steps, run.folder, run.store.manifest))
+            first = len(await asyncio.to_thread(list_done_steps, run.folder, run.store.manifest))
             run.progress.begin(first)
+            # Nothing is trained here, so a step is final as soon as it is collected.
             run.compactor.begin(first)
             for step in range(first, config.steps):
                 with StepClock(step) as clock:
-                    beside.begin(step)
+                    pipeline.begin(step)
                     with clock.span("collect"):
-                        collected = await beside.collected(step)
-                    await report_step(run, collected, joined(collectors), clock)
+                        collected = await pipeline.collect(step)
+                    await report_step(run, collected, (), clock)
                     run.compactor.begin(step + 1)
             await report_run(run)
     return run.folder.location
-
-
-def without_evaluation(config: RunConfig) -> RunConfig:
-    """Settings of a run that evaluates nothing."""
-    evaluate = config.evaluate.model_copy(update={"enabled": False})
-    return config.model_copy(update={"evaluate": evaluate})

@@ -1,90 +1,240 @@
-"""RunConfig: the stages' settings composed, and those that only flows go by."""
+"""RunConfig: the settings of all stages, those that only flows read, and the names that settings no longer have."""
 
-from tasks.config import StageConfig, setting
-from tasks.observe.config import ObserveConfig
-from tasks.rollout.config import RolloutConfig
-from tasks.score.config import ScoreConfig
-from tasks.serve.config import ServeConfig
-from tasks.store.config import StoreConfig
-from tasks.sync.config import SyncConfig
-from tasks.train.config import StartModelConfig, TrainConfig
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
+from rollmill.tasks.config import StageConfig, setting
+from rollmill.tasks.observe.config import ObserveConfig
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.config import CheckpointConfig, StartModelConfig, TrainConfig
+
+RENAMED = {
+    "evaluate.enabled": "evaluate.every (0: no evaluation)",
+    "evaluate.version": "the parameter `version` of the flow evaluate (`rollmill evaluate --version`)",
+    "retrain.groups_per_step": "rollout.groups_per_step",
+    "score.judge.score_max": "score.judge.score_range ([smallest, largest])",
+    "score.judge.score_min": "score.judge.score_range ([smallest, largest])",
+    "serve.port": "the option --port of `rollmill vllm` (launched servers have free ports)",
+    "train.port": "the option --port of `rollmill trainer` (launched trainers have free ports)",
+    "score.needs_whole_group": "score.min_group_size (0: all of a group)",
+    "score.overlong_cache_tokens": "score.overlong_tokens ([limit - cache, limit])",
+    "score.overlong_limit_tokens": "score.overlong_tokens ([limit - cache, limit])",
+    "score.require_full_group": "score.min_group_size (0: all of a group)",
+    "serve.max_restarts": "max_restarts",
+    "start_model.enabled": "start_model.steps (0: load `model`)",
+    "store.remove_superseded": "store.compact (at_end, after_grace or never)",
+    "train.behaviour": "train.old_logprobs (sampler, or trainer for recomputed)",
+    "train.beta1": "train.betas ([first, second])",
+    "train.beta2": "train.betas ([first, second])",
+    "train.checkpoint_every": "checkpoint.every",
+    "train.export_every": "checkpoint.export_every",
+    "train.keep_checkpoint_every": "checkpoint.keep_every",
+    "train.keep_checkpoints": "checkpoint.keep",
+    "train.kl.place": "train.kl.apply_to",
+    "train.min_lr_share": "train.min_lr_ratio",
+    "train.step_timeout_s": "train.command_timeout_s",
+}
+"""What to write instead of each setting that has moved, by its old name."""
+
+GONE = {
+    "observe.step_run_timeout_s": "a step is a task run, which is made without waiting",
+    "observe.step_runs": "a step is a task run, not a flow run",
+    "rollout.collector_deployment": "one process collects a run",
+    "rollout.collector_host": "one process collects a run",
+    "rollout.collector_start_s": "one process collects a run",
+    "rollout.collector_timeout_s": "one process collects a run",
+    "rollout.collectors": "one process collects a run",
+    "rollout.prompts.max_prompts": "give a file with the prompts to use, or train[:1000] as rollout.prompts.train_split of a Hugging Face data set",
+}
+"""Why each setting without a successor is gone, by its name."""
+
+CONSTANTS = {
+    "evaluate.prompts_per_task": "64",
+    "observe.exit_timeout_s": "3 s",
+    "observe.hold_back_timeout_s": "60 s",
+    "observe.leftovers_timeout_s": "30 s",
+    "observe.max_lag_p99_ms": "100 ms",
+    "observe.max_rss_growth": "0.25",
+    "observe.max_stall_ms": "500 ms",
+    "observe.max_unrecorded_task_runs": "2000",
+    "observe.metrics_page_interval_s": "60 s",
+    "observe.picture_every_s": "60 s",
+    "observe.record_timeout_s": "60 s",
+    "observe.sink_timeout_s": "20 s",
+    "observe.step_page_every": "1",
+    "rollout.env_max_restarts": "3",
+    "rollout.env_start_timeout_s": "120 s",
+    "rollout.max_attempts": "4",
+    "rollout.retry_backoff_s": "0.5 s",
+    "score.judge.connect_timeout_s": "5 s",
+    "score.judge.max_attempts": "4",
+    "score.judge.retry_backoff_s": "0.5 s",
+    "score.reward_model.connect_timeout_s": "5 s",
+    "score.reward_model.max_attempts": "4",
+    "score.reward_model.retry_backoff_s": "0.5 s",
+    "score.worker_start_timeout_s": "120 s",
+    "serve.abort_grace_s": "2 s",
+    "serve.connect_timeout_s": "10 s",
+    "serve.control_attempts": "4",
+    "serve.control_backoff_s": "0.2 s",
+    "serve.decode_threads": "2",
+    "serve.health_interval_s": "2 s",
+    "serve.max_failures_in_a_row": "5",
+    "serve.probe_timeout_s": "30 s",
+    "serve.rejoin_timeout_s": "1800 s",
+    "serve.stop_grace_s": "5 s",
+    "start_model.batch_size": "64",
+    "start_model.decay_share": "0.3",
+    "start_model.heads": "start_model.hidden_size / 32",
+    "start_model.intermediate_size": "2 x start_model.hidden_size",
+    "start_model.lr": "0.003",
+    "start_model.max_position_embeddings": "4096",
+    "start_model.threads": "1",
+    "start_model.timeout_s": "1800 s",
+    "start_model.warmup_steps": "100",
+    "store.compaction_large_bytes": "8 MiB",
+    "store.flush_s": "0.02 s on a disk, 2 s on S3",
+    "sync.checksums": "8",
+    "sync.ratio_threshold": "0.001",
+    "sync.report_s": "10 s",
+    "sync.straggler_s": "30 s",
+    "sync.straggler_timeout_s": "30 s",
+    "sync.streams": "2",
+    "train.cuda_sync_spans": "true",
+    "train.heartbeat_timeout_s": "60 s",
+    "train.lora.seed": "0",
+    "train.micro_batch_overhead_tokens": "64",
+    "train.recompute_rows": "32",
+    "train.synchronize_parts": "true",
+}
+"""Value of each former setting that is a constant, by its name."""
+
+
+def find_moved_setting(values: object, prefix: str = "") -> tuple[str, object, str] | None:
+    """Find the first renamed or removed setting in nested values; None if there is none.
+
+    Returns its dotted name, its value and what to write instead.
+
+    Example: {"train": {"min_lr_share": 0.1}} gives ("train.min_lr_share", 0.1, "use train.min_lr_ratio instead").
+    """
+    if not isinstance(values, Mapping):
+        return None
+    for name, value in values.items():
+        field = f"{prefix}{name}"
+        if field in RENAMED:
+            return field, value, f"use {RENAMED[field]} instead"
+        if field in CONSTANTS:
+            return field, value, f"leave it out: it is a constant, {CONSTANTS[field]}"
+        if field in GONE:
+            return field, value, f"leave it out: {GONE[field]}"
+        if found := find_moved_setting(value, f"{field}."):
+            return found
+    return None
+
+
+def refuse_moved_settings(values: Any) -> None:
+    """Raise PydanticCustomError for the first renamed or removed setting; its context has `field`, `value` and `remedy`."""
+    if found := find_moved_setting(values):
+        field, value, remedy = found
+        context = {"field": field, "value": value, "remedy": remedy}
+        raise PydanticCustomError("moved_setting", "{field}: {remedy}", context)
+
+
+class FlowConfig(StageConfig):
+    """Base of a flow's settings: refuses a setting that was renamed or removed, and names what to write instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_moved_settings(cls, values: Any) -> Any:
+        refuse_moved_settings(values)
+        return values
 
 
 class EvaluateConfig(StageConfig):
-    """Held-out evaluation, greedy and sampled."""
+    """Settings of held-out evaluation."""
 
-    enabled: bool = setting(
-        True, "Evaluate at all; without, a run that trains from stored rollouts needs no vLLM server."
-    )
     every: int = setting(
-        10, "Steps between two evaluations; the first and the last version always have one.", ge=1
+        10,
+        "Steps between two evaluations; the first and the last version are evaluated too. 0: no evaluation, and a run that "
+        "trains from stored rollouts needs no vLLM server.",
+        ge=0,
+        basic=True,
     )
-    n_prompts: int = setting(512, "Held-out prompts, the same each time.", ge=1, fixed=True)
+    n_prompts: int = setting(256, "Number of held-out prompts, the same each time.", ge=1, fixed=True)
     scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
-    prompts_per_task: int = setting(64, "Held-out prompts of one evaluation task run.", ge=1)
-    version: int = setting(
-        -1,
-        "Policy version that the flow evaluate takes, one with a checkpoint, or 0 for the start model; -1: the last.",
-        ge=-1,
-    )
 
 
 class RetrainConfig(StageConfig):
-    """Training from stored rollouts and a scores data set; only the flow retrain goes by it."""
+    """Settings of training from stored rollouts."""
 
     sources: tuple[str, ...] = setting(
-        (), "Runs whose rollouts are trained on: folders, or s3://bucket/prefix.", fixed=True
+        (), "Runs whose rollouts are trained on: folders, or s3://bucket/prefix.", fixed=True, basic=True
     )
-    scores: str = setting("", "NAME@VERSION of the scores that rewards come from.", fixed=True)
-    groups_per_step: int = setting(
-        32,
-        "Groups of one step, drawn from all that can be trained on; none comes twice in one pass over them.",
-        ge=1,
-        fixed=True,
-    )
+    scores: str = setting("", "Scores to take rewards from, as NAME@VERSION.", fixed=True, basic=True)
     first_step: int = setting(0, "First step of the sources to draw from.", ge=0, fixed=True)
     last_step: int = setting(
-        -1, "Last step of the sources to draw from; -1: all that are done.", ge=-1, fixed=True
+        -1, "Last step of the sources to draw from; -1: all finished steps.", ge=-1, fixed=True
     )
 
 
-class RescoreConfig(StageConfig):
-    """All settings of the flow rescore."""
+class RescoreConfig(FlowConfig):
+    """Settings of the flow rescore, which scores stored rollouts with another scorer."""
 
-    score: ScoreConfig = setting(ScoreConfig(), "The scorer, and where it runs.")
+    score: ScoreConfig = setting(ScoreConfig(), "Scoring.")
+    first_step: int = setting(0, "First step to score.", ge=0, basic=True)
+    last_step: int = setting(-1, "Last step to score; -1: the last stored one.", ge=-1, basic=True)
+    evaluations: bool = setting(False, "Also score stored held-out trajectories.", basic=True)
+    redo_failed: bool = setting(False, "Score again what the scorer failed on.", basic=True)
+    max_failed_share: float = setting(
+        0.5, "Largest share of scores that may fail; above it rescoring stops.", ge=0.0, le=1.0
+    )
+    groups_per_task: int = setting(32, "Groups that one score task run scores.", ge=1)
+    tasks_in_flight: int = setting(
+        4, "Largest number of concurrent score task runs; their rows are in memory.", ge=1
+    )
     store: StoreConfig = setting(StoreConfig(), "The data sets.")
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
-    first_step: int = setting(0, "First step to score.", ge=0)
-    last_step: int = setting(-1, "Last step to score; -1: the last one there is.", ge=-1)
-    redo_failed: bool = setting(False, "Score again what the scorer failed on.")
-    max_failed_share: float = setting(
-        0.5, "Share of the scores within the bounds that may fail before rescoring stops.", ge=0.0, le=1.0
-    )
-    evaluations: bool = setting(False, "Score stored held-out trajectories too.")
-    groups_per_task: int = setting(32, "Groups that one score task run scores.", ge=1)
-    tasks_in_flight: int = setting(4, "Score task runs at the same time; what they score is in memory.", ge=1)
 
 
-class RunConfig(StageConfig):
-    """All settings of a run."""
+class RunConfig(FlowConfig):
+    """Settings of a run, whichever flow works on it."""
 
-    seed: int = setting(0, "Seed of prompts, sampling and the start model.", ge=0, lt=2**31, fixed=True)
-    steps: int = setting(40, "Steps of the whole run.", ge=1)
     model: str = setting(
-        "", "Folder of the start model (Hugging Face format); empty with start_model.enabled.", fixed=True
+        "",
+        "Folder of the start model (Hugging Face format); empty only with start_model.steps above 0.",
+        fixed=True,
+        basic=True,
+    )
+    steps: int = setting(100, "Number of steps of the whole run.", ge=1, basic=True)
+    seed: int = setting(
+        0, "Seed of prompts, sampling and the start model.", ge=0, lt=2**31, fixed=True, basic=True
+    )
+    max_restarts: int = setting(
+        2,
+        "How often each launched trainer or vLLM server is restarted; the run stops when the trainer or the last server "
+        "may not be restarted any more.",
+        ge=0,
     )
     rollout: RolloutConfig = setting(RolloutConfig(), "Sampling.")
     score: ScoreConfig = setting(ScoreConfig(), "Scoring and advantages.")
     train: TrainConfig = setting(TrainConfig(), "The trainer.")
-    evaluate: EvaluateConfig = setting(EvaluateConfig(), "Held-out evaluation.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Checkpoints of the trainer.")
+    evaluate: EvaluateConfig = setting(EvaluateConfig(), "Held-out evaluation, greedy and sampled.")
     serve: ServeConfig = setting(ServeConfig(), "The vLLM servers.")
     sync: SyncConfig = setting(SyncConfig(), "Weights from the trainer to the servers.")
     store: StoreConfig = setting(StoreConfig(), "The data sets.")
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
-    start_model: StartModelConfig = setting(StartModelConfig(), "Make a small start model here.")
-    retrain: RetrainConfig = setting(RetrainConfig(), "Training from stored rollouts.")
+    start_model: StartModelConfig = setting(StartModelConfig(), "Recipe of a small start model, made here.")
+    retrain: RetrainConfig = setting(RetrainConfig(), "Stored rollouts to train from.")
 
     @property
     def trajectories_per_step(self) -> int:
-        """P x G."""
+        """Number of trajectories of a step: its groups times the size of a group."""
         return self.rollout.groups_per_step * self.rollout.group_size

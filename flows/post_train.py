@@ -1,83 +1,84 @@
-"""The main flow: for each step collect -> train -> sync -> report, and what may go on beside it."""
+"""The main flow: for each step rollout -> score -> train_step -> sync_weights.
 
-import asyncio
+collect_step    samples and scores the step's groups (flows/step/step_collection.py), in the background while the step
+before trains
+train_step      applies the step's batch
+sync_weights    brings the new weights to the vLLM servers; then the next step begins
+"""
 
 from prefect import flow
 
-from flows.beside import Beside
-from flows.checks.machine import check_machine
-from flows.config import RunConfig
-from flows.failure import one_error
-from flows.groups.collector_runs import joined, open_collectors
-from flows.groups.fan_out import store_batch
-from flows.policies.policy import open_policy
-from flows.policies.retention import drop_old_routing
-from flows.reporting.report import report_run, report_step, train_metrics
-from flows.rules import check
-from flows.running.folder import RunName, check_resumable, run_folder
-from flows.running.run import open_run
-from flows.start_model import ensure_start_model
-from flows.ui.cancelling import mark_cancelled
-from flows.ui.pausing import pauses_between_steps
-from flows.ui.terminating import ended_in_order
-from tasks.observe.run_line import recorded
-from tasks.observe.spans import span
-from tasks.observe.step_clock import StepClock
-from tasks.score.check import check_scorer
+from rollmill.flows.failure import one_error
+from rollmill.flows.forms import PostTrainSettings
+from rollmill.flows.policies.checkpointing import drop_old_routing
+from rollmill.flows.policies.run_policy import open_policy, restore_policy
+from rollmill.flows.prefect_integration.leftovers import mark_cancelled
+from rollmill.flows.prefect_integration.private_prefect import end_in_order, pause_between_steps
+from rollmill.flows.run.folder import RunName
+from rollmill.flows.run.live_run import open_run
+from rollmill.flows.start_model import check_start, ensure_start_model
+from rollmill.flows.step.overlap import StepPipeline
+from rollmill.flows.step.report import report_run, report_step, train_metrics
+from rollmill.flows.step.step_groups import store_batch
+from rollmill.tasks.observe.spans import span
+from rollmill.tasks.observe.step_clock import StepClock, record_flow
+from rollmill.tasks.sync.task import sync_weights
+from rollmill.tasks.train.task import train_step
 
 
 @flow(name="post-train", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-@recorded
-async def post_train(run_name: RunName, config: RunConfig, redo_failed: bool = False) -> str:
-    """Post-train a policy: sample, score, train and sync, step by step, from where the run's folder stands.
+@record_flow
+async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: bool = False) -> str:
+    """Post-train a policy: sample, score, train and sync, step by step; an unfinished run is resumed.
 
     Args:
-        run_name: folder of the run below `store.root`; one that exists and is unfinished is gone on with.
+        run_name: folder of the run below `store.root`.
         config: all settings.
-        redo_failed: sample what failed of the steps without a batch again, as a further attempt.
+        redo_failed: True to sample failed trajectories of steps without a batch again, as a further attempt.
 
     Returns:
         The run's folder.
     """
-    with span("checking"):
-        check(config)
-        check_scorer(config.score, config.evaluate.scorer)
-        await check_machine(config)
-        await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
-    with ended_in_order(), one_error(), pauses_between_steps(config.steps) as pauses:
+    with end_in_order(), one_error(), pause_between_steps(config.steps) as pauses:
+        await check_start(run_name, config)
         model = await ensure_start_model(config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed) as run,
-            open_collectors(run) as collectors,
             open_policy(run) as policy,
-            Beside(run, collectors) as beside,
+            StepPipeline(run) as pipeline,
         ):
-            first = await policy.restore()
-            await drop_old_routing(run, first)
-            beside.begin(first)
-            for step in range(first, config.steps):
+            restored = await restore_policy(policy)
+            # A process that was killed between a checkpoint and this removal left old rows.
+            await drop_old_routing(run, restored.version)
+            pipeline.begin(restored.version, after=[restored])
+            for step in range(restored.version, config.steps):
                 with StepClock(step) as clock:
                     with clock.span("collect"):
-                        collected = await beside.collected(step)
+                        # rollout -> score, for each group of the step
+                        collected = await pipeline.collect(step)
                     with clock.span("train"):
-                        result = await policy.train(step, await store_batch(run, collected))
+                        batch = await store_batch(run, step, collected.outcomes)
+                        trained = await train_step(policy, step, batch, wait_for=[collected])
                     with clock.span("evaluate"):
-                        await beside.evaluated(step)
+                        # The next sync replaces the weights that this evaluation samples from.
+                        await pipeline.finish_evaluation(step)
                     with clock.span("sync"):
-                        synced = await policy.sync(only_name=not result.updated)
+                        result = trained.result
+                        synced = await sync_weights(
+                            policy, result.version, only_name=not result.updated, wait_for=[trained]
+                        )
+                    # A step that has begun must finish, so none begins when a pause is due.
                     if not pauses.is_due(step + 1):
-                        beside.begin(step + 1)
-                    await report_step(
-                        run, collected, [*train_metrics(result), *synced, *joined(collectors)], clock
-                    )
+                        pipeline.begin(step + 1, after=[synced])
+                    await report_step(run, collected, [*train_metrics(result), *synced.metrics], clock)
                     await policy.checkpoint_if_due()
                     await policy.export_if_due()
                     await drop_old_routing(run, step + 1)
                 pauses.before(step + 1)
             with span("evaluate"):
-                await beside.evaluated(config.steps)
+                await pipeline.finish_evaluation(config.steps)
             with span("checkpoint"):
-                await policy.checkpointed()
-            await policy.tell_spans()
+                await policy.finish_checkpoints()
+            await policy.report_spans()
             await report_run(run)
     return run.folder.location

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError
 
 PRESETS = Path("conf")
 ALGORITHMS = PRESETS / "algorithms"
@@ -13,42 +13,47 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def preset_values(preset: str) -> dict[str, Any]:
-    """What a preset says: a name in conf/ or conf/algorithms/, the path of a YAML file, or several of them joined by +.
+    """Read the settings of a preset: a name in conf/ or conf/algorithms/, a YAML file's path, or several joined by +.
 
-    Of a setting that several have the last one's value counts.
+    If several parts set the same setting, the last one's value counts.
 
     Example: "quickstart+dapo" is conf/quickstart.yaml with the settings of conf/algorithms/dapo.yaml.
 
     Raises:
         ConfigError: one of them is missing, or is not YAML.
     """
-    parts = [preset] if Path(preset).is_file() else preset.split("+")
     values: dict[str, Any] = {}
-    for part in parts:
-        _join(values, _values_of(part))
+    for part in _split(preset):
+        _join(values, _read_preset(part))
     return values
 
 
 def preset_name(preset: str) -> str:
-    """What a run of a preset is called by default. Example: "conf/mine.yaml+dapo" is "mine-dapo"."""
-    parts = [preset] if Path(preset).is_file() else preset.split("+")
-    return "-".join(Path(part).stem if part.endswith(_SUFFIXES) else part for part in parts)
+    """Return the default name for a run of a preset. Example: "conf/mine.yaml+dapo" gives "mine-dapo"."""
+    return "-".join(_name(part) for part in _split(preset))
 
 
-def task_of(preset: str) -> str:
-    """The name of a preset's task, its first part. Example: "conf/mine.yaml+dapo" is "mine"."""
-    part = preset if Path(preset).is_file() else preset.split("+")[0]
-    return Path(part).stem if part.endswith(_SUFFIXES) else part
+def preset_task(preset: str) -> str:
+    """Return the name of a preset's first part, which names the task. Example: "conf/mine.yaml+dapo" gives "mine"."""
+    return _name(_split(preset)[0])
 
 
 def are_algorithms(preset: str) -> bool:
-    """True when a preset has no task's settings: all its parts are names in conf/algorithms/."""
-    parts = [preset] if Path(preset).is_file() else preset.split("+")
-    return all(_path_of(part).parent == ALGORITHMS for part in parts)
+    """Return True if all parts of a preset are names in conf/algorithms/, so that no part sets a task."""
+    return all(_find_preset(part).parent == ALGORITHMS for part in _split(preset))
 
 
-def _values_of(part: str) -> dict[str, Any]:
-    path = _path_of(part)
+def _split(preset: str) -> list[str]:
+    # A file's path may have a + in it.
+    return [preset] if Path(preset).is_file() else preset.split("+")
+
+
+def _name(part: str) -> str:
+    return Path(part).stem if part.endswith(_SUFFIXES) else part
+
+
+def _read_preset(part: str) -> dict[str, Any]:
+    path = _find_preset(part)
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -58,7 +63,7 @@ def _values_of(part: str) -> dict[str, Any]:
     return values
 
 
-def _path_of(part: str) -> Path:
+def _find_preset(part: str) -> Path:
     if part.endswith(_SUFFIXES):
         paths = [Path(part)]
     else:

@@ -1,20 +1,46 @@
-"""Where a start model lies: a function of its recipe."""
+"""The folder of a run's start model, a function of its recipe, and the run's tokenizer."""
 
 import hashlib
 import json
 from pathlib import Path
 
-from flows.config import RunConfig
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.train.config import StartModelRecipe
 
 RECIPE_VERSION = 1
-NOT_IN_THE_DIGEST = {"enabled", "root", "threads", "timeout_s"}
+
+
+def start_model_recipe(config: RunConfig) -> StartModelRecipe:
+    """Return the settings by which a run's start model is trained: `config.start_model` without its folder `root`."""
+    return StartModelRecipe.model_validate(config.start_model.model_dump(exclude={"root"}))
 
 
 def start_model_folder(config: RunConfig) -> Path:
-    """Where the start model lies, or will: `config.model`, or a folder named by recipe and seed."""
+    """Return the start model's folder, existing or not: `config.model`, or one named by a digest of recipe and seed."""
     if config.model:
         return Path(config.model)
-    recipe = config.start_model.model_dump(exclude=NOT_IN_THE_DIGEST)
+    recipe = start_model_recipe(config).model_dump()
     recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     return Path(config.start_model.root) / f"start-{digest[:16]}"
+
+
+def run_tokenizer(folder: RunFolder, model: str = "") -> ChatTokenizer:
+    """Load the tokenizer of the model folder `model`, or by default of the run's start model.
+
+    Raises:
+        ConfigError: there is no tokenizer; the remedy names --model.
+    """
+    place = Path(model) if model else None
+    try:
+        place = place or start_model_folder(RunConfig.model_validate(read_manifest(folder).config))
+        return ChatTokenizer.load(place)
+    except ConfigError as error:
+        raise ConfigError("--model", str(place), f"{error.remedy}; name the run's model folder") from error
+    except ValueError as error:
+        remedy = "its settings belong to another version of Rollmill, so its model is unknown; name the model folder"
+        raise ConfigError("--model", folder.path("run.json"), remedy) from error

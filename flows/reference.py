@@ -1,4 +1,4 @@
-"""docs/reference.md, made from what settings and commands say of themselves: `python -m flows.reference` writes it."""
+"""docs/reference.md, made from the descriptions of settings and commands: `python -m rollmill.flows.reference` writes it."""
 
 import re
 from collections.abc import Iterator
@@ -8,21 +8,23 @@ from typing import Any, get_type_hints
 import typer
 import yaml
 from prefect.flows import Flow
+from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 from typing_extensions import TypeIs
 
-from flows.cli import app
-from tasks.config import StageConfig, named
+from rollmill.flows.cli import app
+from rollmill.flows.forms import FORMS
+from rollmill.tasks.config import StageConfig, named
 
 PAGE = Path("docs") / "reference.md"
 DEPLOYMENTS = Path("prefect.yaml")
 TITLE = """\
 # Reference
 
-Every flow's settings and every command, as they describe themselves. `python -m flows.reference` writes this page.
+Every flow's settings and every command, as they describe themselves. `python -m rollmill.flows.reference` writes this page.
 
-A setting is named as `--set` takes it: `--set train.lr=1e-6`. **Fixed** ones may not change when a run is gone on with
-([operations](operations.md#going-on-with-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
+A setting is named as `--set` takes it: `--set train.lr=1e-6`. **Fixed** settings cannot change when a run is resumed
+([operations](operations.md#resuming-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
 """
 _SETTINGS_HEAD = "| setting | type | default | allowed | fixed | meaning |\n|---|---|---|---|---|---|"
 _COMMANDS_HEAD = "| argument or option | meaning |\n|---|---|"
@@ -30,18 +32,18 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def page(deployments: Path = DEPLOYMENTS) -> str:
-    """The whole page.
+    """Return the text of docs/reference.md: every deployed flow, every setting and every command.
 
     Args:
         deployments: prefect.yaml, whose entrypoints are the flows that are described.
     """
-    flows = deployed_flows(deployments)
+    flows = list_deployed_flows(deployments)
     parts = [TITLE, "## Flows\n", "\n".join(_flows(flows)), "\n".join(_sections(flows)), "## Commands\n"]
     return "\n".join([*parts, "\n".join(_commands())]).rstrip() + "\n"
 
 
-def deployed_flows(deployments: Path = DEPLOYMENTS) -> list[Flow[..., Any]]:
-    """The flows of prefect.yaml, each once, in their order there."""
+def list_deployed_flows(deployments: Path = DEPLOYMENTS) -> list[Flow[..., Any]]:
+    """Import the flows that the deployments of prefect.yaml name, each once, in the order in which they are named."""
     listed = yaml.safe_load(deployments.read_text())["deployments"]
     names = dict.fromkeys(str(each["entrypoint"]) for each in listed)
     return [named("entrypoint", ":".join(name.rsplit(".", 1)), {}) for name in names]
@@ -61,17 +63,25 @@ def _is_section(kind: Any) -> TypeIs[type[StageConfig]]:
 
 
 def _flows(flows: list[Flow[..., Any]]) -> Iterator[str]:
-    yield "| flow | what it does | parameters | settings that are its own |\n|---|---|---|---|"
+    yield "| flow | what it does | parameters | settings | not read |\n|---|---|---|---|---|"
     for flow in flows:
         config = _config(flow)
         summary = (flow.fn.__doc__ or "").strip().partition("\n")[0]
         parameters = ", ".join(f"`{name}`" for name in _parameters(flow))
-        yield _line(f"`{flow.name}`", summary, parameters, f"[{config.__name__}](#{config.__name__.lower()})")
-    yield "\nA flow's `config` has its own settings, and sections; a section that several flows have is described once.\n"
+        hidden = FORMS[flow.name].hidden
+        not_read = sorted(
+            name for name in hidden if name in config.model_fields or not name.startswith("train.")
+        )
+        unread = ", ".join(f"`{name}`" for name in not_read)
+        if len(not_read) < len(hidden):
+            unread += ", most of `train`"
+        link = f"[{config.__name__}](#{config.__name__.lower()})"
+        yield _line(f"`{flow.name}`", summary, parameters, link, unread)
+    yield "\nA section that several flows have is described once. A flow's form in Prefect leaves out what the flow does not read.\n"
 
 
 def _sections(flows: list[Flow[..., Any]]) -> Iterator[str]:
-    """Each flow's own settings, then each section of settings once, those within it behind it."""
+    """Yield headings and tables of all flows' settings: top-level ones, then each section once, before those inside it."""
     described: set[tuple[str, type[StageConfig]]] = set()
     for config in dict.fromkeys(_config(flow) for flow in flows):
         names = ", ".join(f"`{flow.name}`" for flow in flows if _config(flow) is config)
@@ -94,7 +104,7 @@ def _below(
 
 
 def _table(model: type[StageConfig], prefix: str) -> Iterator[str]:
-    """The settings of one section; the sections below it have tables of their own."""
+    """Yield the markdown table of one section's settings; a subsection is one line with a link to its own table."""
     properties = model.model_json_schema()["properties"]
     yield _SETTINGS_HEAD
     for name, field in model.model_fields.items():
@@ -103,9 +113,16 @@ def _table(model: type[StageConfig], prefix: str) -> Iterator[str]:
             yield _line(f"`{path}`", "section", "", "", "", f"[{field.description}](#{_anchor(path)})")
         else:
             mark = "fixed" if shape.get("fixed") else ""
-            default = "" if field.is_required() else _code(field.get_default(call_default_factory=True))
-            yield _line(f"`{path}`", _kind(shape), default, _allowed(shape), mark, field.description or "")
+            default = _default(field)
+            yield _line(f"`{path}`", _kind(shape), default, _range_text(shape), mark, field.description or "")
     yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    """Return a setting's default as `--set` takes it; "by the machine" if a function computes it, empty if there is none."""
+    if field.default_factory:
+        return "by the machine"
+    return "" if field.is_required() else _code(field.default)
 
 
 def _anchor(heading: str) -> str:
@@ -113,7 +130,7 @@ def _anchor(heading: str) -> str:
 
 
 def _kind(shape: dict[str, Any]) -> str:
-    """A setting's type in words. Example: {"type": "array", "items": {"type": "string"}} is "list of text"."""
+    """Return a setting's type in words. Example: {"type": "array", "items": {"type": "string"}} gives "list of text"."""
     words = {
         "string": "text",
         "integer": "integer",
@@ -128,8 +145,11 @@ def _kind(shape: dict[str, Any]) -> str:
     return "choice" if "enum" in shape else words.get(shape.get("type", ""), shape.get("type", ""))
 
 
-def _allowed(shape: dict[str, Any]) -> str:
-    """Choices or range. Example: {"minimum": 1, "exclusiveMaximum": 5} is "≥ 1, < 5"."""
+def _range_text(shape: dict[str, Any]) -> str:
+    """Return a setting's choices, range, pattern or least length; empty without any.
+
+    Example: {"minimum": 1, "exclusiveMaximum": 5} gives "≥ 1, < 5".
+    """
     shapes = [shape, *shape.get("anyOf", []), shape.get("items", {})]
     for each in shapes:
         if "enum" in each:
@@ -141,7 +161,7 @@ def _allowed(shape: dict[str, Any]) -> str:
 
 
 def _code(value: object) -> str:
-    """A value as `--set` takes it."""
+    """Format a value as `--set` takes it, in markdown's backquotes; None is "none", an empty text "empty"."""
     if value is None:
         return "none"
     if isinstance(value, bool):

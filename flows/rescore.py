@@ -1,4 +1,4 @@
-"""Scores anew what was generated before: a scorer over stored rollouts, into a scores data set of its own."""
+"""The flow rescore: scores stored rollouts with another scorer, into a separate partition of the data set scores."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -8,44 +8,44 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
-from flows.checks.preflight import check_store
-from flows.config import RescoreConfig
-from flows.failure import one_error
-from flows.running.folder import RunName, check_run, run_folder
-from flows.running.unscored import Unscored, check_rescoring, standing, steps_to_score, unscored_groups
-from flows.ui.artifacts import show_scores
-from flows.ui.cancelling import mark_cancelled
-from flows.ui.progress import CountProgress, quiet_task_runs, say
-from flows.ui.recording import Recording
-from flows.ui.terminating import ended_in_order
-from flows.ui.turns import ScoredInTurn, Turns
-from tasks.errors import FailedScoresError
-from tasks.rollout.group import parts_of
-from tasks.score.rescoring import GroupsPart
-from tasks.score.scoring import Scoring
-from tasks.score.task import score
-from tasks.store.layout import RunFolder
-from tasks.store.rows import Rows, values
-from tasks.store.run import OpenRun
-from tasks.store.totals import score_totals
+from rollmill.flows.checks.preflight import check_store
+from rollmill.flows.config import RescoreConfig
+from rollmill.flows.failure import one_error
+from rollmill.flows.forms import RescoreSettings
+from rollmill.flows.offline.unscored import UnscoredRows, UnscoredStep, check_rescoring
+from rollmill.flows.prefect_integration.artifacts import show_scores
+from rollmill.flows.prefect_integration.leftovers import mark_cancelled
+from rollmill.flows.prefect_integration.private_prefect import end_in_order
+from rollmill.flows.prefect_integration.progress import CountProgress, quiet_task_runs, say
+from rollmill.flows.prefect_integration.recording import Recording
+from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
+from rollmill.flows.run.folder import RunName, check_run, run_folder
+from rollmill.tasks.errors import FailedScoresError
+from rollmill.tasks.look.tables.scores import read_score_totals
+from rollmill.tasks.rollout.trajectory_requests import split_chunks
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.score.stored_scores import GroupsChunk
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.rows import Rows, column_values
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 
 @flow(name="rescore", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def rescore(run_name: RunName, config: RescoreConfig) -> str:
-    """Score the stored rollouts of a run, finished or not; what the scorer has scored already is kept.
+async def rescore(run_name: RunName, config: RescoreSettings) -> str:
+    """Score the stored rollouts of a run, finished or not; existing scores by the same scorer are kept.
 
     Args:
         run_name: folder of the run below `store.root`.
         config: all settings.
 
     Returns:
-        NAME@VERSION, by which the scores are stored.
+        The scorer's NAME@VERSION, under which the scores are stored.
     """
     folder = run_folder(run_name, config)
     await asyncio.to_thread(check_store, config.store.root)
     check_run(folder)
     check_rescoring(folder, config)
-    with ended_in_order(), one_error():
+    with end_in_order(), one_error():
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
     await show_scores(folder)
@@ -54,27 +54,32 @@ async def rescore(run_name: RunName, config: RescoreConfig) -> str:
 
 
 class Rescoring:
-    """One scorer over one run, which is open for writing."""
+    """Scores the stored trajectories of one run, which is open for writing, with one scorer."""
 
     def __init__(self, store: OpenRun, config: RescoreConfig, scoring: Scoring) -> None:
         self.scorer = scoring.key
         self._store, self._config, self._scoring = store, config, scoring
-        self._recording, self._turns = Recording(config.observe), Turns()
+        self._unscored = UnscoredRows(store.folder, config, scoring)
+        self._recording = Recording()
+        # Each call is a task run, also where a run would record none: a rescoring has few of them.
+        observe = config.observe.model_copy(update={"task_runs": "all"})
+        self._recorder = TaskRunRecorder(observe, self._recording)
         self._in_flight = asyncio.Semaphore(config.tasks_in_flight)
         self._n_scores, self._n_failed, self._first_error = 0, 0, ""
 
     async def finish(self) -> None:
-        """Score whatever has no score yet, step by step, parts of several groups at a time.
+        """Score every trajectory that has no score yet, step by step, with several groups in each task run.
 
         Raises:
-            FailedScoresError: more scores failed than the share allows, those that were stored before included.
+            FailedScoresError: more scores failed than max_failed_share allows, earlier ones included.
         """
-        steps = await asyncio.to_thread(steps_to_score, self._store.folder, self._config, self._scoring)
+        steps = await asyncio.to_thread(self._unscored.count_steps)
         left = [step for step in steps if step.n_trajectories]
         total = sum(step.n_trajectories for step in left)
         self._n_scores = total + sum(step.n_scored for step in steps)
         self._n_failed = sum(step.n_failed for step in steps)
         self._first_error = next((step.first_error for step in steps if step.n_failed), "")
+        # A run whose stored scores fail too often stops before it scores more.
         self._check()
         if not total:
             numbers = [step.step for step in steps]
@@ -84,11 +89,15 @@ class Rescoring:
         with CountProgress(f"{self.scorer}", total) as self._progress:
             async with asyncio.TaskGroup() as scoring:
                 for step in left:
-                    await self._make_way(step)
-                    groups = await asyncio.to_thread(
-                        unscored_groups, self._store.folder, self._config, self._scoring, step
-                    )
-                    for part in parts_of(groups, self._config.groups_per_task):
+                    # Before new scores are appended: a partition is replaced as a whole.
+                    kept, n_stale = await asyncio.to_thread(self._unscored.read_kept_scores, step)
+                    if n_stale:
+                        await self._store.writer.replace(
+                            step.scores, kept, scorer=self.scorer, step=step.step
+                        )
+                    groups = await asyncio.to_thread(self._unscored.read_groups, step)
+                    for part in split_chunks(groups, self._config.groups_per_task):
+                        # Here and not in the task: what waits for a slot is not read into memory.
                         await self._in_flight.acquire()
                         scoring.create_task(self._score(step, part))
         if self._n_failed:
@@ -97,38 +106,31 @@ class Rescoring:
             )
         await self._recording.wait_until_recorded()
 
-    async def _make_way(self, step: Unscored) -> None:
-        """Leave out the scores of a step that are given anew."""
-        stay, n_stale = await asyncio.to_thread(
-            standing, self._store.folder, self._config, self._scoring, step
-        )
-        if n_stale:
-            await self._store.writer.replace(step.scores, stay, scorer=self.scorer, step=step.step)
-
     def _check(self) -> None:
         if self._n_failed <= self._config.max_failed_share * self._n_scores:
             return
         raise FailedScoresError(
             f"{self._n_failed} of {self._n_scores} scores by {self.scorer} failed, max_failed_share allows "
-            f"{self._config.max_failed_share:g}; the first: {self._first_error}\nwhat is stored stays: mend the cause and "
-            "give --redo-failed, or raise the share to go on"
+            f"{self._config.max_failed_share:g}; the first: {self._first_error}\nstored scores are kept: fix the cause and "
+            "give --redo-failed, or raise max_failed_share to continue"
         )
 
-    async def _score(self, step: Unscored, groups: Sequence[Rows]) -> None:
-        """Score a part in a task run of its own."""
+    async def _score(self, step: UnscoredStep, groups: Sequence[Rows]) -> None:
+        """Score some groups of a step in one task run and store the scores; then release the slot that the caller acquired."""
         try:
+            # Task runs begin no faster than Prefect records them, or its queue grows without bound.
             await self._recording.hold_back()
-            await self._turns.next()
-            self._recording.started()
 
-            async def keep(rows: Rows) -> None:
+            async def store(rows: Rows) -> None:
                 await self._store.writer.append(step.scores, rows, scorer=self.scorer, step=step.step)
                 self._see(rows)
 
-            part = GroupsPart(self._scoring, groups, step.step, keep)
+            chunk = GroupsChunk(self._scoring, groups, step.step, store)
             first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
             label = str(first) if first == last else f"{first}-{last}"
-            await score(ScoredInTurn(part, self._turns), step.step, label)
+            await self._recorder.begin_task_run()
+            scored = await self._recorder.score(chunk, step.step, label)
+            await scored.aresult()
             self._check()
         finally:
             self._in_flight.release()
@@ -136,7 +138,7 @@ class Rescoring:
     def _see(self, rows: Rows) -> None:
         errors = [
             error
-            for error, status in zip(values(rows, "error"), values(rows, "status"), strict=True)
+            for error, status in zip(column_values(rows, "error"), column_values(rows, "status"), strict=True)
             if status == "failed"
         ]
         self._n_failed += len(errors)
@@ -146,10 +148,10 @@ class Rescoring:
 
 @asynccontextmanager
 async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncIterator[Rescoring]:
-    """Lock the run, and start the scorer's worker processes.
+    """Lock the run, start the scorer's worker processes and yield a Rescoring; both end with the context.
 
     Raises:
-        RunLockedError: a process writes to it.
+        RunLockedError: another process writes to the run.
     """
     quiet_task_runs()
     store = await asyncio.to_thread(OpenRun.extend, folder, config_of=config.store)
@@ -161,11 +163,11 @@ async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncItera
 
 
 def scores_table(folder: RunFolder) -> Table:
-    """What each scorer said of a run's rollouts, those of the run itself included."""
+    """Return a table for the terminal with each scorer's mean reward and its scored, failed and dropped trajectories."""
     table = Table(title=f"{folder.location}: scores", title_justify="left")
     for column in ("scorer", "mean reward", "scored", "failed", "dropped"):
         table.add_column(column, justify="left" if column == "scorer" else "right")
-    for each in score_totals(folder):
+    for each in read_score_totals(folder):
         counts = [str(each.by_status[status]) for status in ("scored", "failed", "dropped")]
         table.add_row(each.scorer, f"{each.reward:.4f}", *counts)
     return table

@@ -1,127 +1,120 @@
-"""Trains from stored rollouts and a chosen scores data set: for each step draw -> train -> report, offline."""
+"""The flow retrain: trains from stored rollouts and their scores; for each step draw -> train -> report."""
 
 import asyncio
 from collections.abc import Sequence
 
 from prefect import flow
 
-from flows.checks.machine import check_machine
-from flows.checks.offline import check_offline, check_tokenizers
-from flows.config import RunConfig
-from flows.evaluate import evaluate_version, is_due
-from flows.failure import one_error
-from flows.groups.draws import Draw, GroupPool, store_draw
-from flows.policies.policy import Policy, open_policy
-from flows.reporting.report import report_run, store_metrics, train_metrics
-from flows.rules import check
-from flows.running.folder import RunName, check_resumable, existing_run, run_folder
-from flows.running.run import Run, TrainingRun, open_offline_run, open_run
-from flows.running.space import StepSpace
-from flows.start_model import ensure_start_model
-from flows.ui.cancelling import mark_cancelled
-from flows.ui.progress import say
-from flows.ui.recording import forget_results
-from flows.ui.terminating import ended_in_order
-from tasks.observe.metrics import Metric
-from tasks.observe.run_line import recorded
-from tasks.observe.spans import span, spanned
-from tasks.observe.step_clock import StepClock
-from tasks.store.draw import steps_of_a_pass
-from tasks.store.manifest import Source
-from tasks.store.sources import check_sources, sources_of
+from rollmill.flows.config import RunConfig
+from rollmill.flows.failure import one_error
+from rollmill.flows.forms import RetrainSettings
+from rollmill.flows.offline.draws import Draw, GroupPool, store_draw
+from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers
+from rollmill.flows.policies.run_policy import RunPolicy, open_policy, restore_policy
+from rollmill.flows.prefect_integration.leftovers import mark_cancelled
+from rollmill.flows.prefect_integration.private_prefect import end_in_order, release_finished_tasks
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.run.folder import RunName, find_run, run_folder
+from rollmill.flows.run.live_run import Run, TrainingRun, open_offline_run, open_run
+from rollmill.flows.start_model import check_start, ensure_start_model
+from rollmill.flows.step.held_out import evaluate_version, is_due
+from rollmill.flows.step.report import report_run, store_step, train_metrics
+from rollmill.flows.step.step_space import StepSpace
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.spans import record_span, span
+from rollmill.tasks.observe.step_clock import StepClock, record_flow
+from rollmill.tasks.store.group_draw import steps_per_pass
+from rollmill.tasks.store.run.training_sources import check_sources, read_sources
+from rollmill.tasks.sync.task import SyncedVersion, sync_weights
+from rollmill.tasks.train.task import TrainedStep, train_step
 
 
 @flow(name="retrain", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-@recorded
-async def retrain(run_name: RunName, config: RunConfig) -> str:
-    """Train a new run on what others sampled; vLLM servers are there for evaluations alone, and without these not at all.
+@record_flow
+async def retrain(run_name: RunName, config: RetrainSettings) -> str:
+    """Train a new run on the stored rollouts of others; vLLM servers start for evaluations only.
 
     Args:
-        run_name: folder of the new run below `store.root`; one that exists and is unfinished is gone on with.
-        config: all settings; `retrain` says from what.
+        run_name: folder of the new run below `store.root`; an unfinished one is resumed.
+        config: all settings; `retrain` names the sources.
 
     Returns:
         The new run's folder.
     """
-    with span("checking"):
-        check(config)
-        check_offline(config)
-        await check_machine(config, samples=config.evaluate.enabled)
-        await asyncio.to_thread(check_resumable, run_folder(run_name, config), config)
-        sources = await asyncio.to_thread(checked_sources, run_name, config)
-    with ended_in_order(), one_error():
+    with end_in_order(), one_error():
+        await check_start(run_name, config, samples=config.evaluate.every > 0)
         with span("planning"):
+            await asyncio.to_thread(check_offline, config)
+            # A source may have been replaced by another run since an earlier attempt at this run.
+            await asyncio.to_thread(check_sources, run_folder(run_name, config))
+            sources = await asyncio.to_thread(lambda: read_sources(map(find_run, config.retrain.sources)))
+            # Before any service starts: a run without a trainable group ends here.
             pool = await asyncio.to_thread(GroupPool.read, config)
         model = await ensure_start_model(config)
+        # The start model may have been made just now.
         check_tokenizers(config)
-        tell(pool, config)
-        opened = (open_run if config.evaluate.enabled else open_offline_run)(run_name, config, model)
+        report_pool(pool, config)
+        # Without evaluation nothing is sampled, so no environment and no scorer are opened.
+        opened = (open_run if config.evaluate.every else open_offline_run)(run_name, config, model)
         async with opened as run, open_policy(run) as policy:
             run.store.keep_sources(sources)
-            first = await policy.restore()
+            restored = await restore_policy(policy)
+            # The version that was restored may lack its evaluation.
             with span("evaluate"):
-                await evaluate(run, first)
+                await evaluate_if_served(run, restored)
+            # Steps are drawn here without a StepPipeline, which checks the disk in other flows.
             space = StepSpace(run)
-            for step in range(first, config.steps):
+            for step in range(restored.version, config.steps):
                 with StepClock(step) as clock:
                     with clock.span("draw"):
                         await space.check(step)
-                        draw = await store_draw(run, pool, step)
+                        draw = await store_draw(run.store, config, pool, step)
                     with clock.span("train"):
-                        result = await policy.train(step, draw.digest)
+                        trained = await train_step(policy, step, draw.digest)
                     with clock.span("evaluate"):
-                        synced = await show(run, policy, step + 1)
-                    await report_draw(run, draw, [*train_metrics(result), *synced], clock)
+                        synced = await sync_and_evaluate(run, policy, trained)
+                    metrics = [*train_metrics(trained.result), *synced]
+                    await report_draw(run, draw, metrics, clock)
                     await policy.checkpoint_if_due()
                     await policy.export_if_due()
             with span("checkpoint"):
-                await policy.checkpointed()
-            await policy.tell_spans()
+                await policy.finish_checkpoints()
+            await policy.report_spans()
             await report_run(run)
     return run.folder.location
 
 
-def checked_sources(run_name: str, config: RunConfig) -> tuple[Source, ...]:
-    """The runs to train from; ConfigError when another lies in the place of one that this run was trained from."""
-    check_sources(run_folder(run_name, config))
-    return sources_of(map(existing_run, config.retrain.sources))
-
-
-async def show(run: TrainingRun, policy: Policy, version: int) -> list[Metric]:
-    """Give the servers a version that is to be evaluated, and evaluate it; other versions they never have."""
+async def sync_and_evaluate(run: TrainingRun, policy: RunPolicy, trained: TrainedStep) -> Sequence[Metric]:
+    """Send the trained weights to the vLLM servers and evaluate them, if an evaluation is due; return the sync's metrics."""
+    version = trained.result.version
     if not is_due(run, version):
         return []
-    synced = await policy.sync(only_name=False)
-    await evaluate(run, version)
-    return synced
+    synced = await sync_weights(policy, version, wait_for=[trained])
+    await evaluate_if_served(run, synced)
+    return synced.metrics
 
 
-async def evaluate(run: TrainingRun, version: int) -> None:
-    """Evaluate the version that the servers have, if there are servers and it is due."""
+async def evaluate_if_served(run: TrainingRun, synced: SyncedVersion) -> None:
+    """Evaluate the synced policy version on the held-out prompts, if the run has vLLM servers and an evaluation is due."""
     if isinstance(run, Run):
-        await evaluate_version(run, version)
+        await evaluate_version(run, synced.version, after=[synced])
 
 
-def tell(pool: GroupPool, config: RunConfig) -> None:
-    """Say what there is to draw from, and how often it is gone over."""
+def report_pool(pool: GroupPool, config: RunConfig) -> None:
+    """Print how many groups can be drawn, how many are left out and why, and how many passes over them the run makes."""
     left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(pool.left_out.items()))
-    passes = config.steps / steps_of_a_pass(len(pool.groups), config.retrain.groups_per_step)
+    passes = config.steps / steps_per_pass(len(pool.groups), config.rollout.groups_per_step)
     say(
         f"{len(pool.groups)} groups to draw from{left_out and f' (left out: {left_out})'}; {config.steps} steps are "
         f"{passes:.2g} passes"
     )
 
 
-@spanned("report")
+@record_span("report")
 async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], clock: StepClock) -> None:
-    """Store the step's metrics and show it."""
-    measured = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
-    measured |= {"time/step_s": clock.elapsed_s, "retrain/reward": draw.reward}
-    own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    await run.store.spans.store(draw.step)
-    vitals = [run.store.spans.lost(), *await run.vitals.of_step()]
-    await store_metrics(run, draw.step, [*metrics, *own, *vitals])
-    await run.store.writer.note()
+    """Store the metrics of a retrained step, and show them on the terminal and in Prefect's UI."""
+    reward = Metric("retrain/reward", "all", "value", draw.reward)
+    await store_step(run, draw.step, [*metrics, reward], clock)
     run.progress.step_done(
         draw.step,
         reward=draw.reward,
@@ -130,4 +123,4 @@ async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], c
         dropped="",
     )
     run.artifacts.step_done(draw.step, scorer="")
-    forget_results()
+    release_finished_tasks()

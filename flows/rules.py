@@ -1,21 +1,22 @@
-"""The rules that settings of several stages keep together."""
+"""The rules that settings of several stages must keep together."""
 
-from flows.config import RunConfig
-from tasks.errors import ConfigError
-from tasks.rollout.environment import library_of
-from tasks.train.rules import check_objective, check_offload
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.environment import environment_library
+from rollmill.tasks.score.terms import SCORERS
+from rollmill.tasks.train.config import START_MODEL_POSITIONS
+from rollmill.tasks.train.setting_rules import check_objective, check_offload
 
+# Field, its value, whether that is wrong, and what to do then.
 Rule = tuple[str, object, bool, str]
-"""Field, its value, whether that is wrong, and what to do then."""
-HEAD_MULTIPLE = 32
-"""Widths of an attention head that vLLM's CPU kernels have are multiples of this."""
 
 
-def check(config: RunConfig) -> None:
+def check_config(config: RunConfig) -> None:
     """Refuse settings that contradict each other; ConfigError names the first."""
     for field, value, is_wrong, remedy in _rules(config):
         if is_wrong:
             raise ConfigError(field, value, remedy)
+    # The trainer checks its settings with these too, so they raise by themselves.
     check_objective(config.train)
     check_offload(config.train)
 
@@ -31,27 +32,39 @@ def _rules(config: RunConfig) -> list[Rule]:
 
 
 def _model_rules(config: RunConfig) -> list[Rule]:
-    """Those of the start model."""
-    start_model = config.start_model
+    """Return the rules for the settings that a run needs: a start model, prompts and a scorer."""
+    is_made, rollout, score = config.start_model.steps > 0, config.rollout, config.score
     return [
         (
             "model",
             config.model,
-            bool(config.model) == start_model.enabled,
-            "give the start model's folder, or set start_model.enabled=true, but not both",
+            bool(config.model) == is_made,
+            "give the start model's folder, or have one made by start_model.steps=900, but not both",
         ),
         (
-            "start_model.hidden_size",
-            start_model.hidden_size,
-            start_model.hidden_size % (HEAD_MULTIPLE * start_model.heads) != 0,
-            f"must be a multiple of {HEAD_MULTIPLE} x start_model.heads, which is {start_model.heads}: vLLM's attention on "
-            "CPU wants it",
+            "serve.max_model_len",
+            config.serve.max_model_len,
+            is_made and config.serve.max_model_len > START_MODEL_POSITIONS,
+            f"must not exceed {START_MODEL_POSITIONS}: a start model made here has no more positions",
+        ),
+        (
+            "rollout.prompts.path",
+            rollout.prompts.path,
+            rollout.environment == "prompts" and not rollout.prompts.path,
+            "give the file, folder or name of a data set with prompts, or another rollout.environment",
+        ),
+        (
+            "score.scorer",
+            score.scorer,
+            not score.scorer and not score.sum,
+            f"name the scorer that gives rewards: {', '.join(sorted(SCORERS))}, or your own as package.module:function "
+            "(docs/scorers.md)",
         ),
     ]
 
 
 def _rollout_rules(config: RunConfig) -> list[Rule]:
-    """Those of sampling and its servers."""
+    """Return the rules for the settings of sampling and of the vLLM servers."""
     rollout, serve = config.rollout, config.serve
     return [
         (
@@ -69,7 +82,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
         (
             "rollout.keep_states",
             rollout.keep_states,
-            bool(rollout.keep_states) and not library_of(rollout),
+            bool(rollout.keep_states) and not environment_library(rollout),
             f"is for environments of libraries; {rollout.environment} says itself what it keeps (docs/environments.md)",
         ),
         (
@@ -94,35 +107,27 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
 
 
 def _overlong_rules(config: RunConfig) -> list[Rule]:
-    """Those of overlong reward shaping."""
-    limit, cache = config.score.overlong_limit_tokens, config.score.overlong_cache_tokens
-    longest = config.serve.max_model_len - 1
+    """Return the rules for `score.overlong_tokens`, the two lengths between which long answers lose more and more reward."""
+    lengths, longest = list(config.score.overlong_tokens), config.serve.max_model_len - 1
     return [
         (
-            "score.overlong_limit_tokens",
-            limit,
-            limit > longest,
+            "score.overlong_tokens",
+            lengths,
+            bool(lengths) and not (len(lengths) == 2 and 0 < lengths[0] < lengths[1]),
+            "must be two lengths in tokens [A, B], 0 < A < B: the loss of reward rises from A to B; or [] for no shaping",
+        ),
+        (
+            "score.overlong_tokens",
+            lengths,
+            max(lengths, default=0) > longest,
             f"no answer gets so long: serve.max_model_len is {config.serve.max_model_len}, the prompt included; give at "
-            f"most {longest}, or 0 for no shaping",
-        ),
-        (
-            "score.overlong_cache_tokens",
-            cache,
-            cache > 0 and not limit,
-            "goes with score.overlong_limit_tokens, which is 0: give both, or neither",
-        ),
-        (
-            "score.overlong_cache_tokens",
-            cache,
-            limit > 0 and not 0 < cache < limit,
-            f"must be 1 to {limit - 1}: the loss of reward rises over the last so many tokens below "
-            f"score.overlong_limit_tokens, which is {limit}",
+            f"most {longest}, or [] for no shaping",
         ),
     ]
 
 
 def _trainer_rules(config: RunConfig) -> list[Rule]:
-    """Those of what one update is made of."""
+    """Return the rules for the settings of an update's batches and micro-batches."""
     rollout, train = config.rollout, config.train
     n_rows, n_parts = config.trajectories_per_step, train.ranks * train.updates_per_step
     return [
@@ -150,7 +155,7 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
 
 
 def _reference_rules(config: RunConfig) -> list[Rule]:
-    """Those of the reference policy."""
+    """Return the rules for the settings of the reference policy of the KL term."""
     rollout, train = config.rollout, config.train
     return [
         (

@@ -1,6 +1,7 @@
 """A run's settings from presets and overrides, checked; every setting by its dotted name."""
 
 import copy
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -10,15 +11,18 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flows.config import RunConfig
-from flows.presets import are_algorithms, preset_values
-from flows.rules import check
-from tasks.config import VARIABLE, StageConfig, nearest
-from tasks.errors import ConfigError, masked
-from tasks.store.fixed import value_of
+from rollmill.flows.config import RunConfig
+from rollmill.flows.presets import are_algorithms, preset_values
+from rollmill.flows.rules import check_config
+from rollmill.tasks.config import ADDRESS, VARIABLE, StageConfig, nearest
+from rollmill.tasks.errors import ConfigError, mask_credentials
+from rollmill.tasks.store.run.immutable_settings import get_setting
 
 HIDDEN = "***"
 NAMES_VARIABLE = "give the name of the environment variable that holds the secret (capital letters, digits and _), not the secret"
+
+# Of two names, from 0 to 1, for one to be suggested for the other.
+LEAST_LIKENESS = 0.75
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -31,7 +35,7 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
     Raises:
         ConfigError: the preset is missing, or a setting is unknown, out of range or contradicts another.
     """
-    values = overridden(preset_values(preset), overrides)
+    values = apply_overrides(preset_values(preset), overrides)
     if are_algorithms(preset) and not {"model", "start_model"} & values.keys():
         remedy = (
             f"an algorithm alone has no model and no task; join it to a task's preset: quickstart+{preset}"
@@ -40,49 +44,62 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
     return validate(values)
 
 
-def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Settings with `key.subkey=value` overrides applied; ConfigError for one that is not written so."""
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of settings with `key.subkey=value` overrides applied; ConfigError for one of another form."""
     values = copy.deepcopy(values)
     for override in overrides:
-        _apply(values, override)
+        _apply_override(values, override)
     return values
 
 
 def validate(values: dict[str, Any]) -> RunConfig:
-    """Check settings, those that belong to several stages included.
+    """Make a RunConfig of settings, with all checks, also those between several stages' settings.
 
     Raises:
         ConfigError: names the first wrong field, its value and what is allowed.
     """
-    config = parsed(RunConfig, values)
-    check(config)
+    config = parse_settings(RunConfig, values)
+    check_config(config)
     return config
 
 
-def parsed(model: type[Config], values: dict[str, Any]) -> Config:
-    """Settings of a kind; ConfigError names the first wrong field, its value and what is allowed."""
+def parse_settings(model: type[Config], values: dict[str, Any]) -> Config:
+    """Make an instance of `model` from settings; ConfigError names the first wrong field, its value and what is allowed."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "moved_setting":
+            moved = first["ctx"]
+            raise ConfigError(moved["field"], moved["value"], moved["remedy"]) from None
         field = ".".join(str(part) for part in first["loc"])
-        value, remedy = _shown(first)
-        raise ConfigError(field, value, f"{remedy}{_meant(model, field, first)}") from None
+        value, remedy = _refused_value(first)
+        raise ConfigError(field, value, f"{remedy}{_suggest(model, field, first)}") from None
 
 
-def _shown(error: ErrorDetails) -> tuple[object, str]:
-    """The value that is refused, unless it may be a secret, and what is allowed in its place."""
+# By pydantic's type of error, where its own words are about Python.
+_REMEDIES = {
+    "extra_forbidden": "there is no such setting",
+    "model_type": "this is a section: give its settings by name, SECTION.NAME=VALUE",
+    "tuple_type": "give a list: [first,second]",
+}
+
+
+def _refused_value(error: ErrorDetails) -> tuple[object, str]:
+    """Return the refused value, masked if it may be a secret, and what is allowed in its place."""
     value = error["input"]
     if error["type"] == "secret":
-        hidden = masked(str(value))
+        hidden = mask_credentials(str(value))
         return hidden if hidden != str(value) else HIDDEN, error["msg"]
     if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == VARIABLE:
         return HIDDEN, NAMES_VARIABLE
-    return value, "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == ADDRESS:
+        return value, "write the address with its scheme, as http://host:port or https://host/path"
+    return value, _REMEDIES.get(error["type"], error["msg"])
 
 
 def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:
-    """Every setting by its dotted name; True for those that may not change when a run is resumed."""
+    """Return every setting by its dotted name; True for those that may not change when a run is resumed."""
     found: dict[str, bool] = {}
     for name, field in model.model_fields.items():
         section = field.annotation
@@ -93,24 +110,25 @@ def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str
     return found
 
 
-def fixed_settings() -> dict[str, object]:
-    """Defaults, by dotted name, of the settings that may not change when a run is resumed."""
+def find_fixed_settings() -> dict[str, object]:
+    """Return the defaults, by dotted name, of the settings that may not change when a run is resumed."""
     defaults = RunConfig().model_dump(mode="json")
-    return {name: value_of(defaults, name, None) for name, is_fixed in settings().items() if is_fixed}
+    return {name: get_setting(defaults, name, None) for name, is_fixed in settings().items() if is_fixed}
 
 
 def describe(model: type[StageConfig] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every setting as a line: name, default, whether it may not change when a run is resumed, meaning."""
+    """Yield a line for each setting: name, default, whether it may not change when a run is resumed, meaning."""
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, StageConfig):
             yield from describe(section, f"{prefix}{name}.")
         else:
             mark = " (fixed)" if _is_fixed(field) else ""
-            yield f"{prefix}{name} = {field.default!r}{mark}: {field.description}"
+            default = field.get_default(call_default_factory=True)
+            yield f"{prefix}{name} = {default!r}{mark}: {field.description}"
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError("--set", override, "write it as key=value, for example train.lr=1e-6")
@@ -123,7 +141,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """YAML's reading of a value; 1e-6, which YAML takes for text, is a number."""
+    """Parse an override's value as YAML; a text that Python reads as a number, such as 1e-6, becomes a float."""
     try:
         value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
@@ -136,13 +154,27 @@ def _value(text: str) -> Any:
     return value
 
 
-def _meant(model: type[StageConfig], field: str, error: ErrorDetails) -> str:
-    """The setting, or the choice of one, that is written nearly so; empty for other errors."""
+def _suggest(model: type[StageConfig], field: str, error: ErrorDetails) -> str:
+    """Return "; did you mean NAME?" with a similar setting or choice; empty for none, or for other kinds of errors."""
     if error["type"] == "extra_forbidden":
-        return nearest(field, settings(model))
+        names = list(settings(model))
+        return _suggest_setting(field, [*names, *{name.rpartition(".")[0] for name in names} - {""}])
     if error["type"] == "literal_error":
         return nearest(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
     return ""
+
+
+def _suggest_setting(field: str, names: Sequence[str]) -> str:
+    """Return the end of a message that suggests the setting or section most like `field`, or where all settings are listed.
+
+    The last part of the name decides among all sections, since whole names of one section resemble each other.
+    """
+    last = [name.rpartition(".")[2] for name in names]
+    close = difflib.get_close_matches(field.rpartition(".")[2], last, n=1, cutoff=LEAST_LIKENESS)
+    if not close:
+        return "; `rollmill settings` lists all, docs/glossary.md the names of TRL, verl and prime-rl"
+    same = [name for name, its_last in zip(names, last, strict=True) if its_last == close[0]]
+    return nearest(field, same, cutoff=0.0)
 
 
 def _is_fixed(field: FieldInfo) -> bool:

@@ -1,43 +1,73 @@
-"""The start model: kept under a digest of its recipe and seed, made when it is not there."""
+"""The start of a run: its checks, and its start model, stored under a digest of recipe and seed, and trained if missing."""
 
 import asyncio
-import json
-import os
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.config import RunConfig
-from flows.failure import one_error
-from flows.recipe import start_model_folder
-from flows.ui.progress import CountProgress, has_bar, say
-from tasks.errors import ConfigError, TrainError
-from tasks.observe.spans import span
-from tasks.rollout.conversation import tokenized
-from tasks.rollout.environment import WarmUp, environment_of
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.serve.process import LaunchedProcess
-from tasks.store.corpus import write_corpus
+from rollmill.flows.checks.preflight import check_machine
+from rollmill.flows.config import RunConfig
+from rollmill.flows.prefect_integration.progress import CountProgress, has_bar, say
+from rollmill.flows.recipe import start_model_folder, start_model_recipe
+from rollmill.flows.rules import check_config
+from rollmill.flows.run.folder import check_resumable, run_folder
+from rollmill.flows.run.trainer_program import run_trainer_program
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.observe.spans import span
+from rollmill.tasks.rollout.chat_tokenizer import (
+    ChatTokenizer,
+    save_character_tokenizer,
+    tokenize_conversation,
+)
+from rollmill.tasks.rollout.environment import WarmUp, make_environment
+from rollmill.tasks.score.terms import check_scorer
+from rollmill.tasks.store.warmup_text import write_warmup_text
 
+PROGRAM = "rollmill.tasks.train.supervised"
+
+# Prefix of the folders in which start models are prepared.
 SCRATCH = ".start-model-"
-"""Begin of the names of folders in which start models are made."""
+
+# Seconds that the training may take; the default recipe takes about a minute on one core.
+TIMEOUT_S = 1800.0
 
 
 @flow(name="start-model", persist_result=False)
 async def start_model(config: RunConfig) -> str:
-    """Make the start model of a configuration; returns its folder."""
+    """Make the start model of a configuration, unless it exists; returns its folder."""
     return str(await ensure_start_model(config))
 
 
+async def check_start(run_name: str, config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
+    """Raise an error, before anything is started, if settings, scorer, machine or the stored run make the run impossible.
+
+    Args:
+        run_name: folder of the run below `store.root`.
+        config: all settings.
+        samples: False for a run without vLLM servers.
+        trains: False for a run without a trainer.
+
+    Raises:
+        ConfigError: settings contradict each other, or this machine lacks something.
+        RunFinishedError, RunMismatchError: the run cannot be resumed with these settings.
+    """
+    with span("checking"):
+        check_config(config)
+        if samples:
+            check_scorer(config.score, config.evaluate.scorer)
+        await check_machine(config, samples=samples, trains=trains)
+        # `open_run` checks this again, under the lock; a wrong setting must not cost the training of a start model first.
+        await asyncio.to_thread(check_resumable, run_folder(run_name, config), config, trains=trains)
+
+
 async def ensure_start_model(config: RunConfig) -> Path:
-    """The start model's folder; it is made first when it is not there."""
+    """Return the start model's folder; train the model first if it is missing."""
     folder = start_model_folder(config)
     if not (folder / "config.json").is_file():
         with span("starting", cause="start model"):
@@ -48,98 +78,77 @@ async def ensure_start_model(config: RunConfig) -> Path:
     return folder
 
 
-@task(name="start model", cache_policy=NO_CACHE, persist_result=False)
+@task(name="start model", task_run_name="start model", cache_policy=NO_CACHE, persist_result=False)
 async def make_start_model(config: RunConfig, folder: Path) -> None:
-    """Write the corpus and train on it, in a process of its own; the folder appears whole."""
-    recipe = config.start_model
+    """Train a start model on the environment's warm-up corpus in a separate process, which writes `folder` when it is done.
+
+    Raises:
+        ConfigError: the environment has no warm-up corpus.
+        TrainError: training failed or took longer than TIMEOUT_S seconds.
+    """
+    recipe = start_model_recipe(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.parent, older_than_s=recipe.timeout_s)
+    # A killed process leaves its scratch folder, as large as the corpus.
+    _remove_leftovers(folder.parent, older_than_s=TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder.parent) as scratch:
         corpus, tokenizer = Path(scratch) / "corpus.arrow", Path(scratch) / "tokenizer"
-        _write_corpus(config, tokenizer, corpus)
-        settings, pipe = Path(scratch) / "config.json", Path(scratch) / "progress"
-        settings.write_text(
-            json.dumps(
+        # Making the warm-up text takes seconds of CPU, which would block the event loop.
+        await asyncio.to_thread(_write_corpus, config, tokenizer, corpus)
+        with CountProgress("start model", recipe.steps) as bar:
+            await run_trainer_program(
+                "start model",
+                PROGRAM,
                 {
                     "recipe": recipe.model_dump(),
                     "seed": config.seed,
                     "corpus": str(corpus),
                     "tokenizer": str(tokenizer),
                     "output": str(folder),
-                    "progress": str(pipe),
-                }
+                },
+                log=folder.parent / f"{folder.name}.log",
+                timeout_s=TIMEOUT_S,
+                timeout_setting="the limit",
+                on_step=_show_steps(bar, recipe.steps),
             )
-        )
-        async with _progress(pipe, recipe.steps):
-            await _train(settings, folder, recipe.timeout_s, config.serve.stop_grace_s)
 
 
-def _sweep(models: Path, older_than_s: float) -> None:
-    """Remove what killed processes left; what is younger than a start model takes may be in use by another."""
+def _remove_leftovers(models: Path, older_than_s: float) -> None:
+    """Remove scratch folders of killed processes, those older than `older_than_s` seconds; a younger one may be in use."""
     for scratch in models.glob(f"{SCRATCH}*"):
-        with suppress(OSError):  # another process sweeps too
+        # Another process may remove it at the same time.
+        with suppress(OSError):
             if time.time() - scratch.stat().st_mtime > older_than_s:
                 shutil.rmtree(scratch)
 
 
-@asynccontextmanager
-async def _progress(pipe: Path, steps: int) -> AsyncIterator[None]:
-    """Make a named pipe, and show what is written to it as long: numbers of steps that are done."""
-    os.mkfifo(pipe)
-    reader = asyncio.StreamReader()
-    # Open for writing too: then it has no end before the training has opened it, and that waits for nobody.
-    file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), file
-    )
-    with one_error():
-        async with asyncio.TaskGroup() as showing:
-            showing.create_task(_show(reader, steps))
-            try:
-                yield
-            finally:
-                transport.close()  # ends the reader, and so the showing
+def _show_steps(bar: CountProgress, steps: int) -> Callable[[int], None]:
+    """Return a function that shows how many of `steps` are done: on the bar, or as a line if there is no bar."""
+    n_shown = 0
 
+    def show(n_done: int) -> None:
+        nonlocal n_shown
+        if n_done == n_shown:
+            return
+        bar.advance(n_done - n_shown)
+        n_shown = n_done
+        if not has_bar():
+            say(f"start model: {n_done} of {steps} steps")
 
-async def _show(reader: asyncio.StreamReader, steps: int) -> None:
-    with CountProgress("start model", steps) as bar:
-        n_shown = 0
-        async for line in reader:
-            n_steps = int(line)
-            bar.advance(n_steps - n_shown)
-            n_shown = n_steps
-            if not has_bar():
-                say(f"start model: {n_steps} of {steps} steps")
-
-
-async def _train(settings: Path, folder: Path, timeout_s: float, stop_grace_s: float) -> None:
-    process = LaunchedProcess.start(
-        "start model",
-        [sys.executable, "-m", "tasks.train.supervised", str(settings)],
-        log=folder.parent / f"{folder.name}.log",
-        env=dict(os.environ),
-        stop_grace_s=stop_grace_s,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            status = await process.ended()
-    except TimeoutError:
-        raise TrainError(f"start model: not done within start_model.timeout_s = {timeout_s:g} s") from None
-    finally:
-        await process.stop()
-    if status != 0:
-        raise TrainError(f"start model: training ended with status {status}:\n{process.log_tail()}")
+    return show
 
 
 def _write_corpus(config: RunConfig, tokenizer_folder: Path, path: Path) -> None:
-    environment = environment_of(config.rollout)
+    environment = make_environment(config.rollout)
     if not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
-        raise ConfigError("start_model.enabled", True, remedy)
+        raise ConfigError("start_model.steps", config.start_model.steps, remedy)
     tokenizer = ChatTokenizer.load(save_character_tokenizer(tokenizer_folder))
-    n_examples = config.start_model.steps * config.start_model.batch_size
+    recipe = start_model_recipe(config)
+    n_examples = recipe.steps * recipe.batch_size
     examples = [
-        tokenized(tokenizer, conversation, environment.tools, environment.stop)
+        tokenize_conversation(tokenizer, conversation, environment.tools, environment.stop)
         for conversation in environment.warm_up_corpus(config.seed, n_examples)
     ]
-    write_corpus(path, [token_ids for token_ids, _ in examples], [loss_mask for _, loss_mask in examples])
+    write_warmup_text(
+        path, [token_ids for token_ids, _ in examples], [loss_mask for _, loss_mask in examples]
+    )

@@ -4,34 +4,34 @@ import difflib
 import importlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError
 
 UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes", "env": "environment variable"}
+# Abbreviations in names of settings, as a form's titles have them.
 SPOKEN = {
     "api": "API",
     "args": "arguments",
     "coef": "coefficient",
-    "dtype": "type of numbers",
     "env": "environment",
-    "eps": "epsilon",
     "gpu": "GPU",
     "gpus": "GPUs",
-    "kl": "KL divergence",
+    "kl": "KL",
     "kv": "KV",
+    "len": "length",
     "lora": "LoRA",
-    "lr": "learning rate",
-    "max": "most",
-    "min": "least",
+    "lr": "learning-rate",
     "mlflow": "MLflow",
     "n": "number of",
-    "uri": "address",
-    "url": "address",
-    "urls": "addresses",
+    "otlp": "OTLP",
+    "uri": "URI",
+    "url": "URL",
+    "urls": "URLs",
     "zero": "ZeRO",
 }
 LIMITS = {"ge": "At least", "gt": "Above", "le": "at most", "lt": "below"}
@@ -40,28 +40,35 @@ NO_SECRET = (
     "an address may hold no user name, password or key: settings are stored and shown; leave them out, and give them by "
     "the environment variables that docs/security.md names"
 )
+# Shape of an environment variable's name; a key that is given in its place has another one.
 VARIABLE = "^([A-Z_][A-Z0-9_]*)?$"
-"""Shape of an environment variable's name; a key that is given in its place has another one."""
+# Start of a service's address, or no address.
+ADDRESS = "^(https?://|$)"
+Address = Annotated[str, Field(pattern=ADDRESS)]
 _SECRET_ADDRESS = re.compile(
     r"://[^/\s@]+@|://[^@]*:[^@]*@|[?&][^=&]*(?:key|token|password|secret|signature)=", re.IGNORECASE
 )
 
 
 def spoken(name: str) -> str:
-    """A setting's name as a form's title. Example: "request_timeout_s" is "Request timeout (seconds)"."""
+    """Return the title that a form shows for a setting. Example: "request_timeout_s" gives "Request timeout (seconds)".
+
+    A learning rate has a hyphen before another word alone: "Learning rate", "Min learning-rate ratio".
+    """
     words = name.split("_")
     unit = UNITS.get(words[-1], "") if len(words) > 1 else ""
     text = " ".join(SPOKEN.get(word, word) for word in (words[:-1] if unit else words))
+    text = re.sub(r"learning-rate$", "learning rate", text)
     return f"{text[0].upper()}{text[1:]}{unit and f' ({unit})'}"
 
 
 def _title_of_section(model: type) -> str:
-    """A section's title. Example: that of StartModelConfig is "Start model"."""
+    """Return the title that a form shows for a section. Example: that of StartModelConfig is "Start model"."""
     return spoken(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", model.__name__.removesuffix("Config")).lower())
 
 
 class StageConfig(BaseModel):
-    """Frozen settings; an unknown key is an error."""
+    """Base of all sections of settings: frozen, and an unknown key, NaN or infinity is an error."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -74,34 +81,50 @@ class StageConfig(BaseModel):
     @field_validator("*")
     @classmethod
     def _holds_no_secret(cls, value: Any) -> Any:
-        """Settings are shown in logs and in Prefect, and stored in run.json: no password may come in by an address."""
+        """Return the setting's value; raise an error if it is an address with a password or a key."""
+        # Settings are shown in logs and in Prefect, and stored in run.json.
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and "://" in text and _SECRET_ADDRESS.search(text):
                 raise PydanticCustomError("secret", NO_SECRET)
         return value
 
 
-def setting(default: Any, description: str, *, fixed: bool = False, **limits: Any) -> Any:
-    """Declare one setting.
+def setting(
+    default: Any,
+    description: str,
+    *,
+    fixed: bool = False,
+    basic: bool = False,
+    **limits: Any,
+) -> Any:
+    """Declare one setting of a StageConfig.
 
     Args:
-        default: the value when none is given; `...` when one must be.
+        default: the value when none is given; `...` when one must be; a function, when the machine decides.
         description: meaning and unit; the UI's form shows it with range and default.
         fixed: True for what may not change when a run is resumed.
+        basic: True for what most runs set; forms show it first.
         limits: pydantic's `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`, ...
     """
     shown = " ".join([description, *_notes(default, limits, fixed=fixed)])
-    extra: dict[str, Any] = {"fixed": fixed, "description": shown}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
+    extra: dict[str, Any] = {"fixed": fixed, "basic": basic, "description": shown}
+    given: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
+    return Field(**given, description=description, json_schema_extra=extra, **limits)
+
+
+def choose_dtype(devices: Path = Path("/dev")) -> str:
+    """Return the number format of weights on this machine: bfloat16 with an NVIDIA GPU, else float32."""
+    # Device files, since torch, which knows too, takes seconds to import.
+    return "bfloat16" if any(devices.glob("nvidia[0-9]*")) else "float32"
 
 
 def variable(default: str, description: str) -> Any:
-    """Declare a setting that names an environment variable which holds a secret; a wrong one is never repeated."""
+    """Declare a setting whose value is the name of an environment variable with a secret; errors hide a wrong value."""
     return setting(default, description, pattern=VARIABLE)
 
 
 def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]:
-    """Sentences about a setting's range, default, and whether it stays. such as "At least 0, below 1"."""
+    """Return sentences about a setting's range, its default and whether it is fixed. Example: "At least 0, below 1."."""
     notes = []
     if bounds := [f"{text} {_number(limits[name])}" for name, text in LIMITS.items() if name in limits]:
         text = ", ".join(bounds)
@@ -109,27 +132,33 @@ def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]
     if isinstance(default, bool):
         notes.append(f"Default: {'on' if default else 'off'}.")
     elif (
-        default not in ("", ())
+        not callable(default)
+        and default not in ("", ())
         and len(str(default)) <= LONGEST_DEFAULT
         and not isinstance(default, BaseModel)
     ):
         notes.append(f"Default: {_number(default)}.")
-    return [*notes, "Stays when a run is gone on with."] if fixed else notes
+    return [*notes, "Cannot change when a run is resumed."] if fixed else notes
 
 
 def _number(value: Any) -> Any:
-    """A whole number without its decimal point, anything else as it is."""
+    """Return a float without fraction as an int, anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The name that was meant, as the end of a message; empty when none is near. Example: "; did you mean mean_std?"."""
-    matches = difflib.get_close_matches(name, list(names), n=1)
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the end of a message that suggests the most similar name, as "; did you mean mean_std?"; empty if none is."""
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def named(field: str, name: str, registered: Mapping[str, str]) -> Any:
-    """What a setting names: a registered name, or an import path `package.module:attribute`.
+    """Import what a setting names: a registered name, or an import path `package.module:attribute`.
+
+    Args:
+        field: the setting, for errors.
+        name: its value.
+        registered: import path of each registered name.
 
     Raises:
         ConfigError: nothing can be imported under that name.
@@ -142,10 +171,10 @@ def named(field: str, name: str, registered: Mapping[str, str]) -> Any:
 
 
 def made_by_name(field: str, name: str, registered: Mapping[str, str]) -> Any:
-    """Make what a setting names, without arguments.
+    """Import the class or function that a setting names, as `named` does, and return what a call without arguments returns.
 
     Raises:
-        ConfigError: nothing can be imported under that name, or made without arguments.
+        ConfigError: nothing can be imported under that name, or the call fails.
     """
     factory = named(field, name, registered)
     try:

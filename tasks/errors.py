@@ -1,58 +1,29 @@
 """Every error Rollmill raises on purpose.
 
 RollmillError
-├── ConfigError                 a setting is wrong: names field, value and remedy
-├── StoreError
-│   ├── ManifestError           a run's run.json is damaged
-│   ├── SchemaError             rows do not have the data set's schema
-│   ├── ShardError              a shard cannot be read, or lacks rows it should have
-│   │   └── ShardGoneError      ... since it is not there: removed, or superseded by a compacted one and then removed
-│   ├── RunLockedError          another process writes to this run
-│   ├── LeaseLostError          ... and has taken it over from this one
-│   ├── DiskSpaceError          the next step would not fit on the disk
-│   ├── RunMismatchError        a resumed run's fixed settings differ from its run.json
-│   └── RunFinishedError        every step of this run is done
-├── ServiceError
-│   ├── ServiceStartError       a service did not become healthy: its last log lines
-│   └── ServiceDiedError        a service ended or stopped answering: its last log lines
-├── CollectorGoneError          a collector ended, or gave no sign of life: its groups go to others
-├── RequestError                a request to a service failed for good
-│   └── TransientRequestError   ... and may succeed when sent again
-│       └── ConnectionLostError ... there was no connection, or it broke
-├── SyncError                   weights did not arrive
-│   ├── RequestsHeldError       a server failed while they were put in place: only a new start helps
-│   ├── ChecksumError           weights arrived otherwise than they were sent
-│   └── ParityError             weights arrived and give other log-probabilities
-├── RolloutError
-│   ├── EpisodeError            the environment failed; the trajectory is a failed row
-│   │   ├── ToolError           a tool of the environment raised
-│   │   ├── EpisodeTimeoutError an environment in a worker process did not answer in time
-│   │   ├── EnvironmentDiedError its worker process ended, or was ended since it answered nobody
-│   │   └── ForeignError        its own error, raised in a worker process
-│   └── FailedShareError        more trajectories failed in a step than the configuration allows
-├── ScoreError                  a scorer failed; the score is a failed row
-│   ├── FailedScoresError       more scores failed than rescoring allows
-│   ├── ScoreTimeoutError       it took longer than score.timeout_s
-│   ├── ScoreWorkerError        its worker process ended during the call
-│   ├── VerdictError            it gave something that is no verdict, or no finite reward
-│   └── JudgeUnparsableError    a judge's answer is not in the form it was asked for
-└── TrainError
-    ├── BatchRefusedError       the trainer stands at another step or holds another digest
-    ├── ReplayError             stored batches did not give the stored checkpoint again
-    └── SkippedStepsError       too many steps in a row made no update
+├── ConfigError, LibraryError
+├── StoreError: ManifestError, SchemaError, ShardError (ShardGoneError), RunLockedError, LeaseLostError, DiskSpaceError,
+│               RunMismatchError, RunFinishedError
+├── ServiceError: ServiceStartError, ServiceDiedError
+├── RequestError: TransientRequestError (ConnectionLostError)
+├── SyncError: RequestsHeldError, ChecksumError, ParityError
+├── RolloutError: EpisodeError (ToolError, EpisodeTimeoutError), FailedShareError
+├── ScoreError: FailedScoresError, ScoreTimeoutError, VerdictError, JudgeUnparsableError
+├── WorkerError: WorkerDiedError, WorkerTimeoutError, ForeignError
+└── TrainError: BatchRefusedError, ReplayError, SkippedStepsError
 
-All of them are picklable: their arguments are what they print. `printable` and `text_of` make text of errors that
-foreign code raised.
+All of them are picklable. `printable` and `text_of` turn errors of user code into text that can be stored.
 """
 
 import re
 
+# Errors are columns of rows: a scorer whose message has a whole conversation must not fill the data set.
 MAX_ERROR_CHARACTERS = 2000
 MAX_NAMED_TENSORS = 8
 _CREDENTIALS = re.compile(
     r"""://(?:
-        [^/\s@]+                      # me:secret, or a token alone
-        | [^/\s@:]*:(?!\d+[/\s])[^\s@]+  # me:se/cret, which no port and path is
+        [^/\s@]+                      # me:secret, or a token
+        | [^/\s@:]*:(?!\d+[/\s])[^\s@]+  # me:se/cret, but not host:port/path
     )@""",
     re.VERBOSE,
 )
@@ -63,9 +34,10 @@ class RollmillError(Exception):
 
 
 class ConfigError(RollmillError):
-    """A setting is wrong; nothing has been started."""
+    """A setting or an argument is wrong; says which, its value, and what to do."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
+        # All arguments are passed on: an error that crosses a process is pickled by its `args`.
         super().__init__(field, value, remedy)
         self.field, self.value, self.remedy = field, value, remedy
 
@@ -73,12 +45,30 @@ class ConfigError(RollmillError):
         return f"{self.field} = {self.value!r}: {self.remedy}"
 
 
+class LibraryError(RollmillError):
+    """An installed library lacks something that Rollmill uses; its version may not be the one Rollmill was written for.
+
+    Args:
+        library: its name.
+        version: the installed one.
+        known: the version that Rollmill was written for.
+        missing: what the installed version has not.
+    """
+
+    def __init__(self, library: str, version: str, known: str, missing: str) -> None:
+        super().__init__(library, version, known, missing)
+        self.library, self.version, self.known, self.missing = library, version, known, missing
+
+    def __str__(self) -> str:
+        return f"{self.library} {self.version} has no {self.missing}, which Rollmill uses: install {self.library} {self.known}"
+
+
 class StoreError(RollmillError):
-    """Base of the errors of the data sets."""
+    """Base of the errors of reading and writing a run's data sets."""
 
 
 class ManifestError(StoreError):
-    """A run's run.json is damaged."""
+    """A run's manifest, the file run.json, is damaged."""
 
 
 class SchemaError(StoreError):
@@ -90,7 +80,7 @@ class ShardError(StoreError):
 
 
 class ShardGoneError(ShardError):
-    """A shard is not there; a compacted one may have taken its place since it was listed."""
+    """A shard no longer exists; compaction may have replaced it since it was listed."""
 
 
 class RunLockedError(StoreError):
@@ -98,23 +88,23 @@ class RunLockedError(StoreError):
 
 
 class LeaseLostError(StoreError):
-    """This process no longer holds the run that it writes to."""
+    """This process may not write to a run any more: it lost the run's lease on S3, or a newer trainer has loaded the run."""
 
 
 class DiskSpaceError(StoreError):
-    """A disk has less room than the next step is expected to need; nothing of it was begun."""
+    """A disk has less free space than the next step is expected to need; it is raised before the step is collected or trained."""
 
 
 class RunMismatchError(StoreError):
-    """A resumed run was given settings that may not change on resume."""
+    """A run was resumed with other values of settings that may not change on resume."""
 
 
 class RunFinishedError(StoreError):
-    """Every step of this run is done."""
+    """A run cannot be resumed, since all its steps are done."""
 
 
 class ServiceError(RollmillError):
-    """Base of the errors of the processes that the flows talk to."""
+    """Base of the errors of services, which are vLLM servers and the trainer."""
 
     def __init__(self, service: str, reason: str, log_tail: str = "") -> None:
         super().__init__(service, reason, log_tail)
@@ -122,7 +112,7 @@ class ServiceError(RollmillError):
 
     def __str__(self) -> str:
         text = f"{self.service}: {self.reason}"
-        return f"{text}\nits last log lines:\n{self.log_tail}" if self.log_tail else text
+        return f"{text}\nlast log lines:\n{self.log_tail}" if self.log_tail else text
 
 
 class ServiceStartError(ServiceError):
@@ -131,17 +121,6 @@ class ServiceStartError(ServiceError):
 
 class ServiceDiedError(ServiceError):
     """A service ended or stopped answering during the run."""
-
-
-class CollectorGoneError(RollmillError):
-    """A collector ended, or gave no sign of life; what it had not finished goes to others."""
-
-    def __init__(self, collector: str, reason: str) -> None:
-        super().__init__(collector, reason)
-        self.collector, self.reason = collector, reason
-
-    def __str__(self) -> str:
-        return f"{self.collector} is gone: {self.reason}"
 
 
 class RequestError(RollmillError):
@@ -153,15 +132,15 @@ class TransientRequestError(RequestError):
 
 
 class ConnectionLostError(TransientRequestError):
-    """No connection to a service could be opened, or it broke before the answer was there."""
+    """No connection to a service could be opened, or it broke before the response arrived."""
 
 
 class SyncError(RollmillError):
-    """New weights did not arrive at a server."""
+    """Weights could not be sent to, received by or verified on a server; base of the more specific errors of a sync."""
 
 
 class ChecksumError(SyncError):
-    """Tensors that arrived at a server are not those that the trainer sent."""
+    """Tensors that a server received differ from those that the trainer sent."""
 
     def __init__(self, server: str, version: str, tensors: tuple[str, ...]) -> None:
         super().__init__(server, version, tensors)
@@ -177,7 +156,7 @@ class ChecksumError(SyncError):
 
 
 class RequestsHeldError(SyncError):
-    """A server failed while new weights were put in place: its requests stay held until it is started again."""
+    """A server failed while it loaded new weights; it answers no requests until it is restarted."""
 
 
 class ParityError(SyncError):
@@ -191,32 +170,64 @@ class ParityError(SyncError):
     def __str__(self) -> str:
         return (
             f"server {self.server} at version {self.version}: its log-probabilities differ from the "
-            f"trainer's by {self.difference:.3g} nats, allowed are {self.threshold:.3g}"
+            f"trainer's by {self.difference:.3g} nats; the limit is {self.threshold:.3g}"
         )
 
 
 class RolloutError(RollmillError):
-    """Base of the errors of sampling."""
+    """Base of the errors of sampling trajectories."""
 
 
 class EpisodeError(RolloutError):
-    """An environment failed; the trajectory is kept as a failed row."""
+    """An environment failed; the trajectory is stored as a failed row."""
 
 
 class ToolError(EpisodeError):
-    """A tool that the policy called raised."""
+    """A tool that the policy called raised an exception."""
 
 
 class EpisodeTimeoutError(EpisodeError):
-    """An environment in a worker process did not answer within `rollout.env_timeout_s`."""
+    """An environment did not answer in time, for example within `rollout.env_timeout_s`."""
 
 
-class EnvironmentDiedError(EpisodeError):
-    """The worker process that played the episode ended, or was ended since it answered nobody."""
+class FailedShareError(RolloutError):
+    """A larger share of a step's trajectories failed than `rollout.max_failed_share` allows."""
 
 
-class ForeignError(EpisodeError):
-    """What an environment raised in its worker process; `kind` is the name of its type there."""
+class ScoreError(RollmillError):
+    """A scorer failed; the score is stored as a failed row."""
+
+
+class FailedScoresError(ScoreError):
+    """A larger share of a run's scores failed than `max_failed_share` allows when it is rescored."""
+
+
+class ScoreTimeoutError(ScoreError):
+    """A scorer took longer than `score.timeout_s`."""
+
+
+class VerdictError(ScoreError):
+    """A scorer returned something other than the expected verdicts, for example a reward that is not finite."""
+
+
+class JudgeUnparsableError(ScoreError):
+    """A judge model's answer does not have the requested form."""
+
+
+class WorkerError(RollmillError):
+    """A worker process of user code (an environment, a scorer or a sink) cannot answer a request."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process of user code ended, or was killed, before it answered."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """A worker process of user code did not answer in time."""
+
+
+class ForeignError(WorkerError):
+    """User code, such as an environment, raised an error; `kind` is the name of its type, `text` its message."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
@@ -226,67 +237,46 @@ class ForeignError(EpisodeError):
         return self.text
 
 
-class FailedShareError(RolloutError):
-    """More trajectories of a step failed than `rollout.max_failed_share` allows."""
-
-
-class ScoreError(RollmillError):
-    """A scorer failed; the score is kept as a failed row."""
-
-
-class FailedScoresError(ScoreError):
-    """More scores of a run failed than rescoring allows."""
-
-
-class ScoreTimeoutError(ScoreError):
-    """A scorer took longer than `score.timeout_s`."""
-
-
-class ScoreWorkerError(ScoreError):
-    """The worker process of a scorer ended during the call, by a crash for example."""
-
-
-class VerdictError(ScoreError):
-    """A scorer gave something that is no verdict, or a reward that is no finite number."""
-
-
-class JudgeUnparsableError(ScoreError):
-    """A judge's answer is not in the form that it was asked for."""
-
-
 class TrainError(RollmillError):
     """Base of the errors of training."""
 
 
 class BatchRefusedError(TrainError):
-    """The trainer stands at another step, or has applied another batch there."""
+    """The trainer refuses a batch: it is malformed, differs from the stored one, or belongs to another step."""
 
 
 class ReplayError(TrainError):
-    """Stored batches, applied to a stored checkpoint, did not give the next stored one byte for byte."""
+    """Stored batches, applied again to a stored checkpoint, gave other weights, optimizer state or metrics than the run."""
 
 
 class SkippedStepsError(TrainError):
-    """More than `train.max_skipped_steps` steps in a row made no update."""
+    """More than `train.max_skipped_steps` steps in a row made no update of the weights."""
 
 
 def printable(text: str) -> str:
-    """Text that can be stored and sent: of bounded length, without what is no character (lone surrogates), and masked."""
-    text = masked(text[: 2 * MAX_ERROR_CHARACTERS])
+    """Make text safe to store and send: cut to MAX_ERROR_CHARACTERS, credentials masked, lone surrogates replaced."""
+    # Masked before it is cut: half of an address may no longer look like one.
+    text = mask_credentials(text[: 2 * MAX_ERROR_CHARACTERS])
     return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
 
 
-def masked(text: str) -> str:
-    """Text whose addresses have no user name and password. Example: of http://me:secret@host it makes http://***@host."""
+def mask_credentials(text: str) -> str:
+    """Mask user names and passwords in addresses. Example: http://me:secret@host becomes http://***@host."""
     return _CREDENTIALS.sub("://***@", text)
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, printable whatever it is; foreign errors may raise when they are asked.
+    """Return an error's message, made safe to store by `printable`; errors raised by its `__str__` are caught.
 
     Example: an error whose `__str__` raises KeyError says "its text raised KeyError".
     """
     try:
         return printable(str(error))
-    except Exception as unprintable:  # noqa: BLE001 - foreign code: even its text may raise
+    except Exception as unprintable:  # noqa: BLE001 - user code: even its text may raise
         return f"its text raised {type(unprintable).__name__}"
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Return the name of an error's type and its message, both safe to store in a row."""
+    kind = error.kind if isinstance(error, ForeignError) else type(error).__name__
+    return printable(kind), text_of(error)

@@ -14,11 +14,11 @@ import httpx
 import hypothesis
 import pytest
 
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve import vllm
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -83,12 +83,15 @@ def run_server(
         model: Path, max_model_len: int = MAX_TOKENS, extra_args: tuple[str, ...] = ()
     ) -> Iterator[ServedModel]:
         extension = ("--worker-extension-cls", "repair_switch.RepairSwitch", *extra_args)
-        config, port = ServeConfig(max_model_len=max_model_len, extra_args=extension), free_port()
+        config, port = (
+            ServeConfig(dtype="float32", kv_cache_gib=1, max_model_len=max_model_len, extra_args=extension),
+            free_port(),
+        )
         process = LaunchedProcess.start(
             "vLLM server",
-            vllm.command(config, str(model), port),
+            vllm_launch.vllm_command(config, str(model), port),
             log=tmp_path_factory.mktemp("vllm") / "vllm.log",
-            env={**vllm.environment(config), "PYTHONPATH": str(EXTENSION_FOLDER)},
+            env={**vllm_launch.vllm_environment(config), "PYTHONPATH": str(EXTENSION_FOLDER)},
             stop_grace_s=2.0,
         )
         served = ServedModel(f"http://127.0.0.1:{port}", model, config, process)
@@ -155,8 +158,8 @@ def wait_until_it_answers(endpoint: str, server: LaunchedProcess) -> None:
 @pytest.fixture
 def s3_root(s3_endpoint: str) -> str:
     """A new bucket of that server, and a prefix in it: s3://BUCKET/runs."""
-    from tasks.store.objects import filesystem
+    from rollmill.tasks.store.s3.s3_objects import s3_filesystem
 
     bucket = f"bucket-{uuid.uuid4().hex}"
-    filesystem().call_s3("create_bucket", Bucket=bucket)
+    s3_filesystem().call_s3("create_bucket", Bucket=bucket)
     return f"s3://{bucket}/runs"

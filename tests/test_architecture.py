@@ -14,12 +14,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CODE = sorted(file for package in ("flows", "tasks") for file in (ROOT / package).rglob("*.py"))
 FLOWS = sorted(
-    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    ".".join(("rollmill", *file.relative_to(ROOT).with_suffix("").parts))
     for file in (ROOT / "flows").rglob("*.py")
     if file.stem != "__init__"
 )
-DEPLOYED = ("flows.collect", "flows.evaluation", "flows.post_train", "flows.rescore", "flows.retrain")
-PLUGIN = ("tasks.sync.plugin", "tasks.sync.engine", "tasks.sync.endpoint")  # all are loaded by their names
+DEPLOYED = (
+    "rollmill.flows.collect",
+    "rollmill.flows.evaluate",
+    "rollmill.flows.post_train",
+    "rollmill.flows.rescore",
+    "rollmill.flows.retrain",
+)
+PLUGIN = (
+    "rollmill.tasks.sync.vllm_plugin.plugin",
+    "rollmill.tasks.sync.vllm_plugin.transfer_engine",
+    "rollmill.tasks.sync.vllm_plugin.server_routes",
+)  # all are loaded by their names
 PLUGIN_MAY_IMPORT = {
     "fastapi",
     "httpx",
@@ -44,7 +54,7 @@ MACHINE_PATHS = re.compile(r"(?<![\w.\]])/(home|root|Users|work|opt|mnt)/\w")
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
     """Who imports whom, other distributions included by their top-level name."""
-    return grimp.build_graph("flows", "tasks", include_external_packages=True, cache_dir=None)
+    return grimp.build_graph("rollmill", include_external_packages=True, cache_dir=None)
 
 
 def tree() -> list[Path]:
@@ -57,12 +67,12 @@ def tree() -> list[Path]:
 
 def modules(graph: grimp.ImportGraph) -> set[str]:
     """Our own modules."""
-    return {module for module in graph.modules if module.split(".")[0] in ("flows", "tasks")}
+    return {module for module in graph.modules if module.split(".")[0] == "rollmill"}
 
 
 def stage_task(module: str) -> bool:
     """True for tasks.<stage>.task."""
-    return re.fullmatch(r"tasks\.\w+\.task", module) is not None
+    return re.fullmatch(r"rollmill\.tasks\.\w+\.task", module) is not None
 
 
 def test_every_init_is_empty() -> None:
@@ -84,12 +94,14 @@ def test_task_modules_are_imported_by_flows_alone(graph: grimp.ImportGraph) -> N
         if stage_task(module)
         for importer in graph.find_modules_that_directly_import(module)
     }
-    assert {pair for pair in importers if not pair[0].startswith("flows.")} == set()
+    assert {pair for pair in importers if not pair[0].startswith("rollmill.flows.")} == set()
 
 
 def test_prefect_is_imported_by_flows_and_task_modules_alone(graph: grimp.ImportGraph) -> None:
     importers = graph.find_modules_that_directly_import("prefect")
-    assert {each for each in importers if not each.startswith("flows.") and not stage_task(each)} == set()
+    assert {
+        each for each in importers if not each.startswith("rollmill.flows.") and not stage_task(each)
+    } == set()
 
 
 def test_vllm_is_imported_by_what_the_plugin_reaches_alone(graph: grimp.ImportGraph) -> None:
@@ -102,10 +114,18 @@ def plugin_side(graph: grimp.ImportGraph) -> set[str]:
     return set(PLUGIN).union(*(graph.find_upstream_modules(each) & modules(graph) for each in PLUGIN))
 
 
-def test_plugin_reaches_only_sync_errors_and_spans_among_our_modules(graph: grimp.ImportGraph) -> None:
+def test_plugin_reaches_only_sync_errors_spans_and_machine_among_our_modules(
+    graph: grimp.ImportGraph,
+) -> None:
     side = plugin_side(graph)
-    beside = {"tasks", "tasks.errors", "tasks.observe.spans", "tasks.observe.short_spans"}
-    allowed = {each for each in side if each.startswith("tasks.sync")} | beside
+    beside = {
+        "rollmill",
+        "rollmill.tasks",
+        "rollmill.tasks.errors",
+        "rollmill.tasks.observe.spans",
+        "rollmill.tasks.processes.machine",
+    }
+    allowed = {each for each in side if each.startswith("rollmill.tasks.sync")} | beside
     assert side - allowed == set()
 
 
@@ -116,13 +136,21 @@ def test_plugin_side_imports_only_the_standard_library_and_what_vllm_brings_alon
         (module, imported)
         for module in plugin_side(graph)
         for imported in graph.find_modules_directly_imported_by(module)
-        if imported.split(".")[0] not in {"flows", "tasks"} | PLUGIN_MAY_IMPORT | sys.stdlib_module_names
+        if imported.split(".")[0] not in {"rollmill"} | PLUGIN_MAY_IMPORT | sys.stdlib_module_names
     }
     assert external == set()
 
 
+def test_only_one_module_starts_python_modules() -> None:
+    """Any other `python -m` would put the working folder first on the child's path."""
+    starters = [
+        file.name for file in CODE if re.search(r"sys\.executable,\s*\*?\(?\s*\"-m\"", file.read_text())
+    ]
+    assert not starters
+
+
 def test_supervisor_imports_only_the_standard_library(graph: grimp.ImportGraph) -> None:
-    imported = graph.find_modules_directly_imported_by("tasks.serve.supervisor")
+    imported = graph.find_modules_directly_imported_by("rollmill.tasks.processes.supervisor")
     assert {each for each in imported if each not in sys.stdlib_module_names} == set()
 
 
@@ -151,7 +179,9 @@ def imported_by(names: Sequence[str], *libraries: str) -> str:
 
 
 def test_the_command_starts_without_prefect() -> None:
-    script = "import sys, flows.cli; print(sorted({'prefect', 'pyarrow', 'polars'} & set(sys.modules)))"
+    script = (
+        "import sys, rollmill.flows.cli; print(sorted({'prefect', 'pyarrow', 'polars'} & set(sys.modules)))"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True
     )
@@ -196,8 +226,7 @@ def test_constraints_pin_public_versions_and_nothing_else(name: str) -> None:
     assert [line for line in (ROOT / name).read_text().splitlines() if not pin.fullmatch(line)] == []
 
 
-def test_ci_runs_make_test_and_nothing_else() -> None:
-    lines = [
-        line for line in (ROOT / ".ci/run").read_text().splitlines() if line and not line.startswith("#")
-    ]
-    assert lines == ["exec make test"]
+def test_tests_of_the_product_do_not_import_benchmarks() -> None:
+    tests = [file for file in (ROOT / "tests").rglob("*.py") if "benchmarks" not in file.parts]
+    importing = re.compile(r"^\s*(from|import) benchmarks\b", re.MULTILINE)
+    assert [file for file in tests if importing.search(file.read_text())] == []

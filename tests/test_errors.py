@@ -1,6 +1,6 @@
 """What errors of foreign code say, as text that can be stored and sent."""
 
-from tasks.errors import MAX_ERROR_CHARACTERS, printable, text_of
+from rollmill.tasks.errors import MAX_ERROR_CHARACTERS, printable, text_of
 
 
 class MuteError(Exception):

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from flows.config import RescoreConfig, RunConfig
-from tasks.config import StageConfig, setting, spoken
+from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.tasks.config import StageConfig, setting, spoken
 
 
 class Example(StageConfig):
@@ -20,7 +20,7 @@ def properties(model: type[StageConfig] = Example) -> dict[str, Any]:
 
 
 def test_range_default_and_permanence_are_in_the_description_of_the_form_alone() -> None:
-    told = "Share. Above 0, at most 1. Default: 0.5. Stays when a run is gone on with."
+    told = "Share. Above 0, at most 1. Default: 0.5. Cannot change when a run is resumed."
     assert properties()["share_s"]["description"] == told
     assert Example.model_fields["share_s"].description == "Share."
 
@@ -38,6 +38,12 @@ def test_a_default_that_says_nothing_is_left_out() -> None:
         ("api_key_env", "API key (environment variable)"),
         ("bucket_mib", "Bucket (MiB)"),
         ("s", "S"),
+        ("max_in_flight", "Max in flight"),
+        ("max_grad_norm", "Max grad norm"),
+        ("min_lr_ratio", "Min learning-rate ratio"),
+        ("kl", "KL"),
+        ("zero_stage", "ZeRO stage"),
+        ("mlflow_uri", "MLflow URI"),
     ],
 )
 def test_titles_are_words_with_units(name: str, title: str) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import orjson
 
 from benchmarks.deliveries.requests import PROMPT, each_completion
-from tasks.serve.answers import Completion
-from tasks.serve.client import VllmClient
+from rollmill.tasks.serve.responses import Completion
+from rollmill.tasks.serve.vllm_client import VllmClient
 
 
 class Sample(msgspec.Struct):

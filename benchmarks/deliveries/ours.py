@@ -7,41 +7,41 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.deliveries.requests import N_ROWS, PROMPT, TIMEOUT_S, each_completion
-from tasks.rollout.addition import Addition
-from tasks.rollout.admission import Admission
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.environment import Example
-from tasks.rollout.group import StepSampler
-from tasks.rollout.pool_sampler import PoolSampler
-from tasks.rollout.sampling import Player
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Draft, Trajectory, Work
-from tasks.serve.answers import Completion
-from tasks.serve.client import VllmClient
-from tasks.serve.pool import ServerPool
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.routing import read_routing
-from tasks.store.rows import Rows
-from tasks.store.schemas import batch_of
-from tasks.store.writer import RunWriter
-from tasks.train.samples import check_samples, read_samples
+from rollmill.tasks.rollout.admission import Admission
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.completions import PoolSampler
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Example
+from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.rollout.episode import EpisodePlayer
+from rollmill.tasks.rollout.task import StepSampler
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryBuilder, TrajectoryRequest
+from rollmill.tasks.serve.responses import Completion
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.expert_routing import read_routing
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.store.shards.writer import RunWriter
+from rollmill.tasks.train.samples import check_samples, read_samples
 
 RUN, STEP, FLUSH_S = "run", 0, 0.02
 IDS = [f"{RUN}.{number}.0.0" for number in range(N_ROWS)]
 
 
-def player_of(place: Path) -> Player:
+def player_of(place: Path) -> EpisodePlayer:
     """The player of a run; its requests are sent by `requests`, so it lends its environment alone."""
     tokenizer = ChatTokenizer.load(save_character_tokenizer(place / "model"))
     sampler = PoolSampler(ServerPool(), RolloutConfig(), RUN, TIMEOUT_S)
-    return Player(Addition(), tokenizer, sampler, max_tokens=1 << 15, timeout_s=TIMEOUT_S)
+    return EpisodePlayer(Addition(), tokenizer, sampler, max_tokens=1 << 15, timeout_s=TIMEOUT_S)
 
 
-async def deliver(client: VllmClient, player: Player, folder: RunFolder) -> None:
+async def deliver(client: VllmClient, player: EpisodePlayer, folder: RunFolder) -> None:
     """Store all rows with their routed experts."""
-    async with RunWriter(files_of(folder), 1, FLUSH_S) as writer:
+    async with RunWriter(open_files(folder), 1, FLUSH_S) as writer:
 
         def keep(rows: Rows) -> Awaitable[None]:
             return writer.append("rollouts", rows, step=STEP)
@@ -75,8 +75,8 @@ async def store_batch(folder: RunFolder, env: str) -> None:
         "source_step": [STEP] * N_ROWS,
         "scorer": ["none@1"] * N_ROWS,
     }
-    async with RunWriter(files_of(folder), 2, 0.0) as writer:
-        await writer.append("batches", batch_of("batches", columns), step=STEP)
+    async with RunWriter(open_files(folder), 2, 0.0) as writer:
+        await writer.append("batches", make_batch("batches", columns), step=STEP)
 
 
 def read_back(folder: RunFolder) -> dict[str, float]:
@@ -100,14 +100,14 @@ def read_back(folder: RunFolder) -> dict[str, float]:
 
 
 def _trajectory(number: int, completion: Completion) -> Trajectory:
-    draft = Draft()
+    draft = TrajectoryBuilder()
     draft.add_context(PROMPT)
     spans = [(start, 0) for start, _ in completion.version_spans]
     draft.add_completion(completion.token_ids, completion.logprobs, spans, completion.finish_reason)
     assert completion.routed_experts is not None
     draft.add_routing(completion.routed_experts)
-    return draft.ended(
-        Work(IDS[number], number, 0, 0, Example("0", {"answer": "85"}), number, 1.0),
+    return draft.build(
+        TrajectoryRequest(IDS[number], number, 0, 0, Example("0", {"answer": "85"}), number, 1.0),
         "complete",
         started_at=datetime.now(UTC),
         duration_s=1.0,

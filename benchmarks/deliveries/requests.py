@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import numpy as np
 
-from benchmarks.stubs.routing_server import N_PROMPT, N_TOKENS
-from tasks.serve.answers import ARRAYS, Completion
-from tasks.serve.client import VllmClient
-from tasks.serve.connection import Connection
+from rollmill.tasks.serve.http_connection import HttpConnection
+from rollmill.tasks.serve.responses import ARRAYS, Completion
+from rollmill.tasks.serve.vllm_client import VllmClient
+from tests.stubs.routing_server import N_PROMPT, N_TOKENS
 
 N_ROWS, IN_FLIGHT = 128, 8
 N_WARM_UP = 2 * IN_FLIGHT
@@ -33,7 +33,7 @@ async def each_completion(client: VllmClient, keep: Keep, n_rows: int = N_ROWS) 
 
 async def each_body(url: str) -> None:
     """The same answers received by the product's connection, and dropped undecoded."""
-    connection = Connection(url, api_key="", connect_timeout_s=TIMEOUT_S)
+    connection = HttpConnection(url, api_key="", connect_timeout_s=TIMEOUT_S)
 
     async def one(number: int) -> None:
         request = {"token_ids": PROMPT.tolist(), "sampling_params": {"seed": number}}

@@ -34,7 +34,7 @@ class Clock(TrainerCallback):
 
 def scorer_at(path: str) -> Score:
     """Ours, as a function of an example, an answer, and whether that is complete."""
-    from tasks.score.scorer import Candidate
+    from rollmill.tasks.score.scorer import Candidate
 
     module, _, attribute = path.partition(":")
     found = getattr(importlib.import_module(module), attribute)

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flows.config import RunConfig
-from flows.recipe import start_model_folder
-from tasks.rollout.environment import Environment, Split
-from tasks.rollout.prompts import example_index
+from rollmill.flows.config import RunConfig
+from rollmill.flows.recipe import start_model_folder
+from rollmill.tasks.rollout.environment import Environment, Split
+from rollmill.tasks.rollout.trajectory_requests import example_index
 
 
 def write_case(
@@ -26,7 +26,7 @@ def write_case(
     n_groups = config.steps * config.rollout.groups_per_step
     size = environment.size("train")
     indices = [example_index(config.seed, group, size) for group in range(n_groups)]
-    n_held_out = config.evaluate.n_prompts if config.evaluate.enabled else 0
+    n_held_out = config.evaluate.n_prompts if config.evaluate.every else 0
     case = {
         "model": str(start_model_folder(config)),
         "steps": config.steps,

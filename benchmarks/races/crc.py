@@ -2,7 +2,7 @@
 
 import zlib
 
-from tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorer import Candidate
 
 
 def reward(candidate: Candidate) -> float:

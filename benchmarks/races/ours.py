@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from flows.config import RunConfig
-from tasks.store.layout import RunFolder
-from tasks.store.reader import scan
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import scan
 
 PARTS = ("collect", "train", "sync")
 
@@ -25,7 +25,7 @@ class Race:
     """
 
     step_s: list[float]
-    held_out: list[float]
+    read_held_out: list[float]
     tokens: float
     parts_s: dict[str, float]
 
@@ -40,18 +40,18 @@ class Race:
 
 def race(name: str, config: RunConfig) -> Race:
     """Post-train in a folder of its own."""
-    from flows.checks.preflight import preflight
-    from flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from flows.running.folder import run_folder
+    from rollmill.flows.checks.preflight import preflight
+    from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
+    from rollmill.flows.run.folder import run_folder
 
     preflight(config)
     asyncio.run(post_train(name, config))
-    return read(run_folder(name, config), config.evaluate.enabled)
+    return read(run_folder(name, config), config.evaluate.every > 0)
 
 
 def read(folder: RunFolder, is_evaluated: bool) -> Race:
     """What a finished run says of its steps."""
-    from flows.looking.inspection import held_out
+    from rollmill.tasks.look.tables.run_tables import read_held_out
 
     rows = scan(folder, "rollouts", ["step", "started_at", "n_completion_tokens"])
     steps = rows.group_by("step").agg(pl.col("started_at").min(), pl.col("n_completion_tokens").sum())
@@ -63,7 +63,7 @@ def read(folder: RunFolder, is_evaluated: bool) -> Race:
     medians = dict(parts.group_by("name").agg(pl.col("value").median()).collect().iter_rows())
     return Race(
         step_s=seconds.to_list(),
-        held_out=held_out(folder)["reward"].to_list() if is_evaluated else [],
+        held_out=read_held_out(folder)["reward"].to_list() if is_evaluated else [],
         tokens=statistics.mean(steps["n_completion_tokens"]),
         parts_s={part: medians[f"time/{part}_s"] for part in PARTS},
     )

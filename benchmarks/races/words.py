@@ -15,8 +15,8 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.trainer.lengths import N_PROMPT_TOKENS
 from benchmarks.trainer.work import SIZES
-from tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
-from tasks.rollout.tokens import CHARACTERS, save_character_tokenizer
+from rollmill.tasks.rollout.chat_tokenizer import CHARACTERS, save_character_tokenizer
+from rollmill.tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
 
 N_EXAMPLES = 1000
 END_AFTER_TOKENS = 224.0

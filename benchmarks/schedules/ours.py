@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Literal
 
 from prefect import flow
+from prefect.utilities.annotations import quote
 
 from benchmarks.schedules.latencies import GROUP_SIZE, N_GROUPS, ROLLOUT_SLOTS, SCORING_SLOTS, draw
 from benchmarks.schedules.sleeping import STOPWATCH, SleepingSampler, score_group, score_trajectory
 from benchmarks.schedules.stopwatch import Stopwatch
 from benchmarks.schedules.timeline import Timeline
-from flows.config import RunConfig
-from flows.groups.fan_out import collect_step
-from flows.running.run import Run, open_run
-from flows.settings import validate
-from tasks.rollout.tokens import save_character_tokenizer
+from rollmill.flows.config import RunConfig
+from rollmill.flows.run.live_run import Run, open_run
+from rollmill.flows.step.step_collection import collect_step
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from tests.stubs.toy_settings import validate_toy
 
 Mode = Literal["trajectory", "group"]
 
@@ -41,7 +42,9 @@ async def _timed(run: Run, seed: int, median_s: float) -> Timeline:
     latencies, stopwatch = draw(seed, median_s), Stopwatch()
     STOPWATCH.set(stopwatch)
     sampler = SleepingSampler(latencies, run.player.tokenizer, stopwatch)
-    collected = await collect_step(replace(run, player=replace(run.player, sampler=sampler)), 0)
+    planted = replace(run, player=replace(run.player, sampler=sampler))
+    run.recording.started()
+    collected = await collect_step(quote(planted), 0, wait_for=())
     makespan_s = stopwatch.elapsed_s()
     scored = sum(len(outcome.survivors) for outcome in collected.outcomes)
     if scored != N_GROUPS * GROUP_SIZE:
@@ -52,7 +55,7 @@ async def _timed(run: Run, seed: int, median_s: float) -> Timeline:
 def settings(folder: Path, mode: Mode) -> RunConfig:
     """A run with as many slots as everyone has."""
     scorer = SCORERS[mode]
-    return validate(
+    return validate_toy(
         {
             "model": str(folder / "model"),
             "rollout": {

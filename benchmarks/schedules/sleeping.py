@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks.schedules.latencies import Latencies
 from benchmarks.schedules.stopwatch import Stopwatch
-from tasks.rollout.sampling import Sampled
-from tasks.rollout.tokens import ChatTokenizer
-from tasks.rollout.trajectory import Work
-from tasks.score.scorer import Candidate, by_group
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.episode import SampledTokens
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.score.scorer import Candidate, by_group
 
 STOPWATCH: ContextVar[Stopwatch] = ContextVar("stopwatch")
 """That of the run: a scorer is made by its import path, so nobody can hand it one."""
@@ -27,12 +27,12 @@ class SleepingSampler:
     tokenizer: ChatTokenizer
     stopwatch: Stopwatch
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         """The whole answer; see Sampler."""
         await self.stopwatch.rollout(self.latencies.rollouts_s[work.group][work.sample])
         score_us = US_PER_S * self.latencies.trajectory_score_s(work.group)
         answer = self.tokenizer.encode_answer(str(round(score_us)))
-        return Sampled(
+        return SampledTokens(
             token_ids=answer,
             logprobs=np.zeros(len(answer), np.float32),
             version_spans=((0, 0),),

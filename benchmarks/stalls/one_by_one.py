@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tasks.sync.gloo_link import RECEIVER, SENDER, open_pair
-from tasks.sync.link import join_store
-from tasks.sync.repairs import needed_repairs
+from benchmarks.weights.gloo_pair import RECEIVER, SENDER, open_pair
+from rollmill.tasks.sync.links.link import join_store
+from rollmill.tasks.sync.vllm_plugin.private_vllm import choose_repairs
 
 
 class OneByOne:
@@ -27,5 +27,5 @@ class OneByOne:
 
     def close_model(self) -> None:
         finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
-        for repair in needed_repairs():
+        for repair in choose_repairs("cpu"):
             repair(self.model_runner.model)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.serve.process import LaunchedProcess
+from rollmill.tasks.processes.launched_process import LaunchedProcess
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / ".rollmill" / "bench"
@@ -31,7 +31,7 @@ async def run_script(script: str, arguments: tuple[str, ...], timeout_s: float) 
     process = LaunchedProcess.start(script, command, log=log, cwd=ROOT, stop_grace_s=GRACE_S)
     try:
         async with asyncio.timeout(timeout_s):
-            status = await process.ended()
+            status = await process.wait()
     except TimeoutError:
         raise ScriptError(f"not done after {timeout_s:g} s; {log}:\n{process.log_tail(TOLD_LINES)}") from None
     finally:

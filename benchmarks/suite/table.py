@@ -7,7 +7,6 @@ from benchmarks.suite.process import ROOT
 from benchmarks.suite.results import Result, Results
 
 PAGE = ROOT / "docs" / "performance.md"
-README = ROOT / "README.md"
 MISSED = "**missed**"
 HEADINGS = ("benchmark", "figure", "measured", "target", "", "to the peer", "to the limit", "measured on")
 
@@ -87,7 +86,7 @@ def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
 
 
 def missed(benchmarks: Sequence[Benchmark], results: Results) -> str:
-    """All missed targets, for the README."""
+    """Return the list of missed targets."""
     found = targets(benchmarks, results)
     told = [
         f"- `{script}`: `{figure.key}` {shown(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}"

@@ -8,8 +8,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trainer.ours import Gradient
-from benchmarks.trainer.work import TEMPERATURE, samples_of
-from tasks.train.config import TrainConfig
+from benchmarks.trainer.work import SETTINGS, TEMPERATURE, samples_of
+from rollmill.tasks.train.config import TrainConfig
 
 ROWS_AT_A_TIME = 4
 
@@ -18,7 +18,7 @@ class Bare:
     """Micro-batches of 4 rows by length, the head on completion tokens only, clipped ratios, AdamW."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
-        self._config = TrainConfig.model_validate({"lr": 1e-8} | settings)
+        self._config = TrainConfig.model_validate(SETTINGS | settings)
         self._samples = samples_of(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=self._config.lr, fused=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.trainer.work import samples_of
-from tasks.serve.process import free_port
-from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine, Update
-from tasks.train.objective import Objective
-from tasks.train.process_group import join_ranks
-from tasks.train.step import StepTraining
+from benchmarks.trainer.work import SETTINGS, samples_of
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.train.batch_training import UpdateLoop
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Update
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.service.ranks import join_ranks
 
 Gradient = dict[str, torch.Tensor]
 
@@ -33,19 +33,19 @@ class RecordingEngine(Engine):
 
 
 class Ours:
-    """Everything as configured by default but for the layout, and a learning rate so small that steps stay alike."""
+    """This trainer with the settings of `work`, and those given."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {**rank, "MASTER_PORT": str(free_port())}
-        self._config = TrainConfig.model_validate({"lr": 1e-8, "warmup_steps": 0} | settings)
+        self._config = TrainConfig.model_validate(SETTINGS | settings)
         self._samples, self._objective = samples_of(folder), Objective(self._config)
         device = join_ranks(60.0).device
         self._engine = RecordingEngine.load(self._config, str(folder / "model"), device)
 
     def step(self) -> None:
         """One optimizer update with the batch."""
-        training = StepTraining(self._config, self._engine, self._samples, 0, self._objective)
+        training = UpdateLoop(self._config, self._engine, self._samples, 0, self._objective)
         training.run()
         assert not training.reason
 

@@ -14,12 +14,12 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
 from benchmarks.trainer.lengths import completion_lengths
-from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine, Update
-from tasks.train.objective import Objective
-from tasks.train.process_group import join_ranks
-from tasks.train.samples import Samples
-from tasks.train.step import StepTraining
+from rollmill.tasks.train.batch_training import UpdateLoop
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Update
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.samples import Samples
+from rollmill.tasks.train.service.ranks import join_ranks
 
 N_ROWS, N_PROMPT_TOKENS, VOCABULARY, TEMPERATURE = 24, 8, 1024, 0.8
 WAYS: dict[str, dict[str, object]] = {
@@ -74,7 +74,7 @@ def main() -> None:
             {"ranks": ranks.world_size, "loss": "reinforce", "max_grad_norm": 0.0} | settings
         )
         engine = RecordingEngine.load(config, model, ranks.device)
-        StepTraining(config, engine, samples, 0, Objective(config)).run()
+        UpdateLoop(config, engine, samples, 0, Objective(config)).run()
         if ranks.rank == 0:
             save_file(engine.gradient, output / f"{ranks.world_size} ranks, {way}.safetensors")
         engine.close()

@@ -12,9 +12,16 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.trainer.lengths import N_PROMPT_TOKENS, completion_lengths
-from tasks.train.samples import Samples
+from rollmill.tasks.train.samples import Samples
 
 N_ROWS, GROUP_SIZE, TEMPERATURE = 32, 8, 1.0
+# Rates so small that steps stay alike; and what the peers do: no recomputed activations, micro-batches that fit tiny models.
+SETTINGS: dict[str, object] = {
+    "lr": 1e-8,
+    "warmup_steps": 0,
+    "micro_batch_tokens": 4096,
+    "gradient_checkpointing": False,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "5M": {
         "vocab_size": 4096,

@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from tasks.sync.buckets import Range, TensorPlan, lay_out
+from rollmill.tasks.sync.transfer_plan import Range, TensorPlan, lay_out_tensors
 
 HIDDEN, MIDDLE, KEYS, VOCABULARY, LAYERS = 896, 4864, 128, 151_936, 24
 ITEM_BYTES = 2
@@ -30,7 +30,7 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def tensors() -> tuple[TensorPlan, ...]:
     """The stream of all of them."""
-    return lay_out((name, shape, "bfloat16") for name, shape in shapes())
+    return lay_out_tensors((name, shape, "bfloat16") for name, shape in shapes())
 
 
 def shard(shape: tuple[int, ...], rank: int, n_ranks: int) -> range:

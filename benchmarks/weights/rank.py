@@ -7,23 +7,25 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from benchmarks.weights import model
 from benchmarks.weights.control import Client, serve
-from tasks.sync.buckets import even_shares, plan_transfer
-from tasks.sync.config import SyncConfig
-from tasks.sync.filling import Piece
-from tasks.sync.gloo_link import RECEIVER, SENDER, open_pair
-from tasks.sync.link import as_bytes, join_store, serve_store
-from tasks.sync.order import Place, Target, WeightOffer
-from tasks.sync.place import this_machine
-from tasks.sync.sender import WeightSender
-from tasks.sync.shared_memory import SharedMemory, open_shared
+from benchmarks.weights.gloo_pair import RECEIVER, SENDER, open_pair
+from rollmill.tasks.processes.machine import machine_id
+from rollmill.tasks.sync.bucket_writer import Piece
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.link import as_bytes, join_store, serve_store
+from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
+from rollmill.tasks.sync.transfer_plan import STREAMS, plan_transfer, share_evenly
+from rollmill.tasks.sync.weight_messages import ProcessLocation, SendTarget, WeightOffer
+from rollmill.tasks.sync.weight_sender import WeightSender
 
 TIMEOUT_S = 120.0
 SYNC = SyncConfig()
@@ -37,8 +39,8 @@ class Rank:
         self._host, self._rank, self._n_ranks = host, rank, n_ranks
         self._weights = model.weights(rank, n_ranks)
         self._tensors = model.tensors()
-        shares = model.shard_shares(self._tensors, n_ranks) if n_ranks > 1 else even_shares(self._tensors, 1)
-        self._plan = plan_transfer(self._tensors, shares, SYNC.bucket_bytes, SYNC.streams)
+        shares = model.shard_shares(self._tensors, n_ranks) if n_ranks > 1 else share_evenly(self._tensors, 1)
+        self._plan = plan_transfer(self._tensors, shares, SYNC.bucket_bytes, STREAMS)
         self._store = serve_store(host, TIMEOUT_S) if rank == 0 else None
         memory = SharedMemory(self._plan.total_bytes) if rank == 0 else None
         common: list[Any] = [self._store.port, memory.path] if self._store and memory else [None, None]
@@ -47,12 +49,7 @@ class Rank:
         self._stream = (
             memory.stream if memory else open_shared(self._shared, self._plan.total_bytes, is_writable=True)
         )
-        limits = {
-            "timeout_s": SYNC.timeout_s,
-            "stall_timeout_s": SYNC.stall_timeout_s,
-            "straggler_s": SYNC.straggler_s,
-        }
-        self._sender = WeightSender(rank, host, self._port, **limits)
+        self._sender = WeightSender(rank, host, self._port, SYNC)
         self._pairs = list[Any]()
         self._large = torch.zeros(0, dtype=torch.uint8)
 
@@ -62,23 +59,21 @@ class Rank:
 
     def offer(self, _: Any) -> dict[str, Any]:
         """See WeightOffer."""
-        place = Place(this_machine(), "cpu").to_json()
-        return WeightOffer(self._plan.to_json(), self._host, self._port, place, None, self._shared).to_json()
+        place = ProcessLocation(machine_id(), "cpu")
+        return asdict(WeightOffer(self._plan, self._host, self._port, place, None, self._shared))
 
     def send(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The product's way."""
-        targets = [Target.from_json(each) for each in given]
-        return [
-            each.to_json() for each in self._sender.send(self._plan, targets, self._pieces(), self._stream)
-        ]
+        targets = msgspec.convert(given, list[SendTarget])
+        return [asdict(each) for each in self._sender.send(self._plan, targets, self._pieces(), self._stream)]
 
     def join(self, _: Any) -> None:
         """Open a pair with the receiver, as others' process group."""
         store = join_store(self._host, self._port, TIMEOUT_S)
-        first = self._rank * SYNC.streams
+        first = self._rank * STREAMS
         self._pairs = [
             open_pair(store, f"pair/{number}", SENDER, self._host, TIMEOUT_S)
-            for number in range(first, first + SYNC.streams)
+            for number in range(first, first + STREAMS)
         ]
 
     def one_by_one(self, given: dict[str, Any]) -> None:

@@ -5,16 +5,18 @@
 
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.weights.control import serve
-from tasks.sync.gloo_link import RECEIVER, SENDER, open_pair
-from tasks.sync.inbox import Inbox
-from tasks.sync.link import join_store, local_address
-from tasks.sync.order import ServerPlace, WeightAnswer, WeightOrder
-from tasks.sync.place import this_machine
+from benchmarks.weights.gloo_pair import RECEIVER, SENDER, open_pair
+from rollmill.tasks.processes.machine import machine_id
+from rollmill.tasks.sync.links.link import join_store, local_address
+from rollmill.tasks.sync.weight_messages import ServerLocation, WeightUpdateRequest, WeightUpdateResponse
+from rollmill.tasks.sync.weight_receiver import WeightInbox
 
 TIMEOUT_S = 120.0
 
@@ -23,7 +25,7 @@ class Receiver:
     """What the control API calls."""
 
     def __init__(self) -> None:
-        self._inbox, self._pairs = Inbox(0), list[Any]()
+        self._inbox, self._pairs = WeightInbox(0), list[Any]()
         self._large = torch.empty(0, dtype=torch.uint8)
 
     def cpu_s(self, _: Any) -> float:
@@ -32,13 +34,15 @@ class Receiver:
 
     def place(self, _: Any) -> dict[str, Any]:
         """Where this process runs."""
-        return ServerPlace(this_machine(), "cpu").to_json()
+        return asdict(ServerLocation(machine_id(), "cpu"))
 
-    def take(self, given: dict[str, Any]) -> dict[str, Any]:
-        """An order of the product's."""
-        order, started = WeightOrder.from_json(given), time.perf_counter()
-        self._inbox.take(order)
-        return WeightAnswer(order.plan["total_bytes"], time.perf_counter() - started, 0.0).to_json()
+    def take(self, given: str) -> dict[str, Any]:
+        """A request of the product's."""
+        order, started = msgspec.json.decode(given, type=WeightUpdateRequest), time.perf_counter()
+        self._inbox.receive(order)
+        return asdict(
+            WeightUpdateResponse(order.decode_plan().total_bytes, time.perf_counter() - started, 0.0)
+        )
 
     def join(self, given: dict[str, Any]) -> None:
         """Open pairs with the ranks, as others' process group."""

@@ -7,13 +7,23 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.weights.control import Client
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.sync.config import SyncConfig
-from tasks.sync.order import Sent, ServerPlace, Target, WeightAnswer, WeightOffer, WeightOrder
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_messages import (
+    SendResult,
+    SendTarget,
+    ServerLocation,
+    WeightOffer,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+    encode_plan,
+)
 
 LOOPBACK, START_S, STOP_S = "127.0.0.1", 120.0, 2.0
 SYNC = SyncConfig()
@@ -56,27 +66,29 @@ class Site:
         with ThreadPoolExecutor(1 + len(self.receivers)) as threads:
             offered = threads.submit(self.trainer.call, "offer")
             placed = list(threads.map(lambda each: each.call("place"), self.receivers))
-            offer = WeightOffer.from_json(offered.result())
+            offer = msgspec.convert(offered.result(), WeightOffer)
             targets = [
-                Target(prefix, transport, prefix, ServerPlace.from_json(place).workers)
+                SendTarget(prefix, transport, prefix, msgspec.convert(place, ServerLocation).workers)
                 for prefix, place in zip(self.prefixes, placed, strict=True)
             ]
-            sending = threads.submit(self.trainer.call, "send", [each.to_json() for each in targets])
+            sending = threads.submit(self.trainer.call, "send", [asdict(each) for each in targets])
             taken = threads.map(
-                lambda each, target: each.call("take", _order(offer, target)), self.receivers, targets
+                lambda each, target: each.call("take", _request(offer, target)), self.receivers, targets
             )
             for answer in taken:
-                WeightAnswer.from_json(answer)
-            sent = [Sent(**each) for each in sending.result()]
+                msgspec.convert(answer, WeightUpdateResponse)
+            sent = [SendResult(**each) for each in sending.result()]
         seconds = time.perf_counter() - started
         assert not any(each.error for each in sent), sent
         return seconds
 
 
-def _order(offer: WeightOffer, target: Target) -> dict[str, object]:
+def _request(offer: WeightOffer, target: SendTarget) -> str:
     limits = SYNC.timeout_s, SYNC.stall_timeout_s
     where = {"host": offer.host, "port": offer.port, "prefix": target.prefix, "shared": offer.shared}
-    return WeightOrder("run:1:1", "keep", target.transport, offer.plan, *limits, **where).to_json()
+    plan = encode_plan(offer.plan)
+    request = WeightUpdateRequest("run:1:1", "keep", target.transport, plan, *limits, **where)
+    return msgspec.json.encode(request).decode()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Are the services there that a run attaches to, and have they what it needs? Asked before anything is started."""
+"""Checks of the running services that a run attaches to: trainer, vLLM servers, reference servers."""
 
 import asyncio
 import os
@@ -7,12 +7,13 @@ from http import HTTPStatus
 
 import msgspec
 
-from flows.config import RunConfig
-from tasks.errors import ConfigError, RequestError, TransientRequestError
-from tasks.serve.connection import TRANSIENT_STATUSES, Connection
-from tasks.serve.vllm import LOGPROBS_MODE, TRANSFER_BACKEND
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.errors import ConfigError, RequestError, TransientRequestError
+from rollmill.tasks.serve.http_connection import TRANSIENT_STATUSES, HttpConnection
+from rollmill.tasks.serve.vllm_client import PATIENCE
+from rollmill.tasks.serve.vllm_launch import LOGPROBS_MODE, PLUGIN_REMEDY, TRANSFER_BACKEND
 
-LOOK_AGAIN_S = 0.5
+RETRY_INTERVAL_S = 0.5
 
 
 class _Model(msgspec.Struct):
@@ -37,17 +38,18 @@ class _Models(msgspec.Struct):
     data: list[_Served]
 
 
+_CONNECT_S = PATIENCE.connect_timeout_s
+
+
 class _Info(msgspec.Struct):
     vllm_config: _Settings
 
 
 async def check_attached(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
-    """Ask every service that a run attaches to whether it can serve it.
-
-    Those are at train.url and train.kl.urls, if it trains, and at serve.urls, if it samples.
+    """Check every service that a run attaches to: train.url and train.kl.urls if it trains, serve.urls if it samples.
 
     Raises:
-        ConfigError: one is not there within serve.attach_timeout_s, or lacks something; names the setting.
+        ConfigError: one does not answer within serve.attach_timeout_s or lacks something; names the setting.
     """
     urls = [("serve.urls", url) for url in config.serve.urls if samples]
     if trains and config.train.kl.reference == "deployment":
@@ -58,8 +60,7 @@ async def check_attached(config: RunConfig, *, samples: bool = True, trains: boo
 
 async def _check(config: RunConfig, field: str, url: str) -> None:
     key_env = config.train.token_env if field == "train.url" else config.serve.api_key_env
-    connect_s = config.serve.connect_timeout_s
-    connection = Connection(url, api_key=os.environ.get(key_env, ""), connect_timeout_s=connect_s)
+    connection = HttpConnection(url, api_key=os.environ.get(key_env, ""), connect_timeout_s=_CONNECT_S)
     try:
         async with asyncio.timeout(config.serve.attach_timeout_s):
             if field == "train.url":
@@ -73,7 +74,7 @@ async def _check(config: RunConfig, field: str, url: str) -> None:
         raise ConfigError(
             field,
             url,
-            f"nothing answers there {within}, or what does is not ready; start it, or correct the address",
+            f"no service answers there, or it is not ready, {within}; start it, or correct the address",
         ) from None
     except RequestError as error:
         raise ConfigError(field, url, str(error)) from error
@@ -81,49 +82,56 @@ async def _check(config: RunConfig, field: str, url: str) -> None:
         await connection.close()
 
 
-async def _check_trainer(config: RunConfig, connection: Connection) -> None:
-    status, _ = await _answer(connection, "GET", "/v1/health", config.serve.connect_timeout_s)
+async def _check_trainer(config: RunConfig, connection: HttpConnection) -> None:
+    status, _ = await _answer(connection, "GET", "/v1/health", _CONNECT_S)
     if status == HTTPStatus.UNAUTHORIZED:
-        remedy = f"the trainer at {config.train.url} has another access token than this environment variable"
+        remedy = (
+            f"the trainer at {config.train.url} has a different access token than this environment variable"
+        )
         raise ConfigError("train.token_env", config.train.token_env, remedy)
     if status != HTTPStatus.OK:
         raise ConfigError(
-            "train.url", config.train.url, f"what answers there is no trainer (/v1/health: {status})"
+            "train.url", config.train.url, f"the service there is not a trainer (/v1/health: {status})"
         )
 
 
-async def _ask_to_generate(config: RunConfig, url: str, connection: Connection) -> int:
-    """The HTTP status of an empty request to sample, of a healthy server whose API key is ours."""
-    connect_s = config.serve.connect_timeout_s
-    await _answer(connection, "GET", "/health", connect_s)
-    generate, _ = await _answer(connection, "POST", "/inference/v1/generate", connect_s)
+async def _ask_to_generate(config: RunConfig, url: str, connection: HttpConnection) -> int:
+    """Wait until a server is healthy; returns the HTTP status of an empty generation request.
+
+    Raises:
+        ConfigError: the server refuses our API key.
+    """
+    await _answer(connection, "GET", "/health", _CONNECT_S)
+    # A server with the route refuses the empty request as invalid (400), one without it answers 404.
+    generate, _ = await _answer(connection, "POST", "/inference/v1/generate", _CONNECT_S)
     if generate == HTTPStatus.UNAUTHORIZED:
-        remedy = f"the vLLM server at {url} has another API key than this environment variable"
+        remedy = f"the vLLM server at {url} has a different API key than this environment variable"
         raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
     return generate
 
 
-async def _check_reference(config: RunConfig, url: str, connection: Connection) -> None:
-    """Refuse what cannot give the log-probabilities of a longest sequence, which it is asked for as a prompt."""
+async def _check_reference(config: RunConfig, url: str, connection: HttpConnection) -> None:
+    """Raise ConfigError if a reference server cannot return the log-probabilities of a sequence of serve.max_model_len tokens."""
     generate = await _ask_to_generate(config, url, connection)
-    status, body = await _answer(connection, "GET", "/v1/models", config.serve.connect_timeout_s)
+    status, body = await _answer(connection, "GET", "/v1/models", _CONNECT_S)
+    # vLLM samples at least one token after a prompt.
     needed = config.serve.max_model_len + 1
     try:
         longest = min(each.max_model_len for each in msgspec.json.decode(body, type=_Models).data)
     except (msgspec.DecodeError, ValueError):
-        remedy = f"what answers there is no vLLM server (/v1/models: {status})"
+        remedy = f"the service there is not a vLLM server (/v1/models: {status})"
         raise ConfigError("train.kl.urls", url, remedy) from None
     if generate == HTTPStatus.NOT_FOUND:
-        raise ConfigError("train.kl.urls", url, "start the reference's server with --enable-scale-out")
+        raise ConfigError("train.kl.urls", url, "start the reference server with --enable-scale-out")
     if longest < needed:
         remedy = (
-            f"start the reference's server with --max-model-len {needed}: a sequence, and a token more; where the model "
-            "itself ends below, with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 in its environment too"
+            f"start the reference server with --max-model-len {needed}: the longest sequence and one more token; if the "
+            "model's own limit is lower, set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 in its environment too"
         )
         raise ConfigError("train.kl.urls", url, remedy)
 
 
-async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> None:
+async def _check_vllm(config: RunConfig, url: str, connection: HttpConnection) -> None:
     generate = await _ask_to_generate(config, url, connection)
     info, body = await _answer(
         connection,
@@ -133,25 +141,27 @@ async def _check_vllm(config: RunConfig, url: str, connection: Connection) -> No
         final={HTTPStatus.INTERNAL_SERVER_ERROR},
     )
     if missing := _missing(config, generate, info, body):
-        raise ConfigError(
-            "serve.urls", url, f"what answers there is no vLLM server for a run: start it {missing}"
-        )
+        raise ConfigError("serve.urls", url, f"this vLLM server cannot serve a run: start it {missing}")
+    weights, _ = await _answer(connection, "GET", "/rollmill/weights", config.serve.attach_timeout_s)
+    if weights == HTTPStatus.NOT_FOUND:
+        raise ConfigError("serve.urls", url, PLUGIN_REMEDY)
 
 
 def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
-    """How a vLLM server must be started that is not as a run needs it; empty when it is, or cannot be told.
+    """Return the option or variable that a vLLM server must be started with to fit the run; empty if it fits or is unknown.
 
-    vLLM lists the installed packages in the account of its settings, and fails (500) where neither pip nor uv
-    can be called; what is wrong is then seen at the first sync.
+    vLLM lists the installed packages with its settings, and fails (500) if it finds neither pip nor uv; wrong settings then
+    show at the first sync.
 
     Args:
         config: settings of the run.
-        generate: status of a generation request without a body; 404: there is no such route.
-        info: status of the server's account of its settings.
-        body: that account.
+        generate: HTTP status of an empty generation request; 404: there is no such route.
+        info: HTTP status of the request for the server's settings.
+        body: the server's settings.
     """
     if generate == HTTPStatus.NOT_FOUND:
         return "with --enable-scale-out"
+    # vLLM shows its settings only in development mode.
     if info == HTTPStatus.NOT_FOUND:
         return "with VLLM_SERVER_DEV_MODE=1 in its environment"
     if info == HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -159,7 +169,7 @@ def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
     try:
         settings = msgspec.json.decode(body, type=_Info).vllm_config
     except msgspec.DecodeError:
-        return f"anew: /server_info answers {info}, without its settings"
+        return f"again: /server_info answered {info}, without its settings"
     backend = settings.weight_transfer_config.backend if settings.weight_transfer_config else ""
     if backend != TRANSFER_BACKEND:
         return f"""with --weight-transfer-config '{{"backend": "{TRANSFER_BACKEND}"}}'"""
@@ -171,16 +181,16 @@ def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:
 
 
 async def _answer(
-    connection: Connection, method: str, path: str, timeout_s: float, final: Collection[int] = ()
+    connection: HttpConnection, method: str, path: str, timeout_s: float, final: Collection[int] = ()
 ) -> tuple[int, bytes]:
-    """The status and the body of the first answer that is not a busy server's: one that is starting is waited for.
+    """Send a request until a server responds other than "busy", and return the status and body of that response.
 
     Args:
         connection: to the server.
         method: of the request.
         path: of the request.
-        timeout_s: seconds for one answer.
-        final: statuses of a busy server that are an answer here.
+        timeout_s: seconds for one response.
+        final: statuses that count as a response although they mean "busy" elsewhere.
     """
     while True:
         try:
@@ -189,4 +199,4 @@ async def _answer(
             status, answer = HTTPStatus.SERVICE_UNAVAILABLE, b""
         if status not in TRANSIENT_STATUSES or status in final:
             return status, bytes(answer)
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(RETRY_INTERVAL_S)

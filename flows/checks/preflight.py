@@ -1,4 +1,4 @@
-"""What must hold before anything is started; each failure names the setting, its value and the remedy."""
+"""Checks before anything is started; each failure names the setting, its value and the remedy."""
 
 import asyncio
 import json
@@ -6,43 +6,66 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from flows.checks.attached import check_attached
-from flows.config import RunConfig
-from flows.recipe import start_model_folder
-from tasks.errors import ConfigError
-from tasks.observe.metrics import ALL
-from tasks.observe.sink_check import check_sinks
-from tasks.rollout.environment import Environment, SingleTurn, WarmUp, environment_of, library_of
-from tasks.rollout.prompts import check_prompts
-from tasks.rollout.state import states_of
-from tasks.rollout.tokens import ChatTokenizer
-from tasks.rollout.verifiers_load import check_installed
-from tasks.rollout.verifiers_state import kept_states
-from tasks.score.check import check_scorer
-from tasks.serve.vllm import check_guarded, is_cpu_build
-from tasks.store.layout import S3, SCRATCH_ENV, RunFolder
-from tasks.train.config import TrainConfig
-from tasks.train.memory_plan import NUMBERS_OF_EXPERTS
-from tasks.train.rules import HAS_RATIO
+from rollmill.flows.checks.attached import check_attached
+from rollmill.flows.config import RunConfig
+from rollmill.flows.recipe import start_model_folder
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.observe.metrics import ALL
+from rollmill.tasks.observe.sinks.sink_check import check_sinks
+from rollmill.tasks.processes.python_child import child_environment, python_command
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.environment import (
+    Environment,
+    SingleTurn,
+    WarmUp,
+    environment_library,
+    make_environment,
+)
+from rollmill.tasks.rollout.environment_calls import state_columns
+from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
+from rollmill.tasks.rollout.trajectory_requests import check_prompts
+from rollmill.tasks.score.terms import check_scorer
+from rollmill.tasks.serve.vllm_launch import check_guarded, is_cpu_build
+from rollmill.tasks.store.folders import S3_SCHEME, SCRATCH_ENV, RunFolder
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.memory_plan import NUMBERS_OF_EXPERTS
+from rollmill.tasks.train.setting_rules import HAS_RATIO
+
+
+async def check_machine(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
+    """Run `preflight` if this flow run belongs to a deployment, so that a worker has started it.
+
+    For other flow runs the command `rollmill` has run it already.
+
+    Raises:
+        ConfigError: the first thing that is missing.
+    """
+    # Prefect may be imported only once its settings are known, and commands import this module before.
+    from prefect.runtime import deployment
+
+    if deployment.id:
+        await asyncio.to_thread(partial(preflight, config, samples=samples, trains=trains))
 
 
 def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
-    """Check what a configuration needs of this machine.
+    """Check that this machine has what a run with these settings needs.
 
     Args:
         config: all settings.
-        samples: False for a run that has no vLLM servers.
-        trains: False for one that has no trainer.
+        samples: False for a run without vLLM servers.
+        trains: False for a run without a trainer.
 
     Raises:
         ConfigError: the first thing that is missing.
     """
     if samples:
         _check_stages(config)
+    # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:
         _check_loss(config.train)
     _check_model(config)
@@ -52,13 +75,14 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
         check_vllm(config)
     if trains:
         _check_trainer(config)
+    # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
 
 
 def _check_trainer(config: RunConfig) -> None:
-    """What a trainer needs here, or what attaching to one does."""
+    """Raise ConfigError if a C++ compiler is missing to launch a trainer, or the access token of the one at train.url."""
     if not config.train.url:
-        check_trainer(config)
+        check_trainer()
     elif not os.environ.get(config.train.token_env):
         remedy = "set this environment variable to the access token of the trainer at train.url"
         raise ConfigError("train.token_env", config.train.token_env, remedy)
@@ -66,62 +90,73 @@ def _check_trainer(config: RunConfig) -> None:
 
 def _check_stages(config: RunConfig) -> None:
     check_scorer(config.score, config.evaluate.scorer)
-    if library_of(config.rollout):
+    # Only worker processes import such a library, so its prompts are not checked here.
+    if environment_library(config.rollout):
         _check_environment_name(config.rollout.environment.rpartition(":")[2])
         _check_library(config)
         return
-    environment = environment_of(config.rollout)
+    environment = make_environment(config.rollout)
     _check_environment_name(environment.name)
-    states_of(environment)
+    state_columns(environment)
     check_prompts(environment, config.rollout, config.evaluate.n_prompts)
     _check_overlong(config, environment)
-    if config.start_model.enabled and not isinstance(environment, WarmUp):
+    if config.start_model.steps and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
-        raise ConfigError("start_model.enabled", True, remedy)
+        raise ConfigError("start_model.steps", config.start_model.steps, remedy)
 
 
 def _check_environment_name(name: str) -> None:
     if name == ALL:
         remedy = (
-            "this name is taken: metrics of all environments together have it; give the environment another"
+            "this name is reserved for metrics of all environments together; give the environment another"
         )
         raise ConfigError("rollout.environment", ALL, remedy)
 
 
 def _check_loss(train: TrainConfig) -> None:
-    """Try a loss of another package in a process of its own, since it imports torch."""
+    """Raise ConfigError if `train.loss` is of another package and does not work.
+
+    It is tried in a separate process, since it imports torch.
+    """
     if train.loss in HAS_RATIO:
         return
-    words = [sys.executable, "-m", "tasks.train.loss_check", train.model_dump_json()]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=train.start_timeout_s)
+    # The program prints null, or the arguments of a ConfigError.
+    command = python_command("rollmill.tasks.train.objective.objective", train.model_dump_json())
+    environment = child_environment()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=train.start_timeout_s
+    )
     if done.returncode:
-        remedy = f"it ended the process that tried it: {done.stderr.strip()[-500:]}"
+        remedy = f"the process that tried it failed: {done.stderr.strip()[-500:]}"
         raise ConfigError("train.loss", train.loss, remedy)
     if wrong := json.loads(done.stdout.splitlines()[-1]):
         raise ConfigError(*wrong)
 
 
 def _check_overlong(config: RunConfig, environment: Environment) -> None:
-    """Refuse a limit that no answer of one turn reaches."""
-    limit, longest = config.score.overlong_limit_tokens, config.rollout.max_completion_tokens
-    if limit <= longest:
+    """Raise ConfigError if no answer of a single-turn environment can reach the largest of `score.overlong_tokens`."""
+    lengths, longest = list(config.score.overlong_tokens), config.rollout.max_completion_tokens
+    if max(lengths, default=0) <= longest:
         return
     episode = environment.episode(asyncio.run(environment.example("train", 0)), seed=0)
     if isinstance(episode, SingleTurn):
         remedy = (
-            f"an answer in environment {environment.name} has rollout.max_completion_tokens = {longest} at most; give "
-            "at most as many, or 0 for no shaping"
+            f"an answer in environment {environment.name} has at most rollout.max_completion_tokens = {longest} tokens; "
+            "give at most that many, or [] for no shaping"
         )
-        raise ConfigError("score.overlong_limit_tokens", limit, remedy)
+        raise ConfigError("score.overlong_tokens", lengths, remedy)
 
 
 def _check_library(config: RunConfig) -> None:
-    """What can be said without importing the library, which only worker processes do."""
+    """Raise ConfigError if the package of a library's environment is missing, or settings do not fit it.
+
+    The library is not imported: only worker processes do that.
+    """
     check_installed(config.rollout.environment, config.rollout.environment_args)
-    kept_states(config.rollout.keep_states)
-    if config.start_model.enabled:
+    parse_state_columns(config.rollout.keep_states)
+    if config.start_model.steps:
         remedy = f"environment {config.rollout.environment} has no warm-up corpus; give `model` instead"
-        raise ConfigError("start_model.enabled", True, remedy)
+        raise ConfigError("start_model.steps", config.start_model.steps, remedy)
 
 
 def _check_model(config: RunConfig) -> None:
@@ -130,9 +165,9 @@ def _check_model(config: RunConfig) -> None:
         remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
         raise ConfigError("train.kl.model", reference, remedy)
     if config.train.replay_routing and not _has_experts(config):
-        remedy = "the start model is no mixture of experts, so its tokens are not routed; set it to false"
+        remedy = "the start model is not a mixture of experts; set it to false"
         raise ConfigError("train.replay_routing", True, remedy)
-    if config.start_model.enabled:
+    if config.start_model.steps:
         _check_folder("start_model.root", config.start_model.root)
         return
     folder = start_model_folder(config)
@@ -143,29 +178,31 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _has_experts(config: RunConfig) -> bool:
-    """True for a model whose configuration gives a number of experts; those made here have none."""
+    """True if the model's config.json gives a number of experts; start models made here have none."""
     path = start_model_folder(config) / "config.json"
-    if config.start_model.enabled or not path.is_file():
+    if config.start_model.steps or not path.is_file():
         return False
     settings = json.loads(path.read_text())
     return any((settings | settings.get("text_config", {})).get(name) for name in NUMBERS_OF_EXPERTS)
 
 
 def check_store(root: str) -> None:
-    """Refuse a root that runs cannot lie below; ConfigError says why."""
+    """Refuse a `store.root` that runs cannot be stored in; ConfigError gives the reason."""
     if "://" not in root:
         _check_folder("store.root", root)
         return
-    if not root.startswith(S3):
+    if not root.startswith(S3_SCHEME):
         raise ConfigError("store.root", root, "give a folder on a local disk, or s3://bucket/prefix")
-    from tasks.store.s3 import check_s3  # s3fs and botocore are imported where runs lie on S3 alone
+    # s3fs and botocore are slow to import.
+    from rollmill.tasks.store.s3.s3_files import check_s3
 
     check_s3(root)
     _check_folder(SCRATCH_ENV, str(RunFolder(root).local))
 
 
 def _check_folder(field: str, value: str) -> None:
-    """Refuse a folder that cannot be made or written to."""
+    """Refuse a folder that cannot be created or written to."""
+    # The folder is created later, below the first folder that exists.
     nearest = Path(value).absolute()
     while not nearest.exists():
         nearest = nearest.parent
@@ -177,29 +214,21 @@ def _check_folder(field: str, value: str) -> None:
         raise ConfigError(field, value, remedy) from None
 
 
-def check_trainer(config: RunConfig) -> None:
-    """Check what launching a trainer needs; ConfigError names the first thing that is missing."""
-    _check_compiler()
-    _check_port("train.port", config.train.port)
-
-
 def check_vllm(config: RunConfig) -> None:
-    """Check what launching a vLLM server needs; ConfigError names the first thing that is missing."""
-    for number in range(config.serve.servers if config.serve.port else 0):
-        _check_port("serve.port", config.serve.port + number)
+    """Check what launching vLLM servers needs, an environment with vLLM above all; ConfigError names what is missing."""
     python = Path(config.serve.python)
     if not os.access(python, os.X_OK):
-        remedy = (
-            "there is no Python there; make the vLLM environment with `make setup`, or attach with serve.urls"
-        )
+        remedy = "there is no Python; create the vLLM environment with `make setup`, or attach to servers with serve.urls"
         raise ConfigError("serve.python", str(python), remedy)
     check_guarded(config.serve)
     if config.rollout.keep_routing and is_cpu_build(config.serve.python):
-        remedy = "vLLM returns routed experts on GPUs alone, and serve.python has its CPU build"
+        remedy = "vLLM returns routed experts only on GPUs, and serve.python has its CPU build"
         raise ConfigError("rollout.keep_routing", True, remedy)
 
 
-def _check_compiler() -> None:
+def check_trainer() -> None:
+    """Check what launching a trainer needs, a C++ compiler; ConfigError says how to get one."""
+    # DeepSpeed's build takes CXX, then c++ or g++.
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None and shutil.which("g++") is None:
         remedy = (
@@ -208,15 +237,36 @@ def _check_compiler() -> None:
         raise ConfigError("C++ compiler", compiler, remedy)
 
 
-def _check_port(field: str, port: int) -> None:
-    """Refuse a port that is taken; 0 is any free one."""
+def check_port(port: int) -> None:
+    """Raise ConfigError, which names the option --port, if a loopback port is taken; 0 means any free port and passes."""
     if not port:
         return
     with socket.socket() as probe:
+        # A port of connections that have just closed counts as free, as it does for servers.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ConfigError(
-                field, port, f"the port is taken ({error.strerror}); give another, or 0 for any"
-            ) from None
+            remedy = f"the port is taken ({error.strerror}); give another, or 0 for any"
+            raise ConfigError("--port", port, remedy) from None
+
+
+# Stands for the newest version that has a checkpoint.
+LAST_VERSION = -1
+
+
+def choose_version(folder: RunFolder, wanted: int) -> int:
+    """Return `wanted`, or, if it is negative, the last policy version with a checkpoint (0 if there is none).
+
+    Raises:
+        ConfigError: `wanted` is above 0 and has no checkpoint; names the versions that have one.
+    """
+    # Version 0 is the start model, which needs no checkpoint.
+    stored = sorted({0, *list_complete_checkpoints(folder)})
+    if wanted < 0:
+        return stored[-1]
+    if wanted not in stored:
+        there_are = ", ".join(map(str, stored[1:])) or "no version"
+        remedy = f"{folder.location} has checkpoints of {there_are}; give one of them, 0 for the start model, or -1 for the last"
+        raise ConfigError("version", wanted, remedy)
+    return wanted

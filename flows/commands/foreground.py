@@ -1,4 +1,4 @@
-"""What the commands `trainer` and `vllm` do: a service in this terminal, for flows elsewhere to attach to."""
+"""The commands `rollmill trainer` and `rollmill vllm`: a service in this terminal, for flows elsewhere to attach to."""
 
 import asyncio
 import os
@@ -8,72 +8,73 @@ from collections.abc import Sequence
 
 import typer
 
-from flows.checks.preflight import check_trainer, check_vllm
-from flows.config import RunConfig
-from flows.recipe import start_model_folder
-from tasks.errors import ConfigError
-from tasks.serve import vllm
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.layout import RunFolder
-from tasks.train import launch
-from tasks.train.launch import Nodes
+from rollmill.flows.checks.preflight import check_port, check_trainer, check_vllm
+from rollmill.flows.config import RunConfig
+from rollmill.flows.recipe import start_model_folder
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.train.service import launch
+from rollmill.tasks.train.service.launch import Nodes
 
 
-def trainer_here(config: RunConfig, nodes: Nodes, host: str) -> None:
-    """Run a trainer, or one node's part of it, in the foreground; node 0 prints what a flow needs to attach to it.
+def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
+    """Run a trainer, or one machine's ranks of it, until it ends; machine 0 prints the settings to attach with.
 
     Args:
         config: all settings.
-        nodes: the machines that it runs on.
+        nodes: the machines that share the ranks.
         host: address of this machine that the control API listens on.
+        port: its port; 0: any free one.
 
     Raises:
-        ConfigError: something that it needs is missing; nothing has been started.
+        ConfigError: something is missing; nothing was started.
     """
     nodes.check(config.train.ranks)
-    check_trainer(config)
+    check_trainer()
+    check_port(port)
     token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
-    port = config.train.port or free_port()
+    port = port or free_port()
     logs = RunFolder(f"{config.store.root}/trainer").local / (
         f"node-{nodes.number}" if nodes.count > 1 else ""
     )
+    # Flows connect to machine 0 only.
     if nodes.number == 0:
         typer.echo(f"train.url=http://{host}:{port}\n{config.train.token_env}={token}")
     file = launch.write_config(config.train, config.sync, port, logs, host)
-    _foreground(
-        launch.command(config.train, file, nodes),
-        launch.environment(config.train, token),
-        config.serve.stop_grace_s,
+    _run_service(
+        launch.build_command(config.train, file, nodes),
+        launch.build_environment(config.train, token),
     )
 
 
-def vllm_here(config: RunConfig) -> None:
-    """Run a vLLM server in the foreground; prints what a flow needs to attach to it.
+def vllm_here(config: RunConfig, port: int) -> None:
+    """Run a vLLM server on a loopback port (0: any free one) until it ends; prints the setting to attach with.
 
     Raises:
-        ConfigError: the model, or something else that it needs, is missing; nothing has been started.
+        ConfigError: the model, or something else, is missing; nothing was started.
     """
     check_vllm(config)
+    check_port(port)
     model = start_model_folder(config)
     if not (model / "config.json").is_file():
-        raise ConfigError(
-            "model", str(model), "there is no model there yet; `rollmill run` makes a start model"
-        )
-    port = config.serve.port or free_port()
-    typer.echo(f"serve.urls=[http://{vllm.LOOPBACK}:{port}]")
-    _foreground(
-        vllm.command(config.serve, str(model), port, returns_routing=config.rollout.keep_routing),
-        vllm.environment(config.serve),
-        config.serve.stop_grace_s,
+        raise ConfigError("model", str(model), "there is no model yet; `rollmill run` makes a start model")
+    port = port or free_port()
+    typer.echo(f"serve.urls=[http://{vllm_launch.LOOPBACK}:{port}]")
+    _run_service(
+        vllm_launch.vllm_command(config.serve, str(model), port, returns_routing=config.rollout.keep_routing),
+        vllm_launch.vllm_environment(config.serve),
     )
 
 
-def _foreground(command: Sequence[str], environment: dict[str, str], grace_s: float) -> None:
-    """Run a service in this terminal until it ends; it ends with all below it when this process does."""
-    service = LaunchedProcess.start(command[0], command, log=None, env=environment, stop_grace_s=grace_s)
+def _run_service(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Run a service until it ends; its whole process tree ends with this process. Raises SystemExit with its status."""
+    service = LaunchedProcess.start(command[0], command, log=None, env=environment)
+    # SIGTERM must end the service too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        raise SystemExit(asyncio.run(service.ended()))
+        raise SystemExit(asyncio.run(service.wait()))
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     finally:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 from typing import Annotated
 
@@ -7,11 +7,11 @@ import typer
 Preset = Annotated[
     str,
     typer.Argument(
-        help="Name of a preset in conf/, or path of a YAML file; + joins several, such as quickstart+dapo."
+        help="Name of a preset in conf/, or path of a YAML file; + combines several, such as quickstart+dapo."
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value, for example train.lr=1e-6; repeatable.")
+    list[str] | None, typer.Option("--set", help="key=value, such as train.lr=1e-6; repeatable.")
 ]
 RunLocation = Annotated[
     str,
@@ -21,12 +21,13 @@ RunLocation = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Again = Annotated[
-    bool, typer.Option("--again", help="Move a finished run of that name aside, and start anew.")
+    bool,
+    typer.Option("--again", help="Move a finished run of that name to NAME-N, and start a new one."),
 ]
 RedoFailed = Annotated[
     bool,
     typer.Option(
         "--redo-failed",
-        help="Sample what failed or was cut of the open steps once more, as a further attempt.",
+        help="Sample failed and cancelled trajectories of the open steps again, as another attempt.",
     ),
 ]

@@ -1,32 +1,28 @@
-"""What the commands `rescore`, `evaluate`, `retrain`, `replay` and `verify-sync` do."""
+"""The commands `rescore`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
 
-import asyncio
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import typer
 
-from flows.checks.evaluable import chosen_version
-from flows.checks.offline import check_offline, check_tokenizers, steps_of_sources
-from flows.checks.preflight import check_trainer, preflight
-from flows.commands.starting import train_here
-from flows.config import RescoreConfig, RunConfig
-from flows.deploying.prefect_api import lead_to_prefect
-from flows.policies.comparison import versions_of
-from flows.presets import preset_name, preset_values
-from flows.running.folder import existing_run, is_run, root_of, run_folder
-from flows.settings import fixed_settings, overridden, parsed, validate
-from tasks.errors import ConfigError
-from tasks.store.fixed import check_fixed
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import has_manifest, read_manifest
-from tasks.store.resume import complete_checkpoints
-from tasks.store.sources import check_sources
-
-NOTHING_CHANGED = "stopped; the run is as it was, and the same command begins anew"
-NOT_COMPARED = "stopped; not all was compared, and the same command begins anew"
-"""What is said of commands that cannot be gone on with."""
+from rollmill.flows.checks.preflight import LAST_VERSION, check_trainer, choose_version, preflight
+from rollmill.flows.commands.flow_process import NOT_COMPARED, UNCHANGED, run_flow
+from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.offline.replay_comparison import choose_versions
+from rollmill.flows.presets import preset_name, preset_values
+from rollmill.flows.run.folder import find_run, is_run, run_folder, store_root
+from rollmill.flows.settings import apply_overrides, find_fixed_settings, parse_settings, validate
+from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
+from rollmill.tasks.store.run.immutable_settings import check_immutable
+from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
+from rollmill.tasks.store.run.training_sources import check_sources
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.shards.compactor import Compactor
 
 
 def rescore_config(
@@ -38,12 +34,12 @@ def rescore_config(
     evaluations: bool = False,
     redo_failed: bool = False,
 ) -> RescoreConfig:
-    """Settings of rescoring: those of the run where it has them, and what was given.
+    """Return the settings of the flow rescore: those of the run, changed by the command line's options and overrides.
 
     Args:
         folder: of the run.
         overrides: key=value.
-        scorer: name or import path; empty: by the settings.
+        scorer: name or import path; empty: that of the settings.
         steps: "A:B" for steps A to B - 1; either may be left out; empty: all.
         evaluations: score held-out trajectories too.
         redo_failed: score again what the scorer failed on.
@@ -54,163 +50,129 @@ def rescore_config(
     stored = read_manifest(folder).config
     values = {section: stored.get(section, {}) for section in ("score", "store", "observe")}
     if scorer:
+        # A scorer by name replaces a weighted sum of scorers.
         values["score"] = values["score"] | {"scorer": scorer, "sum": []}
-    values |= _steps(steps) | ({"evaluations": True} if evaluations else {})
+    values |= _parse_steps(steps) | ({"evaluations": True} if evaluations else {})
     values |= {"redo_failed": True} if redo_failed else {}
-    values["store"] = values["store"] | {"root": root_of(folder)}
-    return parsed(RescoreConfig, overridden(values, overrides))
+    values["store"] = values["store"] | {"root": store_root(folder)}
+    return parse_settings(RescoreConfig, apply_overrides(values, overrides))
 
 
 def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
-    """Run the flow rescore in this process.
-
-    Raises:
-        ConfigError: something is missing; nothing has been started.
-    """
-    from flows.running.unscored import check_rescoring, is_rescored
+    """Run the flow rescore in this process; ConfigError if something is missing, before anything starts."""
+    from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 
     check_rescoring(folder, config)
-    lead_to_prefect()
-    from flows.commands.ending import flow_command
-    from flows.rescore import rescore
 
-    with flow_command(lambda: is_rescored(folder, config), config.observe.exit_timeout_s):
-        asyncio.run(rescore(folder.name, config))
+    def start() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.rescore import rescore
+
+        return rescore(folder.name, config)
+
+    run_flow(start, is_done=lambda: is_rescored(folder, config))
 
 
-def evaluate_config(
-    origin: str, overrides: Sequence[str], version: int = -1, name: str = ""
-) -> tuple[str, RunConfig]:
-    """The name of the run that is evaluated, and its settings.
+def evaluate_config(origin: str, overrides: Sequence[str], name: str = "") -> tuple[str, RunConfig]:
+    """Return the name and the settings of the run to evaluate.
 
     Args:
-        origin: a run, with its settings; or a preset, whose start model is evaluated as version 0 of a run.
+        origin: a run, whose settings are taken; or a preset, whose start model becomes version 0 of a new run.
         overrides: key=value.
-        version: policy version; -1: the last with a checkpoint.
         name: of a preset's run; empty: the preset's.
 
     Raises:
         ConfigError: a setting is wrong, or there is neither such a run nor such a preset.
     """
-    found = existing_run(origin) if is_run(origin) else None
+    found = find_run(origin) if is_run(origin) else None
     values = read_manifest(found).config if found else preset_values(origin)
-    values["evaluate"] = values.get("evaluate", {}) | {"version": version}
     if found:
-        values["store"] = values.get("store", {}) | {"root": root_of(found)}
-    return name or (found.name if found else preset_name(origin)), validate(overridden(values, overrides))
+        values["store"] = values.get("store", {}) | {"root": store_root(found)}
+    return name or (found.name if found else preset_name(origin)), validate(
+        apply_overrides(values, overrides)
+    )
 
 
-def evaluate_here(run_name: str, config: RunConfig) -> None:
+def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION) -> None:
     """Run the flow evaluate in this process.
 
     Raises:
-        ConfigError: something is missing; nothing has been started.
-        RunMismatchError: a setting is given that would make another run of it.
+        ConfigError: something is missing; nothing was started.
+        RunMismatchError: a setting would make it another run.
     """
     folder = run_folder(run_name, config)
-    chosen_version(folder, config.evaluate.version)
+    choose_version(folder, version)
     if has_manifest(folder):
-        stored = read_manifest(folder).config
-        check_fixed(folder.location, stored, config.model_dump(mode="json"), fixed_settings())
+        _check_fixed(folder, config)
     preflight(config, trains=False)
-    lead_to_prefect()
-    from flows.commands.ending import flow_command
-    from flows.evaluation import evaluate
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s):
-        asyncio.run(evaluate(run_name, config))
+    def start() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.evaluate import evaluate
+
+        return evaluate(run_name, config, version)
+
+    run_flow(start)
 
 
 def retrain_config(
     origin: str, overrides: Sequence[str], sources: Sequence[str] = (), scores: str = ""
 ) -> RunConfig:
-    """Settings of a run that trains from stored rollouts.
+    """Return the settings of a run that trains from stored rollouts.
 
     Args:
-        origin: a run, whose settings are taken and whose rollouts are trained on unless `sources` says otherwise;
-            or a preset.
+        origin: a run, whose settings are taken and whose rollouts are trained on unless `sources` names others; or a preset.
         overrides: key=value.
         sources: runs to train from.
         scores: NAME@VERSION.
 
     Raises:
-        ConfigError: a setting is wrong, or a source is no run.
+        ConfigError: a setting is wrong, or a source is not a run.
     """
-    try:
-        folder = existing_run(origin)
-        values: dict[str, Any] = read_manifest(folder).config
-        values["retrain"] = {}
+    if is_run(origin):
+        folder = find_run(origin)
+        values = read_manifest(folder).config | {"retrain": {}}
         sources = sources or [folder.location]
-    except ConfigError:
+    else:
         values = preset_values(origin)
-    chosen: dict[str, Any] = {"sources": [existing_run(each).absolute for each in sources]} if sources else {}
+    chosen: dict[str, Any] = {"sources": [find_run(each).absolute for each in sources]} if sources else {}
     if scores:
         chosen["scores"] = scores
     values["retrain"] = values.get("retrain", {}) | chosen
-    return validate(overridden(values, overrides))
-
-
-def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
-    """Run the flow retrain in this process.
-
-    Args:
-        config: all settings.
-        name: folder of the new run below `store.root`.
-        again: move a finished run of that name to NAME-N, and start anew.
-
-    Raises:
-        ConfigError: something is missing; nothing has been started.
-        RunFinishedError, RunMismatchError: the folder's run cannot be gone on with like this.
-    """
-    if not again:
-        check_sources(run_folder(name, config))
-    steps_of_sources(config)
-    check_offline(config)
-    check_tokenizers(config)
-    if run_folder(name, config).absolute in config.retrain.sources:
-        raise ConfigError("--name", name, "a run is not trained from itself; give another name")
-    preflight(config, samples=config.evaluate.enabled)
-
-    def begun() -> Coroutine[Any, Any, str]:
-        from flows.retrain import retrain
-
-        return retrain(name, config)
-
-    train_here(config, name, begun, again=again)
+    return validate(apply_overrides(values, overrides))
 
 
 def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
     """Run the flow replay in this process.
 
     Raises:
-        ConfigError: there is nothing to replay, or something is missing; nothing has been started.
-        ReplayError: it did not give the same.
+        ConfigError: there is nothing to replay, or something is missing; nothing was started.
+        ReplayError: the replayed weights or metrics differ from the stored ones.
     """
-    config = validate(read_manifest(folder).config)
+    validate(read_manifest(folder).config)
     check_sources(folder)
-    versions = versions_of(complete_checkpoints(folder), first, last)
-    check_trainer(config)
-    lead_to_prefect()
-    from flows.commands.ending import flow_command
-    from flows.replay import replay
+    versions = choose_versions(list_complete_checkpoints(folder), first, last)
+    check_trainer()
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s, NOTHING_CHANGED):
-        typer.echo(asyncio.run(replay(folder.location, versions.first, versions.last)))
+    def start() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.replay import replay
+
+        return replay(folder.location, versions.first, versions.last)
+
+    typer.echo(run_flow(start, if_stopped=UNCHANGED))
 
 
-def check_replay(
+def check_replay_options(
     *, attribute: bool, step: int | None, versions: tuple[int | None, int | None], traffic: int, as_json: bool
 ) -> None:
-    """Refuse options of `replay` that do not go together; ConfigError names one."""
+    """Refuse options of `replay` that exclude each other; ConfigError names one."""
     if attribute:
         if step is None:
             raise ConfigError("--attribute", True, "it measures one step: give --step too")
         for name, version in zip(("--from", "--to"), versions, strict=True):
             if version is not None:
-                raise ConfigError(name, version, "--attribute measures one step, by --step: leave this out")
+                raise ConfigError(name, version, "--attribute measures the step given by --step: omit this")
     elif step is not None or traffic or as_json:
         name = "--step" if step is not None else "--synthetic-traffic" if traffic else "--json"
-        raise ConfigError(name, step or traffic or as_json, "it goes with --attribute alone")
+        raise ConfigError(name, step or traffic or as_json, "it needs --attribute")
 
 
 def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *, as_json: bool) -> None:
@@ -218,65 +180,118 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
 
     Args:
         folder: of the run.
-        step: one that is done.
+        step: a finished step.
         n_traffic: tasks of synthetic traffic.
         trainer: `launch`, or `none` to leave out the phases that need one.
         as_json: print one JSON object.
 
     Raises:
-        ConfigError: the run has no such step, or something is missing; nothing has been started.
+        ConfigError: the run has no such step, or something is missing; nothing was started.
     """
+    from rollmill.flows.offline.stored_step import check_step
+
     if trainer not in ("launch", "none"):
         raise ConfigError("--trainer", trainer, "give launch or none")
     manifest = read_manifest(folder)
-    config = validate(manifest.config)
-    from flows.replaying.stored_step import check_step
-
+    validate(manifest.config)
     check_step(folder, manifest, step)
     with_trainer = trainer == "launch" and manifest.trains
     if with_trainer:
-        check_trainer(config)
-    lead_to_prefect(says_on_stderr=as_json)
-    from flows.commands.ending import flow_command
-    from flows.looking.terminal import print_json, terminal
-    from flows.replaying.attribution import attribute
-    from flows.replaying.attribution_table import attribution_page
+        check_trainer()
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s, NOTHING_CHANGED):
-        measured = asyncio.run(attribute(folder.location, step, n_traffic, with_trainer))
+    async def start() -> None:
+        from rollmill.flows.attribute import attribute
+        from rollmill.flows.offline.attribution_table import attribution_page
+        from rollmill.tasks.look.terminal.output import open_console, print_json
+
+        measured = await attribute(folder.location, step, n_traffic, with_trainer)
         if as_json:
             print_json(measured.values())
         else:
-            terminal().print(attribution_page(measured), soft_wrap=True)
+            open_console().print(attribution_page(measured), soft_wrap=True)
+
+    run_flow(start, if_stopped=UNCHANGED, prints_json=as_json)
 
 
 def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Run the flow verify-sync in this process.
 
     Raises:
-        ConfigError: a setting is wrong, or something is missing; nothing has been started.
-        RunMismatchError: a setting is given that would make another run of it.
-        RunLockedError: the run is going on.
-        SyncError: a server does not have the trainer's weights.
+        ConfigError: a setting is wrong, or something is missing; nothing was started.
+        RunMismatchError: a setting would make it another run.
+        RunLockedError: another process writes to the run.
+        SyncError: a server's weights differ from the trainer's.
     """
-    manifest = read_manifest(folder)
-    config = validate(overridden(manifest.config, overrides))
-    check_fixed(folder.location, manifest.config, config.model_dump(mode="json"), fixed_settings())
+    config = validate(apply_overrides(read_manifest(folder).config, overrides))
+    _check_fixed(folder, config)
     check_sources(folder)
     preflight(config)
-    lead_to_prefect()
-    from flows.commands.ending import flow_command
-    from flows.replaying.verify_sync import verify_sync
 
-    with flow_command(lambda: False, config.observe.exit_timeout_s, NOT_COMPARED):
-        typer.echo(asyncio.run(verify_sync(folder.location, config)))
+    def start() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.verify_sync import verify_sync
+
+        return verify_sync(folder.location, config)
+
+    typer.echo(run_flow(start, if_stopped=NOT_COMPARED))
 
 
-def _steps(text: str) -> dict[str, int]:
-    """Example: "2:5" gives first_step 2 and last_step 4."""
+def _check_fixed(folder: RunFolder, config: RunConfig) -> None:
+    """Raise RunMismatchError, with both values, for settings that differ from the stored run's and cannot change on resume."""
+    stored = read_manifest(folder).config
+    check_immutable(folder.location, stored, config.model_dump(mode="json"), find_fixed_settings())
+
+
+def _parse_steps(text: str) -> dict[str, int]:
+    """Parse "A:B" into the settings first_step = A and last_step = B - 1; ConfigError for other text.
+
+    A left out is 0; B left out gives last_step -1, which means the last step; an empty text gives {}.
+
+    Example: "2:5" gives {"first_step": 2, "last_step": 4}.
+    """
     if not text:
         return {}
     match = re.fullmatch(r"(\d*):(\d*)", text)
     if not match or match[2] == "0":
         raise ConfigError("--steps", text, "write A:B for steps A to B - 1, such as 0:10, :10 or 30:")
     return {"first_step": int(match[1] or 0), "last_step": int(match[2]) - 1 if match[2] else -1}
+
+
+async def compact_run(folder: RunFolder, grace_s: float | None, say: Callable[[str], None]) -> str:
+    """Merge the small shards of a finished run, or of an unfinished one's steps up to its last checkpoint, into few.
+
+    Superseded shards are removed.
+
+    Args:
+        folder: of the run, whose settings `store.compaction_...` are used.
+        grace_s: seconds that superseded shards stay; None: the run's setting.
+        say: prints a line.
+
+    Returns:
+        The number of shards before and after, in words.
+
+    Raises:
+        RunLockedError: a process writes to the run.
+        StoreError: a partition could not be compacted; `say` got the reason.
+    """
+    manifest, before = read_manifest(folder), _count_shards(folder)
+    stored = StoreConfig.model_validate(manifest.config.get("store", {}))
+    grace = stored.compaction_grace_s if grace_s is None else grace_s
+    # The command compacts even if the run's settings switch compaction off.
+    config = stored.model_copy(update={"compact": "after_grace", "compaction_grace_s": grace})
+    with OpenRun.extend(folder, config_of=config) as run:
+        async with run.writer, Compactor(run.files, run.writer, config, say) as compactor:
+            # Steps after the last checkpoint may still be replaced on resume.
+            if manifest.status == "finished":
+                await compactor.finish()
+            else:
+                compactor.begin(max(list_complete_checkpoints(folder), default=0))
+                await compactor.settled()
+    if compactor.n_failed:
+        raise StoreError(f"{folder.location}: {compactor.n_failed} partitions were not compacted")
+    done = f"{folder.location}: {before} shards before, {_count_shards(folder)} now"
+    return done if manifest.status == "finished" else f"{done}; steps after the last checkpoint are unchanged"
+
+
+def _count_shards(folder: RunFolder) -> int:
+    files = open_files(folder)
+    return sum(len(files.keys(f"{name}/**/*.arrow")) for name in PARTITION_KEYS)

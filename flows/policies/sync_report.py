@@ -1,24 +1,30 @@
-"""What a sync of one version to the servers came to: a report for each, metrics of all, and a line while it goes on."""
+"""The outcome of a weight sync: a report for each server, metrics, a progress line, and the verdict of a full comparison."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flows.ui.progress import say
-from tasks.observe.metrics import Metric
+from rich.table import Table
+from rich.text import Text
+
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.sync.weight_messages import WeightUpdateResponse
+from rollmill.tasks.sync.weight_parity import find_differing_names
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One server's sync.
+    """Bytes, seconds and parity of one server's weight sync.
 
     Attributes:
-        sent_bytes: to each of its workers; 0 when only the version's name was sent.
-        transfer_s: seconds until the last byte was there.
-        held_s: seconds that its requests were held.
-        parity_s: seconds that the comparison took.
-        verify_s: seconds that the comparison of all its weights took; 0 when it was not due.
-        difference: largest difference in log-probability to the trainer, in nats; NaN when not compared.
+        server: its address.
+        sent_bytes: to each of its workers; 0 if only the version's name was sent.
+        transfer_s: seconds until the last byte had arrived.
+        held_s: seconds for which its requests were held.
+        parity_s: seconds of the comparison with the trainer.
+        verify_s: seconds of the comparison of all weights; 0 if it was not due.
+        difference: largest difference in log-probability from the trainer, in nats; NaN if not compared.
     """
 
     server: str
@@ -31,10 +37,10 @@ class SyncReport:
 
 
 def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
-    """Of one version's sync to all servers: bytes to all of them together, else of the server with the most.
+    """Return metrics of a sync: bytes summed over servers, the numbers of servers and calls, the largest of each other value.
 
     Args:
-        reports: a server each.
+        reports: one for each server.
         calls: commands to the trainer and requests to servers.
     """
     values = {
@@ -51,13 +57,13 @@ def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
 
 
 def progress_line(version: int, sent: Mapping[str, int], each_bytes: int, elapsed_s: float) -> str:
-    """How far a transfer is, in words.
+    """Return a log line with the progress of a transfer of weights.
 
     Args:
-        version: the policy version's number.
-        sent: bytes so far, by server.
-        each_bytes: that each server is to get.
-        elapsed_s: seconds since it began.
+        version: number of the policy version.
+        sent: bytes sent so far, by server.
+        each_bytes: bytes that each server gets.
+        elapsed_s: seconds since the transfer began.
     """
     whole = f"{sum(sent.values()) / 1e9:.1f} of {each_bytes * len(sent) / 1e9:.1f} GB"
     by_server = ", ".join(f"{server}: {n_bytes / 1e9:.1f} GB" for server, n_bytes in sent.items())
@@ -65,32 +71,81 @@ def progress_line(version: int, sent: Mapping[str, int], each_bytes: int, elapse
 
 
 class RouteReport:
-    """Says how weights reach servers: a line for all that they reach in one way, and nothing that was said before."""
+    """Logs how weights reach servers: one line for all servers with the same route, and no route twice."""
 
     def __init__(self) -> None:
         self._ways: dict[str, str] = {}
         self._untold: set[str] = set()
 
     def note(self, server: str, transport: str, reason: str) -> None:
-        """Note the way to a server; it is said with the next `tell` where it is new."""
+        """Keep by which transport weights reach a server, and why; the next `tell` logs it if it is new."""
         way = f"weights travel by {transport}, since {reason}"
         if self._ways.get(server) != way:
             self._ways[server] = way
             self._untold.add(server)
 
     def tell(self) -> None:
-        """Say what is new."""
+        """Log the transport, and its reason, of each server whose transport or reason changed since the last call, or is new.
+
+        Servers with the same transport and reason share a line.
+        """
         servers: dict[str, list[str]] = defaultdict(list)
         for server, way in self._ways.items():
             if server in self._untold:
                 servers[way].append(server)
         self._untold.clear()
         for way, of_one_way in servers.items():
-            say(route_line(way, of_one_way))
+            others = f" and {len(of_one_way) - 1} more" if len(of_one_way) > 1 else ""
+            whom = (
+                f"{len(of_one_way)} servers, {of_one_way[0]}{others}" if others else f"server {of_one_way[0]}"
+            )
+            # One line for all: hundreds of servers would fill the log.
+            say(f"{whom}: {way}")
 
 
-def route_line(way: str, servers: Sequence[str]) -> str:
-    """A way and its servers, in words. Example: "64 servers, http://a and 63 more: weights travel by tcp, since ..."."""
-    if len(servers) == 1:
-        return f"server {servers[0]}: {way}"
-    return f"{len(servers)} servers, {servers[0]} and {len(servers) - 1} more: {way}"
+MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class SyncVerdict:
+    """The result of comparing all of a server's weights with the trainer's.
+
+    Attributes:
+        server: its address.
+        tensors: number of tensors sent and compared.
+        bytes: received by each of its workers.
+        changed: tensors that differ on arrival.
+        stale: modules of the live model that differ from a model with these weights.
+    """
+
+    server: str
+    tensors: int
+    bytes: int
+    changed: tuple[str, ...]
+    stale: tuple[str, ...]
+
+    @classmethod
+    def of(cls, server: str, answer: WeightUpdateResponse, sent: Mapping[str, str]) -> "SyncVerdict":
+        """Compare the checksums in a server's response in mode verify with `sent`, the trainer's SHA-256 by tensor name."""
+        changed = find_differing_names(sent, answer.checksums)
+        return cls(server, len(sent), answer.bytes, changed, tuple(answer.differing))
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Names of all that differs, for a message: changed tensors, then stale modules."""
+        return (
+            *(f"{name} (arrived otherwise)" for name in self.changed),
+            *(f"{name} (live)" for name in self.stale),
+        )
+
+
+def verdict_table(verdicts: Sequence[SyncVerdict]) -> Table:
+    """Return a table with a row for each server: tensors, megabytes, and the number of differences."""
+    table = Table()
+    table.add_column("server", overflow="fold")
+    for heading in ("tensors", "megabytes", "differing"):
+        table.add_column(heading, justify="right")
+    for each in verdicts:
+        cells = (str(each.tensors), f"{each.bytes / MEGABYTE:.1f}", str(len(each.differing)))
+        table.add_row(Text(each.server), *cells)
+    return table

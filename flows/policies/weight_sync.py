@@ -1,300 +1,418 @@
-"""The trainer's weights to the servers of a run: sent to all at once, compared with the trainer's one by one."""
+"""Weight sync: brings the trainer's weights to all servers at once, and verifies each server on its own.
+
+    update ──> _join           the server answers, has our tokenizer, and a route to it is known
+           ──> _broadcast      the trainer sends to all servers, in the background of:
+                 _update_one   receive -> verify -> (send once more if they differ) -> admit to the pool
+    rejoin ──> the same for one server that was restarted, by files, so that training continues meanwhile
+
+The caller holds the trainer's weights still during `update`; `rejoin` holds them itself.
+"""
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
-from flows.failure import one_error
-from flows.policies.parity import Parity
-from flows.policies.sync_report import RouteReport, SyncReport, progress_line
-from flows.policies.sync_verdict import SyncVerdict
-from flows.running.run import Run
-from flows.running.submission import Submission
-from flows.ui.progress import say
-from tasks.errors import ChecksumError, ParityError, SyncError
-from tasks.observe.spans import span, within
-from tasks.observe.waits import waited_for
-from tasks.serve.client import VllmClient
-from tasks.serve.version import PolicyVersion
-from tasks.store.weights import addresses, remove_weights, weights_place
-from tasks.sync.checksums import compare_checksums, names_in_turn
-from tasks.sync.drive import FILES, VERIFY, Dispatch, Route, find_route
-from tasks.sync.order import FIRST_RANK, WAITING_FOR_TRAINER, Sent, WeightAnswer, WeightOffer
-from tasks.sync.task import send_weights
-from tasks.train.client import TrainerClient
+from rollmill.flows.failure import one_error
+from rollmill.flows.policies.policy_servers import PolicyServers
+from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun, check_tokenizer
+from rollmill.flows.policies.services import ServerService
+from rollmill.flows.policies.sync_report import RouteReport, SyncReport, SyncVerdict, progress_line
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.run.submission import Submission
+from rollmill.tasks.errors import ChecksumError, ParityError, RequestsHeldError, SyncError
+from rollmill.tasks.observe.span_waits import wait_for_others
+from rollmill.tasks.observe.spans import span, within
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls, weights_location
+from rollmill.tasks.sync.broadcast import FILES, VERIFY, Broadcast, find_route
+from rollmill.tasks.sync.weight_messages import (
+    FIRST_RANK,
+    WAITING_FOR_TRAINER,
+    SendResult,
+    SendTarget,
+    WeightOffer,
+    WeightUpdateResponse,
+)
+from rollmill.tasks.sync.weight_parity import compare_checksums, select_names
+from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
-SendTask = Callable[[Dispatch, str], Coroutine[Any, Any, list[Sent]]]
-"""Has the trainer send what is dispatched, under a version's name."""
-
-Take = Callable[[VllmClient, Dispatch], Coroutine[Any, Any, object]]
-"""Has a server take weights that are being sent."""
+# Holds the trainer's weights still; gives their version.
+Hold = Callable[[], AbstractAsyncContextManager[PolicyVersion]]
 
 
-class WeightSync:
-    """Sends weights to servers, whose routes it keeps, with the trainer's weights held still.
+# A sync that drops or mixes bytes shows within a few versions, since each version compares other tensors.
+CHECKED_TENSORS = 8
+
+
+class WeightSync(PolicyServers):
+    """Brings the trainer's weights to all servers of a run; a server is in the pool only while its weights are verified.
 
     Args:
         run: the run that the servers sample for.
         trainer: its trainer.
-        parity: compares a server with it.
-        task: has the trainer send.
+        servers: all servers of the run.
 
     Attributes:
         calls: commands to the trainer and requests to servers so far, without those of comparisons.
-        submitted: when the servers began that the last transfer went to.
+        submitted: the times at which each server began to receive the last broadcast.
     """
 
-    def __init__(
-        self, run: Run, trainer: TrainerClient, parity: Parity, task: SendTask = send_weights
-    ) -> None:
-        self._run, self._trainer, self._parity, self._task = run, trainer, parity, task
-        self.calls, self._place = 0, ""
-        self._offer: tuple[int, WeightOffer] | None = None
-        self._routes: dict[VllmClient, tuple[int, Route]] = {}
-        self.submitted, self._ways = Submission("servers"), RouteReport()
-        self._asking, self._offering = asyncio.Lock(), asyncio.Lock()  # who waits books it to the trainer
-        self._digests: tuple[str, Mapping[str, str]] = "", {}
-
-    def is_joined(self, server: VllmClient, version: PolicyVersion) -> bool:
-        """True when a server has a route to the trainer of this incarnation."""
-        return server in self._routes and self._routes[server][0] == version.incarnation
-
-    def forget(self, server: VllmClient) -> None:
-        """Take a server for a new one: its route, its tokenizer and chat template are asked for again."""
-        self._routes.pop(server, None)
-
-    async def join(self, server: VllmClient, version: PolicyVersion) -> None:
-        """See to it that a server may take weights: it answers, has our tokenizer, and a route to it is known.
-
-        Raises:
-            SyncError, RequestError: it does not answer.
-            ConfigError: it has another tokenizer or chat template, or the transport that is set cannot reach it.
-        """
-        if self.is_joined(server, version):
-            return
-        if not await server.is_healthy():
-            raise SyncError(f"server {server.url} does not answer /health")
-        await self._parity.check_tokenizer(server)
-        self.calls += 1
-        route, reason = await find_route(server, await self._offered(version), self._run.config.sync)
-        self._routes[server] = version.incarnation, route
-        self._ways.note(server.url, route.transport, reason)
+    def __init__(self, run: ServedRun, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
+        super().__init__(run, servers)
+        self._trainer, self._parity = trainer, Parity(run, trainer)
+        self._offers, self._digests = Latest[WeightOffer](), Latest[dict[str, str]]()
+        # By server: incarnation of the trainer, and the route to it.
+        self._routes: dict[VllmClient, tuple[int, SendTarget]] = {}
+        self._route_report = RouteReport()
+        self._files_location = ""
+        self.calls, self.submitted = 0, Submission("servers")
 
     async def prepare(self, version: PolicyVersion) -> None:
-        """Read the tokens that servers will be compared on, while the step is trained that makes the version."""
+        """Read the token ids on which servers will be compared at `version`, while the trainer still trains to that version."""
         await self._parity.sequences(version)
 
-    async def send(
-        self,
-        servers: Sequence[VllmClient],
-        version: PolicyVersion,
-        take: Take,
-        whole: Sequence[str] = (),
-    ) -> None:
-        """Send to servers that have joined; `take` has each of them take the weights, and is awaited.
+    async def update(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
+        """Give every server the trainer's version, concurrently; returns a report for each server that has it now.
 
-        With the names of all tensors (`whole`) servers compare them with those that they have, which stay.
+        A server that fails is left to its watcher, and one that failed before is not waited for.
 
-        The routes of servers that do not take them are dropped, also when this is cancelled. The trainer says what
-        servers are compared with while the server puts the weights in place; with several servers it says so before it
-        sends, so that none waits for the slowest to be compared.
+        Args:
+            version: the trainer's, whose weights are held still.
+            only_name: True if the weights are those of the version before. Servers then get the name alone.
+        """
+        servers = [each for each in self.every if each not in self.failed and each not in self.lost]
+        named = [each for each in servers if only_name and self._has_route(each.client, version)]
+        others = [each for each in servers if each not in named]
+        with one_error():
+            async with asyncio.TaskGroup() as group:
+                naming = {
+                    each: group.create_task(self._survive(each, self._set_name(each, version)))
+                    for each in named
+                }
+                sending = group.create_task(self._update_all(others, version))
+        self.are_up.set()
+        renamed = [SyncReport(each.client.url) for each, name in naming.items() if name.result()]
+        return [*renamed, *sending.result()]
+
+    async def rejoin(self, server: ServerService, hold: Hold) -> None:
+        """Return a server that failed and answers again to the pool, once it has the trainer's weights and they are verified.
+
+        It loads the weights from files, unless it still has them. The trainer is held while it writes the files, not while the
+        server loads them. If training has reached another version by then, the server loads that one with the trainer held. If it
+        cannot read the files, the trainer sends the weights.
+
+        Raises:
+            SyncError, RequestError: the server failed again.
+            ConfigError: it has another tokenizer or chat template than before.
+            ServiceDiedError: the trainer is gone.
+        """
+        async with self._fail_on_error(server):
+            async with hold() as version:
+                if await self._has_weights(server, str(version)):
+                    self._take_back(server, version)
+                    return
+                files = await self._write_for(server, version)
+            # Without the trainer held: loading takes as long as the server needs, and training continues meanwhile.
+            response = await self._try_load(server, version, files)
+            async with hold() as current:
+                if response is None:
+                    await self._send_verified(server.client, current)
+                else:
+                    # Training has produced another version meanwhile; a second load without a hold might be late again.
+                    if current != version:
+                        files = await self._write_for(server, current)
+                        response = await self._load(server.client, current, files)
+                    await self._verify(server.client, current, response)
+                self._take_back(server, current)
+
+    async def clear(self) -> None:
+        """Remove the files of weights that the trainer wrote for servers to load."""
+        if self._files_location:
+            await asyncio.to_thread(remove_weights, self._files_location)
+
+    # Update of all servers
+
+    async def _update_all(self, servers: Sequence[ServerService], version: PolicyVersion) -> list[SyncReport]:
+        """Send the weights to all servers that can receive them, and add each to the pool as soon as it is verified."""
+        async with asyncio.TaskGroup() as group:
+            joins = {
+                each: group.create_task(self._survive(each, self._join(each.client, version)))
+                for each in servers
+            }
+        ready = [each for each, join in joins.items() if join.result()]
+        self.submitted = Submission("servers")
+        if not ready:
+            return []
+        for each in ready:
+            self._verified.pop(each, None)
+            self.run.pool.mark_unverified(each.client, str(version))
+        async with (
+            self._broadcast([each.client for each in ready], version) as broadcast,
+            asyncio.TaskGroup() as group,
+        ):
+            updates = [
+                group.create_task(self._survive(each, self._update_one(each, version, broadcast)))
+                for each in ready
+            ]
+        return [report for each in updates if (report := each.result())]
+
+    async def _update_one(
+        self, server: ServerService, version: PolicyVersion, broadcast: Broadcast
+    ) -> SyncReport:
+        """Have a server receive the weights of a broadcast, verify them, and add the server to the pool.
+
+        Weights that differ from the trainer's are sent once more.
+
+        Raises:
+            SyncError, RequestError: the server did not receive the weights, still differs, or reports another version.
+        """
+        client = server.client
+        response = await self._receive(client, broadcast)
+        try:
+            report = await self._verify(client, version, response)
+        except (ChecksumError, ParityError) as error:
+            say(f"{error}; sending the weights once more")
+            # What it sampled with wrong weights must not become part of a trajectory.
+            await self._reject(client, version)
+            await self._join(client, version)
+            report = await self._send_verified(client, version)
+        # Before it is admitted: a server whose live model differs must not sample.
+        every = self.run.config.sync.verify_every
+        if every and version.version % every == 0:
+            report = replace(report, verify_s=await self._verify_whole(client, version))
+        self._admit(server, version)
+        return report
+
+    async def _reject(self, server: VllmClient, version: PolicyVersion) -> None:
+        """Remove a server with wrong weights from the pool and end its requests, which other servers then answer."""
+        self.run.pool.remove(server)
+        await server.close()
+        self.run.pool.mark_unverified(server, str(version))
+
+    # Sending
+
+    @asynccontextmanager
+    async def _broadcast(
+        self, servers: Sequence[VllmClient], version: PolicyVersion, verified_names: Sequence[str] = ()
+    ) -> AsyncIterator[Broadcast]:
+        """Send the weights to servers in the background of the block, which calls `update_server` for each server.
+
+        The routes of servers that did not receive the weights are dropped, also if the block is cancelled.
+
+        Args:
+            servers: those to send to; `_join` has found their routes.
+            version: the trainer's version.
+            verified_names: names of all tensors, if servers are only to compare the weights with their live ones.
 
         Raises:
             ServiceDiedError: the trainer is gone.
         """
         self.submitted = submitted = Submission("servers")
-        if not servers:
-            return
-        self._ways.tell()
+        self._route_report.tell()
+        # Taken out until the transfer has succeeded: a link that broke must not be used again.
         routes = {server: self._routes.pop(server)[1] for server in servers}
         if len(servers) > 1:
-            await self._expect(version)
-        is_written = any(route.transport == FILES for route in routes.values())
-        files = await self.write(version) if is_written else ()
-        dispatch = await self._dispatch(routes, version, files, whole)
+            # Before the transfer, so that no server waits for the slowest one to be compared.
+            await self._fetch_expected(version)
+        reads_files = any(route.transport == FILES for route in routes.values())
+        files = await self._write(version) if reads_files else ()
+        broadcast = await self._create_broadcast(routes, version, files, verified_names)
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(self._sent(dispatch, version))
+            sending = group.create_task(self._send(broadcast, version))
             group.create_task(self._parity.sequences(version))
-            for server in servers:
-                group.create_task(take(server, dispatch))
-        for url, started_ns in dispatch.starts_ns.items():
-            submitted.started(url, started_ns)
+            yield broadcast
+        for url, started_ns in broadcast.starts_ns.items():
+            submitted.note_start(url, started_ns)
         submitted.book()
         failed = {each.server for each in sending.result() if each.error}
-        for server in dispatch.taken:
+        for server in broadcast.updated:
             if server.url not in failed:
+                # A server that was sent the weights once more has a newer route by now.
                 self._routes.setdefault(server, (version.incarnation, routes[server]))
 
-    async def take(self, server: VllmClient, version: PolicyVersion, dispatch: Dispatch) -> SyncReport:
-        """Have a server take weights that are being sent, and compare it; they are sent once more if it differs.
+    async def _create_broadcast(
+        self,
+        routes: Mapping[VllmClient, SendTarget],
+        version: PolicyVersion,
+        files: Sequence[str],
+        verified_names: Sequence[str] = (),
+    ) -> Broadcast:
+        self.calls += 1
+        offer, config = await self._fetch_offer(version), self.run.config.sync
+        started = time.perf_counter()
 
-        Every sync.verify_every versions all its weights are compared besides, before it is let in.
+        def report(sent: Mapping[str, int]) -> None:
+            say(progress_line(version.version, sent, offer.plan.total_bytes, time.perf_counter() - started))
+
+        return Broadcast(
+            self._trainer,
+            offer,
+            routes,
+            str(version),
+            config,
+            verified_names or self._select_names(offer, version),
+            files,
+            mode=VERIFY if verified_names else "",
+            report=report,
+        )
+
+    async def _send(self, broadcast: Broadcast, version: PolicyVersion) -> list[SendResult]:
+        sent = await broadcast.send()
+        # While servers put the weights in place; after the transfer, since a single server needs the trainer first.
+        await self._fetch_expected(version)
+        return sent
+
+    async def _receive(self, server: VllmClient, broadcast: Broadcast) -> WeightUpdateResponse:
+        self.calls += 1
+        return await broadcast.update_server(server)
+
+    async def _send_verified(self, server: VllmClient, version: PolicyVersion) -> SyncReport:
+        """Send the weights to one server that `_join` has prepared, and verify them once.
 
         Raises:
-            SyncError, RequestError: it did not take them, differs still, or reports another version.
-        """
-        answer = await self._taken(server, dispatch)
-        try:
-            report = await self.verify(server, version, answer)
-        except (ChecksumError, ParityError) as error:
-            say(f"{error}; sending it once more")
-            await self._cut_off(server, version)
-            await self.join(server, version)
-            report = await self.send_verified(server, version)
-        every = self._run.config.sync.verify_every
-        if not every or version.version % every:
-            return report
-        return replace(report, verify_s=await self._verify_whole(server, version))
-
-    async def send_verified(self, server: VllmClient, version: PolicyVersion) -> SyncReport:
-        """Send to one server that has joined, and compare it once.
-
-        Raises:
-            SyncError, RequestError: it did not take the weights, differs, or reports another version.
+            SyncError, RequestError: it did not receive the weights, differs, or reports another version.
             ServiceDiedError: the trainer is gone.
         """
-        answers: list[WeightAnswer] = []
-
-        async def take(server: VllmClient, dispatch: Dispatch) -> None:
-            answers.append(await self._taken(server, dispatch))
-
         with one_error():
-            await self.send([server], version, take)
-        return await self.verify(server, version, *answers)
+            async with self._broadcast([server], version) as broadcast:
+                response = await self._receive(server, broadcast)
+        return await self._verify(server, version, response)
 
-    async def write(self, version: PolicyVersion) -> Sequence[str]:
-        """Have the trainer, which stands at that version, write its weights; returns where servers read the files."""
-        run, config = self._run, self._run.config.sync
-        self.calls += 1
-        self._place = weights_place(run.folder, run.id, config.folder)
-        files = await self._trainer.write_weights(self._place, version.version)
-        return addresses(files, config.timeout_s)
+    # Routes
 
-    async def load(self, server: VllmClient, version: PolicyVersion, files: Sequence[str]) -> WeightAnswer:
-        """Have a server take a version from files, while the trainer does something else.
+    def _has_route(self, server: VllmClient, version: PolicyVersion) -> bool:
+        return server in self._routes and self._routes[server][0] == version.incarnation
+
+    async def _join(self, server: VllmClient, version: PolicyVersion) -> bool:
+        """Check that a server answers and has our tokenizer, and find how weights are sent to it; returns True.
 
         Raises:
-            SyncError: it did not.
+            SyncError, RequestError: it does not answer.
+            ConfigError: it has another tokenizer or chat template, or the configured transport cannot reach it.
         """
-        dispatch = await self._dispatch({server: Route(FILES, workers=1, prefix="")}, version, files)
-        return await self._taken(server, dispatch)
+        if self._has_route(server, version):
+            return True
+        if not await server.is_healthy():
+            raise SyncError(f"server {server.url} does not answer /health")
+        await check_tokenizer(self.run.openings, server)
+        self.calls += 1
+        route, reason = await find_route(server, await self._fetch_offer(version), self.run.config.sync)
+        self._routes[server] = version.incarnation, route
+        self._route_report.note(server.url, route.transport, reason)
+        return True
 
-    async def clear(self) -> None:
-        """Remove the files of weights, if any were written."""
-        if self._place:
-            await asyncio.to_thread(remove_weights, self._place)
+    # Files
 
-    async def verify(self, server: VllmClient, version: PolicyVersion, answer: WeightAnswer) -> SyncReport:
-        """Compare a server that has taken a version with the trainer, which stands at it.
+    async def _write_for(self, server: ServerService, version: PolicyVersion) -> Sequence[str]:
+        """Have the trainer write the files that a server is to load; returns their paths or addresses.
+
+        The server is checked as by `_join` before, since it may have been replaced.
+        """
+        self._routes.pop(server.client, None)
+        await self._join(server.client, version)
+        return await self._write(version)
+
+    async def _write(self, version: PolicyVersion) -> Sequence[str]:
+        """Have the trainer write its weights; returns the paths or addresses from which servers read them."""
+        config = self.run.config.sync
+        self.calls += 1
+        self._files_location = weights_location(self.run.folder, self.run.id, config.folder)
+        files = await self._trainer.do(WriteWeights(folder=self._files_location, version=version.version))
+        return weight_urls(files, config.timeout_s)
+
+    async def _load(
+        self, server: VllmClient, version: PolicyVersion, files: Sequence[str]
+    ) -> WeightUpdateResponse:
+        """Have a server load a version from files; raises SyncError if it does not."""
+        route = SendTarget(server.url, FILES, prefix="")
+        return await self._receive(server, await self._create_broadcast({server: route}, version, files))
+
+    async def _try_load(
+        self, server: ServerService, version: PolicyVersion, files: Sequence[str]
+    ) -> WeightUpdateResponse | None:
+        """Have a server load files; returns its response, or None if it could not and still serves its old weights."""
+        try:
+            return await self._load(server.client, version, files)
+        except RequestsHeldError:
+            raise
+        except SyncError as error:
+            say(f"{error}; sending the weights instead")
+            return None
+
+    # Verification
+
+    async def _verify(
+        self, server: VllmClient, version: PolicyVersion, response: WeightUpdateResponse
+    ) -> SyncReport:
+        """Compare checksums, log-probabilities and the version's name of a server with the trainer's.
 
         Raises:
-            ChecksumError, ParityError: it differs.
+            ChecksumError, ParityError: they differ.
             SyncError, RequestError: it reports another version, or the comparison was not done in time.
         """
         self.calls += 1
         with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
             async with asyncio.TaskGroup() as group:
-                checksums = group.create_task(self._compare_checksums(server, version, answer))
+                checksums = group.create_task(self._compare_checksums(server, version, response))
                 difference = group.create_task(self._parity.compare(server, version))
                 name = group.create_task(server.version())
                 await asyncio.wait([difference, name])
-                await waited_for(WAITING_FOR_TRAINER, FIRST_RANK, checksums)
+                await wait_for_others(WAITING_FOR_TRAINER, FIRST_RANK, checksums)
         if (reported := name.result()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
-        seconds = answer.received_s, answer.held_s, comparing.duration_s
-        return SyncReport(server.url, answer.bytes, *seconds, difference.result())
-
-    async def _compare_checksums(
-        self, server: VllmClient, version: PolicyVersion, answer: WeightAnswer
-    ) -> None:
-        compare_checksums(server.url, str(version), await self._digests_of(version), answer.checksums)
-
-    async def _cut_off(self, server: VllmClient, version: PolicyVersion) -> None:
-        """End the requests that go on with wrong weights, to be sent again, and doubt what comes of the next transfer.
-
-        Nothing new is asked of the server until it has right ones.
-        """
-        self._run.pool.set_aside(server)
-        await server.close()
-        self._run.pool.doubt(server, str(version))
+        seconds = response.received_s, response.held_s, comparing.duration_s
+        return SyncReport(server.url, response.bytes, *seconds, difference.result())
 
     async def _verify_whole(self, server: VllmClient, version: PolicyVersion) -> float:
-        """Compare every tensor, and the live model, with the trainer; returns the seconds that it took.
+        """Compare every tensor and the live model of a server with the trainer; returns the seconds that it took.
 
         Raises:
             ChecksumError: names all that differs.
             SyncError, RequestError: it could not be compared.
             ServiceDiedError: the trainer is gone.
         """
-        started, answers = time.perf_counter(), list[WeightAnswer]()
-        sent = await self._trainer.weight_digests(())
-
-        async def take(server: VllmClient, dispatch: Dispatch) -> None:
-            answers.append(await self._taken(server, dispatch))
-
-        await self.join(server, version)
+        started = time.perf_counter()
+        digests = await self._trainer.do(DigestWeights())
+        await self._join(server, version)
         with one_error():
-            await self.send([server], version, take, tuple(sent))
-        (answer,) = answers
-        if differing := SyncVerdict.of(server.url, answer, sent).differing:
+            async with self._broadcast([server], version, tuple(digests)) as broadcast:
+                response = await self._receive(server, broadcast)
+        if differing := SyncVerdict.of(server.url, response, digests).differing:
             raise ChecksumError(server.url, str(version), differing)
         return time.perf_counter() - started
 
-    async def _sent(self, dispatch: Dispatch, version: PolicyVersion) -> list[Sent]:
-        sent = await self._task(dispatch, str(version))
-        await self._expect(version)
-        return sent
+    async def _compare_checksums(
+        self, server: VllmClient, version: PolicyVersion, response: WeightUpdateResponse
+    ) -> None:
+        compare_checksums(server.url, str(version), await self._fetch_digests(version), response.checksums)
 
-    async def _taken(self, server: VllmClient, dispatch: Dispatch) -> WeightAnswer:
-        self.calls += 1
-        return await dispatch.take(server)
-
-    async def _dispatch(
-        self,
-        routes: Mapping[VllmClient, Route],
-        version: PolicyVersion,
-        files: Sequence[str],
-        whole: Sequence[str] = (),
-    ) -> Dispatch:
-        self._run.recording.started()
-        self.calls += 1
-        offer, config = await self._offered(version), self._run.config.sync
-        names, mode = whole or self._names_in_turn(offer, version), VERIFY if whole else ""
-        started = time.perf_counter()
-
-        def report(sent: Mapping[str, int]) -> None:
-            elapsed_s = time.perf_counter() - started
-            say(progress_line(version.version, sent, offer.plan["total_bytes"], elapsed_s))
-
-        return Dispatch(
-            self._trainer, offer, routes, str(version), config, names, files, mode=mode, report=report
-        )
-
-    def _names_in_turn(self, offer: WeightOffer, version: PolicyVersion) -> Sequence[str]:
-        names = [tensor["name"] for tensor in offer.plan["tensors"]]
-        return names_in_turn(names, version.version, self._run.config.sync.checksums)
-
-    async def _expect(self, version: PolicyVersion) -> None:
-        """Have the trainer say what servers are compared with: the checksums of this version's tensors, and scores."""
+    async def _fetch_expected(self, version: PolicyVersion) -> None:
+        """Fetch and keep the trainer's checksums and log-probabilities, with which servers are compared."""
         with one_error():
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._digests_of(version))
-                both.create_task(self._parity.expect(version))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._fetch_digests(version))
+                group.create_task(self._parity.expect(version))
 
-    async def _digests_of(self, version: PolicyVersion) -> Mapping[str, str]:
-        async with self._asking:
-            if self._digests[0] != str(version):
-                names = self._names_in_turn(await self._offered(version), version)
-                digests = await self._trainer.weight_digests(names) if names else {}
-                self._digests = str(version), digests
-            return self._digests[1]
+    async def _fetch_digests(self, version: PolicyVersion) -> Mapping[str, str]:
+        async def fetch() -> dict[str, str]:
+            names = self._select_names(await self._fetch_offer(version), version)
+            return await self._trainer.do(DigestWeights(names=list(names))) if names else {}
 
-    async def _offered(self, version: PolicyVersion) -> WeightOffer:
-        """What the trainer has to give, which is asked once for each of its incarnations."""
-        async with self._offering:
-            if self._offer is None or self._offer[0] != version.incarnation:
-                self.calls += 1
-                self._offer = version.incarnation, await self._trainer.offer()
-            return self._offer[1]
+        return await self._digests.get(str(version), fetch)
+
+    async def _fetch_offer(self, version: PolicyVersion) -> WeightOffer:
+        """Return which weights the trainer can send and how to reach it; fetched once for each incarnation of the trainer."""
+
+        async def fetch() -> WeightOffer:
+            self.calls += 1
+            return await self._trainer.offer()
+
+        return await self._offers.get(str(version.incarnation), fetch)
+
+    def _select_names(self, offer: WeightOffer, version: PolicyVersion) -> Sequence[str]:
+        names = [tensor.name for tensor in offer.plan.tensors]
+        return select_names(names, version.version, CHECKED_TENSORS)

@@ -8,8 +8,8 @@ from typing import Literal
 Stat = Literal["value", "mean", "std", "min", "max"]
 Kind = Literal["value", "mean", "max", "effective", "distribution"]
 
+# Value of the column `env` for all environments together; no environment may have this name.
 ALL = "all"
-"""In the column `env`: all environments together. No environment may be called that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A value that can be joined with another of its kind, in any order.
+    """A partial reduction of a metric; partial results of the same kind merge in any order.
 
     Attributes:
-        kind: how two are joined: `value` adds totals, `mean` totals and counts, `effective` squares too, `max` takes
-            the larger total, `distribution` joins all there is.
-        total: the sum so far, or the largest value.
-        count: how many values a mean is over.
-        squares: sum of the squares. With `effective` the result is the share of `count` that values of this sum and
-            this sum of squares are worth, total^2 / (count squares): 1 when all are alike, 1 / count when one is all.
-        least: with `distribution`, the least value.
-        most: with `distribution`, the largest value.
+        kind: how two merge: `value` adds totals, `mean` totals and counts, `effective` squares too, `max` takes
+            the larger total, `distribution` merges all fields.
+        total: sum of the values, or the largest value for `max`.
+        count: number of values.
+        squares: sum of the squares. The result of `effective` is the effective sample size as a share of `count`,
+            total^2 / (count * squares): 1 if all values are equal, 1 / count if one value is the whole sum.
+        least: smallest value, for `distribution`.
+        most: largest value, for `distribution`.
 
-    Example: Reduced("mean", 6.0, 2) joined with Reduced("mean", 0.0, 1) is Reduced("mean", 6.0, 3), whose result is 2.0.
+    Example: Reduced("mean", 6.0, 2) merged with Reduced("mean", 0.0, 1) is Reduced("mean", 6.0, 3); its result is 2.0.
     """
 
     kind: Kind
@@ -54,9 +54,9 @@ class Reduced:
     most: float = -math.inf
 
     def join(self, other: "Reduced") -> "Reduced":
-        """The same over the values of both; ValueError when they are of different kinds."""
+        """Merge two partial reductions; raises ValueError if their kinds differ."""
         if self.kind != other.kind:
-            raise ValueError(f"a {self.kind} cannot be joined with a {other.kind}")
+            raise ValueError(f"cannot merge a {other.kind} into a {self.kind}")
         if self.kind == "max":
             return Reduced(self.kind, max(self.total, other.total))
         return Reduced(
@@ -70,7 +70,7 @@ class Reduced:
 
     @property
     def result(self) -> float:
-        """The value that is reported; of a distribution its mean."""
+        """The reduced value; for a distribution its mean."""
         if self.kind == "effective":
             return self.total**2 / (self.count * self.squares) if self.squares else math.nan
         if self.kind in ("value", "max"):
@@ -78,40 +78,41 @@ class Reduced:
         return self.total / self.count if self.count else math.nan
 
     @property
-    def reported(self) -> dict[Stat, float]:
-        """What is reported, by stat.
+    def by_stat(self) -> dict[Stat, float]:
+        """The reported values by stat.
 
-        Example: a distribution of 1, 1 and 4 has mean 2, std 1.414, min 1 and max 4.
+        Example: a distribution of 1, 1 and 4 gives mean 2, std 1.414, min 1 and max 4.
         """
         if self.kind == "distribution":
             mean = self.result
             variance = self.squares / self.count - mean**2 if self.count else math.nan
+            # The difference of two rounded numbers may be slightly negative.
             std = math.nan if math.isnan(variance) else math.sqrt(max(0.0, variance))
             return {"mean": mean, "std": std, "min": self.least, "max": self.most}
         return {"value" if self.kind == "effective" else self.kind: self.result}
 
 
 class MetricTable:
-    """Values by (name, environment), gathered in parts and joined."""
+    """Partial reductions by (metric name, environment)."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str], Reduced] = {}
 
     def add(self, name: str, value: Reduced, env: str | None = None) -> None:
-        """Join a value into its environment and `all`; without an environment, into `all` alone."""
+        """Merge a value into its environment and into `all`; without an environment into `all` only."""
         for key in {(name, env or ALL), (name, ALL)}:
             self._values[key] = self._values[key].join(value) if key in self._values else value
 
     def join(self, others: Iterable["MetricTable"]) -> None:
-        """Take in the values of other tables, other ranks' for example."""
+        """Merge other tables into this one, such as those of other ranks."""
         for other in others:
             for key, value in other._values.items():
                 self._values[key] = self._values[key].join(value) if key in self._values else value
 
     def metrics(self) -> list[Metric]:
-        """What is reported, in order of name and environment."""
+        """Return the reported metrics, ordered by name and environment."""
         return [
             Metric(name, env, stat, value)
             for (name, env), each in sorted(self._values.items())
-            for stat, value in each.reported.items()
+            for stat, value in each.by_stat.items()
         ]

@@ -1,122 +1,97 @@
-"""Sending again after transient errors; nothing is logged of it, since what was sent again is a metric."""
+"""Repeat what failed with a transient error. Attempts are not logged: the callers count them in metrics."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Self, TypeAlias
 
-import stamina
-from stamina.instrumentation import RetryDetails, set_on_retry_hooks
+from rollmill.tasks.observe.spans import OpenSpan, span
 
-from tasks.observe.spans import span
-
-
-@contextmanager
-def _waiting(details: RetryDetails) -> Iterator[None]:
-    """The wait before the next attempt, whose cause is what went wrong."""
-    with span("waiting_to_retry", cause=type(details.caused_by).__name__):
-        yield
+Transient: TypeAlias = type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool]
 
 
-set_on_retry_hooks((_waiting,))
+class Attempts:
+    """Iterable of attempts at something that may fail, with growing waits between them; to be used once.
 
-
-class StaminaAttempts(Iterable[stamina.Attempt], AsyncIterable[stamina.Attempt], Protocol):
-    """All attempts, made by stamina."""
-
-
-class FirstAttempt:
-    """Keeps the error that ends it.
-
-    Attributes:
-        error: None as long as there is none.
+    `for` waits in its thread, `async for` in the event loop. Each attempt is a context manager: it suppresses a transient error,
+    and the last one raises it. Each wait is a span `waiting_to_retry`, with the error as its cause.
     """
 
-    __slots__ = ("error",)
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+    def __init__(self, on: Transient, attempts: int, backoff_s: float, longest_s: float) -> None:
+        self._on, self._attempts, self._backoff_s, self._longest_s = on, attempts, backoff_s, longest_s
+        self._number = 0
+        self._error: Exception | None = None
 
     def __enter__(self) -> None:
-        """Begin."""
+        self._error = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception):
-            self.error = error
-        return self.error is not None
+        # The last attempt raises, and so does a cancellation, which is no Exception.
+        if (
+            not isinstance(error, Exception)
+            or self._number >= self._attempts
+            or not self._is_transient(error)
+        ):
+            return False
+        self._error = error
+        return True
 
-
-Attempt: TypeAlias = FirstAttempt | stamina.Attempt
-
-
-class Attempts:
-    """Attempts to iterate over once: `for` waits in the thread it runs in, `async for` in the event loop.
-
-    Stamina is asked only when the first has failed: it makes some fifty objects for each request, in cycles that only the
-    garbage collector frees.
-
-    Args:
-        every: gives all attempts, the first included.
-    """
-
-    def __init__(self, every: Callable[[], StaminaAttempts]) -> None:
-        self._every, self._first = every, FirstAttempt()
-        self._others: AsyncIterator[stamina.Attempt] | None = None
-        self._is_begun = False
-
-    def __iter__(self) -> Iterator[Attempt]:
-        yield self._first
-        if self._first.error is not None:
-            others = iter(self._every())
-            _end(next(others), self._first.error)
-            yield from others
+    def __iter__(self) -> Iterator[Self]:
+        while self._begin():
+            if self._error is not None:
+                with self._wait_span():
+                    time.sleep(self._wait_s())
+            yield self
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Attempt:
-        if not self._is_begun:
-            self._is_begun = True
-            return self._first
-        if self._first.error is None:
+    # An async generator would need an extra task to close it whenever a caller returns out of the loop.
+    async def __anext__(self) -> Self:
+        if not self._begin():
             raise StopAsyncIteration
-        if self._others is None:
-            self._others = aiter(self._every())
-            _end(await anext(self._others), self._first.error)
-        return await anext(self._others)
+        if self._error is not None:
+            with self._wait_span():
+                await asyncio.sleep(self._wait_s())
+        return self
+
+    def _begin(self) -> bool:
+        """Count a new attempt and return True; return False if the previous attempt succeeded."""
+        if self._number and self._error is None:
+            return False
+        self._number += 1
+        return True
+
+    def _is_transient(self, error: Exception) -> bool:
+        if isinstance(self._on, type | tuple):
+            return isinstance(error, self._on)
+        return self._on(error)
+
+    def _wait_span(self) -> OpenSpan:
+        return span("waiting_to_retry", cause=type(self._error).__name__)
+
+    def _wait_s(self) -> float:
+        # Jitter keeps clients that failed at the same moment from asking again at the same moment.
+        doubled = self._backoff_s * 2.0 ** (self._number - 2)
+        return min(self._longest_s, doubled + random.uniform(0.0, self._backoff_s))
 
 
-def _end(attempt: stamina.Attempt, error: Exception) -> None:
-    """End an attempt with an error, which decides whether another follows, and when."""
-    attempt.__exit__(type(error), error, error.__traceback__)
-
-
-def retries(
-    on: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool],
-    *,
-    attempts: int,
-    backoff_s: float,
-    longest_s: float,
-) -> Attempts:
-    """Attempts to iterate over, each a context manager; the last one raises.
+def retries(on: Transient, *, attempts: int, backoff_s: float, longest_s: float) -> Attempts:
+    """Return attempts to iterate over, at something that may fail with a transient error.
 
     Args:
-        on: errors after which the next attempt follows, or what says so of an error.
-        attempts: at most, the first included.
-        backoff_s: wait before the second attempt, doubled each time, with jitter of as much.
-        longest_s: longest wait.
+        on: errors to retry after, or a function that returns True for them.
+        attempts: largest number of attempts, the first included.
+        backoff_s: seconds before the second attempt, doubled each time, plus a random part of up to as much.
+        longest_s: longest wait in seconds.
+
+    Example:
+        for attempt in retries(OSError, attempts=3, backoff_s=0.1, longest_s=1.0):
+            with attempt:
+                return send()
     """
-    return Attempts(
-        partial(
-            stamina.retry_context,
-            on=on,
-            attempts=attempts,
-            timeout=None,
-            wait_initial=backoff_s,
-            wait_jitter=backoff_s,
-            wait_max=longest_s,
-        )
-    )
+    return Attempts(on, attempts, backoff_s, longest_s)

@@ -1,8 +1,8 @@
-"""Spans: who had the seconds of a step, in which process, and what a wait was for."""
+"""Spans: which work the seconds of a step went to, in which process, and what each wait was for."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -14,33 +14,32 @@ Result = TypeVar("Result")
 Timed: TypeAlias = Coroutine[Any, Any, Result]
 TimedFunction: TypeAlias = Callable[P, Timed[Result]]
 
+# Lane of work that belongs to no step.
 MAIN = "main"
-"""Lane of what is done for no step."""
 
+# Most spans that a recorder buffers; beyond it the oldest are dropped and counted, so that memory does not grow without bound.
 MOST_SPANS = 200_000
-"""Spans that a recorder keeps until they are taken; the oldest go first, and are counted."""
 
+# Seconds in a nanosecond.
 NS = 1e-9
-"""Seconds of a nanosecond."""
 
 
 class Span(NamedTuple):
-    """A stretch of time in one process, with one owner; a row of the data set `spans`.
+    """A named interval of time in one process; a row of the data set `spans`.
 
-    Spans of one lane lie inside one another or apart, never across: of nested ones the innermost is the owner.
+    Two spans of one lane are nested or disjoint, never partly overlapping. The innermost span owns the time.
 
     Attributes:
         process: `flow`, `trainer/RANK`, or a server's address.
-        lane: one line of control in it: `step`, `main`, or a trajectory as GROUP.SAMPLE.
-        name: what was done, as in docs/spans.md.
-        step: the step that it was done for; -1 for none.
-        started_ns: nanoseconds since 1970, by that process's machine.
-        duration_ns: nanoseconds, by its monotonic clock.
-        cause: of a wait: the name of what it was for, whoever holds the stopwatch, or the process waited for;
-            else empty.
+        lane: one sequence of work in the process: `step`, `main`, or a trajectory as GROUP.SAMPLE.
+        name: the work, as listed in docs/spans.md.
+        step: the step the work was done for; -1 for none.
+        started_ns: nanoseconds since 1970, by the clock of that process's machine.
+        duration_ns: nanoseconds, by that process's monotonic clock.
+        cause: for a wait, the name of the work or the process waited for; otherwise empty.
 
-    The lane `step` of the flow has one span `step` around all others of each step, which ends where the next one's
-    begins: the steps' spans leave no gap, so that a step's seconds can be added up.
+    In the flow's lane `step`, each step has one span `step` that encloses all others and ends where the next one
+    begins. The steps therefore leave no gap, and the seconds of a step add up.
     """
 
     process: str
@@ -53,17 +52,17 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Keeps the spans of one process until they are taken; from any thread.
+    """Buffers the spans of one process until they are taken; safe to call from any thread.
 
-    Around the steps' own spans go `start`, until the first one, and `end`, since the last, in the lane `main`.
+    In the lane `main`, a span `start` covers the time before the first step and a span `end` the time after the last.
 
     Args:
-        process: as in the column of that name.
-        began: moment of `time.perf_counter_ns`; None: now.
+        process: value of the column `process`.
+        began: start of the recording as `time.perf_counter_ns`; None: now.
 
     Attributes:
-        n_lost: spans that were let go of since too many were kept.
-        began: when what is recorded began.
+        n_lost: spans that were dropped because the buffer was full.
+        began: start of the recording as `time.perf_counter_ns`.
     """
 
     def __init__(self, process: str, began: int | None = None) -> None:
@@ -79,27 +78,28 @@ class Recorder:
 
     @property
     def n_waiting(self) -> int:
-        """Spans that are kept until they are taken."""
+        """Number of spans in the buffer."""
         return len(self._spans)
 
     @property
     def step_does(self) -> str:
-        """Name of the innermost span that is open in the lane `step`; empty between steps."""
+        """Name of the innermost open span of the lane `step`; empty between steps."""
         return self._step_line.doing if self._step_line is not None else ""
 
     def begin_step(self, line: "Lane") -> None:
-        """Take a lane for the step's own line from now on."""
+        """Make `line` the lane `step` of the recorder from now on; the first call also records the span `start`."""
+        # The time before the first step is the span `start`.
         if self._step_line is None:
             Lane(self, -1, MAIN).add("start", self.began, time.perf_counter_ns())
         self._step_line = line
         line.watchers = self._step_watchers
 
     def end_step(self) -> None:
-        """Note that a step is over, which may have been the last."""
+        """Record that a step has ended; the span `end` starts here if no other step follows."""
         self._last_step_ended = time.perf_counter_ns()
 
     def end(self) -> None:
-        """Note that all is over; what had no step was a start."""
+        """Close the recording: add the span `end`, or `start` if no step ever began."""
         now, main = time.perf_counter_ns(), Lane(self, -1, MAIN)
         if self._step_line is None:
             main.add("start", self.began, now)
@@ -107,47 +107,51 @@ class Recorder:
             main.add("end", self._last_step_ended, now)
 
     def watch(self, look: Callable[[], None], cut: Callable[[], None]) -> None:
-        """Call `look` whenever `step_does` changes, and `cut` before spans are taken: what is open may add its part."""
+        """Register callbacks: `look` when a span of the lane `step` opens or ends, `cut` when `take` is called.
+
+        `cut` can add the part of an open span until now, so that `take` returns it.
+        """
         self._step_watchers.append(look)
         self._cuts.append(cut)
 
-    def lane_of(self, process: str, name: str) -> "Lane":
-        """A lane of another process, as this one sees it; its spans belong to the step that they are stored with."""
+    def foreign_lane(self, process: str, name: str) -> "Lane":
+        """Create a lane for spans of another process that this one measures; they get the step with which they are stored."""
         return Lane(self, -1, name, process)
 
     def add(self, span: Span) -> None:
-        """Keep a span, also one of another process that was told to this one."""
+        """Buffer a span of this process, or one that another process reported."""
+        # By hand and not by deque's maxlen, so that dropped spans are counted.
         if len(self._spans) >= MOST_SPANS:
             self._spans.popleft()
             self.n_lost += 1
         self._spans.append(span)
 
     def take(self) -> Sequence[Span]:
-        """All spans so far, which are kept no longer."""
+        """Return all buffered spans and empty the buffer."""
+        # Open waits are split first, so that a step's rows have all of its time.
         for cut in self._cuts:
             cut()
         taken = []
+        # One by one: other threads may add spans meanwhile, and `list` of a deque that changes fails.
         while self._spans:
             taken.append(self._spans.popleft())
         return taken
 
     def since_1970(self, monotonic_ns: int) -> int:
-        """A moment of `time.perf_counter_ns` as nanoseconds since 1970.
-
-        The clock is set once, and then goes by the monotonic one: spans that lie inside one another, or apart, stay so.
-        """
+        """Convert a `time.perf_counter_ns` value to nanoseconds since 1970."""
+        # The offset is measured once: a wall clock that is adjusted meanwhile would make nested spans overlap.
         return monotonic_ns + self._offset_ns
 
 
 class Lane:
-    """One line of control, and what it does now.
+    """A sequence of nested spans, and the stack of those that are open.
 
     Attributes:
-        recorder: keeps its spans.
-        step: that they belong to.
-        name: as in the column `lane`.
-        process: as in that column.
-        watchers: called whenever it does something else.
+        recorder: buffers the lane's spans.
+        step: the step of its spans; -1 for none.
+        name: value of the column `lane`.
+        process: value of the column `process`.
+        watchers: called whenever the innermost open span changes.
     """
 
     __slots__ = ("_open", "name", "process", "recorder", "step", "watchers")
@@ -160,30 +164,31 @@ class Lane:
 
     @property
     def doing(self) -> str:
-        """Name of the innermost span that is open; empty when none is."""
+        """Name of the innermost open span; empty if none is open."""
         return self._open[-1] if self._open else ""
 
-    def beside(self, name: str) -> "Lane":
-        """Another lane of the same step."""
+    def sibling(self, name: str) -> "Lane":
+        """Create another lane of the same step."""
         return Lane(self.recorder, self.step, name)
 
     def add(self, name: str, started: int, ended: int, cause: str = "") -> None:
-        """Keep a span of this lane, from and to moments of `time.perf_counter_ns`."""
+        """Record a span of this lane that has ended; both times are `time.perf_counter_ns` values."""
         recorder = self.recorder
         at = recorder.since_1970(started)
         recorder.add(Span(self.process, self.name, name, self.step, at, ended - started, cause))
 
-    def opened(self, name: str) -> None:
-        """Note that a span begins."""
+    def push(self, name: str) -> None:
+        """Put a span that begins on the stack of open spans."""
         self._open.append(name)
         for watcher in self.watchers:
             watcher()
 
-    def closed(self, name: str) -> None:
-        """Note that a span is over."""
+    def pop(self, name: str) -> None:
+        """Remove a span that ended from the stack of open spans."""
         if self._open[-1] == name:
             self._open.pop()
-        else:  # of tasks side by side, which should have had lanes of their own
+        else:
+            # Concurrent tasks that share a lane end out of order; each should have had a lane.
             self._open.remove(name)
         for watcher in self.watchers:
             watcher()
@@ -193,13 +198,13 @@ _lane: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 def current_lane() -> Lane | None:
-    """The lane that spans which are opened here belong to; None where nobody records."""
+    """Return the lane to which spans opened in this context belong; None if nothing is recorded."""
     return _lane.get()
 
 
 @contextmanager
 def recording(recorder: Recorder, *, step: int = -1, lane: str = MAIN) -> Iterator[None]:
-    """Have spans that are opened inside, also by tasks begun there, go to a recorder."""
+    """Send spans opened inside the `with` block, and by tasks started in it, to `recorder`."""
     token = _lane.set(Lane(recorder, step, lane))
     try:
         yield
@@ -209,9 +214,9 @@ def recording(recorder: Recorder, *, step: int = -1, lane: str = MAIN) -> Iterat
 
 @contextmanager
 def within(*, step: int | None = None, lane: str | None = None, process: str | None = None) -> Iterator[None]:
-    """Have spans that are opened inside belong to another step or lane of the same recorder, or to what another process does.
+    """Record spans opened inside the `with` block under another step, lane or process; None keeps the current one.
 
-    A task that goes on beside others needs a lane of its own.
+    A task that runs concurrently with others needs a separate lane.
     """
     outer = _lane.get()
     if outer is None:
@@ -231,10 +236,10 @@ def within(*, step: int | None = None, lane: str | None = None, process: str | N
 
 
 class OpenSpan:
-    """A span from its `with` to the end of that, or from `begin` to `end`.
+    """A span that lasts for its `with` block, or from `begin` to `end`.
 
     Attributes:
-        duration_s: seconds that it took, once it is over.
+        duration_s: seconds it lasted; 0 until it has ended.
     """
 
     __slots__ = ("_cause", "_lane", "_name", "_started", "duration_s")
@@ -252,42 +257,67 @@ class OpenSpan:
         self.end()
 
     def begin(self, lane: Lane | None) -> Self:
-        """Begin, in a lane."""
+        """Start the span in a lane; None records nothing."""
         self._lane = lane
         if lane is not None:
-            lane.opened(self._name)
+            lane.push(self._name)
         self._started = time.perf_counter_ns()
         return self
 
     def end(self) -> None:
-        """Be over."""
+        """End the span and record it."""
         ended, lane = time.perf_counter_ns(), self._lane
         self.duration_s = (ended - self._started) * NS
         if lane is not None:
-            lane.closed(self._name)
+            lane.pop(self._name)
             lane.add(self._name, self._started, ended, self._cause)
 
 
 def span(name: str, *, cause: str = "") -> OpenSpan:
-    """Book the time inside to `name`, also when an error ends it; nothing is kept where nobody records.
+    """Return a context manager that records the time inside it as the span `name`, also if an error ends it.
 
     Example: with span("storing"): await writer.append(...)
     """
     return OpenSpan(name, cause)
 
 
-def spanned(name: str) -> Callable[[TimedFunction[P, Result]], TimedFunction[P, Result]]:
-    """Book the time that a coroutine function takes to `name`.
+def record_span(name: str) -> Callable[[TimedFunction[P, Result]], TimedFunction[P, Result]]:
+    """Decorate a coroutine function: the time of each call is recorded as the span `name`.
 
-    Example: @spanned("report")
+    Example: @record_span("report")
     """
 
-    def spanned_function(function: TimedFunction[P, Result]) -> TimedFunction[P, Result]:
+    def decorate(function: TimedFunction[P, Result]) -> TimedFunction[P, Result]:
         @wraps(function)
-        async def timed(*args: P.args, **kwargs: P.kwargs) -> Result:
+        async def call_in_span(*args: P.args, **kwargs: P.kwargs) -> Result:
             with OpenSpan(name):
                 return await function(*args, **kwargs)
 
-        return timed
+        return call_in_span
 
-    return spanned_function
+    return decorate
+
+
+T = TypeVar("T")
+
+# Shorter intervals (0.2 ms) are left to the enclosing span: there may be thousands of them.
+LEAST_NS = 200_000
+
+
+def add_short_span(name: str, started: int, cause: str = "") -> None:
+    """Record the time since `started` (a `time.perf_counter_ns` value) as a span, unless it is shorter than LEAST_NS."""
+    lane, ended = current_lane(), time.perf_counter_ns()
+    if lane is not None and ended - started >= LEAST_NS:
+        lane.add(name, started, ended, cause)
+
+
+def time_items(given: Iterable[T], name: str) -> Iterator[T]:
+    """Yield the given items and record the wait for each one as the span `name`."""
+    items, end = iter(given), object()
+    while True:
+        started = time.perf_counter_ns()
+        item = next(items, end)
+        add_short_span(name, started)
+        if item is end:
+            return
+        yield item  # type: ignore[misc]  # it is not the sentinel, so it is an item

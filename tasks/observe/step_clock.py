@@ -1,18 +1,31 @@
-"""The step's own line: its phases one after the other, as spans and as seconds."""
+"""Spans of a flow: its start, the phases of each step, and its end."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import TracebackType
 from typing import Self
 
-from tasks.observe.spans import NS, OpenSpan, current_lane, within
+import psutil
+
+from rollmill.tasks.observe.spans import (
+    NS,
+    OpenSpan,
+    P,
+    Recorder,
+    Result,
+    TimedFunction,
+    current_lane,
+    recording,
+    within,
+)
 
 
 class StepClock:
-    """The spans of a step's own line, added up: a span's name is the metric `time/<name>_s`; a context manager.
+    """Context manager around a step: records its spans in the lane `step`, and adds their seconds up by name.
 
-    Inside, spans belong to the lane `step` of that step, and the whole of it is the span `step`.
+    The seconds become the metrics `time/<name>_s`. The whole block is the span `step`.
 
     Example: with clock.span("train"): ... makes clock.seconds == {"train": 0.2}.
     """
@@ -40,7 +53,7 @@ class StepClock:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Book the seconds inside to `name`, also when an error ends them."""
+        """Record the time inside as the span `name` and add it to `seconds`, also if an error ends it."""
         opened = OpenSpan(name)
         try:
             with opened:
@@ -50,5 +63,37 @@ class StepClock:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock was created."""
         return (time.perf_counter_ns() - self._started) * NS
+
+
+# Value of the column `process` for a run's flow.
+FLOW = "flow"
+
+
+@contextmanager
+def record_command() -> Iterator[None]:
+    """Record spans inside the `with` block, for a command that runs a flow; they start when its process started."""
+    age_s = time.time() - psutil.Process().create_time()
+    with recording(Recorder(FLOW, time.perf_counter_ns() - int(1e9 * age_s))):
+        yield
+
+
+def record_flow(flow: TimedFunction[P, Result]) -> TimedFunction[P, Result]:
+    """Decorate a flow to record its spans; the time since its command began becomes the span `launching`."""
+
+    @wraps(flow)
+    async def record(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if (lane := current_lane()) is None:
+            with recording(Recorder(FLOW)):
+                return await flow(*args, **kwargs)
+        lane.add("launching", lane.recorder.began, time.perf_counter_ns())
+        return await flow(*args, **kwargs)
+
+    return record
+
+
+def current_recorder() -> Recorder:
+    """Return the recorder of the current lane, or a new one if nothing is recorded."""
+    lane = current_lane()
+    return lane.recorder if lane is not None else Recorder(FLOW)

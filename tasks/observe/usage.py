@@ -1,9 +1,7 @@
-"""What a piece of work takes: seconds, processors, memory, and how late the event loop is meanwhile."""
+"""Measure work on an event loop: seconds, CPU seconds, memory and lag."""
 
 import asyncio
-import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -11,27 +9,29 @@ from pathlib import Path
 
 import psutil
 
-from tasks.observe.lag import Beat, LoopLag
-from tasks.observe.memory import own_rss_bytes
-from tasks.observe.standing import where_it_stands
+from rollmill.tasks.observe.loop_lag import Beat, LoopLag
+from rollmill.tasks.observe.process_memory import own_rss_bytes
+from rollmill.tasks.observe.stack_sites import StallSampler
 
-LOOK_AFTER_S = 0.003
-"""A beat of 1 ms that is so late has the loop's thread looked at, until it comes."""
+# The loop's thread is sampled once a beat is this late; beats are 1 ms apart.
+SAMPLE_S = 0.003
 KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a piece of work took.
+    """Time, event loop lag and memory that some work used.
 
     Attributes:
-        wall_s: seconds of the clock.
+        wall_s: wall-clock seconds.
         cpu_s: CPU seconds of all threads of this process.
-        below_cpu_s: CPU seconds of the processes below it.
-        lag_p50_ms: how much later than asked a beat each 1 ms came on the event loop, in the median; NaN without a beat.
-        rss_peak_bytes: the most resident memory of this process meanwhile.
-        rss_growth_bytes: how much more is resident than before; negative when it is less.
-        longest: what held the loop when a beat was latest; empty when none was late enough to be looked at.
+        below_cpu_s: CPU seconds of its descendant processes.
+        lag_p50_ms: median lag of the event loop, from beats 1 ms apart; NaN without a beat.
+        lag_p99_ms: 99th percentile of the lag.
+        lag_max_ms: largest lag.
+        rss_peak_bytes: peak resident memory of this process.
+        rss_growth_bytes: growth of its resident memory; may be negative.
+        longest: stack site of the largest lag; empty if no lag was long enough to be sampled.
     """
 
     wall_s: float
@@ -45,49 +45,45 @@ class Usage:
     longest: str
 
 
-class Measuring:
-    """Measures work on the running event loop.
+class UsageMeter:
+    """Measures the time, event loop lag and memory of work on the running event loop.
 
     Args:
-        apart: ids of processes below this one that do not count, with all below them.
+        apart: ids of descendant processes that do not count, with their own descendants.
 
     Attributes:
-        usage: what the work took, once it is over.
+        usage: the result, once the work is done.
 
-    Example: async with (measuring := Measuring()).measured(): await work()
+    Example: async with (meter := UsageMeter()).measure(): await work()
     """
 
     usage: Usage
 
     def __init__(self, apart: Collection[int] = ()) -> None:
         self._apart = apart
-        self._lag = LoopLag(heard=self._heard)
-        self._has_ended = threading.Event()
-        self._seen: Counter[str] = Counter()
-        self._latest_ms, self._longest = 0.0, ""
+        self._lag = LoopLag(on_beat=self._on_beat)
+        self._sampler = StallSampler(self._lag, SAMPLE_S)
+        self._largest_ms, self._longest = 0.0, ""
 
     @asynccontextmanager
-    async def measured(self) -> AsyncIterator[None]:
-        """Measure what is done inside; `usage` is there afterwards, also when an error ended it."""
-        loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
-        watchdog = threading.Thread(target=self._watch, args=(loop, thread_id), daemon=True)
-        below = await asyncio.to_thread(below_cpu_s, self._apart)
-        _forget_peak()
+    async def measure(self) -> AsyncIterator[None]:
+        """Measure the work inside; sets `usage` at the end, also if an error ends it."""
+        below = await asyncio.to_thread(children_cpu_s, self._apart)
+        _reset_peak_rss()
         rss = own_rss_bytes()
         started, cpu = time.perf_counter(), time.process_time()
         try:
-            with self._lag.sampled():
-                watchdog.start()
+            with self._lag.sample(), self._sampler.sample():
                 yield
         finally:
-            self._has_ended.set()
             wall, spent = time.perf_counter() - started, time.process_time() - cpu
-            peak, grown = _peak_bytes(), own_rss_bytes() - rss
+            # Before the next await: while it waits, other work could change the memory.
+            peak, grown = _peak_rss_bytes(), own_rss_bytes() - rss
             lags = self._lag.lags
             self.usage = Usage(
                 wall_s=wall,
                 cpu_s=spent,
-                below_cpu_s=max(0.0, await asyncio.to_thread(below_cpu_s, self._apart) - below),
+                below_cpu_s=max(0.0, await asyncio.to_thread(children_cpu_s, self._apart) - below),
                 lag_p50_ms=lags.percentile_ms(50),
                 lag_p99_ms=lags.percentile_ms(99),
                 lag_max_ms=lags.largest_ms,
@@ -96,29 +92,24 @@ class Measuring:
                 longest=self._longest,
             )
 
-    def _heard(self, beat: Beat) -> None:
-        seen, self._seen = self._seen, Counter()
-        if beat.lag_ms > self._latest_ms:
-            self._latest_ms = beat.lag_ms
+    def _on_beat(self, beat: Beat) -> None:
+        seen = self._sampler.take()
+        if beat.lag_ms > self._largest_ms:
+            self._largest_ms = beat.lag_ms
             self._longest = seen.most_common(1)[0][0] if seen else ""
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
-        """The watchdog's thread: a loop that stands still tells nobody, so that this is a matter of looking."""
-        while not self._has_ended.wait(LOOK_AFTER_S):
-            if time.monotonic() - self._lag.due_s >= LOOK_AFTER_S:
-                self._seen[where_it_stands(loop, thread_id)] += 1
 
+def children_cpu_s(apart: Collection[int] = ()) -> float:
+    """Return the CPU seconds of descendant processes, including those that ended and were waited for.
 
-def below_cpu_s(apart: Collection[int] = ()) -> float:
-    """CPU seconds of the processes below this one, those that have ended and were waited for included.
-
-    `apart` are processes that are left out, with all below them; what they took counts once they have ended.
+    `apart` are ids of processes to leave out, with their descendants; their time counts once they have ended.
     """
     here = psutil.Process()
     left_out = set(apart)
     total = sum(here.cpu_times()[2:4])
-    for process in here.children(recursive=True):  # each after the one that started it
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+    # psutil lists parents before their children. A process may end at any time.
+    for process in here.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
             if process.pid in left_out or process.ppid() in left_out:
                 left_out.add(process.pid)
             else:
@@ -126,13 +117,13 @@ def below_cpu_s(apart: Collection[int] = ()) -> float:
     return float(total)
 
 
-def _forget_peak() -> None:
-    """Count the peak of resident memory anew; where the kernel does not allow it, it is that since the start."""
+def _reset_peak_rss() -> None:
+    # The kernel may refuse; then the peak since the process started is reported.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
+def _peak_rss_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     found = next((line for line in lines if line.startswith("VmHWM")), None)
     return int(found.split()[1]) * KIB if found else own_rss_bytes()

@@ -1,4 +1,4 @@
-"""Admission of trajectories: a fixed number of slots, given to whoever has waited longest among the most urgent."""
+"""Admission control: a fixed number of slots for trajectories, granted by urgency, then by order of arrival."""
 
 import asyncio
 import heapq
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeAlias
 
-from tasks.observe.spans import span
+from rollmill.tasks.observe.spans import span
 
 Urgency: TypeAlias = tuple[int, int]
 """Smaller ones come first: (step, kind of work)."""
@@ -20,13 +20,13 @@ ROLLOUT, EVALUATION = 0, 1
 """Kinds of work of one step: its rollouts come before the evaluation of its policy version."""
 
 
-class Place:
-    """A place in the line for one slot.
+class SlotTicket:
+    """A request for one of the slots that limit how many trajectories run at once.
 
     Attributes:
-        granted: done when the slot is there.
-        granted_ns: when that was, by `time.perf_counter_ns`; 0 before.
-        is_over: True once it was given up, or used.
+        granted: done when the slot is granted.
+        granted_ns: time when the slot was granted, as `time.perf_counter_ns`; 0 before.
+        is_over: True once the slot was released, or the request withdrawn.
     """
 
     def __init__(self) -> None:
@@ -35,37 +35,38 @@ class Place:
         self.granted_ns = 0
 
     async def turn(self, until: float | None = None) -> None:
-        """Wait until the slot is granted.
+        """Wait until the requested slot is granted.
 
         Raises:
-            TimeoutError: it was not until this moment of the event loop's clock, in seconds.
+            TimeoutError: it was not granted by `until`, a time of the event loop's clock in seconds.
         """
         if not self.granted.done():
             with span("waiting_for_server", cause=SLOT):
                 async with asyncio.timeout_at(until):
+                    # A slot that is granted at this moment must be released by `leave`, not lost with a cancelled future.
                     await asyncio.shield(self.granted)
 
 
 class Admission:
-    """Lets at most `n_slots` trajectories be in flight.
+    """Lets at most `n_slots` trajectories run at once; the request with the smallest urgency is granted first.
 
-    Example: with one slot, places taken with the urgencies (1, 0), (0, 0), (0, 0) while it is held are served
+    Example: one slot is held, and requests arrive with the urgencies (1, 0), (0, 0), (0, 0): they are granted in the order
     second, third, first.
 
     Args:
-        n_slots: slots that are free now.
-        reuses: False when a slot is used once, and further ones are given by `add`.
+        n_slots: number of free slots.
     """
 
-    def __init__(self, n_slots: int, *, reuses: bool = True) -> None:
-        self._free, self._reuses = n_slots, reuses
-        self._line: list[tuple[Urgency, int, Place]] = []
+    def __init__(self, n_slots: int) -> None:
+        self._free = n_slots
+        self._line: list[tuple[Urgency, int, SlotTicket]] = []
+        # Breaks ties by arrival; without it the heap would compare tickets, which have no order.
         self._numbers = itertools.count()
 
     @contextmanager
-    def places(self, n: int, urgency: Urgency) -> Iterator[list[Place]]:
-        """`n` places in line, taken at once; what is not over at the end is given up."""
-        taken = [Place() for _ in range(n)]
+    def places(self, n: int, urgency: Urgency) -> Iterator[list[SlotTicket]]:
+        """Request `n` slots at once; requests that are still open at the end of the context are withdrawn."""
+        taken = [SlotTicket() for _ in range(n)]
         for place in taken:
             heapq.heappush(self._line, (urgency, next(self._numbers), place))
         self._grant()
@@ -76,11 +77,11 @@ class Admission:
                 self.leave(place)
 
     @asynccontextmanager
-    async def slot(self, place: Place, until: float | None = None) -> AsyncIterator[None]:
-        """The slot of a place, waited for, and given back at the end.
+    async def slot(self, place: SlotTicket, until: float | None = None) -> AsyncIterator[None]:
+        """Wait for the slot of a ticket, and release it at the end of the context.
 
         Raises:
-            TimeoutError: it was not granted until this moment of the event loop's clock, in seconds.
+            TimeoutError: it was not granted by `until`, a time of the event loop's clock in seconds.
         """
         try:
             await place.turn(until)
@@ -88,24 +89,21 @@ class Admission:
         finally:
             self.leave(place)
 
-    def leave(self, place: Place) -> None:
-        """Give a place up, and its slot if it has one; once."""
+    def leave(self, place: SlotTicket) -> None:
+        """Withdraw a request and release its slot if it has one; further calls do nothing."""
         if place.is_over:
             return
         place.is_over = True
         if place.granted.done():
-            self.add(int(self._reuses))
+            self._free += 1
+            self._grant()
         else:
             place.granted.cancel()
-
-    def add(self, n: int) -> None:
-        """So many slots more are free."""
-        self._free += n
-        self._grant()
 
     def _grant(self) -> None:
         while self._free and self._line:
             _, _, place = heapq.heappop(self._line)
+            # A withdrawn request stays in the heap until it is popped: to remove it would take linear time.
             if not place.is_over:
                 self._free -= 1
                 place.granted_ns = time.perf_counter_ns()

@@ -1,23 +1,23 @@
-"""What an environment is, and how one is found by name."""
+"""The interface of an environment, and how to find one by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from tasks.config import made_by_name, named
-from tasks.rollout.config import RolloutConfig
+from rollmill.tasks.config import made_by_name, named
+from rollmill.tasks.rollout.config import RolloutConfig
 
 Split = Literal["train", "held_out"]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation.
+    """One message of a conversation between environment and policy.
 
     Attributes:
-        name: of the tool that speaks.
-        tool_call_id: which call a tool answers.
-        tool_calls: calls in an assistant's message that was not sampled here; the policy's own stay in its content.
+        name: name of the tool that the message is from.
+        tool_call_id: id of the call that a tool's message answers.
+        tool_calls: calls in an assistant message that was not sampled here; the policy's own calls stay in its content.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -27,18 +27,18 @@ class Message:
     tool_calls: tuple[dict[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """What is set of it, as chat templates and data sets have it."""
+        """Return the non-empty fields, as chat templates and data sets expect them."""
         every = {field: getattr(self, field) for field in self.__slots__}
         return {field: value for field, value in every.items() if value or field in ("role", "content")}
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One problem.
+    """One problem of an environment.
 
     Attributes:
-        example_id: the environment's own name for it.
-        content: all that a scorer may read, the reference answer included; JSON values only.
+        example_id: id that the environment gives the problem.
+        content: everything a scorer may read, including the reference answer; JSON values only.
     """
 
     example_id: str
@@ -46,29 +46,29 @@ class Example:
 
 
 class Episode(Protocol):
-    """One attempt at a problem as its environment plays it; it may keep state between the turns.
+    """One attempt at a problem; it may keep state between turns.
 
-    Example: an addition episode's `reply(())` is (Message("user", "47+38="),), and its `reply` after the
-    policy's completion is () since the episode is over.
+    Example: an addition episode's `reply(())` returns (Message("user", "47+38="),), and its `reply` after the policy's completion
+    returns (), which ends the episode.
     """
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """What the environment says next.
+        """Return the environment's next messages: the opening, then its reply to each message of the policy.
 
         Args:
-            messages: the conversation so far, the policy's message last; empty at the opening.
+            messages: the conversation so far, the policy's message last; empty for the opening.
 
         Returns:
-            The opening, the environment's turn, or nothing when the episode is over.
+            The messages; none if the episode is over.
         """
 
     async def close(self) -> Mapping[str, object]:
-        """End the episode, which is called once however it went; returns what a scorer may read of it (JSON values)."""
+        """End the episode; called once, however it ended. Returns JSON values that a scorer may read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
-    """The episode of a problem that is over with the policy's first message."""
+    """An episode that sends its opening messages and ends with the policy's first message."""
 
     opening: tuple[Message, ...]
 
@@ -80,11 +80,11 @@ class SingleTurn:
 
 
 class Environment(Protocol):
-    """Produces problems, and plays the episodes of their trajectories.
+    """Produces problems and plays the episodes of their trajectories.
 
     Attributes:
-        tools: JSON schemas of what the policy may call, for the model's chat template.
-        stop: texts of one token each that end the policy's turn, as its end of sequence does; they stay in it.
+        tools: JSON schemas of the tools, for the model's chat template.
+        stop: texts of one token each that end the policy's turn like an end of sequence; they stay in the message.
     """
 
     name: str
@@ -92,47 +92,49 @@ class Environment(Protocol):
     stop: Sequence[str]
 
     def size(self, split: Split) -> int:
-        """Number of problems in a split."""
+        """Return the number of problems in a split."""
 
     async def example(self, split: Split, index: int) -> Example:
-        """The problem with this number, 0 <= index < size(split); the same one at every call."""
+        """Return the problem with this index, 0 <= index < size(split); the same one at every call."""
 
     def episode(self, example: Example, seed: int) -> Episode:
-        """A new attempt at a problem; whatever is random in it follows from `seed`."""
+        """Start a new attempt at a problem; all its randomness derives from `seed`."""
 
 
 @runtime_checkable
 class WarmUp(Protocol):
-    """An environment that can also write the corpus of a start model."""
+    """An environment that can generate the warm-up corpus of a start model."""
 
     def warm_up_corpus(self, seed: int, n_examples: int) -> Sequence[Sequence[Message]]:
-        """Conversations over the training problems only, the policy's messages as it is to say them.
+        """Return conversations about training problems, with the policy's messages filled in.
 
-        The same ones for the same arguments.
+        The same arguments give the same conversations.
         """
 
 
 @runtime_checkable
 class Configurable(Protocol):
-    """An environment's class that is made from the settings of `rollout`, not without arguments."""
+    """An environment class that is created from the settings of `rollout`."""
 
     def from_config(self, config: RolloutConfig) -> Environment:
-        """Make it; ConfigError names the setting that is wrong."""
+        """Create the environment from the settings; raise a ConfigError that names a wrong setting."""
 
 
-REGISTERED: Mapping[str, str] = {
-    "addition": "tasks.rollout.addition:Addition",
-    "calculator": "tasks.rollout.calculator:Calculator",
-    "guess": "tasks.rollout.guess:Guess",
-    "prompts": "tasks.rollout.prompt_environment:Prompts",
+ENVIRONMENTS: Mapping[str, str] = {
+    "addition": "rollmill.tasks.rollout.environments.addition:Addition",
+    "calculator": "rollmill.tasks.rollout.environments.calculator:Calculator",
+    "guess": "rollmill.tasks.rollout.environments.guess:Guess",
+    "prompts": "rollmill.tasks.rollout.environments.prompts:Prompts",
 }
 
-LIBRARIES: Mapping[str, str] = {"verifiers": "tasks.rollout.verifiers_environment:Verifiers"}
+LIBRARIES: Mapping[str, str] = {
+    "verifiers": "rollmill.tasks.rollout.environments.verifiers.verifiers_environment:Verifiers"
+}
 """Libraries whose environments are named LIBRARY:NAME; they are played in worker processes alone."""
 
 
-def library_of(config: RolloutConfig) -> str:
-    """The library that the environment comes from, "" for none.
+def environment_library(config: RolloutConfig) -> str:
+    """Return the library that the environment comes from; "" for none.
 
     Example: "verifiers" for `verifiers:textarena`.
     """
@@ -140,15 +142,15 @@ def library_of(config: RolloutConfig) -> str:
     return library if library in LIBRARIES else ""
 
 
-def environment_of(config: RolloutConfig) -> Environment:
-    """Make an environment in this process, from its registered name or its import path `package.module:Class`.
+def make_environment(config: RolloutConfig) -> Environment:
+    """Create an environment in this process, from its registered name or its import path `package.module:Class`.
 
     Raises:
-        ConfigError: nothing can be imported under that name, or it cannot be made from these settings.
+        ConfigError: it cannot be imported, or not created from these settings.
     """
     field, name = "rollout.environment", config.environment
-    factory = named(field, LIBRARIES.get(library_of(config), name), REGISTERED)
+    factory = named(field, LIBRARIES.get(environment_library(config), name), ENVIRONMENTS)
     if isinstance(factory, Configurable):
         return factory.from_config(config)
-    made: Environment = made_by_name(field, name, REGISTERED)
+    made: Environment = made_by_name(field, name, ENVIRONMENTS)
     return made

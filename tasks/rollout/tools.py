@@ -1,4 +1,4 @@
-"""Calls of tools in what a policy says, as Qwen and Hermes models write them, and running a tool."""
+"""Parse tool calls in a policy's message, in the format of Qwen and Hermes models, and run tools."""
 
 import inspect
 import json
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tasks.errors import ToolError
+from rollmill.tasks.errors import ToolError
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool by its name."""
+    """A tool call: name and arguments."""
 
     name: str
     arguments: Mapping[str, object]
@@ -25,7 +25,7 @@ _to_call = msgspec.json.Decoder(ToolCall).decode
 
 
 def tool_calls(said: str) -> list[ToolCall]:
-    """The calls in a policy's message, in order; what is not one by its form is left out.
+    """Return the tool calls in a policy's message, in order; malformed ones are ignored.
 
     Example: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` gives ToolCall("add", {"a": 1}).
     """
@@ -34,18 +34,19 @@ def tool_calls(said: str) -> list[ToolCall]:
         try:
             calls.append(_to_call(text))
         except msgspec.DecodeError:
-            continue  # the policy's mistake: the environment sees that there is no call
+            # The policy's mistake: the environment sees that there is no call.
+            continue
     return calls
 
 
 async def run_tool(tool: Callable[..., object], call: ToolCall) -> str:
-    """What a tool answers, as text: JSON unless it is text already.
+    """Run a tool and return its result as text: a string unchanged, any other value as JSON.
 
-    Arguments that do not fit the tool are the policy's mistake, and the answer says so. Whatever the tool itself
-    raises fails the trajectory.
+    Arguments that do not fit the tool are the policy's mistake, and the result says so. An exception of the tool itself fails the
+    trajectory.
 
     Raises:
-        ToolError: the tool raised; it names tool and error.
+        ToolError: the tool raised; names tool and error.
     """
     try:
         inspect.signature(tool).bind(**call.arguments)

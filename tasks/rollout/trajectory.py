@@ -1,4 +1,4 @@
-"""A trajectory, and trajectories as rows of the `rollouts` data set."""
+"""A trajectory while it is requested, built and finished, and its row of the `rollouts` data set."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,24 +8,24 @@ from typing import Literal
 
 import numpy as np
 
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.state import NO_STATE, EpisodeState
-from tasks.store.rows import Rows
-from tasks.store.schemas import batch_of, ragged, schema_of
+from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.environment_calls import NO_STATE, EpisodeState
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
 
 Status = Literal["complete", "truncated", "failed", "cancelled"]
 NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One trajectory to be sampled.
+class TrajectoryRequest:
+    """Request to sample one trajectory: its ids, problem, seed and temperature.
 
     Attributes:
         trajectory_id: function of (run, group, sample, attempt).
-        seed: of the sampler, 0 <= seed < 2**63.
+        seed: sampling seed, 0 <= seed < 2**63.
         temperature: 0 is greedy.
-        missing: why the environment could not give the problem; such a trajectory is a failed row.
+        missing: why the environment could not give the problem; such a trajectory becomes a failed row.
     """
 
     trajectory_id: str
@@ -40,20 +40,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a problem, as it ended.
+    """One finished attempt at a problem.
 
     Attributes:
-        token_ids: [T] int32, prompt and completions and what the environment said between them.
+        token_ids: [T] int32, prompt, completions, and the environment's messages between them.
         loss_mask: [T] bool, True on tokens that the policy sampled.
-        logprobs: [T] float32 in nats, the sampler's; NaN where loss_mask is False.
-        version_spans: (index into token_ids, policy version) where each span of one version begins.
-        outcome: what the environment says of how the episode ended.
-        routed_experts: [N, layers, experts a token] each; one after another those of the first tokens, T - 1 of them
-            unless it failed: the last token was sampled, not computed. Empty when they are not kept.
-        state: what the environment keeps of the episode, by column.
+        logprobs: [T] float32 in nats, from the sampler; NaN where loss_mask is False.
+        version_spans: (index into token_ids, policy version) at which each span of one version begins.
+        outcome: the environment's report at the end of the episode.
+        routed_experts: arrays [N, layers, experts a token] that concatenate to T - 1 tokens (fewer if it failed): the last
+            token was sampled, not computed. Empty if they are not kept.
+        state: state columns of the environment.
     """
 
-    work: Work
+    work: TrajectoryRequest
     status: Status
     messages: tuple[Message, ...]
     token_ids: np.ndarray
@@ -76,8 +76,8 @@ class Trajectory:
 
 
 @dataclass(slots=True)
-class Draft:
-    """The tokens of an episode while it is played; its arrays become those of the Trajectory."""
+class TrajectoryBuilder:
+    """Collects the tokens of an episode in progress, and builds the Trajectory from them."""
 
     messages: tuple[Message, ...] = ()
     parts: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Draft:
     state: EpisodeState = NO_STATE
 
     def add_context(self, token_ids: np.ndarray) -> None:
-        """Append tokens that the policy did not sample."""
+        """Append tokens that the policy did not sample, such as the prompt."""
         self.parts.append((token_ids, None))
         self.n_tokens += len(token_ids)
 
@@ -105,7 +105,7 @@ class Draft:
         spans: Sequence[tuple[int, int]],
         finish_reason: str,
     ) -> None:
-        """Append sampled tokens; `spans` counts from the completion's first token."""
+        """Append a sampled completion; `spans` are (index into the completion, policy version) for each span of one version."""
         self.spans += [(self.n_tokens + start, version) for start, version in spans]
         self.parts.append((token_ids, logprobs))
         self.n_tokens += len(token_ids)
@@ -113,35 +113,35 @@ class Draft:
         self.turns += 1
 
     def add_routing(self, routed_experts: np.ndarray) -> None:
-        """Append the routed experts of the tokens from number `n_routed` on, context and completion alike.
+        """Append routed experts, [N, layers, experts a token], of the N tokens from index `n_routed` on.
 
-        Those of a turn's last token come with the next turn, whose prompt it is part of: every row comes once.
+        The tokens are of context and completion. The experts of a turn's last token come with the next turn, whose prompt has it.
         """
         self.routed_experts.append(routed_experts)
         self.n_routed += len(routed_experts)
 
     @property
     def last_token(self) -> int:
-        """The last token so far; -1 when there is none."""
+        """Id of the last token so far; -1 if there is none."""
         return int(self.parts[-1][0][-1]) if self.parts and len(self.parts[-1][0]) else -1
 
     def token_ids(self) -> np.ndarray:
-        """[T] int32."""
+        """Return the ids of all tokens so far, context and completions: [T] int32."""
         return np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in self.parts)]).astype(np.int32)
 
     def loss_mask(self) -> np.ndarray:
-        """[T] bool."""
+        """Return [T] bool: True for tokens that the policy sampled."""
         masks = (np.full(len(ids), logprobs is not None) for ids, logprobs in self.parts)
         return np.concatenate([np.empty(0, bool), *masks])
 
     def logprobs(self) -> np.ndarray:
-        """[T] float32, NaN on context."""
+        """Return [T] float32: log-probabilities in nats that the server gave for sampled tokens, NaN for context."""
         each = (np.full(len(ids), np.nan) if logprobs is None else logprobs for ids, logprobs in self.parts)
         return np.concatenate([np.empty(0), *each]).astype(np.float32)
 
-    def ended(
+    def build(
         self,
-        work: Work,
+        work: TrajectoryRequest,
         status: Status,
         *,
         started_at: datetime,
@@ -151,7 +151,7 @@ class Draft:
         error_type: str,
         error: str,
     ) -> Trajectory:
-        """The episode as it ended, with the tokens it has."""
+        """Return the Trajectory of the episode as it ended, with the tokens added so far."""
         return Trajectory(
             work=work,
             status=status,
@@ -177,9 +177,9 @@ class Draft:
 
 
 def rollout_columns(run: str, step: int, env: str, trajectories: Sequence[Trajectory]) -> dict[str, object]:
-    """The columns of the `rollouts` schema, one value a trajectory."""
+    """Return the columns of the data set `rollouts` by name, with one value for each trajectory."""
     rows = trajectories
-    schema = schema_of("rollouts")
+    schema = dataset_schema("rollouts")
     versions = [[version for _, version in row.version_spans] or [NO_VERSION] for row in rows]
     completion_tokens = [int(row.loss_mask.sum()) for row in rows]
     return {
@@ -200,9 +200,9 @@ def rollout_columns(run: str, step: int, env: str, trajectories: Sequence[Trajec
         "version_span_versions": [[version for _, version in row.version_spans] for row in rows],
         "messages": [json.dumps([message.as_json() for message in row.messages]) for row in rows],
         "outcome": [json.dumps(dict(row.outcome)) for row in rows],
-        "token_ids": ragged([row.token_ids for row in rows], schema.field("token_ids").type),
-        "loss_mask": ragged([row.loss_mask for row in rows], schema.field("loss_mask").type),
-        "logprobs": ragged([row.logprobs for row in rows], schema.field("logprobs").type),
+        "token_ids": ragged_array([row.token_ids for row in rows], schema.field("token_ids").type),
+        "loss_mask": ragged_array([row.loss_mask for row in rows], schema.field("loss_mask").type),
+        "logprobs": ragged_array([row.logprobs for row in rows], schema.field("logprobs").type),
         "n_prompt_tokens": [_prompt_length(row.loss_mask) for row in rows],
         "n_completion_tokens": completion_tokens,
     } | {name: [getattr(row, name) for row in rows] for name in _PLAIN_COLUMNS}
@@ -228,5 +228,5 @@ def _prompt_length(loss_mask: np.ndarray) -> int:
 
 
 def rollout_rows(run: str, step: int, env: str, trajectories: Sequence[Trajectory]) -> Rows:
-    """Trajectories as rows of the `rollouts` data set."""
-    return batch_of("rollouts", rollout_columns(run, step, env, trajectories))
+    """Convert trajectories to rows of the `rollouts` data set."""
+    return make_batch("rollouts", rollout_columns(run, step, env, trajectories))

@@ -1,5 +1,6 @@
-"""What a scorer is given and what it gives back: all that a module with a scorer has to import."""
+"""The types of a scorer's input and output: everything that a module with a scorer needs to import."""
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
@@ -7,15 +8,15 @@ from typing import Protocol, TypeAlias, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a scorer may read of a trajectory.
+    """The part of a trajectory that a scorer may read.
 
     Attributes:
-        example: the problem, the reference answer included; JSON values.
+        example: the problem, including the reference answer; JSON values.
         messages: the conversation, each {"role": ..., "content": ...}.
-        is_complete: True when the policy ended its answer itself, False when it was cut off.
-        outcome: what the environment said of how the episode ended; JSON values, {} for nothing.
+        is_complete: True if the policy ended its answer itself, False if it was cut off.
+        outcome: what the environment reported at the end of the episode; JSON values, {} for nothing.
         env: name of the environment.
-        n_completion_tokens: tokens that the policy sampled.
+        n_completion_tokens: number of tokens that the policy sampled.
     """
 
     trajectory_id: str
@@ -28,7 +29,7 @@ class Candidate:
 
     @property
     def answer(self) -> str:
-        """The policy's last message; empty when it said nothing."""
+        """The policy's last message; empty if there is none."""
         said = (each["content"] for each in reversed(self.messages) if each["role"] == "assistant")
         return next(said, "")
 
@@ -38,8 +39,8 @@ class Reward:
     """A trajectory's reward.
 
     Attributes:
-        components: the parts it is made of, by name.
-        subgroup: which part of its group it is compared with; 0 unless the scorer splits the group.
+        components: the terms it consists of, by name.
+        subgroup: the subgroup it is compared with; 0 unless the scorer splits the group.
     """
 
     value: float
@@ -49,14 +50,14 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A trajectory that is not trained on, and why; no failure."""
+    """Verdict that excludes a trajectory from training, with a reason; it does not count as a failure."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropGroup:
-    """A group's scorer says so of all trajectories that it was given."""
+    """Verdict that excludes all trajectories that a group scorer received from training, with a reason."""
 
     reason: str
 
@@ -69,26 +70,51 @@ GivenGroup: TypeAlias = Sequence[Given] | DropGroup
 
 
 class Scorer(Protocol):
-    """Gives a reward to a trajectory by itself.
+    """Gives a reward to a single trajectory.
 
-    `score` may be `async def`: it then runs on the event loop and may wait, but not compute. Otherwise it
-    runs in a worker process. Whatever it raises becomes a failed row of that trajectory.
+    If `score` is `async def`, it runs on the event loop: it may wait but must not compute. Otherwise it runs in a worker process.
+    An exception becomes a failed row for that trajectory.
 
-    A class may have `by_group = True`; its `score` then takes the candidates of a group that survived and gives
-    one verdict each, or DropGroup. It may have `close`, `async` too, which is called at the end.
+    A class may set `by_group = True`; its `score` then takes the surviving candidates of a group and returns one verdict for each,
+    or DropGroup. It may have a `close` method, also `async`, which is called at the end.
     """
 
     name: str
     version: str
 
     def score(self, candidate: Candidate) -> Given | Awaitable[Given]:
-        """The trajectory's reward, or why it is dropped."""
+        """Return the trajectory's reward, or why it is dropped."""
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def by_group(function: Function) -> Function:
-    """Mark a function as a group's scorer: it takes the candidates of a group and gives one verdict each."""
+    """Mark a function as a group scorer: it takes the candidates of a group and returns one verdict for each."""
     function.by_group = True  # type: ignore[attr-defined] # functions take attributes
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateText:
+    """A Candidate whose JSON is not parsed yet; its fields are columns of the data set `rollouts`."""
+
+    trajectory_id: str
+    env: str
+    status: str
+    example: str
+    messages: str
+    outcome: str
+    n_completion_tokens: int
+
+    def parse(self) -> Candidate:
+        """Return the Candidate, with its JSON parsed."""
+        return Candidate(
+            trajectory_id=self.trajectory_id,
+            example=json.loads(self.example),
+            messages=json.loads(self.messages),
+            is_complete=self.status == "complete",
+            outcome=json.loads(self.outcome),
+            env=self.env,
+            n_completion_tokens=self.n_completion_tokens,
+        )

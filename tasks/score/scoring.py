@@ -1,64 +1,248 @@
-"""The run's scorer, and where it runs: the one thing with which flows score."""
+"""Run the configured scorer over rollout rows: candidates in, rows of `scores` out."""
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from dataclasses import dataclass, fields
+from typing import Protocol, Self, TypeAlias
 
-from tasks.errors import ScoreError, text_of
-from tasks.observe.metrics import Metric
-from tasks.score.calls import Calls, InWorkers, OnLoop
-from tasks.score.candidate import CandidateText
-from tasks.score.config import ScoreConfig
-from tasks.score.load import Load
-from tasks.score.registry import Part, parts_of
-from tasks.score.score_rows import candidates_of, score_rows
-from tasks.score.verdict import Verdict
-from tasks.score.weighted import weighted
-from tasks.score.worker_pool import WorkerPool
-from tasks.store.rows import Rows, where_in
+from rollmill.tasks.errors import ScoreError, ScoreTimeoutError, text_of
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.spans import NS, current_lane, span, within
+from rollmill.tasks.score.call_slots import CallSlots
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.score_function import ScoreFunction
+from rollmill.tasks.score.score_worker_pool import ScoreWorkerPool
+from rollmill.tasks.score.scorer import CandidateText
+from rollmill.tasks.score.terms import ScorerTerm, resolve_terms, sum_verdicts
+from rollmill.tasks.score.verdict import ScoreVerdict, set_duration, verdict_from_error, verdicts_from_result
+from rollmill.tasks.store.attempts import short_id
+from rollmill.tasks.store.rows import Rows, rows_where_in
+from rollmill.tasks.store.schemas import SCORABLE_STATUSES, make_batch
 
-SCORABLE = ("complete", "truncated")
+MAX_CALLS_PER_CHUNK = 16
+"""Calls that a worker is given at once: enough that it need not wait for the flow, few enough that others wait not
+long for their turn."""
+
+QUEUE_SPAN = "waiting_for_scorer"
+"""The span of a call that waits for its turn."""
+
+Call: TypeAlias = Sequence[CandidateText]
+"""What a scorer is given at once: one candidate, or those of a group."""
 
 
-def scorable(rollouts: Rows) -> Rows:
-    """The rows that ended by themselves or at a length limit; failed and cancelled ones get no score."""
-    return where_in(rollouts, "status", SCORABLE)
+class ScorerCalls(Protocol):
+    """Interface to call a scorer, on the event loop (LoopCalls) or in worker processes (WorkerCalls)."""
+
+    async def call(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
+        """Call the scorer once for each element of `calls`; returns one verdict for each candidate of each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCalls:
+    """Calls an asynchronous scorer on the event loop, as many calls at once as `load` has slots.
+
+    Attributes:
+        label: suffix of its spans' lanes, for trajectories with several concurrent scorers.
+    """
+
+    function: ScoreFunction
+    load: CallSlots
+    timeout_s: float
+    label: str = ""
+
+    async def call(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
+        async with asyncio.TaskGroup() as making:
+            results = [making.create_task(self._verdicts(call)) for call in calls]
+        return [
+            [verdict_from_error(_cancellation_error())] * len(call) if each.cancelled() else each.result()
+            for call, each in zip(calls, results, strict=True)
+        ]
+
+    async def _verdicts(self, call: Call) -> list[ScoreVerdict]:
+        with within(lane=_call_lane(call, self.function) + self.label):
+            queue = span(QUEUE_SPAN, cause=self.load.name).begin(current_lane())
+            async with self.load.slot():
+                queue.end()
+                scoring = span("scoring")
+                with scoring:
+                    verdicts = await self._call_once(call)
+                return set_duration(verdicts, scoring.duration_s)
+
+    async def _call_once(self, call: Call) -> list[ScoreVerdict]:
+        try:
+            given = await self._call_function(call)
+            return verdicts_from_result(given, len(call), by_group=self.function.by_group)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - scorers are foreign code: SystemExit too is a failed score
+            return [verdict_from_error(error)] * len(call)
+
+    async def _call_function(self, call: Call) -> object:
+        candidates = [text.parse() for text in call]
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                return await self.function.call(candidates if self.function.by_group else candidates[0])
+        except TimeoutError:
+            if not limit.expired():
+                # The scorer's own.
+                raise
+            self.load.timeouts += 1
+            raise ScoreTimeoutError(f"no score within score.timeout_s = {self.timeout_s:g} s") from None
+
+
+def _call_lane(call: Call, function: ScoreFunction) -> str:
+    """Return the lane of a call's spans: the short id of its trajectory, or the group's for a group scorer."""
+    place = short_id(call[0].trajectory_id)
+    return place.partition(".")[0] if function.by_group else place
+
+
+def _cancellation_error() -> ScoreError:
+    """Create the error of a call whose task was cancelled although the flow was not."""
+    return ScoreError("the scorer was cancelled, by itself or by something that it waited for")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCalls:
+    """Calls a synchronous scorer in worker processes; the calls are split evenly over the workers.
+
+    Attributes:
+        number: index of the scorer in the pool.
+        load: slots of the pool.
+        label: suffix of its spans' lanes, for trajectories with several concurrent scorers.
+    """
+
+    function: ScoreFunction
+    pool: ScoreWorkerPool
+    number: int
+    load: CallSlots
+    timeout_s: float
+    label: str = ""
+
+    async def call(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
+        size = min(MAX_CALLS_PER_CHUNK, -(-len(calls) // self.pool.n_workers))
+        async with asyncio.TaskGroup() as making:
+            shares = [
+                making.create_task(self._share(calls[first : first + size]))
+                for first in range(0, len(calls), size)
+            ]
+        return [verdicts for share in shares for verdicts in share.result()]
+
+    async def _share(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
+        queued = time.perf_counter_ns()
+        async with self.load.slot(len(calls)):
+            began = time.perf_counter_ns()
+            results = await self.pool.call(self.number, calls, self.timeout_s)
+            self._book(calls, results, queued, began)
+            return results
+
+    def _book(
+        self, calls: Sequence[Call], results: Sequence[Sequence[ScoreVerdict]], queued: int, began: int
+    ) -> None:
+        """Record the spans of calls that one worker made one after another, from the durations that it reported.
+
+        Args:
+            calls: the calls.
+            results: their verdicts.
+            queued: when the calls began to wait for a worker, in nanoseconds of time.perf_counter_ns.
+            began: when the worker got them.
+        """
+        if (lane := current_lane()) is None:
+            return
+        for call, verdicts in zip(calls, results, strict=True):
+            ended = began + round(max(each.duration_s for each in verdicts) / NS)
+            own = lane.sibling(_call_lane(call, self.function) + self.label)
+            own.add(QUEUE_SPAN, queued, began, self.load.name)
+            own.add("scoring", began, ended)
+            began = ended
+
+
+# Seconds in which a new worker process must have imported its scorers; large libraries take half a minute.
+START_TIMEOUT_S = 120.0
+
+_CANDIDATE_COLUMNS = [each.name for each in fields(CandidateText)]
+
+
+def score_rows(
+    run: str, step: int, scorer: tuple[str, str], rollouts: Rows, verdicts: Sequence[ScoreVerdict]
+) -> Rows:
+    """Build the rows of the data set `scores` for scored rollouts.
+
+    Args:
+        run: id of the run that scores.
+        step: the step of the rollouts.
+        scorer: name and version.
+        rollouts: the scored rows.
+        verdicts: one for each row, in order.
+    """
+    n, (name, version) = rollouts.num_rows, scorer
+    return make_batch(
+        "scores",
+        {
+            "run": [run] * n,
+            "step": [step] * n,
+            "group": rollouts.column("group"),
+            "sample": rollouts.column("sample"),
+            "trajectory_id": rollouts.column("trajectory_id"),
+            "scorer": [name] * n,
+            "version": [version] * n,
+            "status": [verdict.status for verdict in verdicts],
+            "error_type": [verdict.error_type for verdict in verdicts],
+            "error": [verdict.error for verdict in verdicts],
+            "reward": [verdict.reward for verdict in verdicts],
+            "components": [json.dumps(dict(verdict.components)) for verdict in verdicts],
+            "subgroup": [verdict.subgroup for verdict in verdicts],
+            "duration_s": [verdict.duration_s for verdict in verdicts],
+        },
+    )
+
+
+def select_scorable(rollouts: Rows) -> Rows:
+    """Select the rows with status complete or truncated; failed and cancelled trajectories get no score."""
+    return rows_where_in(rollouts, "status", SCORABLE_STATUSES)
 
 
 class Scoring:
-    """Asynchronous scorers run on the event loop, others in worker processes that end with this context.
+    """Runs the configured scorers: asynchronous ones on the event loop, others in processes that end with this context.
 
     Args:
         config: the settings.
         run: id of the run, for the rows.
-        scorer: another one than the configuration's, for evaluation.
+        scorer: scorer to use instead of the configured one, for evaluation.
+        start_timeout_s: seconds in which a new worker process must have imported its scorers.
 
     Attributes:
-        key: NAME@VERSION.
-        by_group: True when the scorer wants a group's survivors together.
+        key: NAME@VERSION of the scorer.
+        by_group: True if the scorer needs a group's survivors together.
 
     Raises:
         ConfigError: there is no such scorer, or it lacks a setting.
     """
 
-    def __init__(self, config: ScoreConfig, run: str, scorer: str = "") -> None:
-        self._config, self._run = config, run
-        self._scorer = parts_of(config, scorer)
+    def __init__(
+        self, config: ScoreConfig, run: str, scorer: str = "", start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        self._config, self._run, self._start_timeout_s = config, run, start_timeout_s
+        self._scorer = resolve_terms(config, scorer)
         self.key = f"{self._scorer.name}@{self._scorer.version}"
         self.by_group = self._scorer.by_group
-        self._loads = {True: Load("calls", config.max_in_flight), False: Load("workers", config.workers)}
-        self._calls: list[Calls] = []
+        self._loads = {
+            True: CallSlots("calls", config.max_in_flight),
+            False: CallSlots("workers", config.workers),
+        }
+        self._calls: list[ScorerCalls] = []
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start the worker processes; ScoreError when they cannot be."""
+        """Start the worker processes; raises ScoreError if they cannot be started."""
         async with self._open:
-            pool = await self._started_pool()
+            pool = await self._start_pool()
             for part in self._scorer.parts:
-                self._open.push_async_callback(_close, part, self._config.timeout_s)
-                self._calls.append(self._calls_of(part, pool))
+                self._open.push_async_callback(_close_term, part, self._config.timeout_s)
+                self._calls.append(self._create_calls(part, pool))
             self._open = self._open.pop_all()
         return self
 
@@ -66,77 +250,119 @@ class Scoring:
         await self._open.aclose()
 
     async def score(self, rollouts: Rows, *, step: int) -> Rows:
-        """Rows of `scores`, one for each row given, in order; whatever the scorer does is a row.
+        """Score rollouts and return rows of `scores`, one for each in order; a scorer's error becomes a row too.
 
         Args:
-            rollouts: scorable rows; when `by_group`, all survivors of one group.
-            step: their step.
+            rollouts: scorable rows; if `by_group`, all survivors of one group.
+            step: the step of the rollouts.
         """
-        candidates = candidates_of(rollouts)
-        verdicts = await self._verdicts(candidates) if candidates else []
+        candidates = [CandidateText(**row) for row in rollouts.select(_CANDIDATE_COLUMNS).to_pylist()]
+        parts = self._scorer.parts
+        verdicts: list[ScoreVerdict] = []
+        if candidates:
+            async with asyncio.TaskGroup() as calling:
+                asked = []
+                for part, calls in zip(parts, self._calls, strict=True):
+                    asked.append(calling.create_task(_call_term(part, calls, candidates)))
+            by_part = [each.result() for each in asked]
+            verdicts = (
+                [sum_verdicts(parts, each) for each in zip(*by_part, strict=True)]
+                if self._scorer.is_sum
+                else by_part[0]
+            )
         scorer = (self._scorer.name, self._scorer.version)
         return score_rows(self._run, step, scorer, rollouts, verdicts)
 
     def metrics(self) -> list[Metric]:
-        """Calls that waited and ran, restarts of workers and timeouts, since the last time."""
+        """Return the peaks of pending and running calls, and the worker restarts and timeouts, since the last call."""
         return [metric for load in self._loads.values() for metric in load.metrics()]
 
-    async def _verdicts(self, candidates: Sequence[CandidateText]) -> list[Verdict]:
-        parts = self._scorer.parts
-        async with asyncio.TaskGroup() as calling:
-            asked = [
-                calling.create_task(_all_calls(part, calls, candidates))
-                for part, calls in zip(parts, self._calls, strict=True)
-            ]
-        by_part = [each.result() for each in asked]
-        if not self._scorer.is_sum:
-            return by_part[0]
-        return [weighted(parts, verdicts) for verdicts in zip(*by_part, strict=True)]
-
-    def _workers_parts(self) -> list[Part]:
+    def _workers_parts(self) -> list[ScorerTerm]:
         return [part for part in self._scorer.parts if not part.function.is_async]
 
-    async def _started_pool(self) -> WorkerPool | None:
+    async def _start_pool(self) -> ScoreWorkerPool | None:
         paths = [part.path for part in self._workers_parts()]
         if not paths:
             return None
         config = self._config
         settings = config.model_dump_json().encode()
-        pool = WorkerPool(paths, settings, config.workers, config.worker_start_timeout_s, self._loads[False])
+        pool = ScoreWorkerPool(paths, settings, config.workers, self._start_timeout_s, self._loads[False])
         return await self._open.enter_async_context(pool)
 
-    def _calls_of(self, part: Part, pool: WorkerPool | None) -> Calls:
+    def _create_calls(self, part: ScorerTerm, pool: ScoreWorkerPool | None) -> ScorerCalls:
         load, timeout_s = self._loads[part.function.is_async], self._config.timeout_s
         label = f"/{part.function.name}" if len(self._scorer.parts) > 1 else ""
         if pool is None or part.function.is_async:
-            return OnLoop(part.function, load, timeout_s, label)
-        return InWorkers(part.function, pool, self._workers_parts().index(part), load, timeout_s, label)
+            return LoopCalls(part.function, load, timeout_s, label)
+        return WorkerCalls(part.function, pool, self._workers_parts().index(part), load, timeout_s, label)
 
 
-async def _all_calls(part: Part, calls: Calls, candidates: Sequence[CandidateText]) -> list[Verdict]:
+async def _call_term(
+    part: ScorerTerm, calls: ScorerCalls, candidates: Sequence[CandidateText]
+) -> list[ScoreVerdict]:
     groups = [candidates] if part.function.by_group else [[candidate] for candidate in candidates]
-    return [verdict for verdicts in await calls.made(groups) for verdict in verdicts]
+    return [verdict for verdicts in await calls.call(groups) for verdict in verdicts]
 
 
-async def _close(part: Part, timeout_s: float) -> None:
-    """Close a scorer that can be; ScoreError when that fails, or takes longer than `timeout_s`."""
+async def _close_term(part: ScorerTerm, timeout_s: float) -> None:
+    """Call the `close` method of a term's scorer, if any; raises ScoreError if it fails or takes over `timeout_s` seconds."""
     why = f"the scorer {part.function.name} cannot be closed"
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await _closed(part)
+            # `close` may be asynchronous, as `score` may.
+            if close := getattr(part.function.owner, "close", None):
+                closed = close()
+                if inspect.isawaitable(closed):
+                    await closed
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # foreign code: SystemExit too
+    except BaseException as error:
+        # Foreign code: SystemExit too.
         if limit.expired():
             raise ScoreError(f"{why} within score.timeout_s = {timeout_s:g} s") from None
         raise ScoreError(f"{why}: {type(error).__name__}: {text_of(error)}") from error
 
 
-async def _closed(part: Part) -> None:
-    closed = getattr(part.function.owner, "close", _nothing)()
-    if inspect.isawaitable(closed):
-        await closed
+StoreScores = Callable[[Rows], Awaitable[None]]
 
 
-def _nothing() -> None:
-    """What a scorer without `close` has to close."""
+class ScoredChunk:
+    """Scores of one score task: their rows in memory, and the pending writes that store them.
+
+    Attributes:
+        rows: [B] of the data set `scores`.
+        acknowledgements: each is done when its rows are stored.
+    """
+
+    __slots__ = ("__weakref__", "acknowledgements", "rows")
+
+    def __init__(self, rows: Rows, acknowledgements: Sequence[Awaitable[None]] = ()) -> None:
+        self.rows, self.acknowledgements = rows, acknowledgements
+
+    @property
+    def summary(self) -> str:
+        """Number of scores and their mean reward. Example: "8 scores, mean reward 0.625"."""
+        rewards = [reward for reward in self.rows.column("reward").to_pylist() if reward == reward]
+        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        return f"{self.rows.num_rows} scores{mean}"
+
+
+class ScoreChunk:
+    """Rollouts that one score task scores.
+
+    Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
+
+    Args:
+        store: passes rows to the run's writer; the awaitable it returns is done when they are stored.
+    """
+
+    __slots__ = ("rollouts", "scoring", "step", "store")
+
+    def __init__(self, scoring: Scoring, rollouts: Rows, step: int, store: StoreScores) -> None:
+        self.scoring, self.rollouts, self.step, self.store = scoring, rollouts, step, store
+
+    async def score(self) -> ScoredChunk:
+        """Score the rollouts, pass the scores to the run's writer, and return them."""
+        with span("scoring"):
+            rows = await self.scoring.score(self.rollouts, step=self.step)
+        return ScoredChunk(rows, [self.store(rows)])

@@ -1,28 +1,46 @@
-"""The score task, as Prefect sees it."""
+"""The score task, as Prefect records it."""
 
 from typing import Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from rollmill.tasks.observe.loop_turns import take_turn
+from rollmill.tasks.score.scoring import ScoredChunk
 
 
-class Scored(Protocol):
-    """A part of a group to be scored: what comes of it stays in it.
+class ScoreWork(Protocol):
+    """Work of one score task: the rollouts that it scores.
 
-    No implementation is a dataclass: Prefect looks into dataclasses among a task's parameters.
+    No implementation is a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
     """
 
-    async def score(self) -> State[object]:
-        """Score it; returns the state in which its task run ends."""
+    async def score(self) -> ScoredChunk:
+        """Score the rollouts, pass the scores to the run's writer, and return them."""
 
 
+# No retries, whatever PREFECT_TASKS_DEFAULT_RETRIES says: a judge repeats its requests, and a score that failed is a stored row.
+# No timeout_seconds: score.timeout_s ends a call, whose score is a failed row; Prefect's timeout would lose the chunk's scores.
 @task(
     name="score",
     task_run_name="step {step} / score {label}",
     cache_policy=NO_CACHE,
     persist_result=False,
+    retries=0,
 )
-async def score(part: Scored, step: int, label: str) -> State[object]:
-    """Score a part of a group. The label says which: "384", or "384.2" of a group in several parts."""
-    return await part.score()
+async def score(chunk: ScoreWork, step: int, label: str) -> State[ScoredChunk]:
+    """Score rollouts as one Prefect task, and return a completed state with a ScoredChunk.
+
+    The state's message has the number of scores and their mean reward.
+
+    Args:
+        chunk: the rollouts to score.
+        step: the step that the rollouts belong to.
+        label: "384" for group 384, "384.2" for the third of its chunks.
+    """
+    scored = await chunk.score()
+    # Prefect's work at the end of a task run holds the event loop: tasks that end together take turns.
+    await take_turn()
+    return Completed(message=scored.summary, data=scored)

@@ -1,58 +1,67 @@
-"""The seam between the data sets and what stores them: six operations on keys, paths below the run's folder."""
+"""The interface between the data sets and their storage: six operations on keys, which are paths below the run's folder."""
 
 import contextlib
+import io
 import mmap
 import os
 import shutil
 import stat
+import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
 
-from tasks.errors import ShardError, ShardGoneError, StoreError
-from tasks.store.layout import RunFolder
+from rollmill.tasks.errors import ShardError, ShardGoneError, StoreError
+from rollmill.tasks.store.folders import RunFolder
 
 
 class Files(Protocol):
-    """The files of one run. A key is a relative path: "rollouts/step=000012/000001-000000-9f86d081884c7d65.arrow".
+    """Storage of the files of one run, on a disk or on S3; a file's key is its path below the run's folder.
+
+    Example of a key: "rollouts/step=000012/000001-000000-9f86d081884c7d65.arrow".
 
     Attributes:
-        reads_at_once: so many threads are worth their while for reading many small files.
+        reads_at_once: threads that speed up reading many small files.
     """
 
     reads_at_once: int
 
     def publish(self, folder: str, write: Callable[[Path], str]) -> str:
-        """Make a file of what `write` puts into a new local file: whole or not at all.
+        """Publish the file that `write` writes to a new local path, whole or not at all; returns its key.
 
-        `write` returns the file's name in `folder`, a key too, "" for the run's own; a file of that name that is
-        there already is replaced. Returns the key.
+        Args:
+            folder: key of the folder, "" for the run's own.
+            write: writes the file and returns its name in `folder`. An existing file of that name is replaced.
 
         Raises:
             StoreError: it could not be stored; names path and reason.
         """
 
     def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
-        """Make a small file of a text, or replace it, if what is there until then is what the run's holder expects.
+        """Create or replace a small text file, if its present content is the expected one.
 
-        `is_expected` is given what is there, None for nothing. On a disk, where an flock cannot be lost, it is not asked.
+        Args:
+            key: key of the file.
+            text: new content of the file.
+            is_expected: called with the present content, None if there is no file; returns whether the lock's holder
+                expects it. It is not called on a local disk, where a run's lock cannot be lost.
 
         Raises:
-            LeaseLostError: it is not, so another process has taken the run over; nothing is written.
+            LeaseLostError: the content is not expected: another process has taken the run over. Nothing is written.
             StoreError: it could not be stored; names path and reason.
         """
 
     def keys(self, pattern: str) -> list[str]:
-        """The keys that match a glob pattern, sorted; empty when its folder is not there."""
+        """List the keys that match a glob pattern, sorted; empty if the folder does not exist."""
 
     def sizes(self, pattern: str) -> dict[str, int]:
-        """The size in bytes of each file that matches a glob pattern, by its key, sorted by it."""
+        """Return the size in bytes of each file that matches a glob pattern, by key, sorted by key."""
 
     def open(self, key: str) -> pa.NativeFile:
-        """Open a file for reading at any place.
+        """Open a file for random reads.
 
         Raises:
             ShardGoneError: there is no such file; names its path.
@@ -60,27 +69,30 @@ class Files(Protocol):
         """
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove files; those that are not there are no error.
+        """Remove files; a missing one is no error.
 
         Raises:
-            StoreError: one could not be removed; names path and reason.
+            StoreError: a file could not be removed; names path and reason.
         """
 
 
-def files_of(folder: RunFolder, check: Callable[[], None] = lambda: None) -> Files:
-    """The files of a run, by where its folder lies; those on S3 block, so they are used off the event loop.
+def open_files(folder: RunFolder, check: Callable[[], None] = lambda: None) -> Files:
+    """Return the storage of a run's files, on a local disk or on S3; its methods block the calling thread.
 
-    `check` is that of the run's lock: called before each request to S3 that changes anything, it may raise.
+    Args:
+        folder: folder of the run.
+        check: the `check` of the run's lock; called before each request to S3 that changes anything, and may raise.
     """
     if folder.is_local:
         return LocalFiles(folder.local, folder.tmp)
-    from tasks.store.s3 import S3Files  # s3fs and botocore are imported where a run lies on S3 alone
+    # s3fs and botocore take a second to import, and only runs on S3 need them.
+    from rollmill.tasks.store.s3.s3_files import S3Files
 
     return S3Files(folder, check)
 
 
 def publish_text(files: Files, key: str, text: bytes) -> None:
-    """Make a file of a text, or replace it.
+    """Create or replace a text file.
 
     Raises:
         StoreError: it could not be stored.
@@ -95,16 +107,115 @@ def publish_text(files: Files, key: str, text: bytes) -> None:
 
 
 def read_text(files: Files, key: str) -> bytes:
-    """All of a file; raises ShardError when it cannot be read."""
+    """Return the content of a file as bytes; raises ShardError if it cannot be read."""
     with files.open(key) as source:
         return bytes(source.read())
 
 
-class LocalFiles:
-    """A folder on a local disk. A file is written in `tmp`, on the same disk, and renamed into place.
+@contextlib.contextmanager
+def stage_path(folder: Path) -> Iterator[Path]:
+    """Provide a new path in a local folder to write a file or folder to; removed at the end unless moved away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = folder / f".staged-{uuid.uuid4().hex}"
+    try:
+        yield staged
+    finally:
+        # An unremovable file in RUN/.tmp is removed when the run is opened again.
+        with contextlib.suppress(OSError):
+            shutil.rmtree(staged) if staged.is_dir() else staged.unlink(missing_ok=True)
 
-    A file that is published survives the death of the process, but not of the power: nothing is synced to disk.
+
+def move_into_place(staged: Path, target: Path) -> None:
+    """Rename a staged file or folder to its final path on the same disk; what exists there is replaced.
+
+    The result survives the death of the process, but not a power failure: nothing is synced to disk.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if staged.is_dir() and target.is_dir():
+        # A rename replaces a file, but no folder with content.
+        shutil.rmtree(target)
+    staged.rename(target)
+
+
+@contextlib.contextmanager
+def publish_path(target: Path) -> Iterator[Path]:
+    """Provide a path to write a file or folder to, which is renamed to `target` when the block ends without an error.
+
+    Example: with publish_path(folder / "COMPLETE.json") as path: path.write_text("{}")
+
+    Raises:
+        StoreError: an OSError in the block or in the rename; names path and reason.
+    """
+    try:
+        with stage_path(target.parent) as staged:
+            yield staged
+            move_into_place(staged, target)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {describe_os_error(error)}") from error
+
+
+class RangeFile(io.RawIOBase):
+    """Remote file that Arrow can read: its last bytes are given, ranges before them are fetched when they are read.
+
+    Args:
+        fetch: given start and end, returns bytes that contain this range, and the position of the first of them.
+        tail_at: position of `tail`.
+        tail: the bytes from there to the end.
+        least_bytes: smallest size of a fetched range, unless the tail begins before its end.
+
+    Attributes:
+        error: the last error of `fetch`; Arrow passes on the text of an exception, but not the exception.
+    """
+
+    def __init__(
+        self, fetch: Callable[[int, int], tuple[int, bytes]], tail_at: int, tail: bytes, least_bytes: int
+    ) -> None:
+        self._fetch, self._tail_at, self._tail, self._least_bytes = fetch, tail_at, tail, least_bytes
+        # Arrow reads from several threads, each of which seeks and then reads: each thread has a separate position.
+        self._places, self._lock = threading.local(), threading.Lock()
+        self._start, self._content = 0, b""
+        self.error: ShardError | None = None
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return getattr(self._places, "at", 0)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._size}[whence]
+        self._places.at = base + offset
+        return base + offset
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read `size` bytes from the calling thread's position; the rest of the file if `size` is negative or None."""
+        start = self.tell()
+        end = self._size if size is None or size < 0 else min(start + size, self._size)
+        self._places.at = max(start, end)
+        head = self._read_head(start, min(end, self._tail_at)) if start < min(end, self._tail_at) else b""
+        return head + self._tail[max(start - self._tail_at, 0) : max(end - self._tail_at, 0)]
+
+    @property
+    def _size(self) -> int:
+        return self._tail_at + len(self._tail)
+
+    def _read_head(self, start: int, end: int) -> bytes:
+        with self._lock:
+            if not self._start <= start <= end <= self._start + len(self._content):
+                ahead = min(max(end, start + self._least_bytes), self._tail_at)
+                try:
+                    self._start, self._content = self._fetch(start, ahead)
+                except ShardError as error:
+                    self.error = error
+                    raise
+            return self._content[start - self._start : end - self._start]
+
+
+class LocalFiles:
+    """Files of a run in a folder on a local disk; each is written in the folder `tmp` on the same disk, then renamed."""
 
     reads_at_once = 1
 
@@ -112,21 +223,16 @@ class LocalFiles:
         self._root, self._tmp = root, tmp
 
     def publish(self, folder: str, write: Callable[[Path], str]) -> str:
-        unfinished, target = self._tmp / uuid.uuid4().hex, self._root / folder
         try:
-            name = write(unfinished)
-            target.mkdir(parents=True, exist_ok=True)
-            target /= name
-            unfinished.rename(target)
+            with stage_path(self._tmp) as staged:
+                name = write(staged)
+                move_into_place(staged, self._root / folder / name)
         except OSError as error:
-            raise StoreError(f"cannot write {target}: {reason_of(error)}") from error
-        finally:
-            # Gone after a rename; when it cannot be removed, it is cleared when the run is opened again.
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+            raise StoreError(f"cannot write {self._root / folder}: {describe_os_error(error)}") from error
         return f"{folder}/{name}" if folder else name
 
     def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
+        # `is_expected` is not asked: an flock cannot be lost, so nobody else has written meanwhile.
         publish_text(self, key, text)
 
     def keys(self, pattern: str) -> list[str]:
@@ -135,7 +241,8 @@ class LocalFiles:
     def sizes(self, pattern: str) -> dict[str, int]:
         found = {}
         for key in self.keys(pattern):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            with contextlib.suppress(FileNotFoundError):
+                # Removed since it was listed.
                 status = (self._root / key).stat()
                 if not stat.S_ISDIR(status.st_mode):
                     found[key] = status.st_size
@@ -147,12 +254,12 @@ class LocalFiles:
             with path.open("rb") as file:
                 if not os.fstat(file.fileno()).st_size:
                     return pa.BufferReader(b"")
-                # Arrow's own map has the system fetch all that it passes over; this one what is used.
+                # Arrow's own map prefetches everything it passes over; this one loads only the pages that are used.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
-            raise ShardGoneError(f"cannot read {path}: {reason_of(error)}") from error
+            raise ShardGoneError(f"cannot read {path}: {describe_os_error(error)}") from error
         except OSError as error:
-            raise ShardError(f"cannot read {path}: {reason_of(error)}") from error
+            raise ShardError(f"cannot read {path}: {describe_os_error(error)}") from error
         return pa.BufferReader(pa.py_buffer(mapped))
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -161,16 +268,16 @@ class LocalFiles:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise StoreError(f"cannot remove {path}: {reason_of(error)}") from error
+                raise StoreError(f"cannot remove {path}: {describe_os_error(error)}") from error
 
 
-def empty(folder: Path) -> None:
-    """Make a local folder, or empty it."""
+def empty_folder(folder: Path) -> None:
+    """Remove everything in a local folder; the folder is created if it does not exist."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
-def reason_of(error: OSError) -> str:
-    """What the operating system says, without its number and path. Example: "No space left on device"."""
+def describe_os_error(error: OSError) -> str:
+    """Return the operating system's message of an error, without number and path. Example: "No space left on device"."""
     return os.strerror(error.errno) if error.errno else str(error)

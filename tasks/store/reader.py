@@ -1,4 +1,4 @@
-"""Read data sets: rows as Arrow tables, or as a Polars query."""
+"""Read data sets: rows as Arrow tables, or as a Polars query; and which partitions have shards."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,18 +9,17 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tasks.errors import SchemaError, ShardError, ShardGoneError
-from tasks.store.filesystem import Files, files_of
-from tasks.store.findings import named
-from tasks.store.integrity import open_shard
-from tasks.store.layout import PartitionValue, RunFolder, partition_pattern
-from tasks.store.names import current
-from tasks.store.schemas import schema_like, schema_of, states_schema
-from tasks.store.upgrade import schema_at, upgrade, version_of
+from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
+from rollmill.tasks.store.filesystem import Files, open_files
+from rollmill.tasks.store.folders import PartitionValue, RunFolder, partition_pattern, step_from_key
+from rollmill.tasks.store.schemas import check_version, dataset_schema, schema_like, states_schema
+from rollmill.tasks.store.shards.integrity import open_shard
+from rollmill.tasks.store.shards.shard_names import current_shards
+from rollmill.tasks.store.verify.findings import name_first
 
 
 class Scan(Protocol):
-    """`scan`, or what takes its place: `Shelf.scan` keeps what it has read."""
+    """Type of the function `scan` and of replacements such as `RowCache.scan`, which keeps rows it has read."""
 
     def __call__(
         self,
@@ -29,15 +28,15 @@ class Scan(Protocol):
         columns: Sequence[str] | None = None,
         **partition: PartitionValue,
     ) -> pl.LazyFrame:
-        """A query over some columns of a data set, or of the partitions given."""
+        """Return a query over some columns of a data set (None: all), or of the given partitions."""
 
 
 def read(
     folder: RunFolder, dataset: str, columns: Sequence[str] | None = None, **partition: PartitionValue
 ) -> pa.Table:
-    """The rows of a data set, or of the partitions given; zero rows when nothing is stored.
+    """Read a data set, or some of its partitions, as an Arrow table; zero rows if nothing is stored.
 
-    Columns come in the order asked for; None: all of them.
+    Columns come in the requested order; None: all of them.
 
     Example: read(folder, "scores", ["trajectory_id", "reward"], scorer="addition@1", step=12)
 
@@ -45,10 +44,15 @@ def read(
         SchemaError: unknown data set, column or partition.
         ShardError: a shard cannot be read, or has another schema; names the file.
     """
-    files = files_of(folder)
-    list_shards = partial(_shards, files, dataset, partition)
-    whole = _states_schema(folder, list_shards()) if dataset == "states" else schema_of(dataset)
-    schema = _selected(dataset, whole, columns)
+    files = open_files(folder)
+    list_shards = partial(_list_keys, files, dataset, partition)
+    if dataset == "states":
+        # Its columns depend on the environment.
+        shards = list_shards()
+        whole = schema_of_shard(folder, shards[0]) if shards else states_schema("", {})
+    else:
+        whole = dataset_schema(dataset)
+    schema = _select_fields(dataset, whole, columns)
     tables = read_listed(
         list_shards, lambda key: _read_shard(files, folder, key, whole, schema), files.reads_at_once
     )
@@ -58,12 +62,12 @@ def read(
 def read_trajectories(
     folder: RunFolder, step: int, ids: Sequence[str], columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Rollouts of one step in the order of `ids`.
+    """Read the rollouts of one step with the given trajectory ids, in the order of `ids`.
 
     Raises:
-        ShardError: some are not stored; names them.
+        ShardError: some rollouts are not stored; names them.
     """
-    names = list(columns) if columns is not None else schema_of("rollouts").names
+    names = list(columns) if columns is not None else dataset_schema("rollouts").names
     stored = read(folder, "rollouts", columns=list(dict.fromkeys(["trajectory_id", *names])), step=step)
     places = pc.index_in(pa.array(ids, pa.string()), value_set=stored["trajectory_id"])
     if places.null_count:
@@ -72,7 +76,7 @@ def read_trajectories(
         ]
         raise ShardError(
             f"{folder.dataset('rollouts', step=step)} has {len(ids) - len(missing)} of {len(ids)} trajectories; "
-            f"missing are {named(missing)}"
+            f"missing are {name_first(missing)}"
         )
     return stored.select(names).take(places)
 
@@ -80,38 +84,40 @@ def read_trajectories(
 def scan(
     folder: RunFolder, dataset: str, columns: Sequence[str] | None = None, **partition: PartitionValue
 ) -> pl.LazyFrame:
-    """A Polars query over some columns of a data set, or of the partitions given; see `read`."""
+    """Read a data set or some of its partitions, like `read`, and return the rows as a lazy Polars frame."""
     rows = pl.from_arrow(read(folder, dataset, columns, **partition))
     assert isinstance(rows, pl.DataFrame)
     return rows.lazy()
 
 
-def shards(run: RunFolder | str, dataset: str, **partition: PartitionValue) -> list[str]:
-    """Where the shards to read by now lie, for other libraries: every row once, also while a run is compacted.
+def list_shards(run: RunFolder | str, dataset: str, **partition: PartitionValue) -> list[str]:
+    """List the paths of a data set's current shards, for other libraries; they have every row once.
 
-    They stay for `store.compaction_grace_s` at least.
+    This holds also while a run is compacted.
 
-    Example: pl.scan_ipc(shards("runs/quickstart", "rollouts"), hive_partitioning=True)
+    The files exist for at least `store.compaction_grace_s` seconds more.
+
+    Example: pl.scan_ipc(list_shards("runs/quickstart", "rollouts"), hive_partitioning=True)
 
     Raises:
         SchemaError: unknown data set or partition.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(run)
-    return [folder.path(key) for key in _shards(files_of(folder), dataset, partition)]
+    return [folder.path(key) for key in _list_keys(open_files(folder), dataset, partition)]
 
 
 def read_listed(
     listed: Callable[[], list[str]], read_one: Callable[[str], pa.Table], at_once: int = 1
 ) -> list[pa.Table]:
-    """The table of each shard that is listed; listed again when a compacted one took the place of some meanwhile.
+    """Read every listed shard; if one was replaced by a compacted shard meanwhile, list again.
 
     Args:
-        listed: lists the shards' keys.
-        read_one: reads one.
-        at_once: so many are read at once, in threads.
+        listed: returns the keys of the shards.
+        read_one: reads a shard, given its key.
+        at_once: how many are read at once, in threads.
 
     Raises:
-        ShardGoneError: one is listed, and listed again, and cannot be found.
+        ShardGoneError: a shard does not exist, and listing again gives the same keys.
     """
     tables: dict[str, pa.Table] = {}
 
@@ -134,30 +140,26 @@ def read_listed(
         try:
             return read_all(keys)
         except ShardGoneError:
+            # Nothing was compacted meanwhile: the shard is lost, and listing again would never end.
             if keys == before:
                 raise
 
 
-def _shards(files: Files, dataset: str, partition: dict[str, PartitionValue]) -> list[str]:
-    return current(files.keys(f"{partition_pattern(dataset, partition)}/*.arrow"))
-
-
-def _states_schema(folder: RunFolder, shards: Sequence[str]) -> pa.Schema:
-    """The schema of stored states, which their environment decides."""
-    return schema_of_shard(folder, shards[0]) if shards else states_schema("", {})
+def _list_keys(files: Files, dataset: str, partition: dict[str, PartitionValue]) -> list[str]:
+    return current_shards(files.keys(f"{partition_pattern(dataset, partition)}/*.arrow"))
 
 
 def schema_of_shard(folder: RunFolder, key: str) -> pa.Schema:
-    """The schema of a shard of `states`, which its environment decides; ShardError when it cannot be read."""
+    """Read the schema of a shard of `states`, which depends on the environment; raises ShardError if it is unreadable."""
     where = folder.path(key)
     try:
-        schema = open_shard(files_of(folder).open(key), key, where).schema()
+        schema = open_shard(open_files(folder).open(key), key, where).schema()
         return schema_like("states", schema)
     except (SchemaError, pa.ArrowException, OSError) as error:
         raise ShardError(f"cannot read {where}: {error}") from error
 
 
-def _selected(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+def _select_fields(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     if columns is None:
         return schema
     if unknown := [name for name in columns if name not in schema.names]:
@@ -166,28 +168,31 @@ def _selected(dataset: str, schema: pa.Schema, columns: Sequence[str] | None) ->
 
 
 def read_shard(folder: RunFolder, key: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """Rows of one shard, given its key; see `read`."""
+    """Read the rows of one shard, given its key; columns and errors as for `read`."""
     dataset = key.partition("/")[0]
-    whole = schema_of_shard(folder, key) if dataset == "states" else schema_of(dataset)
-    return _read_shard(files_of(folder), folder, key, whole, _selected(dataset, whole, columns))
+    whole = schema_of_shard(folder, key) if dataset == "states" else dataset_schema(dataset)
+    return _read_shard(open_files(folder), folder, key, whole, _select_fields(dataset, whole, columns))
 
 
 def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, selected: pa.Schema) -> pa.Table:
-    """Columns of a shard, checked, whatever schema version it has; one of version 1 has no hashes to check by."""
+    """Read the columns `selected` of a shard, and check its schema and its hashes."""
     where = folder.path(key)
     try:
         source = files.open(key)
         size, shard = source.size(), open_shard(source, key, where)
         stored = shard.schema()
-        version = version_of(stored)
-        expected = schema_at(whole, version)
-        if not stored.equals(expected):
+        check_version(stored)
+        if not stored.equals(whole):
             raise ShardError(f"{where} has another schema than {key.split('/')[0]}")
-        fields = [expected.get_field_index(each) for each in selected.names if each in expected.names]
-        table = upgrade(shard.read(fields), selected, version)
+        rows = shard.read([whole.get_field_index(each) for each in selected.names])
+        table = pa.Table.from_arrays([rows[each] for each in selected.names], schema=selected)
         table.validate(full=True)
         if not folder.is_local and table.nbytes < size // 2:
-            table = _copied(table)  # its columns would keep all that was fetched of the shard in memory
+            # Few columns of a fetched shard would keep all of its bytes in memory; a mapped shard has none there.
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            table = pa.ipc.open_stream(sink.getvalue()).read_all()
     except SchemaError as error:
         raise ShardError(f"cannot read {where}: {error}") from error
     except (pa.ArrowException, OSError) as error:
@@ -195,9 +200,16 @@ def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, sel
     return table
 
 
-def _copied(table: pa.Table) -> pa.Table:
-    """The same rows in memory of their own."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return pa.ipc.open_stream(sink.getvalue()).read_all()
+def list_steps(folder: RunFolder, dataset: str, **partition: PartitionValue) -> list[int]:
+    """List the steps that a data set has shards of, ascending; for `evaluations` the policy versions.
+
+    Example: list_steps(folder, "scores", scorer="addition@1")
+    """
+    keys = open_files(folder).keys(f"{partition_pattern(dataset, partition)}/*.arrow")
+    return sorted({step for key in keys if (step := step_from_key(key)) is not None})
+
+
+def list_scorers(folder: RunFolder) -> list[str]:
+    """List NAME@VERSION of every scorer with stored scores, sorted."""
+    keys = open_files(folder).keys("scores/scorer=*/step=*/*.arrow")
+    return sorted({key.split("/")[1].removeprefix("scorer=") for key in keys})

@@ -11,9 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tasks.errors import SchemaError
+from rollmill.tasks.errors import SchemaError
 
 SCHEMA_VERSION = 2
+# Statuses of rollouts that are scored.
+SCORABLE_STATUSES = ("complete", "truncated")
+# Statuses of rollouts without a result; they are sampled again only when a user asks for it.
+LOST_STATUSES = ("failed", "cancelled")
 
 _INT32_LIST = pa.large_list(pa.int32())
 _FLOAT32_LIST = pa.large_list(pa.float32())
@@ -26,11 +30,8 @@ def _column(
     *,
     unit: str = "",
     shape: str = "",
-    since: int = 1,
-    default: str = "",
 ) -> pa.Field:
-    """A column; `default`, as text, is what it is in shards of schema versions before `since`."""
-    told = {"meaning": meaning, "unit": unit, "shape": shape, "since": str(since), "default": default}
+    told = {"meaning": meaning, "unit": unit, "shape": shape}
     return pa.field(name, kind, nullable=False, metadata={key: text for key, text in told.items() if text})
 
 
@@ -38,25 +39,45 @@ def _schema(name: str, *columns: pa.Field) -> pa.Schema:
     return pa.schema(columns, metadata={"dataset": name, "schema_version": str(SCHEMA_VERSION)})
 
 
+def check_version(schema: pa.Schema) -> None:
+    """Refuse the schema of a shard that another schema version wrote.
+
+    Raises:
+        SchemaError: it records no version, an older or a newer one.
+    """
+    version = (schema.metadata or {}).get(b"schema_version", b"").decode()
+    if not version.isdecimal():
+        raise SchemaError("its schema has no schema_version; Rollmill did not write it")
+    if int(version) != SCHEMA_VERSION:
+        which = "a newer" if int(version) > SCHEMA_VERSION else "an older"
+        raise SchemaError(
+            f"it has schema version {version}, and this Rollmill reads {SCHEMA_VERSION}; use {which} one"
+        )
+
+
 _RUN = _column("run", pa.string(), "random id of the run, from run.json")
 _STEP = _column("step", pa.int32(), "step, from 0")
 _GROUP = _column("group", pa.int64(), "global number of the group, from 0")
 _SAMPLE = _column("sample", pa.int32(), "number of the trajectory in its group, 0 <= sample < G")
-_TRAJECTORY = _column("trajectory_id", pa.string(), "function of (run, group, sample, attempt)")
+_TRAJECTORY = _column("trajectory_id", pa.string(), "id, a function of (run, group, sample, attempt)")
 _SUBGROUP = _column(
     "subgroup",
     pa.int32(),
-    "part of the group in which the advantage is taken; 0 unless a scorer split the group",
+    "subset of the group whose rewards the advantage is relative to; 0 unless a scorer split the group",
 )
 _ERROR_TYPE = _column("error_type", pa.string(), "class of the error; empty when there is none")
 _ERROR = _column("error", pa.large_string(), "text of the error; empty when there is none")
 
 _SAMPLED = (
-    _column("attempt", pa.int32(), "rises only when a user asks to redo failed trajectories"),
+    _column(
+        "attempt",
+        pa.int32(),
+        "attempt, from 0; rises only when a user asks to sample failed trajectories again",
+    ),
     _TRAJECTORY,
     _column("env", pa.string(), "environment"),
-    _column("example_id", pa.string(), "the environment's name for the problem"),
-    _column("example", pa.large_string(), "JSON: all that a scorer may read, the reference answer included"),
+    _column("example_id", pa.string(), "the environment's id of the problem"),
+    _column("example", pa.large_string(), "JSON: what a scorer may read, including the reference answer"),
     _column("temperature", pa.float32(), "sampling temperature"),
     _column("sampling_seed", pa.int64(), "seed of the sampler"),
     _column("status", pa.string(), "complete | truncated | failed | cancelled"),
@@ -81,36 +102,36 @@ _SAMPLED = (
     _column(
         "token_ids",
         _INT32_LIST,
-        "prompt, completions and what the environment said between them",
+        "tokens of the prompt, the completions, and the environment's messages between them",
         shape="[T]",
     ),
     _column("loss_mask", pa.large_list(pa.bool_()), "True on tokens that the policy sampled", shape="[T]"),
     _column(
         "logprobs",
         _FLOAT32_LIST,
-        "the sampler's, of the tokens as sampled; NaN where loss_mask is False",
+        "log-probabilities by the sampler of the tokens as sampled; NaN where loss_mask is False",
         unit="nats",
         shape="[T]",
     ),
     _column(
         "outcome",
         pa.large_string(),
-        "JSON: what the environment says of how the episode ended; {} for nothing",
+        "JSON: what the environment reports about the end of the episode; {} for nothing",
     ),
     _column("n_prompt_tokens", pa.int32(), "tokens before the first sampled one", unit="tokens"),
     _column("n_completion_tokens", pa.int32(), "sampled tokens", unit="tokens"),
     _column(
-        "finish_reason", pa.string(), "the sampler's: stop | length | abort; empty when nothing came back"
+        "finish_reason",
+        pa.string(),
+        "reported by the sampler: stop | length | abort; empty without a response",
     ),
     _column("turns", pa.int32(), "completions of the episode"),
     _column("server", pa.string(), "address of the server that sampled it"),
     _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began", unit="us, UTC"),
-    _column("duration_s", pa.float64(), "from start to end", unit="s"),
-    _column(
-        "generate_s", pa.float64(), "part of duration_s spent waiting for the sampler's answers", unit="s"
-    ),
+    _column("duration_s", pa.float64(), "duration from start to end", unit="s"),
+    _column("generate_s", pa.float64(), "part of duration_s spent waiting for the sampler", unit="s"),
     _column("environment_s", pa.float64(), "part of duration_s spent in the environment", unit="s"),
-    _column("queue_s", pa.float64(), "between its group's start and its own", unit="s"),
+    _column("queue_s", pa.float64(), "time from the start of its group to its own start", unit="s"),
 )
 
 _SCORED = (
@@ -121,10 +142,12 @@ _SCORED = (
     _ERROR,
     _column("reward", pa.float64(), "reward; NaN unless scored"),
     _column(
-        "components", pa.large_string(), "JSON: {part: reward} of a weighted sum; {} when it has no parts"
+        "components",
+        pa.large_string(),
+        "JSON: {scorer: reward} of the terms of a weighted sum; {} if it is none",
     ),
     _SUBGROUP,
-    _column("duration_s", pa.float64(), "of scoring", unit="s"),
+    _column("duration_s", pa.float64(), "duration of scoring", unit="s"),
 )
 
 SCHEMAS: Mapping[str, pa.Schema] = {
@@ -142,7 +165,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _RUN,
         _STEP,
         _TRAJECTORY,
-        _column("shape", _INT32_LIST, "of experts: tokens, layers, experts a token", shape="[3]"),
+        _column("shape", _INT32_LIST, "shape of experts: tokens, layers, experts per token", shape="[3]"),
         _column("dtype", pa.string(), "numpy name of the element type"),
         _column("experts", pa.large_binary(), "routed experts, raw bytes, little-endian, in C order"),
     ),
@@ -157,7 +180,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("env", pa.string(), "environment"),
         _column("expected", pa.int32(), "trajectories asked for (G)"),
         _column("survived", pa.int32(), "trajectories with a reward"),
-        _column("reason", pa.string(), "why the group is out of the batch; empty when it is in"),
+        _column("reason", pa.string(), "why the group is not in the batch; empty if it is"),
         _column("reward_mean", pa.float64(), "mean reward of the survivors; NaN without any"),
         _column(
             "reward_std", pa.float64(), "population standard deviation of their rewards; NaN without any"
@@ -168,33 +191,40 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             "mean sampled tokens of the survivors; NaN without any",
             unit="tokens",
         ),
-        _column("duration_s", pa.float64(), "from the group's start to its last acknowledgement", unit="s"),
+        _column(
+            "duration_s",
+            pa.float64(),
+            "duration from the group's start until its last row is stored",
+            unit="s",
+        ),
     ),
     "batches": _schema(
         "batches",
         _RUN,
         _STEP,
-        _column("order", pa.int32(), "place in the batch, from 0"),
+        _column("order", pa.int32(), "position in the batch, from 0"),
         _TRAJECTORY,
         _GROUP,
         _SAMPLE,
         _column("env", pa.string(), "environment"),
         _column("advantage", pa.float32(), "advantage of every sampled token of the trajectory"),
-        _column("reward", pa.float64(), "reward that the advantage comes from"),
+        _column("reward", pa.float64(), "reward that the advantage is computed from"),
         _column("source", pa.string(), "run folder that holds the rollout; empty: this run"),
         _column("source_step", pa.int32(), "step under which the rollout is stored"),
-        _column("scorer", pa.string(), "NAME@VERSION of the scores that the reward comes from", since=2),
+        _column("scorer", pa.string(), "NAME@VERSION of the scorer of the reward"),
     ),
     "logprobs": _schema(
         "logprobs",
         _RUN,
         _STEP,
         _TRAJECTORY,
-        _column("model", pa.string(), "whose they are: run:incarnation:version, or a model's name"),
+        _column(
+            "model", pa.string(), "policy that computed them: run:incarnation:version, or a model's name"
+        ),
         _column(
             "logprobs",
             _FLOAT32_LIST,
-            "of the tokens as sampled, at the rollout's temperature; NaN where loss_mask is False",
+            "log-probabilities of the tokens as sampled, at the rollout's temperature; NaN where loss_mask is False",
             unit="nats",
             shape="[T]",
         ),
@@ -207,26 +237,24 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column(
             "logprobs",
             _FLOAT32_LIST,
-            "the trainer's, of the tokens as sampled; NaN where loss_mask is False",
+            "log-probabilities by the trainer of the tokens as sampled; NaN where loss_mask is False",
             unit="nats",
             shape="[T]",
         ),
         _column(
             "entropy",
             _FLOAT32_LIST,
-            "of the trainer's distribution; NaN where loss_mask is False",
+            "entropy of the trainer's distribution; NaN where loss_mask is False",
             unit="nats",
             shape="[T]",
         ),
         _column(
             "ratio",
             _FLOAT32_LIST,
-            "probability ratio that the loss went by, policy's over old policy's; NaN where loss_mask is False",
+            "probability ratio in the loss, p_policy / p_old; NaN where loss_mask is False",
             shape="[T]",
         ),
-        _column(
-            "clipped", pa.large_list(pa.bool_()), "True where a bound of the loss took hold", shape="[T]"
-        ),
+        _column("clipped", pa.large_list(pa.bool_()), "True where the loss was clipped", shape="[T]"),
     ),
     "evaluations": _schema(
         "evaluations",
@@ -238,7 +266,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("policy_version", pa.int32(), "policy version evaluated"),
         _column("greedy", pa.bool_(), "True: temperature 0; False: sampled"),
         _column("reward", pa.float64(), "reward; NaN when it could not be scored"),
-        _column("components", pa.large_string(), "JSON: {part: reward}"),
+        _column("components", pa.large_string(), "JSON: {scorer: reward} of the terms of a weighted sum"),
     ),
     "metrics": _schema(
         "metrics",
@@ -252,28 +280,29 @@ SCHEMAS: Mapping[str, pa.Schema] = {
     "spans": _schema(
         "spans",
         _RUN,
-        _column("step", pa.int32(), "step that it was done for; -1 for none"),
+        _column("step", pa.int32(), "step that it belongs to; -1 for none"),
         _column("process", pa.string(), "flow | trainer/RANK | a server's address"),
         _column(
-            "lane", pa.string(), "one line of control in it: step, main, or a trajectory as GROUP.SAMPLE"
+            "lane", pa.string(), "line of control in the process: step, main, or a trajectory as GROUP.SAMPLE"
         ),
-        _column("name", pa.string(), "what was done; of nested spans of a lane the innermost is the owner"),
-        _column("cause", pa.string(), "of a wait, the name of what it was for; else empty"),
+        _column("name", pa.string(), "what was done; time belongs to the innermost of nested spans"),
+        _column("cause", pa.string(), "for a wait, the name of what it waited for; else empty"),
         _column("started_at", pa.timestamp("us", tz="UTC"), "when it began", unit="us, UTC"),
-        _column("duration_s", pa.float64(), "from start to end", unit="s"),
+        _column("duration_s", pa.float64(), "duration from start to end", unit="s"),
     ),
     "shards": _schema(
         "shards",
         _RUN,
-        _column("epoch", pa.int32(), "epoch of the writer that noted it", since=2),
-        _column("shard", pa.string(), "path of a shard below the run's folder", since=2),
-        _column("event", pa.string(), "written | removed", since=2),
-        _column("rows", pa.int64(), "rows of the shard", since=2),
-        _column("bytes", pa.int64(), "its size", unit="bytes", since=2),
+        _column("epoch", pa.int32(), "epoch of the writer that recorded it"),
+        _column("shard", pa.string(), "path of a shard below the run's folder"),
+        _column("event", pa.string(), "written | removed"),
+        _column("rows", pa.int64(), "rows of the shard"),
+        _column("bytes", pa.int64(), "size of the shard", unit="bytes"),
     ),
 }
 
 
+# Columns of every environment's states; the environment's own columns follow.
 STATE_FIELDS: tuple[pa.Field, ...] = (
     _RUN,
     _STEP,
@@ -281,14 +310,15 @@ STATE_FIELDS: tuple[pa.Field, ...] = (
     _SAMPLE,
     _TRAJECTORY,
     _column(
-        "error", pa.large_string(), "why values are null that the environment should have given; empty: none"
+        "error",
+        pa.large_string(),
+        "why values are null that the environment should have given; empty if none is",
     ),
 )
-"""What every environment's states have; its own columns follow."""
 
 
 def states_schema(env: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The schema of the data set `states` of one environment, whose own columns may be null."""
+    """Build the schema of one environment's data set `states`; the columns of the environment are nullable."""
     own = [pa.field(name, kind) for name, kind in columns.items()]
     return _schema("states", *STATE_FIELDS, *own).with_metadata(
         {"dataset": "states", "schema_version": str(SCHEMA_VERSION), "env": env}
@@ -296,20 +326,20 @@ def states_schema(env: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:
 
 
 def schema_like(dataset: str, given: pa.Schema) -> pa.Schema:
-    """The schema that rows of a data set must have, given theirs: of `states` any that begins with STATE_FIELDS.
+    """Return the schema for rows of a data set; for `states` it is `given`, which must begin with STATE_FIELDS.
 
     Raises:
-        SchemaError: unknown data set, or rows of `states` that do not begin so.
+        SchemaError: unknown data set, or a schema for `states` that does not begin with STATE_FIELDS.
     """
     if dataset != "states":
-        return schema_of(dataset)
+        return dataset_schema(dataset)
     if list(given)[: len(STATE_FIELDS)] != list(STATE_FIELDS):
         raise SchemaError(f"states: rows begin with {', '.join(each.name for each in STATE_FIELDS)}")
     return given
 
 
-def schema_of(dataset: str) -> pa.Schema:
-    """The schema of a data set; raises SchemaError for an unknown name."""
+def dataset_schema(dataset: str) -> pa.Schema:
+    """Return the schema of a data set; raises SchemaError for an unknown name."""
     try:
         return SCHEMAS[dataset]
     except KeyError:
@@ -318,15 +348,15 @@ def schema_of(dataset: str) -> pa.Schema:
         ) from None
 
 
-def batch_of(dataset: str, columns: Mapping[str, object]) -> pa.RecordBatch:
-    """Build rows of a data set from one sequence or Arrow array a column.
+def make_batch(dataset: str, columns: Mapping[str, object]) -> pa.RecordBatch:
+    """Build rows of a data set from one sequence or Arrow array per column.
 
-    Example: batch_of("plans", {"run": ["ab"], "step": [0], "first_group": [0], "n_groups": [32], "reason": ["plan"]})
+    Example: make_batch("plans", {"run": ["ab"], "step": [0], "first_group": [0], "n_groups": [32], "reason": ["plan"]})
 
     Raises:
         SchemaError: columns are missing, unknown, of the wrong type or of unequal length.
     """
-    schema, kinds = schema_of(dataset), _kinds(dataset)
+    schema, kinds = dataset_schema(dataset), _kinds(dataset)
     if missing := set(kinds) ^ set(columns):
         raise SchemaError(f"{dataset}: columns missing or unknown: {', '.join(sorted(missing))}")
     try:
@@ -340,7 +370,7 @@ def batch_of(dataset: str, columns: Mapping[str, object]) -> pa.RecordBatch:
 
 
 def check_nulls(dataset: str, rows: pa.RecordBatch) -> None:
-    """Raise SchemaError when a value is null that may not be."""
+    """Check that no value of a non-nullable column is null; raises SchemaError."""
     # One call of Arrow's for the usual rows without a null: looking at each column takes longer than making it.
     if pc.drop_null(rows).num_rows == rows.num_rows:
         return
@@ -351,14 +381,14 @@ def check_nulls(dataset: str, rows: pa.RecordBatch) -> None:
 
 @cache
 def _kinds(dataset: str) -> Mapping[str, pa.DataType]:
-    """The type of each column of a data set, by its name, in order."""
-    return {field.name: field.type for field in schema_of(dataset)}
+    """Return the Arrow type of each column of a data set, by the column's name, in order."""
+    return {field.name: field.type for field in dataset_schema(dataset)}
 
 
 def _arrays(dataset: str, columns: Mapping[str, object]) -> dict[str, pa.Array]:
-    """Arrow's arrays of columns, by name; all columns of Python values become arrays in one call of Arrow's.
+    """Convert columns to Arrow arrays, by name; all columns of Python lists are converted in one call of Arrow.
 
-    A call takes several microseconds, however few values there are, and most rows come one by one.
+    A call takes several microseconds even for one value, and most rows are made one by one.
     """
     lists = {name: values for name, values in columns.items() if isinstance(values, list)}
     kinds = _kinds(dataset)
@@ -371,7 +401,7 @@ def _arrays(dataset: str, columns: Mapping[str, object]) -> dict[str, pa.Array]:
 
 @cache
 def _struct(dataset: str, names: tuple[str, ...]) -> pa.StructType:
-    """Some columns of a data set as one type; which of them are Python values differs by who makes the rows alone."""
+    """Return an Arrow struct type of some columns of a data set; cached, since callers repeat the same columns."""
     return pa.struct([(name, _kinds(dataset)[name]) for name in names])
 
 
@@ -383,10 +413,10 @@ def _array(values: object, kind: pa.DataType) -> pa.Array:
     return values if values.type == kind else values.cast(kind)
 
 
-def ragged(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
-    """Wrap one array a row as a list column without a Python object for each element.
+def ragged_array(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """Wrap one array per row as a list column, without a Python object for each element.
 
-    Example: ragged([np.array([1, 2]), np.array([3])], pa.large_list(pa.int32())) is [[1, 2], [3]].
+    Example: ragged_array([np.array([1, 2]), np.array([3])], pa.large_list(pa.int32())) is [[1, 2], [3]].
     """
     offsets = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])

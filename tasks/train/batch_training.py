@@ -1,132 +1,382 @@
-"""What a rank does with the batch of a step: checks it, trains on it, and tells what came of it."""
+"""A rank's training on the batch of a step: reads and checks its rows, makes the updates, and reports the result."""
 
-from dataclasses import dataclass
+import resource
+import time
+from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from tasks.errors import BatchRefusedError, RollmillError
-from tasks.observe.loop import LoopMonitor
-from tasks.observe.metrics import Metric, MetricTable, Reduced
-from tasks.observe.spans import span
-from tasks.store.deliveries import Delivery
-from tasks.train.annotations import Annotations
-from tasks.train.batch_rows import BatchRows
-from tasks.train.checkpoints import Progress
-from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine
-from tasks.train.objective import Objective
-from tasks.train.other_policies import OtherPolicies, check_stored
-from tasks.train.protocol import StepResult, TrainStep
-from tasks.train.samples import check_lengths, check_samples, n_trained_tokens
-from tasks.train.step import StepTraining, reason_to_skip
-from tasks.train.step_place import StepPlace
-from tasks.train.timeline import Timeline, owned_seconds, rank_metrics
+from rollmill.tasks.errors import BatchRefusedError, RollmillError
+from rollmill.tasks.observe.loop_monitor import LoopMonitor
+from rollmill.tasks.observe.metrics import Metric, MetricTable, Reduced
+from rollmill.tasks.observe.process_memory import own_rss_bytes, release_to_system
+from rollmill.tasks.observe.spans import span
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.logprob_rows import scatter_to_trained
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
+from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
+from rollmill.tasks.train.checkpoints.trainer_checkpoints import Progress
+from rollmill.tasks.train.collectives import times
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
+from rollmill.tasks.train.lr_schedule import learning_rate
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss
+from rollmill.tasks.train.objective.normalization import (
+    backward_scale,
+    denominator,
+    sum_losses,
+    sum_over_ranks,
+)
+from rollmill.tasks.train.objective.objective import Objective, build_tokens
+from rollmill.tasks.train.objective.token_metrics import add_metrics, token_metrics
+from rollmill.tasks.train.packing.micro_batch import MicroBatch
+from rollmill.tasks.train.policy_logprobs import (
+    PolicyLogprobs,
+    StoredLogprobs,
+    check_stored_logprobs,
+    read_stored_logprobs,
+)
+from rollmill.tasks.train.samples import (
+    Samples,
+    check_lengths,
+    check_samples,
+    read_samples,
+)
+from rollmill.tasks.train.service.commands import StepRef, StepResult, TrainStep
+from rollmill.tasks.train.service.rank_timeline import RankTimeline, exclusive_seconds, rank_metrics
+
+FIELDS = ("logprobs", "entropy", "ratio", "clipped")
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a rank has loaded, and where it stands."""
+@dataclass(slots=True)
+class Annotations:
+    """Collects, on one rank, values of each trained token from the first forward pass over each row.
 
-    engine: Engine
-    others: OtherPolicies
-    progress: Progress
+    Later updates and epochs add nothing.
+
+    Attributes:
+        seen: the micro-batches' row numbers and [4, N] values of their trained tokens, one of FIELDS after another.
+    """
+
+    samples: Samples
+    seen: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
+    _rows: set[int] = field(default_factory=set)
+
+    def add(self, batch: MicroBatch, forward: Forward, loss: TokenLoss) -> None:
+        """Keep the token values of one forward pass, unless they are known for its rows.
+
+        The rows of a micro-batch are all new or all known.
+        """
+        # A second epoch, or a second update, sees a policy that has moved.
+        if self._rows.issuperset(batch.row_numbers):
+            return
+        self._rows.update(batch.row_numbers)
+        values = (forward.logprobs, forward.entropies, loss.ratio, loss.clipped)
+        self.seen.append((batch.row_numbers, torch.stack([each.detach().float() for each in values])))
+
+    def stage(self, place: StepRef) -> tuple[StagedRows, ...]:
+        """Gather the annotations of all ranks and write them to one file, to be stored in the run; a collective.
+
+        Returns a reference to the file on rank 0, and nothing on other ranks or when the step's rows are not to be stored.
+        """
+        if not place.stages_rows:
+            return ()
+        own: dict[int, np.ndarray] = {}
+        for numbers, values in self.seen:
+            own |= self.samples.split_by_row(numbers, values.cpu().numpy())
+        shares = [own] * dist.get_world_size()
+        if len(shares) > 1:
+            with times.collective():
+                dist.gather_object(own, shares if dist.get_rank() == 0 else None)
+        if dist.get_rank():
+            return ()
+        by_row = {row: values for share in shares for row, values in share.items()}
+        numbers, schema = sorted(by_row), dataset_schema("annotations")
+        columns: dict[str, object] = {
+            "run": [place.run] * len(numbers),
+            "step": [place.step] * len(numbers),
+            "trajectory_id": [self.samples.trajectory_ids[row] for row in numbers],
+        }
+        for number, field_name in enumerate(FIELDS):
+            tokens = [
+                scatter_to_trained(self.samples.loss_masks[row], by_row[row][number]) for row in numbers
+            ]
+            # True and False travel as numbers, with the other values of a token.
+            if field_name == "clipped":
+                tokens = [each == 1.0 for each in tokens]
+            columns[field_name] = ragged_array(tokens, schema.field(field_name).type)
+        rows, name = make_batch("annotations", columns), f"annotations-step={place.step:06d}"
+        return (stage_rows(RunFolder(place.folder), "annotations", rows, name, step=place.step),)
+
+
+EMPTY_BATCH = "empty batch"
+NO_SPREAD = "no spread"
+NON_FINITE_LOSS = "non-finite loss"
+NON_FINITE_GRADIENT = "non-finite gradient"
+
+
+def find_skip_reason(samples: Samples, objective: Objective) -> str:
+    """Return the reason why a batch makes no update, known before any work; empty when it makes one."""
+    (rows,) = samples.split(1)
+    if not rows:
+        return EMPTY_BATCH
+    return "" if objective.is_without_advantage or samples.has_spread(rows) else NO_SPREAD
+
+
+class UpdateLoop:
+    """Makes the optimizer updates of one batch; every rank has such a loop, over the same rows.
+
+    Every pass over the batch makes the same updates, in the same order; the old policy's log-probabilities are those of
+    before the step in all of them.
+
+    Attributes:
+        n_updates: optimizer updates made before and during the step, which the learning-rate schedule counts.
+        reason: why no update was made; empty when one was.
+        table: this rank's part of the metrics.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        samples: Samples,
+        n_updates: int,
+        objective: Objective,
+        annotations: Annotations | None = None,
+    ) -> None:
+        self._config, self._engine, self._samples, self._annotations = config, engine, samples, annotations
+        self._objective = objective
+        self._envs = sorted(set(samples.envs))
+        self._is_finite = torch.ones((), dtype=torch.bool, device=engine.device)
+        self.n_updates = n_updates
+        self.reason = ""
+        self.table = MetricTable()
+
+    def run(self) -> None:
+        """Make every optimizer update of the step; a collective."""
+        started, rank, world_size = time.perf_counter(), dist.get_rank(), self._engine.world_size
+        with self._engine.phase("packing"):
+            parts = self._samples.split(self._config.updates_per_step)
+            kept = [part for part in parts if self._has_gradient(part)]
+            pack, samples = self._engine.packer.plan, self._samples
+            plans = [pack(samples, self._rows_to_compute(part), world_size)[rank] for part in kept]
+            # Rows that are not computed count in the denominator too; they are dealt over the ranks, so that each counts once.
+            own = [
+                [
+                    *(row for rows in plan for row in rows),
+                    *self._rows_to_skip(part)[rank::world_size],
+                ]
+                for part, plan in zip(kept, plans, strict=True)
+            ]
+            counts = [(self._samples.n_trained(rows), len(rows)) for rows in own]
+            over_ranks = sum_over_ranks(counts, self._engine.device)
+        applied = [
+            self._update(plan, denominator(self._config, *total), epoch=epoch, number=number)
+            for epoch in range(self._config.epochs)
+            for number, (plan, total) in enumerate(zip(plans, over_ranks, strict=True))
+        ]
+        with self._engine.phase("measuring"):
+            self.reason = "" if any(applied) else self._why_not_finite()
+            if rank == 0:
+                dropped = [row for part in parts if not self._has_gradient(part) for row in part]
+                n_dropped = self._config.epochs * self._samples.n_trained(dropped)
+                self._report(kept, n_dropped, time.perf_counter() - started)
+            self._report_memory()
+
+    def _has_gradient(self, part: list[int]) -> bool:
+        return bool(part) and (self._objective.is_without_advantage or self._samples.has_spread(part))
+
+    def _rows_to_compute(self, part: list[int]) -> list[int]:
+        """Return the rows of an update that go through the model: without those whose gradient is known to be zero."""
+        # Annotations are stored of every row, whether or not it has a gradient.
+        if self._annotations is not None or not self._objective.skips_without_advantage:
+            return part
+        return [row for row in part if self._samples.advantages[row]]
+
+    def _rows_to_skip(self, part: list[int]) -> list[int]:
+        return sorted(set(part) - set(self._rows_to_compute(part)))
+
+    def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
+        scale = backward_scale(denominator, self._engine.world_size)
+        for place, rows in enumerate(plan):
+            with self._engine.phase("packing"):
+                batch = self._engine.packer.micro_batch(self._samples, rows, self._envs)
+            with self._engine.phase("forward"):
+                forward = self._engine.forward(batch, entropy_gradient=self._objective.entropy_gradient)
+                terms = self._objective(batch, forward)
+                loss = sum_losses(self._config, terms.total, build_tokens(batch, forward.logprobs)) * scale
+            with self._engine.phase("backward"):
+                is_finite = torch.isfinite(loss.detach())
+                self._is_finite &= is_finite
+                # NaN with a NaN gradient, so that no rank applies the update; a branch on a tensor instead would make the
+                # host wait for the device.
+                loss = loss * torch.where(is_finite, 1.0, torch.nan)
+                self._engine.backward(loss, is_last=place == len(plan) - 1)
+            if self._annotations is not None and epoch == 0:
+                with self._engine.phase("annotating"):
+                    self._annotations.add(batch, forward, terms.policy)
+            with self._engine.phase("measuring"):
+                mismatch = self._mismatch(batch, forward, epoch, number)
+                values = token_metrics(
+                    batch, forward, terms, mismatch, is_first=epoch == number == place == 0
+                )
+                add_metrics(self.table, values, batch.envs, self._envs)
+                self.table.add("train/padded_tokens", Reduced("value", float(batch.token_ids.numel())))
+        return self._apply()
+
+    def _mismatch(self, batch: MicroBatch, forward: Forward, epoch: int, number: int) -> torch.Tensor | None:
+        """Compute |log p_trainer - log p_sampler| before the step, [N] nats; None after the policy has changed."""
+        if epoch or (number and not self._objective.uses_trainer_logprobs):
+            return None
+        before = batch.old_logprobs if self._objective.uses_trainer_logprobs else forward.logprobs.detach()
+        return (before - batch.sampler_logprobs).abs()
+
+    def _apply(self) -> bool:
+        lr = learning_rate(self._config, self.n_updates)
+        with self._engine.phase("optimizer"):
+            update = self._engine.update(lr)
+        # The schedule does not count an update that was dropped.
+        self.n_updates += update.updated
+        if dist.get_rank() == 0:
+            self.table.add("train/gradient_norm", Reduced("mean", update.grad_norm))
+            self.table.add("train/learning_rate", Reduced("max", lr))
+            self.table.add("train/updates", Reduced("value", float(update.updated)))
+            self.table.add("train/skipped_updates", Reduced("value", float(not update.updated)))
+        return update.updated
+
+    def _why_not_finite(self) -> str:
+        """Return the reason for no update: a loss or a gradient that is not finite on some rank; a collective."""
+        on_all_ranks = self._is_finite.int()
+        with times.collective():
+            dist.all_reduce(on_all_ranks, op=dist.ReduceOp.MIN)
+        return NON_FINITE_GRADIENT if on_all_ranks else NON_FINITE_LOSS
+
+    def _report(self, kept: list[list[int]], n_dropped: int, seconds: float) -> None:
+        """Add the metrics that every rank knows for the whole step; called on one rank alone."""
+        epochs, computed = self._config.epochs, [row for part in kept for row in self._rows_to_compute(part)]
+        n_tokens = epochs * sum(len(self._samples.token_ids[row]) for row in computed)
+        self.table.add("train/tokens_per_s", Reduced("value", n_tokens / seconds))
+        self.table.add("train/dropped_tokens", Reduced("value", float(n_dropped)))
+        self.table.add("train/layout_varlen", Reduced("max", float(self._engine.packer.layout == "varlen")))
+        skipped = [row for part in kept for row in self._rows_to_skip(part)]
+        for env in self._envs:
+            rows = [row for row in skipped if self._samples.envs[row] == env]
+            self.table.add("train/skipped_rows", Reduced("value", float(epochs * len(rows))), env)
+            self.table.add(
+                "train/skipped_tokens", Reduced("value", float(epochs * self._samples.n_trained(rows))), env
+            )
+
+    def _report_memory(self) -> None:
+        """Add metrics of this process's peak memory, and of its memory after freed memory is returned to the system.
+
+        The present memory is a distribution over the ranks, the peak their maximum.
+        """
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.table.add("train/peak_rss_bytes", Reduced("max", 1024.0 * peak_kib))
+        # What the allocator keeps for later is no memory in use.
+        release_to_system()
+        rss = float(own_rss_bytes())
+        self.table.add("train/rss_bytes", Reduced("distribution", rss, 1.0, rss**2, rss, rss))
+        if self._engine.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._engine.device)
+            self.table.add("train/peak_device_bytes", Reduced("max", float(peak)))
 
 
 class BatchTraining:
-    """Trains on batches; every rank has one.
+    """Makes the updates of the batches that a trainer is asked to apply; every rank has such an object.
 
     Args:
         config: settings of training.
-        timeline: of this rank.
+        timeline: records this rank's spans.
         monitor: of the control API's loop.
     """
 
-    def __init__(self, config: TrainConfig, timeline: Timeline, monitor: LoopMonitor) -> None:
+    def __init__(self, config: TrainConfig, timeline: RankTimeline, monitor: LoopMonitor) -> None:
         self._config, self._timeline, self._monitor = config, timeline, monitor
         self._objective = Objective(config)
 
-    def checked_rows(self, command: TrainStep, engine: Engine) -> BatchRows:
-        """The rows of a step's batch, which all ranks read at the same time. A collective.
+    def apply(
+        self, command: TrainStep, policies: PolicyLogprobs, progress: Progress, incarnation: int
+    ) -> tuple[Progress, StepResult]:
+        """Read a step's batch and make its updates, if there are any; returns the new progress and the result. A collective.
 
         Raises:
-            BatchRefusedError: it is another batch than was asked for, or cannot be trained on; on every rank, as rank 0 found.
+            BatchRefusedError: the stored batch is another than the requested one, or cannot be trained on; on every rank.
+            ShardError: a part of it cannot be read or is not there; on every rank.
         """
+        samples, stored = self._read_on_all_ranks(command, policies.engine)
+        table, n_updates, staged = MetricTable(), progress.n_updates, tuple[StagedRows, ...]()
+        with span("packing"):
+            reason = find_skip_reason(samples, self._objective)
+        if reason:
+            n_dropped = self._config.epochs * samples.n_trained(range(len(samples.loss_masks)))
+            _add_once(table, "train/dropped_tokens", n_dropped)
+        else:
+            place = StepRef(command.folder, command.run_id, command.step, incarnation, command.stages_rows)
+            samples, staged = policies.complete(samples, stored, place, table)
+            every = self._config.annotate_every
+            annotations = Annotations(samples) if every and command.step % every == 0 else None
+            updates = UpdateLoop(
+                self._config, policies.engine, samples, n_updates, self._objective, annotations
+            )
+            updates.run()
+            table.join([updates.table])
+            n_updates, reason = updates.n_updates, updates.reason
+            if annotations is not None:
+                with span("annotating"):
+                    staged = (*staged, *annotations.stage(place))
+        _add_once(table, "train/trajectories", len(samples.trajectory_ids))
+        metrics, duration_s = self._gather_metrics(table)
+        result = StepResult(command.step + 1, not reason, reason, metrics, duration_s, staged)
+        return Progress(command.run_id, result.version, command.digest, n_updates, result), result
+
+    def _read_on_all_ranks(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
+        """Read and check a step's batch; returns its rows and their stored log-probabilities. A collective."""
         verdicts: list[RollmillError | None] = [None] * dist.get_world_size()
         with span("handing_over"):
             try:
-                batch = self._checked(command, engine)
+                rows = self._read_and_check(command, engine)
             except RollmillError as error:
                 verdicts[dist.get_rank()] = error
             own = verdicts[dist.get_rank()]
+            # All ranks must agree before any of them trains: a rank that refused alone would leave the others in a collective.
             if len(verdicts) > 1:
-                dist.all_gather_object(verdicts, own)
+                with times.collective():
+                    dist.all_gather_object(verdicts, own)
         if refusal := own or verdicts[0]:
             raise refusal
-        return batch
+        return rows
 
-    def _checked(self, command: TrainStep, engine: Engine) -> BatchRows:
-        batch = BatchRows.read(command, self._config)
-        if batch.digest != command.digest:
+    def _read_and_check(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
+        folder, step, config = command.folder, command.step, self._config
+        digest, samples = read_samples(folder, step, with_routing=config.replay_routing)
+        stored = read_stored_logprobs(folder, step, config)
+        if digest != command.digest:
             raise BatchRefusedError(
-                f"step {command.step}: the stored batch is {batch.digest}, asked was {command.digest}"
+                f"step {step}: the stored batch is {digest}, requested was {command.digest}"
             )
-        check_samples(batch.samples, needs_sampler=self._objective.needs_sampler)
-        check_lengths(batch.samples, self._config.micro_batch_tokens)
-        engine.check_routing(batch.samples)
-        check_stored(batch.samples, batch.stored, self._config)
-        return batch
+        check_samples(samples, needs_sampler=self._objective.needs_sampler)
+        check_lengths(samples, config.micro_batch_tokens)
+        engine.check_routing(samples)
+        check_stored_logprobs(samples, stored, config)
+        return samples, stored
 
-    def train(
-        self, command: TrainStep, batch: BatchRows, loaded: Loaded, place: StepPlace
-    ) -> tuple[Progress, StepResult]:
-        """Make the updates of a step, if there are any; where the rank stands then, and the step's result. A collective."""
-        table, n_updates, deliveries = MetricTable(), loaded.progress.n_updates, tuple[Delivery, ...]()
-        with span("packing"):
-            reason = reason_to_skip(batch.samples, self._objective)
-        if reason:
-            n_dropped = self._config.epochs * n_trained_tokens(batch.samples)
-            _tell(table, "train/dropped_tokens", n_dropped)
-        else:
-            training, deliveries = self._trained(command, batch, loaded, place)
-            table, n_updates, reason = training.table, training.n_updates, training.reason
-        _tell(table, "train/trajectories", len(batch.samples.trajectory_ids))
-        metrics, duration_s = self._of_all_ranks(table)
-        result = StepResult(command.step + 1, not reason, reason, metrics, duration_s, deliveries)
-        return Progress(command.run, result.version, command.digest, n_updates, result), result
-
-    def _trained(
-        self, command: TrainStep, batch: BatchRows, loaded: Loaded, place: StepPlace
-    ) -> tuple[StepTraining, tuple[Delivery, ...]]:
-        """What came of a batch, and on rank 0 the rows that are to be stored."""
-        engine, n_updates = loaded.engine, loaded.progress.n_updates
-        samples, computed = loaded.others.complete(batch.samples, batch.stored, place)
-        annotations = Annotations(samples) if self._is_annotated(command) else None
-        training = StepTraining(self._config, engine, samples, n_updates, self._objective, annotations)
-        training.run()
-        if dist.get_rank() == 0:
-            computed.measure(training.table)
-        if annotations is None:
-            return training, computed.deliveries
-        with span("annotating"):
-            return training, (*computed.deliveries, *annotations.hand_over(place))
-
-    def _is_annotated(self, command: TrainStep) -> bool:
-        every = self._config.annotate_every
-        return every > 0 and command.step % every == 0
-
-    def _of_all_ranks(self, table: MetricTable) -> tuple[list[Metric], float]:
-        """Metrics and seconds of the step, on rank 0; a collective."""
+    def _gather_metrics(self, table: MetricTable) -> tuple[list[Metric], float]:
+        """Gather all ranks' metrics; returns them and the step's seconds on rank 0, ([], 0.0) on others. A collective."""
         tables, whole = self._timeline.exchange(table), MetricTable()
         if not tables:
             return [], 0.0
-        of_ranks = self._timeline.of_ranks()
+        of_ranks = self._timeline.spans_by_rank()
         whole.join(tables)
         for name, value in rank_metrics(of_ranks):
             whole.add(name, value)
-        return [*whole.metrics(), *self._monitor.report()], sum(owned_seconds(of_ranks[0]).values())
+        return [*whole.metrics(), *self._monitor.report()], sum(exclusive_seconds(of_ranks[0]).values())
 
 
-def _tell(table: MetricTable, name: str, value: float) -> None:
-    """Add what every rank knows of the whole step, once."""
+def _add_once(table: MetricTable, name: str, value: float) -> None:
+    """Add a metric of the whole step, whose value every rank knows, to the table of rank 0 alone."""
+    # Tables of all ranks are added up, so that a value from each would count W times.
     if dist.get_rank() == 0:
         table.add(name, Reduced("value", float(value)))

@@ -1,50 +1,36 @@
-"""When each rank came to each collective, and how long it waited there for the slowest of the others.
+"""When each rank came to each collective, and how long it waited there for the slowest rank.
 
-torch's flight recorder knows when a collective was begun, not when a rank came to wait for its result, and on a GPU
-neither of both in the device's time. So torch's functions, which DeepSpeed calls as we do, are watched.
+Collectives are timed where the trainer calls them: `with times.collective(): dist.all_reduce(...)`. DeepSpeed's own are timed at
+its calls: the reduction of gradients from the last gradient of a backward pass to the end of `backward`, the update from
+begin to end. Every rank times the same collectives in the same order.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
-from tasks.observe.short_spans import LEAST_NS
+from rollmill.tasks.observe.spans import LEAST_NS
 
-WATCHED = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_object",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
 Moment: TypeAlias = "int | torch.cuda.Event"
-"""Of `time.perf_counter_ns`; or in the order of what a GPU does."""
+"""A value of `time.perf_counter_ns`; on a GPU an event in the order of what the device does."""
 
 Visits: TypeAlias = npt.NDArray[np.int64]
-"""[N, 3] nanoseconds since 1970, in the order of the collectives: when a rank came, waited, and left."""
+"""[N, 2] nanoseconds since 1970, in the order of the collectives: when a rank came and when it left."""
 
 
-class Wait(NamedTuple):
-    """A rank's wait for another one.
+class RankWait(NamedTuple):
+    """Time that a rank spent in a collective waiting for the slowest rank.
 
     Attributes:
-        rank: that waited.
-        started_ns: nanoseconds since 1970.
-        ended_ns: likewise.
-        slowest: the rank that came last.
+        rank: the rank that waited.
+        started_ns: begin of the wait, in nanoseconds since 1970.
+        ended_ns: end of the wait, in nanoseconds since 1970.
+        slowest: the rank that entered the collective last.
     """
 
     rank: int
@@ -53,53 +39,68 @@ class Wait(NamedTuple):
     slowest: int
 
 
-class Collectives:
-    """Watches the collectives of this process.
+class CollectiveTimes:
+    """Records when this process entered and left each collective; on a GPU by the device's clock."""
 
-    Args:
-        device: where it computes; on a GPU moments are those at which the device comes to them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._visits: list[list[Moment]] = []
+    def __init__(self) -> None:
+        self._visits: list[tuple[Moment, Moment]] = []
         self._anchor: tuple[Moment, int] = 0, 0
-
-    def watch(self) -> None:
-        """Watch from now on; before DeepSpeed is initialized, which keeps some of the functions."""
-        for name in WATCHED:
-            setattr(dist, name, self._watched(getattr(dist, name)))
+        self._last_gradient: Moment | None = None
 
     def begin(self) -> None:
-        """Forget what was; every rank calls it between the same two collectives."""
+        """Forget the collectives recorded so far.
+
+        All ranks call it between the same two collectives, so that their lists of collectives match.
+        """
         self._visits = []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if torch.cuda.is_available():
+            # With the device idle, the event's moment is the host's: later events are converted by their distance to it.
+            torch.cuda.synchronize()
             self._anchor = self._now(), time.perf_counter_ns()
 
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Time a collective, or a call that begins and ends with one."""
+        came = self._now()
+        yield
+        self._visits.append((came, self._now()))
+
+    def watch_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Register hooks that record when each backward pass has computed its last gradient.
+
+        Call it before DeepSpeed registers its own hooks, which communicate: hooks run in the order of registration.
+        """
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    @contextmanager
+    def reduction(self) -> Iterator[None]:
+        """Time the gradient reduction of the backward pass in the `with` block: from its last gradient to the block's end."""
+        self._last_gradient = None
+        yield
+        left = self._now()
+        self._visits.append((self._last_gradient or left, left))
+
     def visits(self, since_1970: Callable[[int], int]) -> Visits:
-        """This rank's since `begin`; `since_1970` says when a moment of `time.perf_counter_ns` was."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        # what was never waited for was left when it was begun
-        rows = [[self._at(each) for each in (visit * 3)[:3]] for visit in self._visits]
-        return np.array([[since_1970(each) for each in row] for row in rows], np.int64).reshape(-1, 3)
+        """Return [N, 2] nanoseconds since 1970 at which this rank entered and left each collective since `begin`.
 
-    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            visit = [self._now()]
-            self._visits.append(visit)
-            result = function(*args, **kwargs)
-            if isinstance(result, dist.Work):
-                return _Awaited(result, visit, self._now)
-            visit += [visit[0], self._now()]
-            return result
+        Args:
+            since_1970: converts a value of `time.perf_counter_ns`.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        rows = [[since_1970(self._at(each)) for each in visit] for visit in self._visits]
+        return np.array(rows, np.int64).reshape(-1, 2)
 
-        return watched
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        # One event is recorded again and again: the last gradient of a pass counts.
+        if isinstance(self._last_gradient, torch.cuda.Event):
+            self._last_gradient.record()
+        else:
+            self._last_gradient = self._now()
 
     def _now(self) -> Moment:
-        if self._device.type != "cuda":
+        if not torch.cuda.is_available():
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -112,47 +113,39 @@ class Collectives:
         return at + int(1e6 * first.elapsed_time(moment))  # type: ignore[union-attr]  # both are events then
 
 
-class _Awaited:
-    """A collective under way, whose result is waited for later."""
-
-    def __init__(self, work: dist.Work, visit: list[Moment], now: Callable[[], Moment]) -> None:
-        self._work, self._visit, self._now = work, visit, now
-
-    def wait(self, *args: Any) -> Any:
-        """As torch's; the first call is the visit."""
-        waited = self._now()
-        result = self._work.wait(*args)
-        if len(self._visit) == 1:
-            self._visit += [waited, self._now()]
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+times = CollectiveTimes()
+"""Of this process, as its process group is."""
 
 
 def clock_shifts(visits: Sequence[Visits], machines: Sequence[str]) -> list[int]:
-    """[W] nanoseconds to add to each rank's times for those of rank 0; 0 on its machine.
+    """[W] nanoseconds to add to each rank's times to get times of rank 0's clock; 0 for ranks on rank 0's machine.
 
-    Ranks leave most collectives at the same moment: the median of the differences counts.
+    Ranks leave most collectives at the same moment, so the estimate is the median difference of these times.
+
+    Args:
+        visits: [W][N, 2] nanoseconds at which each rank entered and left each collective.
+        machines: [W] id of each rank's machine.
     """
     n = min(map(len, visits))
     return [
-        int(np.median(visits[0][:n, 2] - own[:n, 2])) if n and machine != machines[0] else 0
+        int(np.median(visits[0][:n, 1] - own[:n, 1])) if n and machine != machines[0] else 0
         for own, machine in zip(visits, machines, strict=True)
     ]
 
 
-def waits(visits: Sequence[Visits]) -> Iterator[Wait]:
-    """Of each rank, in every collective, from when it waited until the slowest had come, or it left before.
+def find_waits(visits: Sequence[Visits]) -> Iterator[RankWait]:
+    """Find each rank's wait in each collective: from its arrival until the slowest rank arrived, or until it left before.
+
+    Waits shorter than `LEAST_NS` are left out.
 
     Args:
-        visits: [W] of all ranks, by one clock.
+        visits: [W][N, 2] nanoseconds at which each rank entered and left each collective, by one clock.
 
-    Example: when rank 0 comes, and waits, at 1 s and rank 1 at 3 s, rank 0 waits 2 s for rank 1.
+    Example: when rank 0 arrives at 1 s and rank 1 at 3 s, rank 0 waits 2 s for rank 1.
     """
     n = min(map(len, visits))
-    came, waited, left = np.moveaxis(np.stack([each[:n] for each in visits]), 2, 0)
+    came, left = np.moveaxis(np.stack([each[:n] for each in visits]), 2, 0)
     slowest = came.argmax(0)
     until = np.minimum(came.max(0), left)
-    for rank, number in np.argwhere(until - waited >= LEAST_NS).tolist():
-        yield Wait(rank, int(waited[rank, number]), int(until[rank, number]), int(slowest[number]))
+    for rank, number in np.argwhere(until - came >= LEAST_NS).tolist():
+        yield RankWait(rank, int(came[rank, number]), int(until[rank, number]), int(slowest[number]))

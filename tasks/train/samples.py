@@ -1,36 +1,36 @@
-"""The rows of a batch, as arrays, straight from the data sets."""
+"""The rows of a batch as NumPy arrays, read from the data sets."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tasks.errors import BatchRefusedError
-from tasks.store.digest import batch_digest
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read, read_trajectories
-from tasks.store.routing import read_routing
+from rollmill.tasks.errors import BatchRefusedError
+from rollmill.tasks.store.expert_routing import read_routing
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read, read_trajectories
+from rollmill.tasks.store.stored_batch import batch_digest
 
-_REMEDY = "; without the sampler's, train with train.behaviour=recomputed or train.loss=reinforce, and train.importance.mode=none"
+_REMEDY = "; without the sampler's, train with train.old_logprobs=trainer or train.loss=reinforce, and train.importance.mode=none"
 _COLUMNS = ["trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The rows of a batch, in its order; each field has one entry a row.
+    """Rows of a batch in the batch's order; each field has one entry for each of the B rows of T tokens.
 
     Attributes:
-        trajectory_ids: [B].
-        envs: [B] environments.
+        trajectory_ids: [B] ids of the trajectories.
+        envs: [B] names of environments.
         temperatures: [B] sampling temperatures.
-        advantages: [B] advantage of every trained token.
-        token_ids: [B][T] tokens.
+        advantages: [B] advantage, the same for every trained token of a row.
+        token_ids: [B][T] token ids.
         loss_masks: [B][T] True on tokens to train; the first token is never one.
         logprobs: [B][T] nats, the sampler's; NaN where loss_mask is False, and where they are not known.
-        old_logprobs: [B][T] nats, the trainer's before the step, NaN where loss_mask is False; None: the sampler's are
-            gone by.
+        old_logprobs: [B][T] nats, the trainer's before the step, NaN where loss_mask is False; None if the loss uses the
+            sampler's log-probabilities.
         reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
         routing: [B][N, layers, experts a token] the experts that the first N tokens were routed to when they were
             sampled, N at most T - 1; None when the model's own choice counts.
@@ -48,8 +48,8 @@ class Samples:
     routing: list[np.ndarray] | None = None
 
     @classmethod
-    def known(cls, token_ids: list[np.ndarray], loss_masks: list[np.ndarray]) -> "Samples":
-        """Sequences that no sampler made: temperature 1, no advantage."""
+    def from_tokens(cls, token_ids: list[np.ndarray], loss_masks: list[np.ndarray]) -> "Samples":
+        """Rows of known tokens without a sampler: temperature 1, advantage 0."""
         n_rows = len(token_ids)
         return cls(
             trajectory_ids=[""] * n_rows,
@@ -62,11 +62,21 @@ class Samples:
         )
 
     def has_spread(self, rows: list[int]) -> bool:
-        """True when some of the rows has an advantage: without one every gradient is zero."""
+        """Return True if any of the rows has an advantage other than 0; if none has, the policy gradient is zero."""
         return bool(self.advantages[rows].any())
 
+    def n_trained(self, rows: Iterable[int]) -> int:
+        """Number of tokens to train among the rows."""
+        return sum(int(self.loss_masks[row].sum()) for row in rows)
+
+    def split_by_row(self, rows: Sequence[int], values: np.ndarray) -> dict[int, np.ndarray]:
+        """Split [..., N] values of the rows' trained tokens, in the order of `rows`, into [..., n] values by row number."""
+        ends = np.cumsum([self.loss_masks[row].sum() for row in rows], dtype=np.int64)
+        parts = np.split(values, ends[:-1], axis=-1) if rows else []
+        return dict(zip(rows, parts, strict=True))
+
     def split(self, parts: int) -> list[list[int]]:
-        """Row numbers of each of `parts` updates, in the batch's order, rows without a trained token left out.
+        """Row numbers of each of `parts` updates, in the batch's order, without rows that have no trained token.
 
         Example: five rows in two parts are [[0, 1, 2], [3, 4]].
         """
@@ -74,57 +84,56 @@ class Samples:
         return [part.tolist() for part in np.array_split(rows, parts)]
 
 
-def read_samples(folder: str, step: int) -> tuple[str, Samples]:
+def read_samples(folder: str, step: int, *, with_routing: bool = False) -> tuple[str, Samples]:
     """Digest and rows of a step's batch.
 
+    Args:
+        folder: folder of the run.
+        step: step of the batch.
+        with_routing: True to read the rows' routed experts too.
+
     Raises:
-        ShardError: a shard cannot be read, or a trajectory of the batch is not there.
+        ShardError: a shard cannot be read, or a trajectory of the batch, or its routed experts, are not there.
     """
     run = RunFolder(folder)
     batch = read(run, "batches", step=step).sort_by("order")
     parts = []
+    routing: dict[int, np.ndarray] = {}
+    # Rows of an older step, or of another run, are read where they are stored.
     for source, source_step in sorted(
         set(zip(batch["source"].to_pylist(), batch["source_step"].to_pylist(), strict=True))
     ):
         chosen = batch.filter((pc.field("source") == source) & (pc.field("source_step") == source_step))
-        origin = RunFolder(source) if source else run
-        rows = read_trajectories(origin, source_step, chosen["trajectory_id"].to_pylist(), _COLUMNS)
+        origin, ids = RunFolder(source) if source else run, chosen["trajectory_id"].to_pylist()
+        rows = read_trajectories(origin, source_step, ids, _COLUMNS)
+        if with_routing:
+            routing |= dict(
+                zip(chosen["order"].to_pylist(), read_routing(origin, source_step, ids), strict=True)
+            )
         parts.append(
             rows.append_column("advantage", chosen["advantage"]).append_column("order", chosen["order"])
         )
-    return batch_digest(batch), _samples(pa.concat_tables(parts).sort_by("order") if parts else None)
+    samples = _samples(pa.concat_tables(parts).sort_by("order") if parts else None)
+    if with_routing:
+        samples = replace(samples, routing=[routing[order] for order in sorted(routing)])
+    return batch_digest(batch), samples
 
 
-def read_rollouts(folder: str, step: int, ids: Sequence[str]) -> Samples:
-    """Stored rollouts of one step, in the order of `ids`, without advantages.
+def read_rollouts(folder: str, step: int, ids: Sequence[str], *, with_routing: bool = False) -> Samples:
+    """Stored rollouts of one step, in the order of `ids`, without advantages; with their routed experts if asked for.
+
+    Args:
+        folder: folder of the run.
+        step: step that they were stored at.
+        ids: ids of the trajectories.
+        with_routing: True to read their routed experts too.
 
     Raises:
-        ShardError: a shard cannot be read, or one of them is not there.
+        ShardError: a shard cannot be read, or a rollout or its routed experts are not there.
     """
     rows = read_trajectories(RunFolder(folder), step, ids, _COLUMNS)
-    return _samples(rows.append_column("advantage", pa.array(np.zeros(len(ids), np.float32))))
-
-
-def read_batch_routing(folder: str, step: int) -> list[np.ndarray]:
-    """[B][N, layers, experts a token] routed experts of the rows of a step's batch, in its order; see Samples.routing.
-
-    Raises:
-        ShardError: a shard cannot be read, or some trajectories' experts are not there.
-    """
-    run = RunFolder(folder)
-    batch = read(run, "batches", ["order", "trajectory_id", "source", "source_step"], step=step).sort_by(
-        "order"
-    )
-    places: dict[tuple[str, int], list[int]] = {}
-    rows = batch.to_pylist()
-    for place, row in enumerate(rows):
-        places.setdefault((row["source"], row["source_step"]), []).append(place)
-    found: dict[int, np.ndarray] = {}
-    for (source, source_step), chosen in places.items():
-        origin = RunFolder(source) if source else run
-        ids = [rows[place]["trajectory_id"] for place in chosen]
-        found |= dict(zip(chosen, read_routing(origin, source_step, ids), strict=True))
-    return [found[place] for place in range(len(rows))]
+    samples = _samples(rows.append_column("advantage", pa.array(np.zeros(len(ids), np.float32))))
+    return replace(samples, routing=read_routing(RunFolder(folder), step, ids)) if with_routing else samples
 
 
 def _samples(rows: pa.Table | None) -> Samples:
@@ -135,25 +144,21 @@ def _samples(rows: pa.Table | None) -> Samples:
         envs=rows["env"].to_pylist(),
         temperatures=rows["temperature"].to_numpy(),
         advantages=rows["advantage"].to_numpy(),
-        token_ids=arrays(rows["token_ids"]),
-        loss_masks=arrays(rows["loss_mask"]),
-        logprobs=arrays(rows["logprobs"]),
+        token_ids=split_rows(rows["token_ids"]),
+        loss_masks=split_rows(rows["loss_mask"]),
+        logprobs=split_rows(rows["logprobs"]),
     )
 
 
-def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """One array a row; views where Arrow's layout allows it."""
-    return [
-        row
-        for chunk in column.chunks
-        if len(chunk)
-        for row in np.split(chunk.flatten().to_numpy(zero_copy_only=False), _inner(chunk))
-    ]
-
-
-def _inner(chunk: pa.LargeListArray) -> np.ndarray:
-    offsets = chunk.offsets.to_numpy()
-    return np.asarray(offsets[1:-1] - offsets[0])
+def split_rows(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """Split a list column into one array a row; views where Arrow's layout allows it."""
+    rows: list[np.ndarray] = []
+    for chunk in column.chunks:
+        if len(chunk):
+            # A sliced chunk keeps the offsets of the whole one, so its first may be above 0.
+            offsets = chunk.offsets.to_numpy()
+            rows += np.split(chunk.flatten().to_numpy(zero_copy_only=False), offsets[1:-1] - offsets[0])
+    return rows
 
 
 def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
@@ -161,8 +166,8 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
 
     Args:
         samples: the rows.
-        needs_sampler: False when a sampled token may have NaN for the sampler's log-probability: when the objective
-            goes without.
+        needs_sampler: False when a trained token may have NaN for the sampler's log-probability, since the objective does not
+            use it.
 
     Raises:
         BatchRefusedError: names the trajectory and what is wrong with it.
@@ -191,7 +196,7 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
 
 
 def check_lengths(samples: Samples, most_tokens: int) -> None:
-    """Refuse a row that does not fit into a micro-batch; one without a trained token is never in one.
+    """Refuse a row with a trained token that is longer than a micro-batch of `most_tokens` tokens.
 
     Raises:
         BatchRefusedError: names the trajectory, its length and the setting.
@@ -202,8 +207,3 @@ def check_lengths(samples: Samples, most_tokens: int) -> None:
                 f"trajectory {samples.trajectory_ids[row]}: it has {n_tokens} tokens, and train.micro_batch_tokens is "
                 f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len)"
             )
-
-
-def n_trained_tokens(samples: Samples) -> int:
-    """Tokens of all rows that are to be trained."""
-    return sum(int(mask.sum()) for mask in samples.loss_masks)

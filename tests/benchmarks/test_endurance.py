@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.endurance import LAGS, MEMORY, around, draw, series_of
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.schemas import batch_of
-from tasks.store.writer import RunWriter
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.store.shards.writer import RunWriter
 
 STEPS = 3
 
@@ -17,14 +17,15 @@ STEPS = 3
 async def stored(folder: RunFolder, names: list[str]) -> None:
     """Metrics of STEPS steps, each its step's number, by a run's writer."""
     folder.tmp.mkdir(parents=True)
-    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+    async with RunWriter(open_files(folder), 1, 0.0) as writer:
         for step in range(STEPS):
             n = len(names)
             columns = {"run": ["a"] * n, "step": [step] * n, "name": names, "env": ["all"] * n}
-            rows = batch_of("metrics", columns | {"stat": ["value"] * n, "value": [float(step)] * n})
+            rows = make_batch("metrics", columns | {"stat": ["value"] * n, "value": [float(step)] * n})
             await writer.append("metrics", rows, step=step)
 
 
+@pytest.mark.slow
 async def test_the_series_are_those_of_the_runs_metrics(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     await stored(folder, [*MEMORY, *LAGS, "rollout/reward"])

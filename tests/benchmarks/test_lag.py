@@ -5,7 +5,7 @@ import time
 import pytest
 
 from benchmarks.lag import ALONE, BASE64, HAND_OFF, BeatCpu, excess, loop_cpu_s
-from tasks.observe.lag import Beat
+from rollmill.tasks.observe.loop_lag import Beat
 
 MEDIAN = {
     ALONE: {"lag_p99_ms": 1.0, "lag_max_ms": 4.0, "loop_cpu_s": 0.6, "seconds": 3.0},

@@ -13,11 +13,11 @@ from benchmarks.races.crc import reward
 from benchmarks.races.words import END_AFTER_TOKENS, EOS_ID, Words, save_model
 from benchmarks.time_to_reward import SCORER, TINY_SCORER, tiny
 from benchmarks.trainer.lengths import N_PROMPT_TOKENS
-from tasks.rollout.addition import Addition
-from tasks.rollout.prompts import example_index
-from tasks.rollout.tokens import ChatTokenizer
-from tasks.score.function import loaded
-from tasks.score.scorer import Candidate
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.rollout.trajectory_requests import example_index
+from rollmill.tasks.score.score_function import load_object
+from rollmill.tasks.score.scorer import Candidate
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_a_prompt_of_words_is_64_tokens_for_us_and_for_a_peer(model: Path) -> None:
     problem = str(asyncio.run(Words().example("train", 3)).content["problem"])
     ours = ChatTokenizer.load(model)._ids(problem)
@@ -67,5 +68,5 @@ def test_a_peer_has_the_problems_of_the_runs_groups_in_their_order(tmp_path: Pat
 
 @pytest.mark.parametrize("path", [SCORER, TINY_SCORER])
 def test_scorers_are_found_where_a_peer_imports_them(path: str) -> None:
-    found = loaded(path)
+    found = load_object(path)
     assert callable(found.score if isinstance(found, type) else found)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.recording import burst_elsewhere
-from benchmarks.stubs.prefect_cluster import SETTINGS, Cluster, prefect_cluster, settings_of
-from flows.deploying import server
+from rollmill.flows.prefect_integration import local_server
+from tests.stubs.prefect_cluster import SETTINGS, Cluster, prefect_cluster, settings_of
+from tests.stubs.task_run_burst import burst_elsewhere
 
 N_TASK_RUNS = 5000
 
@@ -57,6 +57,6 @@ def test_no_message_was_given_up(cluster: Cluster) -> None:
 
 def test_local_server_runs_with_the_same_settings_where_both_have_one() -> None:
     scaled = settings_of(SETTINGS / "prefect-server.env")
-    both = server.SETTINGS.keys() & scaled.keys()
+    both = local_server.SETTINGS.keys() & scaled.keys()
     assert len(both) > 5
-    assert {name: server.SETTINGS[name] for name in both} == {name: scaled[name] for name in both}
+    assert {name: local_server.SETTINGS[name] for name in both} == {name: scaled[name] for name in both}

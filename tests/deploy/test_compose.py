@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from manifests import ROOT, SECRETS, check_compose, compose, manifests
 
-from benchmarks.stubs.prefect_cluster import settings_of
+from tests.stubs.prefect_cluster import settings_of
 
 
 @pytest.mark.parametrize("others", [(), ("deploy/compose.gpu.yaml",)])

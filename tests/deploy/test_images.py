@@ -12,9 +12,9 @@ import pytest
 import yaml
 from manifests import KUBERNETES, ROOT, compose, dockerfile, entrypoint, manifest
 
-from benchmarks.stubs.prefect_cluster import settings_of
-from flows.settings import load
-from tasks.serve import vllm
+from rollmill.flows.settings import load
+from rollmill.tasks.serve import vllm_launch
+from tests.stubs.prefect_cluster import settings_of
 
 A_PORT = 8700
 
@@ -118,9 +118,9 @@ def python_of(machine: str) -> str:
 
 def check_same_start(config: Any, model: str, ours: list[str], machine: str) -> None:
     """The image's words and the manifest's ours are those of `rollmill vllm`, but for where the server listens."""
-    if machine == "laptop" and not vllm.is_cpu_build(config.python):
+    if machine == "laptop" and not vllm_launch.is_cpu_build(config.python):
         pytest.skip("vLLM's CPU build is not here")
-    theirs = vllm.command(config, model, A_PORT)[3:]
+    theirs = vllm_launch.vllm_command(config, model, A_PORT)[4:]
     if machine == "gpu":  # a server of its own GPU takes more of it
         theirs[theirs.index("--gpu-memory-utilization") + 1] = "0.85"
     for option, value in (("--host", "127.0.0.1"), ("--port", str(A_PORT)), ("--model", model)):

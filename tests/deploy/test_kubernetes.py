@@ -15,7 +15,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
-from flows.settings import load
+from rollmill.flows.settings import load
 
 PORT_OF_TRAINER = 8700
 
@@ -101,6 +101,9 @@ def test_addresses_of_the_cluster_are_those_of_its_services() -> None:
     replicas = manifest("StatefulSet", "vllm")["spec"]["replicas"]
     assert config.serve.urls == tuple(f"http://vllm-{n}.vllm:8000" for n in range(replicas))
     assert config.train.url == f"http://trainer:{PORT_OF_TRAINER}"
-    assert (config.train.port, config.sync.host) == (PORT_OF_TRAINER, "trainer")
+    assert config.sync.host == "trainer"
+    (container,) = manifest("StatefulSet", "trainer")["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-2:] == ["--port", str(PORT_OF_TRAINER)]
+    assert compose()["services"]["trainer"]["command"][-2:] == ["--port", str(PORT_OF_TRAINER)]
     assert compose()["services"]["vllm"]["networks"]["default"]["aliases"] == ["vllm-0.vllm"]
     assert config.store.root.split("/")[2] == compose()["services"]["s3"]["environment"]["S3_BUCKET"]

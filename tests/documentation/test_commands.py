@@ -1,8 +1,7 @@
 """Every command of README and docs is one: parsed by the program that it calls, with settings that exist.
 
-Commands stand in fences (`sh`; `console` with the output, commands after a `$`) or in a line of text between backticks.
-Those in fences are run, too. As they are written, but for names and numbers of a smaller run: RUN_BY says where. With other
-words, as a test of what they call: ELSEWHERE. No test runs those in NOT_RUN, and docs/architecture.md says so.
+Commands are in fences (`sh`; `console` with the output, commands after a `$`) or in a line of text between backticks.
+tests/flows/test_documented_commands.py and tests/flows/test_product.py run those of running, looking and the tutorial.
 """
 
 import importlib.util
@@ -19,10 +18,10 @@ import typer
 from typer._click.exceptions import BadOptionUsage, MissingParameter
 from typer.core import TyperGroup
 
-from flows.cli import app
-from flows.config import RunConfig
-from flows.presets import preset_values
-from flows.settings import overridden, parsed
+from rollmill.flows.cli import app
+from rollmill.flows.config import RunConfig
+from rollmill.flows.presets import preset_values
+from rollmill.flows.settings import apply_overrides, parse_settings
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {"reference.md"}
@@ -46,45 +45,6 @@ PLACEHOLDERS = {
     "KEY=VALUE": "train.lr=1e-6",
     "...": "",
 }
-RUN_BY = {
-    "tests/flows/test_documented_commands.py": "each stands there as on its page",
-    "tests/flows/test_product.py": "the tutorial, and make deploy's two commands",
-}
-ELSEWHERE = {
-    "make quickstart": "tests/flows/test_post_train.py",
-    "make deploy": "tests/flows/test_product.py",
-    "export PATH=": "tests/flows/test_product.py",
-    "PREFECT_API_URL=http://127.0.0.1:4200/api prefect worker start": "tests/flows/test_product.py",
-    "rollmill spans": "tests/looking/test_spans.py",
-    "rollmill view": "tests/flows/test_product.py",
-    "rollmill run quickstart --deployment": "tests/flows/test_product.py",
-    "rollmill deploy": "tests/flows/test_product.py",
-    "rollmill rescore sampled": "tests/flows/test_collect.py",
-    "rollmill retrain sampled": "tests/flows/test_collect.py",
-    "rollmill run quickstart --set rollout.collectors": "tests/flows/test_collectors.py",
-    "while read": "tests/deploy/test_compose.py",
-    "mkdir -p models": "tests/deploy/test_compose.py",
-    "PREFECT_API_URL=http://127.0.0.1:4200/api .venv/bin/prefect worker start": "tests/flows/test_product.py",
-    "prefect worker start": "tests/flows/test_deployed.py",
-    "prefect deployment run": "tests/flows/test_deployed.py",
-    "rollmill evaluate": "tests/flows/test_evaluation.py",
-    "rollmill collect": "tests/flows/test_collect.py",
-    "rollmill trainer PRESET --set train.ranks=16": "tests/train/test_nodes.py",
-    "rollmill run PRESET --set train.ranks=16": "tests/train/test_nodes.py",
-    "rollmill run quickstart --set train.loss=my_package.losses:soft_clip": "tests/train/test_algorithms_documentation.py",
-}
-"""Beginnings of commands in fences that are not run as they stand, and where what they call is run."""
-NOT_RUN = {
-    "apt install": "it changes the machine",
-    "make setup": "it is what tests run in",
-    "make check": "it runs the tests",
-    "make test": "it runs the tests",
-    "make bench": "it takes minutes to hours",
-    "make clean": "it would remove what tests run in",
-    "docker": "there is no Docker here",
-    "kubectl": "there is no cluster here",
-}
-"""Beginnings of commands in fences that no test runs, and why; that they are ones is checked all the same."""
 
 
 class Command(NamedTuple):
@@ -194,10 +154,10 @@ def rollmill_is_right(words: list[str]) -> None:
     overrides = tuple(context.params.get("overrides") or ())
     preset = str(context.params.get("preset", "quickstart"))
     if (ROOT / "conf" / f"{preset.partition('+')[0]}.yaml").is_file():
-        overridden(preset_values(preset), overrides)
+        apply_overrides(preset_values(preset), overrides)
     if overrides and words[1] != "rescore":
         meant = tuple(re.sub(r"=N$", "=3", each) for each in overrides if each)
-        parsed(RunConfig, overridden({"start_model": {"enabled": True}}, meant))
+        parse_settings(RunConfig, apply_overrides({}, meant))
 
 
 def make_is_right(words: list[str]) -> None:
@@ -267,29 +227,6 @@ CHECKS = dict.fromkeys(PROGRAMS, is_taken_as_it_is) | {
     "kubectl": kubectl_is_right,
     "apt": apt_is_right,
 }
-
-
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each.in_fence], ids=str)
-def test_a_command_in_a_fence_is_run_by_a_test(command: Command) -> None:
-    text = " ".join(command.text.partition(" #")[0].split())
-    known = [place for beginning, place in ELSEWHERE.items() if text.startswith(beginning)]
-    runs = '"' + text + '"' in (ROOT / "tests/flows/test_documented_commands.py").read_text()
-    never = text.startswith(tuple(NOT_RUN))
-    assert runs or known or never or command.page == "tutorial.md", (
-        "no test runs it: RUN_BY, ELSEWHERE, NOT_RUN"
-    )
-
-
-def test_what_no_test_runs_is_said_with_its_reason() -> None:
-    said = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
-    assert [each for each in NOT_RUN.items() if "| `{}` | {} |".format(*each) not in said] == []
-    written = [command.text for command in COMMANDS if command.in_fence]
-    assert [each for each in NOT_RUN if not any(text.startswith(each) for text in written)] == []
-
-
-@pytest.mark.parametrize("place", [*RUN_BY, *ELSEWHERE.values()])
-def test_what_runs_commands_is_there(place: str) -> None:
-    assert (ROOT / place).is_file()
 
 
 @pytest.mark.parametrize("words", ["rollmill runn quickstart", "rollmill run quickstart --sett a=1", "foo --bar", "make quickstrat", "prefect worker strat", "PREFECT_APIURL=x rollmill up", "rollmill run quickstart --set train.learning_rate=1"])  # fmt: skip

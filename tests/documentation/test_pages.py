@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.config import RunConfig
-from flows.settings import parsed, settings
+from rollmill.flows.config import RunConfig
+from rollmill.flows.settings import parse_settings, settings
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 IDS = [page.name for page in PAGES]
 LARGEST_PICTURE_BYTES = 200_000
 PYTHON_IS_RUN_BY = {
@@ -55,7 +57,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES[1:] if f"(docs/{page.name}" not in readme] == []
+    assert [
+        page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name}" not in readme
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -65,7 +69,7 @@ def test_settings_in_yaml_are_settings(page: Path) -> None:
             continue  # an entry of prefect.yaml: tests/flows/test_product.py deploys it
         values: Any = yaml.safe_load(text)
         if isinstance(values, dict) and values.keys() & RunConfig.model_fields.keys():
-            parsed(RunConfig, values)
+            parse_settings(RunConfig, values)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -84,6 +88,14 @@ def test_python_on_a_page_is_run_by_a_test(page: Path) -> None:
     if re.search(r"^```python$", page.read_text(), re.MULTILINE):
         test = ROOT / PYTHON_IS_RUN_BY[page.name]
         assert page.stem in test.read_text(), f"{test} does not read {page.name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_file_that_is_named_exists(page: Path) -> None:
+    named = re.findall(
+        r"`((?:flows|tasks|tests|benchmarks|deploy)/[\w./-]+)`", without_fences(page.read_text())
+    )
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
 def test_pictures_are_small() -> None:

@@ -15,25 +15,29 @@ import pytest
 import yaml
 from marked_processes import marked_processes
 
-from flows.deploying import server
-from tasks.serve.process import free_port
+from rollmill.flows.prefect_integration import local_server
+from rollmill.tasks.processes.launched_process import free_port
+from tests.stubs.toy_settings import toy_values
 
-SMALL: dict[str, Any] = {
-    "steps": 8,
-    "start_model": {"enabled": True, "hidden_size": 64, "intermediate_size": 64, "heads": 2, "steps": 60},
-    "rollout": {"groups_per_step": 6, "group_size": 4, "max_in_flight": 24},
-    "train": {"checkpoint_every": 2, "warmup_steps": 0},
-    "evaluate": {"every": 4, "n_prompts": 8, "prompts_per_task": 8},
-    "store": {"compaction_grace_s": 1.0},
-}
+SMALL: dict[str, Any] = toy_values(
+    {
+        "steps": 8,
+        "start_model": {"hidden_size": 64, "steps": 60},
+        "rollout": {"groups_per_step": 6, "group_size": 4, "max_in_flight": 24},
+        "train": {"warmup_steps": 0},
+        "checkpoint": {"every": 2},
+        "evaluate": {"every": 4, "n_prompts": 8},
+        "store": {"compaction_grace_s": 1.0},
+    }
+)
 """A preset of seconds: a model that has hardly learned anything, so that rewards are spread."""
 
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("prefect")
-    yield f"{server.up(home, free_port())}/api"
-    server.down(home)
+    yield f"{local_server.up(home, free_port())}/api"
+    local_server.down(home)
 
 
 STUB = """\
@@ -41,7 +45,7 @@ STUB = """\
 import json, sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from benchmarks.stubs import vllm_server
+from tests.stubs import vllm_server
 after = lambda word: sys.argv[sys.argv.index(word) + 1]
 told = lambda: json.loads(Path({told!r}).read_text())
 while told().get("is_down"):
@@ -93,7 +97,8 @@ class Workplace:
             Path(sys.executable).parent.parent.parent / ".venv-vllm" / "bin" / "python"
         )
         start_model = SMALL["start_model"] | {"root": str(start_models)}
-        preset = SMALL | {"serve": {"python": str(vllm_python)}, "start_model": start_model}
+        serve = SMALL["serve"] | {"python": str(vllm_python)}
+        preset = SMALL | {"serve": serve, "start_model": start_model}
         (folder / "conf").mkdir()
         (folder / "conf" / "small.yaml").write_text(yaml.safe_dump(preset))
         self.environment = os.environ | {

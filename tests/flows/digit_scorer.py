@@ -1,6 +1,6 @@
 """A scorer whose rewards are spread whatever a model answers; worker processes of a test import it by path."""
 
-from tasks.score.scorer import Candidate, Reward
+from rollmill.tasks.score.scorer import Candidate, Reward
 
 
 class DigitScorer:

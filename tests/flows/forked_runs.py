@@ -7,11 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-import flows.collect
-import flows.commands.ending
-import flows.post_train  # noqa: F401 - as well
-from flows.commands.starting import collect_here, run_here
-from flows.config import RunConfig
+import rollmill.flows.collect
+import rollmill.flows.post_train  # noqa: F401 - as well
+from rollmill.flows.commands.new_runs import collect_here, run_here
+from rollmill.flows.config import RunConfig
 
 
 def main() -> None:

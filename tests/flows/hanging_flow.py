@@ -10,47 +10,56 @@ import sys
 from pathlib import Path
 from uuid import UUID
 
-from prefect import flow, get_client
+from prefect import flow, get_client, task
 from prefect.flow_engine import run_flow_async
 
-from flows.commands.ending import flow_command
-from flows.running.folder import is_finished
-from flows.ui.leftovers import mark_leftovers
-from flows.ui.picture import picture_of
-from flows.ui.recording import Recording
-from flows.ui.step_runs import StepRuns
-from flows.ui.terminating import ended_in_order
-from tasks.observe.config import ObserveConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
+from rollmill.flows.commands.flow_process import exit_in_time
+from rollmill.flows.prefect_integration.leftovers import mark_leftovers
+from rollmill.flows.prefect_integration.private_prefect import end_in_order
+from rollmill.flows.prefect_integration.recording import Recording
+from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
+from rollmill.flows.run.folder import is_finished
+from rollmill.tasks.observe.config import ObserveConfig
+from rollmill.tasks.rollout.task import SampledChunk
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.rows import no_rows
 
-N_TASK_RUNS = 4
+N_ROLLOUTS = 4
 
 
-class Part:
+class Chunk:
     def __init__(self, folder: Path, hangs: bool) -> None:
         self.folder, self.hangs = folder, hangs
 
-    async def sample(self) -> str:
+    async def sample(self) -> SampledChunk:
         if self.hangs:
             (self.folder / "hangs").touch()
             await asyncio.sleep(3600.0)
-        return "sampled"
+        return SampledChunk(no_rows("rollouts"), ())
+
+
+@task(name="step", persist_result=False)
+async def step(recorder: TaskRunRecorder, folder: str, hang: bool) -> None:
+    async def sample(group: int) -> None:
+        await recorder.begin_task_run()
+        rolled = await recorder.rollout(Chunk(Path(folder), hang), 0, str(group))
+        await rolled.aresult()
+
+    async with asyncio.TaskGroup() as fan_out:
+        for group in range(N_ROLLOUTS):
+            fan_out.create_task(sample(group))
 
 
 @flow(persist_result=False)
 async def hanging(folder: str, hang: bool) -> None:
-    recording = Recording(ObserveConfig())
-    picture = picture_of("all", recording)
+    config = ObserveConfig()
+    recording = Recording()
     run = RunFolder(Path(folder))
-    await mark_leftovers(run, files_of(run), timeout_s=30)
-    config = ObserveConfig(step_run_timeout_s=60.0, exit_timeout_s=30.0)
-    with ended_in_order():
-        async with StepRuns(config, "hanging") as step_runs:
-            step_runs.expect(["step 1"])
-            async with step_runs.of("step 0"), asyncio.TaskGroup() as fan_out:
-                for group in range(N_TASK_RUNS):
-                    fan_out.create_task(picture.rollout(Part(Path(folder), hang), 0, group))
+    await mark_leftovers(run, open_files(run), timeout_s=30)
+    with end_in_order():
+        recording.started()
+        await step(TaskRunRecorder(config, recording), folder, hang)
     await recording.wait_until_recorded()
 
 
@@ -66,5 +75,5 @@ async def work(folder: str, hang: bool, flow_run_id: str) -> None:
 
 if __name__ == "__main__":
     timeout_s = float(os.environ.get("EXIT_TIMEOUT_S", "60"))
-    with flow_command(lambda: is_finished(RunFolder(Path(sys.argv[1]))), timeout_s):
+    with exit_in_time(lambda: is_finished(RunFolder(Path(sys.argv[1]))), timeout_s):
         asyncio.run(work(sys.argv[1], sys.argv[2] == "hang", "".join(sys.argv[3:])))

@@ -1,6 +1,6 @@
 """A scorer before and after it was mended; worker processes import it by path."""
 
-from tasks.score.scorer import Candidate, Reward
+from rollmill.tasks.score.scorer import Candidate, Reward
 
 
 class FailingScorer:

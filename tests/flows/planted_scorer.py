@@ -2,7 +2,7 @@
 
 import time
 
-from tasks.score.scorer import Candidate, Reward
+from rollmill.tasks.score.scorer import Candidate, Reward
 
 RAISES, HANGS, GROUP_SIZE = 50, 100, 4
 

@@ -2,7 +2,7 @@
 
 import time
 
-from tasks.score.scorer import Candidate, Reward
+from rollmill.tasks.score.scorer import Candidate, Reward
 
 SECONDS = 0.1
 

@@ -20,14 +20,14 @@ import pyarrow.compute as pc
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from tasks.rollout.tokens import CHARACTERS
-from tasks.score.addition import AdditionScorer
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest, write_manifest
-from tasks.store.run import OpenRun
-from tasks.store.schemas import batch_of, ragged, schema_of
+from rollmill.tasks.rollout.chat_tokenizer import CHARACTERS
+from rollmill.tasks.score.scorers.built_in import AdditionScorer
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
 
 pytestmark = pytest.mark.service
 
@@ -46,7 +46,7 @@ def stored(run: Path, dataset: str) -> pl.DataFrame:
 
 def made_up_rollouts(step: int) -> pa.RecordBatch:
     """A step's rollouts: answers of 1 to 8 tokens to the prompt 1+1=."""
-    rng, kind = np.random.default_rng(step), schema_of("rollouts")
+    rng, kind = np.random.default_rng(step), dataset_schema("rollouts")
     numbers = [(group, sample) for group in range(GROUPS) for sample in range(GROUP_SIZE)]
     answers = [rng.integers(2, 2 + 10, rng.integers(1, 9)) for _ in numbers]
     prompt = np.array([2 + CHARACTERS.index(each) for each in "1+1="])
@@ -68,18 +68,18 @@ def made_up_rollouts(step: int) -> pa.RecordBatch:
         "status": ["failed" if each == FAILED else "complete" for each in ids],
         "messages": ["[]"] * len(numbers),
         "outcome": ["{}"] * len(numbers),
-        "token_ids": ragged(
+        "token_ids": ragged_array(
             [np.concatenate([prompt, answer]) for answer in answers], kind.field("token_ids").type
         ),
-        "loss_mask": ragged(masks, kind.field("loss_mask").type),
-        "logprobs": ragged(
+        "loss_mask": ragged_array(masks, kind.field("loss_mask").type),
+        "logprobs": ragged_array(
             [np.where(mask, rng.normal(-4.0, 0.3, len(mask)), np.nan) for mask in masks],
             kind.field("logprobs").type,
         ),
         "n_prompt_tokens": [len(prompt)] * len(numbers),
         "n_completion_tokens": [len(answer) for answer in answers],
     }
-    return batch_of("rollouts", columns)
+    return make_batch("rollouts", columns)
 
 
 def made_up_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
@@ -96,25 +96,25 @@ def made_up_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
     }
     given |= {"subgroup": 0, "duration_s": 0.0}
     columns = kept | {name: [value] * shown.num_rows for name, value in given.items()}
-    return batch_of("scores", columns | {"reward": [-float(str(n)) for n in shown["n_completion_tokens"]]})
+    return make_batch("scores", columns | {"reward": [-float(str(n)) for n in shown["n_completion_tokens"]]})
 
 
 def made_up_groups(step: int) -> pa.RecordBatch:
     """A row for each group, which says how many trajectories were asked for."""
     columns: dict[str, object] = {
         field.name: [""] * GROUPS if pa.types.is_string(field.type) else [0] * GROUPS
-        for field in schema_of("groups")
+        for field in dataset_schema("groups")
     }
     columns |= {
         "step": [step] * GROUPS,
         "group": list(range(step * GROUPS, (step + 1) * GROUPS)),
         "expected": [GROUP_SIZE] * GROUPS,
     }
-    return batch_of("groups", columns)
+    return make_batch("groups", columns)
 
 
 def empty(dataset: str) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([], schema=schema_of(dataset))
+    return pa.RecordBatch.from_pylist([], schema=dataset_schema(dataset))
 
 
 async def write_source(folder: Path) -> None:
@@ -211,12 +211,12 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
 ) -> None:
     new = Path(workplace.folder) / "runs" / "new"
     settings = (
-        *("model=" + str(tied_model), "start_model.enabled=false", "steps=6", "retrain.groups_per_step=5"),
+        *("model=" + str(tied_model), "start_model.steps=0", "steps=6", "rollout.groups_per_step=5"),
         *(
-            "evaluate.enabled=false",
+            "evaluate.every=0",
             f"train.ranks={ranks}",
-            "train.checkpoint_every=2",
-            "train.keep_checkpoints=3",
+            "checkpoint.every=2",
+            "checkpoint.keep=3",
             "train.loss=cispo",
             "observe.tensorboard=true",
         ),
@@ -250,7 +250,7 @@ def lose_the_end(run: Path) -> None:
     """Leave a finished run as one that was ended before its last checkpoint."""
     shutil.rmtree(run / "checkpoints" / "version=000006")
     manifest = read_manifest(RunFolder(run))
-    write_manifest(files_of(RunFolder(run)), replace(manifest, status="running"), manifest)
+    write_manifest(open_files(RunFolder(run)), replace(manifest, status="running"), manifest)
 
 
 def updates_shown(folder: Path) -> list[int]:

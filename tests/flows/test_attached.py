@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from flows.checks.attached import check_attached
-from flows.config import RunConfig
-from flows.settings import validate
-from tasks.errors import ConfigError
-from tasks.serve.process import free_port
+from rollmill.flows.checks.attached import check_attached
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.launched_process import free_port
+from tests.stubs.toy_settings import validate_toy
 
 SETTINGS = {
     "model_config": {"max_model_len": 256, "logprobs_mode": "processed_logprobs", "more": 1},
@@ -47,20 +47,23 @@ def serve() -> Serve:
 
 
 def vllm(settings: dict[str, Any] | None = None, **routes: Route) -> dict[str, Route]:
-    """A vLLM server as a run needs it, but for `settings` and `routes` (health, generate, info)."""
+    """A vLLM server as a run needs it, but for `settings` and `routes` (health, generate, info, weights)."""
     answers: dict[str, Route] = {
         "health": (200, {}),
         "generate": (400, {}),
         "info": (200, {"vllm_config": SETTINGS | (settings or {})}),
+        "weights": (200, {}),
     } | routes
-    paths = {"health": "/health", "generate": "/inference/v1/generate", "info": "/server_info"}
+    paths = {"health": "/health", "generate": "/inference/v1/generate", "info": "/server_info"} | {
+        "weights": "/rollmill/weights"
+    }
     return {paths[name]: answer for name, answer in answers.items()}
 
 
 def attached(timeout_s: float = 60.0, **urls: Any) -> RunConfig:
     serve = {"attach_timeout_s": timeout_s, "urls": urls.get("serve", ())}
     train = {"url": urls.get("train", "")}
-    return validate({"start_model": {"enabled": True}, "serve": serve, "train": train})
+    return validate_toy({"serve": serve, "train": train})
 
 
 async def refusal(config: RunConfig) -> ConfigError:
@@ -90,7 +93,7 @@ async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiti
 
 
 async def test_what_is_no_address_is_refused_at_once() -> None:
-    error = await refusal(attached(60.0, serve=["localhost"]))
+    error = await refusal(attached(60.0, serve=["http://"]))
     assert error.field == "serve.urls"
 
 
@@ -105,7 +108,7 @@ async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> No
 
 async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(serve: Serve) -> None:
     async with serve(vllm(health=(503, {}))) as url:
-        assert "nothing answers" in (await refusal(attached(0.2, serve=[url]))).remedy
+        assert "no service answers" in (await refusal(attached(0.2, serve=[url]))).remedy
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,7 @@ async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(
     [
         (vllm(generate=(404, {})), "--enable-scale-out"),
         (vllm(info=(404, {})), "VLLM_SERVER_DEV_MODE=1"),
+        (vllm(weights=(404, {})), "has not loaded Rollmill's plugin"),
         (vllm(info=(200, {"vllm_config": {}})), "/server_info"),
         (vllm({"weight_transfer_config": None}), '--weight-transfer-config \'{"backend": "rollmill"}\''),
         (vllm({"weight_transfer_config": {"backend": "nccl"}}), '"rollmill"'),
@@ -141,9 +145,7 @@ async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> Non
 
 def reference(url: str) -> RunConfig:
     kl = {"reference": "deployment", "urls": (url,)}
-    return validate(
-        {"start_model": {"enabled": True}, "serve": {"attach_timeout_s": 60.0}, "train": {"kl": kl}}
-    )
+    return validate_toy({"serve": {"attach_timeout_s": 60.0}, "train": {"kl": kl}})
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
-from flows.config import RunConfig
-from tasks.score.advantages.batch import settled
-from tasks.score.outcome import batch_rows
-from tasks.score.stored import judged_groups
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest, write_manifest
-from tasks.store.run import OpenRun
+from rollmill.flows.config import RunConfig
+from rollmill.tasks.score.group_outcomes import batch_rows, compute_batch_advantages
+from rollmill.tasks.score.stored_scores import recompute_advantages
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 pytestmark = pytest.mark.service
 
-WITHOUT_TRAINER = ["storing", "scoring", "recording", "judging", "batch", "reporting", "together"]
-WITH_TRAINER = [*WITHOUT_TRAINER[:5], "training", "taking in", "weights", *WITHOUT_TRAINER[5:]]
+WITHOUT_TRAINER = ["storing", "scoring", "recording", "advantages", "batch", "reporting", "together"]
+WITH_TRAINER = [*WITHOUT_TRAINER[:5], "training", "ingesting", "weights", *WITHOUT_TRAINER[5:]]
 STEPS, SCORER = 2, "addition@1"
 
 
@@ -41,9 +40,11 @@ async def store_batches(folder: RunFolder, steps: int = STEPS) -> None:
     with OpenRun.extend(folder, config_of=config.store) as store:
         async with store.writer as writer:
             for step in range(steps):
-                groups = judged_groups(folder, step, SCORER, config.score).values()
+                groups = recompute_advantages(folder, step, SCORER, config.score).values()
                 outcomes = [outcome for each in groups for outcome in each]
-                rows = batch_rows(manifest.run, step, settled(config.score, outcomes), SCORER)
+                rows = batch_rows(
+                    manifest.run, step, compute_batch_advantages(config.score, outcomes), SCORER
+                )
                 await writer.append("batches", rows, step=step)
         write_manifest(store.files, replace(store.manifest, trains=True), store.manifest)
 
@@ -89,10 +90,10 @@ def test_a_step_that_lies_on_s3_is_measured_here_and_nothing_is_written_there(
     assert collected.returncode == 0, collected.stdout
     run = RunFolder(f"{s3_root}/small-collected")
     asyncio.run(store_batches(run, steps=1))
-    before = files_of(run).keys("**/*")
+    before = open_files(run).keys("**/*")
     measured = workplace.run("replay", run.location, "--attribute", "--step", "0", "--json")
     assert measured.returncode == 0, measured.stdout
     found = json.loads(measured.stdout[measured.stdout.index("\n{\n") :])
     assert list(found["phases"]) == WITH_TRAINER
     assert found["same_batch"]
-    assert files_of(run).keys("**/*") == before
+    assert open_files(run).keys("**/*") == before

@@ -15,11 +15,12 @@ import polars as pl
 import pytest
 from aiohttp import web
 
-from tasks.serve import vllm
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.serve.supervisor import descendants
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.processes.supervisor import descendants
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from tests.stubs.toy_settings import TOY
 
 pytestmark = pytest.mark.service
 
@@ -109,13 +110,13 @@ class Server:
 
     def __init__(self, model: Path, log: Path) -> None:
         self._model, self._log = model, log
-        self._config, self._port = ServeConfig(python=str(vllm_python())), free_port()
+        self._config, self._port = ServeConfig(**TOY["serve"], python=str(vllm_python())), free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 
     def start(self) -> None:
-        command = vllm.command(self._config, str(self._model), self._port)
-        environment = vllm.environment(self._config)
+        command = vllm_launch.vllm_command(self._config, str(self._model), self._port)
+        environment = vllm_launch.vllm_environment(self._config)
         self.process = LaunchedProcess.start(
             "vLLM server", command, log=self._log, env=environment, stop_grace_s=2.0
         )
@@ -171,11 +172,10 @@ async def test_a_run_completes_while_requests_a_server_and_scorers_fail(
         settings = {
             "steps": course.steps,
             "model": tied_model,
-            "start_model.enabled": "false",
+            "start_model.steps": "0",
             "serve.urls": f"[{', '.join(urls)}]",
             "rollout.groups_per_step": GROUPS,
             "rollout.group_size": GROUP_SIZE,
-            "rollout.retry_backoff_s": 0.05,
             "rollout.trajectories_per_task": 2,
             "score.scorer": "planted_scorer:PlantedScorer",
             "score.workers": 2,

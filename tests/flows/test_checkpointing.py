@@ -10,14 +10,23 @@ import pytest
 from planned_run import PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 
-from flows.groups.fan_out import collect_step, store_batch
-from flows.policies.checkpointing import Checkpointing
-from flows.policies.policy import Policy
-from tasks.errors import RequestError, RollmillError, ServiceDiedError, StoreError
-from tasks.serve.version import PolicyVersion
-from tasks.store.layout import CHECKPOINT_MARKER, RunFolder
-from tasks.store.resume import complete_checkpoints
-from tasks.train.protocol import CheckpointBegun, CheckpointWritten, StepResult
+from rollmill.flows.policies.checkpointing import Checkpointing
+from rollmill.flows.policies.run_policy import RunPolicy
+from rollmill.flows.step.step_collection import collect_step
+from rollmill.flows.step.step_groups import store_batch
+from rollmill.tasks.errors import RequestError, RollmillError, ServiceDiedError, StoreError
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    BeginCheckpoint,
+    CheckpointBegun,
+    CheckpointWritten,
+    Command,
+    StepResult,
+    TrainStep,
+)
 
 DIED = ServiceDiedError("trainer", "its process ended with status -9")
 
@@ -32,7 +41,7 @@ class Trainer:
     """
 
     name = "trainer"
-    spanned = ("trainer/0",)
+    span_processes = ("trainer/0",)
 
     def __init__(self, folder: RunFolder, *fates: RollmillError | None) -> None:
         self.folder, self.fates = folder, list(fates)
@@ -52,17 +61,20 @@ class Trainer:
         await self.may_start.wait()
         self.starts += 1
 
-    async def load(self, **_: Any) -> None:
-        pass
+    async def do(self, command: Command[Any], starts: dict[str, int] | None = None) -> Any:
+        match command:
+            case TrainStep(step=step):
+                return StepResult(step + 1, updated=True, reason="", metrics=[], duration_s=0.0)
+            case BeginCheckpoint(version=version):
+                self.begun.append(version)
+                is_new = version not in list_complete_checkpoints(self.folder)
+                return CheckpointBegun(is_new=is_new, held_s=0.0)
+            case AwaitCheckpoint(version=version):
+                return self._end(version)
+            case _:
+                return None
 
-    async def train_step(self, *, step: int, **_: Any) -> StepResult:
-        return StepResult(step + 1, updated=True, reason="", metrics=[], duration_s=0.0)
-
-    async def checkpoint(self, _: str, version: int) -> CheckpointBegun:
-        self.begun.append(version)
-        return CheckpointBegun(is_new=version not in complete_checkpoints(self.folder), held_s=0.0)
-
-    async def await_checkpoint(self, version: int) -> CheckpointWritten:
+    def _end(self, version: int) -> CheckpointWritten:
         if error := self.fates.pop(0) if self.fates else None:
             raise error
         self.folder.checkpoint(version).mkdir(parents=True)
@@ -71,15 +83,15 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[tuple[Policy, Trainer]]:
+async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[tuple[RunPolicy, Trainer]]:
     """A policy at version 1, of which a checkpoint is due and may be begun."""
-    settings = {"steps": 1, "serve": {"max_restarts": 1}, "evaluate": {"enabled": False}}
+    settings = {"steps": 1, "max_restarts": 1, "evaluate": {"every": 0}}
     async with opened(folder, PlannedSampler(), PlannedScoring(), **settings) as run:
         trainer = Trainer(run.folder, *fates)
         with disable_run_logger():
-            await store_batch(run, await collect_step(run, 0))
-            async with Checkpointing(run, trainer.client) as checkpointing:
-                policy = Policy(run, trainer, None, checkpointing)
+            await store_batch(run, 0, (await collect_step.fn(run, 0)).outcomes)
+            async with asyncio.TaskGroup() as tasks:
+                policy = RunPolicy(run, trainer, None, Checkpointing(run, trainer.client, tasks))
                 policy.trained.current = PolicyVersion(run.id, 1, 1)
                 yield policy, trainer
 
@@ -87,9 +99,9 @@ async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[t
 async def test_one_that_its_trainer_took_with_it_is_begun_anew(tmp_path: Path) -> None:
     async with trained(tmp_path, DIED) as (policy, trainer):
         await policy.checkpoint_if_due()
-        await policy.checkpointed()
+        await policy.finish_checkpoints()
     assert (trainer.starts, trainer.begun) == (1, [1, 1])
-    assert complete_checkpoints(trainer.folder) == [1]
+    assert list_complete_checkpoints(trainer.folder) == [1]
 
 
 async def test_whatever_is_said_of_one_that_was_begun_before_a_restart_it_is_begun_anew(
@@ -102,14 +114,14 @@ async def test_whatever_is_said_of_one_that_was_begun_before_a_restart_it_is_beg
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(brought_back(policy))
             await asyncio.sleep(0.05)
-            tasks.create_task(policy.checkpointed())
+            tasks.create_task(policy.finish_checkpoints())
             await asyncio.sleep(0.05)
             trainer.may_start.set()
     assert (trainer.starts, trainer.begun) == (1, [1, 1])
-    assert complete_checkpoints(trainer.folder) == [1]
+    assert list_complete_checkpoints(trainer.folder) == [1]
 
 
-async def brought_back(policy: Policy) -> None:
+async def brought_back(policy: RunPolicy) -> None:
     """As any command does that finds the trainer dead."""
     async with policy._still:
         await policy._bring_back_trainer(DIED)
@@ -119,7 +131,7 @@ async def test_one_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_pa
     async with trained(tmp_path, StoreError("disk full")) as (policy, trainer):
         await policy.checkpoint_if_due()
         with pytest.raises(StoreError, match="disk full"):
-            await policy.checkpointed()
+            await policy.finish_checkpoints()
     assert (trainer.starts, trainer.begun) == (0, [1])
 
 
@@ -127,5 +139,5 @@ async def test_a_trainer_that_dies_at_every_write_is_given_up(tmp_path: Path) ->
     async with trained(tmp_path, DIED, DIED, DIED) as (policy, trainer):
         await policy.checkpoint_if_due()
         with pytest.raises(ServiceDiedError, match="after 1 restarts"):
-            await policy.checkpointed()
+            await policy.finish_checkpoints()
     assert trainer.begun == [1, 1]

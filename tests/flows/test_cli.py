@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from flows import cli
+from rollmill.flows import cli
 
 
 @pytest.fixture
@@ -73,10 +73,13 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
             ["quickstart", "--set", "rollout.max_in_flight=4"],
             ["rollout.max_in_flight", "rollout.group_size is 8"],
         ),
-        (["quickstart", "--set", "start_model.heads=8"], ["start_model.hidden_size", "multiple of 32"]),
-        (["quickstart", "--set", "start_model.enabled=false"], ["model", "start_model.enabled=true"]),
         (
-            ["quickstart", "--set", "start_model.enabled=false", "--set", "model=nowhere"],
+            ["quickstart", "--set", "start_model.hidden_size=100"],
+            ["start_model.hidden_size", "multiple of 32"],
+        ),
+        (["quickstart", "--set", "start_model.steps=0"], ["model", "start_model.steps=900"]),
+        (
+            ["quickstart", "--set", "start_model.steps=0", "--set", "model=nowhere"],
             ["model", "nowhere", "config.json is missing"],
         ),
         (
@@ -105,16 +108,16 @@ def test_a_wrong_setting_is_refused_with_field_value_and_remedy(
     assert not (folder / ".rollmill").exists()
 
 
-@pytest.mark.parametrize("field", ["serve.port", "train.port"])
+@pytest.mark.parametrize("command", ["vllm", "trainer"])
 def test_a_taken_port_is_refused_by_name(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, field: str
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = refusal(capsys, monkeypatch, "run", "quickstart", "--set", f"{field}={port}")
-    assert field in said
+        said = refusal(capsys, monkeypatch, command, "quickstart", "--port", str(port))
+    assert "--port" in said
     assert str(port) in said
     assert "taken" in said
 
@@ -142,7 +145,12 @@ def test_inspecting_a_folder_without_a_run_says_so(
 
 
 @pytest.mark.parametrize(
-    "module", ["flows.commands.starting", "flows.commands.stored_runs", "flows.checks.preflight"]
+    "module",
+    [
+        "rollmill.flows.commands.new_runs",
+        "rollmill.flows.commands.stored_runs",
+        "rollmill.flows.checks.preflight",
+    ],
 )
 def test_prefect_is_not_imported_before_it_is_known_which_server_to_lead_it_to(module: str) -> None:
     code = f"import sys, {module}; sys.exit('prefect' in sys.modules)"

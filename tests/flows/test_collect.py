@@ -12,20 +12,19 @@ import pytest
 from flow_processes import DEADLINE_S, Runs
 from typer.testing import CliRunner
 
-from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.cli import app
-from flows.config import RunConfig
-from flows.deploying.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
-from flows.groups.draws import GroupPool
-from flows.running.folder import check_resumable
-from flows.settings import validate
-from tasks.errors import RunMismatchError
-from tasks.serve.process import free_port
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
-from tasks.store.partitions import stored_steps
-from tasks.store.reader import read
-from tasks.store.verification import verify_run
+from rollmill.flows.cli import app
+from rollmill.flows.config import RunConfig
+from rollmill.flows.offline.draws import GroupPool
+from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
+from rollmill.flows.run.folder import check_resumable
+from rollmill.tasks.errors import RunMismatchError
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_steps, read
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.verify.run_verification import verify_run
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.vllm_server import StubVllmServer
 
 pytestmark = pytest.mark.service
 
@@ -41,7 +40,7 @@ def server(tied_model: Path) -> StubVllmServer:
 def config(tmp_path_factory: pytest.TempPathFactory, server: StubVllmServer) -> Iterator[RunConfig]:
     port = free_port()
     control = server.serve(port)
-    yield validate(
+    yield validate_toy(
         {
             "steps": STEPS,
             "model": str(server.model),
@@ -86,7 +85,7 @@ def test_a_killed_collection_goes_on_and_has_each_trajectory_once(collected: Run
         ids = read(collected, dataset, ["trajectory_id"])["trajectory_id"].to_pylist()
         assert len(ids) == len(set(ids)) == STEPS * GROUPS * GROUP_SIZE
     assert len(read(collected, "groups", ["group"])) == STEPS * GROUPS
-    assert stored_steps(collected, "batches") == []
+    assert list_steps(collected, "batches") == []
     assert read_manifest(collected).status == "finished"
 
 

@@ -6,21 +6,21 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from flows.commands.compaction import compact_run
-from tasks.errors import RunLockedError, StoreError
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import CHECKPOINT_MARKER, RunFolder
-from tasks.store.manifest import read_manifest
-from tasks.store.reader import read
-from tasks.store.run import OpenRun
-from tasks.store.schemas import batch_of
+from rollmill.flows.commands.stored_runs import compact_run
+from rollmill.tasks.errors import RunLockedError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import make_batch
 
 STEPS = 4
 
 
 def opened(folder: RunFolder) -> OpenRun:
-    config = StoreConfig(root=str(folder.local.parent), flush_s=0.0, lock_timeout_s=0.0)
+    config = StoreConfig(root=str(folder.local.parent), lock_timeout_s=0.0)
     return OpenRun.open(
         folder,
         config={"steps": STEPS, "store": config.model_dump(mode="json")},
@@ -33,7 +33,7 @@ def opened(folder: RunFolder) -> OpenRun:
 
 def plan(run: str, step: int, group: int) -> pa.RecordBatch:
     columns = {"run": [run], "step": [step], "first_group": [group], "n_groups": [1], "reason": ["plan"]}
-    return batch_of("plans", columns)
+    return make_batch("plans", columns)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def folder(tmp_path: Path) -> RunFolder:
 
 
 def shards_by_step(folder: RunFolder) -> list[int]:
-    return [len(files_of(folder).keys(f"plans/step={step:06d}/*.arrow")) for step in range(STEPS)]
+    return [len(open_files(folder).keys(f"plans/step={step:06d}/*.arrow")) for step in range(STEPS)]
 
 
 def silent(text: str) -> None:
@@ -62,7 +62,7 @@ async def test_of_a_stopped_run_the_checkpointed_steps_are_compacted_and_of_a_fi
     folder: RunFolder,
 ) -> None:
     before = read(folder, "plans")
-    assert "steps after the last checkpoint stay" in await compact_run(folder, 0.1, silent)
+    assert "steps after the last checkpoint are unchanged" in await compact_run(folder, 0.1, silent)
     assert shards_by_step(folder) == [1, 1, 3, 3]
     with opened(folder) as run:
         run.finish()
@@ -79,7 +79,7 @@ async def test_a_run_that_is_written_to_is_not_compacted(folder: RunFolder) -> N
 
 
 async def test_a_partition_that_cannot_be_compacted_is_named_and_the_others_are(folder: RunFolder) -> None:
-    first = files_of(folder).keys("plans/step=000000/*.arrow")[0]
+    first = open_files(folder).keys("plans/step=000000/*.arrow")[0]
     shutil.copy(folder.local / "run.json", folder.local / first)
     told: list[str] = []
     with pytest.raises(StoreError, match="1 partitions were not compacted"):

@@ -2,14 +2,19 @@ import math
 
 import pytest
 
-from flows.policies.comparison import StepComparison, Versions, first_difference, versions_of
-from tasks.errors import ConfigError
+from rollmill.flows.offline.replay_comparison import (
+    ReplayVersions,
+    StepComparison,
+    choose_versions,
+    first_difference,
+)
+from rollmill.tasks.errors import ConfigError
 
 
 def test_a_replay_goes_from_the_last_checkpoint_but_one_to_the_last() -> None:
-    assert versions_of([10, 20, 30], None, None) == Versions(20, 30)
-    assert versions_of([10, 20, 30], 0, None) == Versions(0, 30)
-    assert versions_of([10, 20, 30], None, 10) == Versions(0, 10)
+    assert choose_versions([10, 20, 30], None, None) == ReplayVersions(20, 30)
+    assert choose_versions([10, 20, 30], 0, None) == ReplayVersions(0, 30)
+    assert choose_versions([10, 20, 30], None, 10) == ReplayVersions(0, 10)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ def test_versions_without_a_checkpoint_are_refused(
     checkpoints: list[int], first: int | None, last: int | None, field: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        versions_of(checkpoints, first, last)
+        choose_versions(checkpoints, first, last)
 
     assert raised.value.field == field
 
@@ -40,7 +45,7 @@ def test_the_first_difference_is_named() -> None:
     assert first_difference([same], tensors, dict(tensors)) == ""
     assert first_difference([same, other], tensors, {}) == "step 4: train/loss was 0.5, is 0.25"
     assert first_difference([same], tensors, {"weights/a": "00", "weights/b": "22"}).startswith(
-        "weights/b is"
+        "weights/b differs"
     )
 
 

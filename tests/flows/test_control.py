@@ -15,11 +15,11 @@ from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from told import everything_of
 
-from flows.collect import collect
-from flows.deploying.automations import put_automations, shipped
-from flows.post_train import post_train
-from tasks.serve.process import free_port
-from tasks.store.verification import verify_run
+from rollmill.flows.collect import collect
+from rollmill.flows.post_train import post_train
+from rollmill.flows.prefect_integration.automations import put_automations, read_automations
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.store.verify.run_verification import verify_run
 
 pytestmark = pytest.mark.service
 
@@ -63,9 +63,7 @@ async def judge() -> AsyncIterator[tuple[str, set[str]]]:
     await runner.cleanup()
 
 
-@pytest.mark.parametrize("n_collectors", [0, pytest.param(2, marks=pytest.mark.long)])
 async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_retry_and_tells_no_secret(
-    n_collectors: int,
     workplace: Any,
     stub_python: str,
     stub_told: Any,
@@ -80,7 +78,7 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
         "store": {"root": s3_root},
         "score": {"scorer": "judge", "judge": {"url": url, "model": "any", "api_key_env": "JUDGE_KEY"}},
     }
-    async with deployed(workplace, collect, n_collectors=n_collectors, **settings) as run:
+    async with deployed(workplace, collect, **settings) as run:
         with workplace.worker(run.pool):
             flow_run = await run.start()
             await run.when_steps(flow_run, 1)
@@ -89,9 +87,7 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
             secrets = SECRETS | keys_of_services(run)
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
-            # A collector ends by itself, and with it what it has under way.
-            by_itself = {"Crashed"} if n_collectors else set()
-            assert await run.work(flow_run) - by_itself == {"Completed", "Cancelled"}
+            assert await run.work(flow_run) == {"Completed", "Cancelled"}
 
             stub_told()
             await run.retried(flow_run)
@@ -132,9 +128,9 @@ async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_goes_on_unt
 
 async def test_an_automation_is_put_once() -> None:
     for _ in range(2):
-        await put_automations(shipped())
+        await put_automations(read_automations())
     async with get_client() as client:
-        (found,) = await client.read_automations_by_name(shipped()[0].name)
+        (found,) = await client.read_automations_by_name(read_automations()[0].name)
     assert found.enabled
 
 

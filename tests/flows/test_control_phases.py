@@ -15,15 +15,21 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from benchmarks.stubs.trainer import StubTrainer
-from flows.deploying.automations import put_automations, shipped
-from flows.post_train import post_train
-from tasks.serve.process import free_port
-from tasks.store.findings import Finding
-from tasks.store.verification import verify_run
-from tasks.sync.order import Sent
-from tasks.train.config import TrainConfig
-from tasks.train.protocol import AwaitCheckpoint, CheckpointWritten, Send, StepResult, TrainStep
+from rollmill.flows.post_train import post_train
+from rollmill.flows.prefect_integration.automations import put_automations, read_automations
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.store.verify.findings import Finding
+from rollmill.tasks.store.verify.run_verification import verify_run
+from rollmill.tasks.sync.weight_messages import SendResult
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    CheckpointWritten,
+    SendWeights,
+    StepResult,
+    TrainStep,
+)
+from tests.stubs.trainer import StubTrainer
 
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
@@ -63,7 +69,7 @@ class HeldTrainer(StubTrainer):
         self._stay("training")
         return super()._train(command)
 
-    def _send(self, command: Send) -> list[Sent]:
+    def _send(self, command: SendWeights) -> list[SendResult]:
         self._stay("sync")
         return super()._send(command)
 
@@ -81,9 +87,9 @@ def _server(prefect_api: str) -> Any:
 @pytest.fixture
 async def _impatient_automation(_server: None) -> AsyncIterator[None]:
     """The shipped automation, sooner, as long as a test goes on."""
-    await put_automations([sooner(each) for each in shipped()])
+    await put_automations([sooner(each) for each in read_automations()])
     yield
-    await put_automations(shipped())
+    await put_automations(read_automations())
 
 
 @pytest.fixture

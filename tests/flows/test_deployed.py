@@ -79,20 +79,21 @@ def test_runs_of_one_gpu_set_follow_each_other_and_what_is_wrong_is_said_before_
     }
     check_refusals(deployed, prefect_api)
     first, said = triggered(deployed, "--set", "store.root=s3://bucket/runs", "--name", "first")
-    assert "no worker takes runs from the work pool" in said
+    assert "no worker of the work pool" in said
     assert f"prefect worker start --pool {deployed.marker}" in said
     evaluation = patient.get(f"{prefect_api}/deployments/name/evaluate/small").json()
     config = evaluation["parameters"]["config"]
-    config["rollout"]["max_in_flight"] = 1
+    config["advanced"]["rollout"]["max_in_flight"] = 1
     body = {"parameters": {"run_name": "second", "config": config}}
     created = patient.post(f"{prefect_api}/deployments/{evaluation['id']}/create_flow_run", json=body)
+    assert created.is_success, created.text
     with worker(deployed):
         runs = [ended(prefect_api, first), ended(prefect_api, created.json()["id"])]
 
     assert [each["state_type"] for each in runs] == ["FAILED", "FAILED"]
     unreachable, contradiction = (each["state"]["message"] for each in runs)
     assert "store.root = 's3://bucket/runs': cannot write" in unreachable
-    assert "look at the server, and at AWS_ENDPOINT_URL, which names it" in unreachable
+    assert "check the server and AWS_ENDPOINT_URL, which names it" in unreachable
     assert "rollout.max_in_flight = 1: must hold one group at least" in contradiction
     assert not (deployed.folder / "runs").exists()
     assert not list(deployed.folder.glob("models*"))

@@ -12,9 +12,9 @@ from prefect.utilities.importtools import import_object
 from prefect.utilities.schema_tools.validation import validate
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 
-from flows import cli
-from flows.deploying.deployments import rendered
-from tasks.errors import ConfigError
+from rollmill.flows import cli
+from rollmill.flows.prefect_integration.deployments import render_deployments
+from rollmill.tasks.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
@@ -41,8 +41,8 @@ def test_a_deployment_fills_in_run_name_and_a_config_that_its_form_takes(
     assert list(schema["properties"])[:2] == ["run_name", "config"]
     parameters = parameters_of(deployment)
     assert validate(parameters, schema) == []
-    parameters["config"]["store"]["flush_s"] = -1
-    assert [error.message for error in validate(parameters, schema)] == ["-1 is less than the minimum of 0.0"]
+    parameters["config"]["advanced"]["store"]["compaction_grace_s"] = -1
+    assert [error.message for error in validate(parameters, schema)] == ["-1 is less than the minimum of 0.1"]
     assert deployment["description"]
     assert "rollmill" in deployment["tags"]
 
@@ -75,7 +75,7 @@ def test_containers_get_what_docker_can_make_of_the_job_variables() -> None:
 
 
 def test_all_deployments_go_to_the_pool_that_is_asked_for_and_keep_their_queues() -> None:
-    placed = rendered(DOCUMENT, "docker", ["serve.urls=[http://h:1]"])["deployments"]
+    placed = render_deployments(DOCUMENT, "docker", ["serve.urls=[http://h:1]"])["deployments"]
     pools = [each["work_pool"] for each in placed]
     assert {each["name"] for each in pools} == {"rollmill-docker"}
     queues = [each["work_pool"]["work_queue_name"] for each in DEPLOYMENTS]
@@ -85,17 +85,21 @@ def test_all_deployments_go_to_the_pool_that_is_asked_for_and_keep_their_queues(
     }
     assert {step["pool"] for step in steps.values()} == {"rollmill-docker"}
     presets = [
-        step for each in placed for step in each["build"] if "flows.deploying.deployments.preset" in step
+        step
+        for each in placed
+        for step in each["build"]
+        if "rollmill.flows.prefect_integration.deployments.preset" in step
     ]
     assert all(
-        "serve.urls=[http://h:1]" in each["flows.deploying.deployments.preset"]["overrides"]
+        "serve.urls=[http://h:1]"
+        in each["rollmill.flows.prefect_integration.deployments.preset"]["overrides"]
         for each in presets
     )
 
 
 def test_a_pool_that_is_not_in_the_file_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match="process, docker, kubernetes"):
-        rendered(DOCUMENT, "slurm")
+        render_deployments(DOCUMENT, "slurm")
 
 
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
@@ -113,7 +117,9 @@ def test_deploying_outside_of_a_checkout_says_where_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "prefect.yaml is not in this folder; run it in a checkout" in said(capsys, monkeypatch, "deploy")
+    assert "prefect.yaml is missing in this folder; run the command in a checkout" in said(
+        capsys, monkeypatch, "deploy"
+    )
     (tmp_path / "prefect.yaml").write_text("a: [")
     (tmp_path / "conf").mkdir()
     assert "it is not YAML" in said(capsys, monkeypatch, "deploy")

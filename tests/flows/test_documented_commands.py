@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.settings import load
-from tasks.serve.process import free_port
+from rollmill.flows.settings import load
+from rollmill.tasks.processes.launched_process import free_port
 
 pytestmark = pytest.mark.service
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ SMALLER = {
 }
 """What stands for a longer run's names and numbers."""
 
-SNIPPETS = {"README.md": 1, "compaction.md": 2, "checkpoints.md": 1, "storage.md": 1}
+SNIPPETS = {"README.md": 2, "compaction.md": 2, "checkpoints.md": 1, "storage.md": 1}
 """Pages whose Python is run here, and how many blocks they have; other pages' is run by tests of their own."""
 
 
@@ -86,27 +86,28 @@ def services(workplace, start_models: Path) -> Iterator[None]:  # type: ignore[n
     conf, ports = workplace.folder / "conf", {"serve": free_port(), "train": free_port()}
     preset = yaml.safe_load((conf / "small.yaml").read_text()) | {"steps": STEPS}
     preset["sync"] = {"timeout_s": ANSWER_S}
-    for section, port in ports.items():
-        preset[section] = preset.get(section, {}) | {"port": port}
     (conf / "quickstart.yaml").write_text(yaml.safe_dump(preset))
     (conf / "algorithms").mkdir()
     (conf / "algorithms" / "dapo.yaml").write_text((ROOT / "conf" / "algorithms" / "dapo.yaml").read_text())
-    make = "import asyncio; from flows.settings import load; from flows.start_model import start_model; "
+    make = "import asyncio; from rollmill.flows.settings import load; from rollmill.flows.start_model import start_model; "
     subprocess.run(
         [sys.executable, "-c", f"{make}asyncio.run(start_model(load('quickstart')))"],
         cwd=workplace.folder, env=workplace.environment, check=True,
     )  # fmt: skip
 
     workplace.environment["ROLLMILL_TRAINER_TOKEN"] = "a token of the test"
-    started = [workplace.start("vllm", "quickstart"), workplace.start("trainer", "quickstart")]
+    started = [
+        workplace.start("vllm", "quickstart", "--port", str(ports["serve"])),
+        workplace.start("trainer", "quickstart", "--port", str(ports["train"])),
+    ]
     try:
         for process in started:
             assert process.stdout
             assert re.match(r"serve.urls=|train.url=", process.stdout.readline())
             threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would hold it up
         urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-        preset["serve"] |= {"urls": [urls["serve"]], "port": 0}
-        preset["train"] |= {"url": urls["train"], "port": 0}
+        preset["serve"] = preset.get("serve", {}) | {"urls": [urls["serve"]]}
+        preset["train"] = preset.get("train", {}) | {"url": urls["train"]}
         (conf / "quickstart.yaml").write_text(yaml.safe_dump(preset))
         asyncio.run(answers(f"{urls['serve']}/health"))
         asyncio.run(answers(f"{urls['train']}/v1/health"))

@@ -3,23 +3,22 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from flows.checks.offline import check_tokenizers, steps_of_sources
-from flows.config import RunConfig
-from flows.groups.draws import GroupPool, store_draw
-from flows.running.run import TrainingRun
-from flows.settings import validate
-from tasks.errors import ConfigError
-from tasks.store.config import StoreConfig
-from tasks.store.fork import fork
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.run import OpenRun
-from tasks.store.schemas import schema_of
+from rollmill.flows.config import RunConfig
+from rollmill.flows.offline.draws import GroupPool, store_draw
+from rollmill.flows.offline.retrain_sources import check_tokenizers, steps_of_sources
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.fork_copy import fork_run
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import dataset_schema
+from tests.stubs.toy_settings import validate_toy
 
 SCORES = "short@1"
 
@@ -28,9 +27,9 @@ def made(dataset: str, rows: Sequence[dict[str, object]]) -> pa.RecordBatch:
     """Rows of a data set; 0, "" or [] in every column that is not given."""
     plain = {
         field.name: [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
-        for field in schema_of(dataset)
+        for field in dataset_schema(dataset)
     }
-    return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=schema_of(dataset))
+    return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=dataset_schema(dataset))
 
 
 def opened(folder: Path, config: dict[str, Any] | None = None) -> OpenRun:
@@ -76,16 +75,16 @@ async def source(tmp_path: Path) -> RunFolder:
     return RunFolder(folder)
 
 
-def config_of(*sources: RunFolder, **retrain: object) -> RunConfig:
-    chosen = {"sources": [each.absolute for each in sources], "scores": SCORES, "groups_per_step": 1}
-    return validate({"start_model": {"enabled": True}, "retrain": chosen | retrain})
+def config_of(*sources: RunFolder, groups: int = 1, **retrain: object) -> RunConfig:
+    chosen = {"sources": [each.absolute for each in sources], "scores": SCORES}
+    return validate_toy({"rollout": {"groups_per_step": groups}, "retrain": chosen | retrain})
 
 
 async def test_a_group_that_several_sources_have_in_common_counts_once(
     source: RunFolder, tmp_path: Path
 ) -> None:
     forked = RunFolder(tmp_path / "fork")
-    fork(source, 1, forked, {}, StoreConfig())
+    fork_run(source, 1, forked, {}, StoreConfig())
 
     assert len(GroupPool.read(config_of(source)).groups) == 4
     assert len(GroupPool.read(config_of(source, source)).groups) == 4
@@ -93,15 +92,14 @@ async def test_a_group_that_several_sources_have_in_common_counts_once(
 
 
 async def test_groups_and_batch_of_an_open_step_are_of_one_draw(source: RunFolder, tmp_path: Path) -> None:
-    config, absent = config_of(source, groups_per_step=2), cast(Any, None)
+    config = config_of(source, groups=2)
     other = made("groups", [{"group": group, "expected": 7} for group in (0, 1, 5)])
     with opened(tmp_path / "new") as store:
         async with store.writer:
             await store.writer.append("groups", other, step=0)
-            run = TrainingRun(config, tmp_path, store, *[absent] * 5)
-            draw = await store_draw(run, GroupPool.read(config), 0)
+            draw = await store_draw(store, config, GroupPool.read(config), 0)
 
-    groups, batch = (read(run.folder, name, step=0) for name in ("groups", "batches"))
+    groups, batch = (read(store.folder, name, step=0) for name in ("groups", "batches"))
     assert sorted(groups["group"].to_pylist()) == sorted(set(batch["group"].to_pylist())) == [0, 1]
     assert set(groups["expected"].to_pylist()) == {2}
     assert draw.reward == 0.5
@@ -126,6 +124,6 @@ async def test_a_source_with_another_vocabulary_is_refused(
     config = config_of(source)
     check_tokenizers(config)
 
-    with pytest.raises(ConfigError, match="vocabulary is not that of the start model"):
+    with pytest.raises(ConfigError, match="vocabulary differs from that of the start model"):
         check_tokenizers(config.model_copy(update={"model": str(tmp_path / "ours")}))
     check_tokenizers(config.model_copy(update={"model": str(tmp_path / "theirs")}))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.deploying import server
-from flows.deploying.prefect_api import SHORT_RETRIES
-from tasks.serve.process import free_port
+from rollmill.flows.prefect_integration import local_server
+from rollmill.flows.prefect_integration.prefect_api import SHORT_RETRIES
+from rollmill.tasks.processes.launched_process import free_port
 
 pytestmark = pytest.mark.service
 
@@ -24,7 +24,7 @@ FLOW = Path(__file__).with_name("hanging_flow.py")
 def test_a_signal_ends_a_run_whose_prefect_server_is_gone(tmp_path: Path, number: int, status: int) -> None:
     (tmp_path / ".tmp").mkdir()
     home = tmp_path / "prefect"
-    api = f"{server.up(home, free_port())}/api"
+    api = f"{local_server.up(home, free_port())}/api"
     try:
         process = subprocess.Popen(
             [sys.executable, str(FLOW), str(tmp_path), "hang"],
@@ -38,23 +38,22 @@ def test_a_signal_ends_a_run_whose_prefect_server_is_gone(tmp_path: Path, number
             assert time.monotonic() < deadline, "the flow did not begin"
             time.sleep(0.1)
     finally:
-        server.down(home, grace_s=0.0)
+        local_server.down(home, grace_s=0.0)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == status, output
-    assert "the same command goes on from here" in output
+    assert "run the same command again to resume" in output
 
 
 def test_a_command_that_cannot_be_gone_on_with_says_so_when_it_is_stopped() -> None:
     lines = (
         "import asyncio",
-        "from flows.commands.ending import flow_command",
-        "from flows.commands.stored_runs import NOTHING_CHANGED",
-        "with flow_command(lambda: False, 60.0, NOTHING_CHANGED): raise asyncio.CancelledError",
+        "from rollmill.flows.commands.flow_process import UNCHANGED, exit_in_time",
+        "with exit_in_time(lambda: False, 60.0, UNCHANGED): raise asyncio.CancelledError",
     )
     ended = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 128 + signal.SIGINT
-    assert "the run is as it was" in ended.stderr
-    assert "goes on from here" not in ended.stderr
+    assert "the run is unchanged" in ended.stderr
+    assert "to resume" not in ended.stderr

@@ -7,11 +7,11 @@ from typing import Any
 import polars as pl
 import pytest
 
-from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.policies.held_weights import wrong_weights
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve.process import free_port
-from tasks.serve.version import PolicyVersion
+from rollmill.flows.policies.fixed_policy import find_wrong_weights
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from tests.stubs.vllm_server import StubVllmServer
 
 pytestmark = pytest.mark.service
 
@@ -80,7 +80,7 @@ def test_servers_that_hold_the_model_already_are_asked_and_others_are_refused(wo
 def test_a_server_holds_a_version_when_its_name_says_so_or_it_was_never_given_another(
     name: str, version: int, is_held: bool
 ) -> None:
-    assert (not wrong_weights(name, PolicyVersion("run", 3, version))) is is_held
+    assert (not find_wrong_weights(name, PolicyVersion("run", 3, version))) is is_held
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import pytest
 
-from flows.failure import one_error
-from tasks.errors import ServiceDiedError
+from rollmill.flows.failure import one_error
+from rollmill.tasks.errors import ServiceDiedError
 
 
 async def test_the_cause_is_raised_in_place_of_the_group_that_holds_it() -> None:

@@ -10,29 +10,29 @@ import numpy as np
 import pytest
 from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, opened, stored
 
-from flows.groups.fan_out import planned
-from flows.groups.group import GroupCollection, StepCollection
-from flows.policies.retention import drop_old_routing
-from flows.reporting.drops import drop_line, drop_metrics, drops
-from flows.reporting.step_rows import StepRows
-from flows.running.failures import FailureWatch
-from flows.running.run import Run
-from tasks.errors import FailedShareError, RequestError
-from tasks.rollout.guess import Guess
-from tasks.rollout.sampling import Sampled
-from tasks.rollout.trajectory import Work
-from tasks.score.outcome import NOT_WHOLE, GroupOutcome
-from tasks.store.layout import CHECKPOINT_MARKER
-from tasks.store.reader import read
-from tasks.store.routing import read_routing
-from tasks.store.rows import Rows
+from rollmill.flows.policies.checkpointing import drop_old_routing
+from rollmill.flows.run.live_run import Run
+from rollmill.flows.step.drops import FailureWatch, StoredStepRows, drop_line, drop_metrics, find_drops
+from rollmill.flows.step.step_collection import GroupCollection, StepCollection
+from rollmill.flows.step.step_groups import plan_groups
+from rollmill.tasks.errors import FailedShareError, RequestError
+from rollmill.tasks.rollout.environments.guess import Guess
+from rollmill.tasks.rollout.episode import SampledTokens
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.score.group_outcomes import NOT_WHOLE, GroupOutcome
+from rollmill.tasks.store.expert_routing import read_routing
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import Rows
 
 
 async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
     """Collect group 0 of step 0 as a process that has just opened the run does."""
-    plan = await planned(run, 0, [0])
+    plan = await plan_groups(run, 0, [0])
     failures = FailureWatch(0, GROUP_SIZE, max_share, lambda: logging.getLogger("test"))
-    return await GroupCollection(StepCollection(run, 0, failures), plan.groups[0]).collect()
+    collection = StepCollection(run, 0, failures)
+    await GroupCollection(collection, plan.groups[0]).collect()
+    return tuple(collection.outcomes)
 
 
 async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -
     async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
         (outcome,) = await collected(run)
     lines = diary(run)
-    assert lines.index("score 0") < lines.index("rollout 3 done")
+    assert lines.index("score 0.0") < lines.index("rollout 0.3 done")
     assert scoring.calls[-1] == [3]
     assert outcome.advantages.tolist() == [-1.5, -0.5, 0.5, 1.5]
 
@@ -78,7 +78,7 @@ async def test_a_groups_scorer_sees_all_survivors_at_once_in_their_order_whoever
 
 async def test_a_group_that_must_be_whole_is_not_scored_when_it_is_not(tmp_path: Path) -> None:
     sampler, scoring = PlannedSampler({1: RequestError("no")}), PlannedScoring(by_group=True)
-    async with opened(tmp_path, sampler, scoring, score={"needs_whole_group": True}) as run:
+    async with opened(tmp_path, sampler, scoring, score={"min_group_size": 0}) as run:
         (outcome,) = await collected(run)
     assert not scoring.calls
     assert outcome.reason == NOT_WHOLE
@@ -129,7 +129,7 @@ async def test_what_failed_is_attempted_once_more_when_a_user_asks_and_its_group
         attempts = [(row["sample"], row["attempt"], row["status"]) for row in stored(run, "rollouts")]
         (group,) = stored(run, "groups")
         assert len(stored(run, "scores")) == GROUP_SIZE
-        assert drop_line(drops(StepRows.read(run.folder, 0, scoring.key))) == ""
+        assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, scoring.key))) == ""
     assert sampler.sampled == [1]
     assert [sorted(call) for call in scoring.calls] == ([[0, 1, 2, 3]] if by_group else [[1]])
     assert attempts[1:3] == [(1, 0, "failed"), (1, 1, "complete")]
@@ -154,8 +154,8 @@ class RoutingSampler(PlannedSampler):
     """Returns with every completion the routed experts of all tokens that were asked for: their places."""
 
     async def sample(
-        self, work: Work, token_ids: np.ndarray, until: float, routing_from: int | None = None
-    ) -> Sampled:
+        self, work: TrajectoryRequest, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> SampledTokens:
         sampled = await super().sample(work, token_ids, until)
         assert routing_from is not None
         n_tokens = len(token_ids) + len(sampled.token_ids)
@@ -217,7 +217,7 @@ async def test_a_step_says_what_it_lost_by_cause_and_by_length(tmp_path: Path) -
     async with opened(tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}) as run:
         await collected(run)
         await run.store.writer.flush()
-        fates = drops(StepRows.read(run.folder, 0, scoring.key))
+        fates = find_drops(StoredStepRows.read(run.folder, 0, scoring.key))
     causes = sorted(fates["cause"].to_list())
     assert causes == ["Deadline", "RequestError", "dropped_by_scorer", "too_few_survivors"]
     assert drop_line(fates).startswith("4 lost (")
@@ -235,7 +235,7 @@ class TruncatedSampler(PlannedSampler):
         super().__init__()
         self.samples = samples
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         sampled = await super().sample(work, token_ids, until)
         return replace(sampled, finish_reason="length") if work.sample in self.samples else sampled
 
@@ -244,8 +244,8 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(t
     score = {"train_truncated": False}
     async with opened(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
         (outcome,) = await collected(run)
-        fates = drops(StepRows.read(run.folder, 0, run.scoring.key), train_truncated=False)
-        assert drop_line(drops(StepRows.read(run.folder, 0, run.scoring.key))) == ""
+        fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key), train_truncated=False)
+        assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))) == ""
     assert [survivor.sample for survivor, _ in outcome.trained] == [0, 3]
     assert drop_line(fates) == "2 lost (2 truncated)"
 
@@ -253,7 +253,7 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(t
 async def test_a_step_that_lost_nothing_says_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path, PlannedSampler(), PlannedScoring()) as run:
         await collected(run)
-        fates = drops(StepRows.read(run.folder, 0, run.scoring.key))
+        fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))
     assert drop_line(fates) == ""
     assert {metric.name: metric.value for metric in drop_metrics(fates)}["drops/kept_tokens"] == 2.0
 

@@ -20,23 +20,24 @@ import polars as pl
 import pytest
 from flow_processes import DEADLINE_S, Runs
 
-from benchmarks.stubs.vllm_server import Asked, StubVllmServer
-from flows.commands.fork import prepare_fork
-from flows.config import RunConfig
-from flows.deploying.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
-from flows.settings import validate
-from tasks.rollout.pool_sampler import turn_seed
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.serve.version import PolicyVersion
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
-from tasks.store.reader import read
-from tasks.store.resume import stored_batch_steps
-from tasks.store.verification import verify_run
-from tasks.sync.config import SyncConfig
-from tasks.train import launch
-from tasks.train.client import TrainerClient
+from rollmill.flows.commands.new_runs import prepare_fork
+from rollmill.flows.config import RunConfig
+from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.rollout.completions import turn_seed
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.resume import list_batch_steps
+from rollmill.tasks.store.verify.run_verification import verify_run
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.service import launch
+from rollmill.tasks.train.service.commands import ExportPolicy
+from rollmill.tasks.train.service.trainer_client import TrainerClient
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.vllm_server import Asked, StubVllmServer
 
 pytestmark = pytest.mark.service
 
@@ -80,7 +81,7 @@ class Place:
 
     def weights(self, path: Path) -> bytes:
         """What the trainer stands at, as a model's file."""
-        asyncio.run(self.trainer(lambda client: client.export_policy(str(path))))
+        asyncio.run(self.trainer(lambda client: client.do(ExportPolicy(path=str(path)))))
         return (path / "model.safetensors").read_bytes()
 
 
@@ -88,7 +89,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model: Path) -> Iterator[Place]:
     tmp_path = tmp_path_factory.mktemp("kills")
     ports = free_port(), free_port()
-    config = validate(
+    config = validate_toy(
         {
             "steps": STEPS,
             "model": str(tied_model),
@@ -102,11 +103,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
             },
             "train": {
                 "url": f"http://127.0.0.1:{ports[0]}",
-                "checkpoint_every": 3,
-                "behaviour": "recomputed",
+                "old_logprobs": "trainer",
                 "kl": {"reference": "frozen", "coef": 0.1},
                 "annotate_every": 2,
             },
+            "checkpoint": {"every": 3},
             "sync": {"parity_sequences": 0},
             "serve": {"urls": [f"http://127.0.0.1:{ports[1]}"]},
             "evaluate": {"every": 5, "n_prompts": N_HELD_OUT},
@@ -115,7 +116,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
     )
     settings = launch.write_config(config.train, SyncConfig(), ports[0], tmp_path / "trainer")
     script = Path(__file__).with_name("trainer_without_transfer.py")
-    environment = launch.environment(config.train, TOKEN)
+    environment = launch.build_environment(config.train, TOKEN)
     trainer = LaunchedProcess.start(
         "trainer",
         [sys.executable, str(script), str(settings)],
@@ -162,7 +163,7 @@ def rows(folder: RunFolder, dataset: str) -> pl.DataFrame:
 
 def n_shards(folder: RunFolder, first: int) -> int:
     """How many shards of rollouts there are from a step on."""
-    keys = files_of(folder).keys("rollouts/step=*/*.arrow")
+    keys = open_files(folder).keys("rollouts/step=*/*.arrow")
     return sum(int(key.split("/")[1].removeprefix("step=")) >= first for key in keys)
 
 
@@ -174,7 +175,7 @@ def n_planned(folder: RunFolder) -> dict[int, int]:
 
 def n_trained(folder: RunFolder) -> int:
     """How many steps have a batch."""
-    return len(stored_batch_steps(folder))
+    return len(list_batch_steps(folder))
 
 
 def asked_for(folder: RunFolder) -> set[Asked]:

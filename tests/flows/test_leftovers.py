@@ -30,20 +30,10 @@ class Server:
         return str(patient.get(f"{self.api}/flow_runs/{flow_run}").json()["state_type"])
 
     def task_runs(self, flow_run: str) -> Counter[str]:
-        """States of the task runs of a run and its steps."""
-        ids = {"any_": [flow_run]}
-        body = {
-            "flow_runs": {"operator": "or_", "id": ids, "parent_flow_run_id": ids},
-            "task_runs": {"subflow_runs": {"exists_": False}},
-        }
+        """States of the task runs of a flow run."""
+        body = {"flow_runs": {"id": {"any_": [flow_run]}}}
         found = patient.post(f"{self.api}/task_runs/filter", json=body).json()
         return Counter(each["state_type"] for each in found)
-
-    def steps(self, flow_run: str) -> dict[str, str]:
-        """States of the steps' flow runs, by their names."""
-        body = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        found = patient.post(f"{self.api}/flow_runs/filter", json=body).json()
-        return {each["name"]: each["state_type"] for each in found}
 
     def schedule(self, flow_run: str) -> None:
         body = {"state": {"type": "SCHEDULED"}, "force": True}
@@ -89,12 +79,12 @@ def flow_runs(folder: Path) -> list[str]:
 
 
 def end_hanging(server: Server, folder: Path, number: int) -> str:
-    """End a flow by a signal while its four task runs hang; returns its flow run."""
+    """End a flow by a signal while a step and its four rollouts hang; returns its flow run."""
     before = flow_runs(folder)
     process = start(server, folder, "hang")
     wait_until(lambda: flow_runs(folder) not in ([], before))
     flow_run = flow_runs(folder)[-1]
-    wait_until(lambda: server.task_runs(flow_run) == {"RUNNING": 4})
+    wait_until(lambda: server.task_runs(flow_run) == {"RUNNING": 5})
     process.send_signal(number)
     process.communicate(timeout=120)
     assert process.returncode != 0
@@ -107,19 +97,16 @@ def test_the_next_start_marks_a_killed_attempt_and_its_task_runs_crashed(
     killed = end_hanging(server, tmp_path, signal.SIGKILL)
     assert server.state(killed) == "RUNNING"
     run(server, tmp_path, "end")
-    assert (server.state(killed), server.task_runs(killed)) == ("CRASHED", {"CRASHED": 4})
-    assert server.steps(killed) == {"hanging / step 0": "CRASHED", "hanging / step 1": "CRASHED"}
+    assert (server.state(killed), server.task_runs(killed)) == ("CRASHED", {"CRASHED": 5})
     (ours,) = flow_runs(tmp_path)
-    assert (server.state(ours), server.task_runs(ours)) == ("COMPLETED", {"COMPLETED": 4})
-    assert server.steps(ours) == {"hanging / step 0": "COMPLETED"}  # step 1 was made ahead and never begun
+    assert (server.state(ours), server.task_runs(ours)) == ("COMPLETED", {"COMPLETED": 5})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_runs_in_the_picture_after_a_signal(server: Server, tmp_path: Path, number: int) -> None:
     ended = end_hanging(server, tmp_path, number)
-    wait_until(lambda: server.task_runs(ended) == {"CRASHED": 4})
+    wait_until(lambda: server.task_runs(ended) == {"CRASHED": 5})
     assert server.state(ended) == "CRASHED"
-    assert server.steps(ended) == {"hanging / step 0": "CRASHED"}
 
 
 def test_a_retry_of_the_same_flow_run_marks_the_task_runs_of_the_attempt_before(
@@ -129,7 +116,7 @@ def test_a_retry_of_the_same_flow_run_marks_the_task_runs_of_the_attempt_before(
     server.schedule(killed)
     run(server, tmp_path, "end", killed)
     assert server.state(killed) == "COMPLETED"
-    assert server.task_runs(killed) == {"CRASHED": 4, "COMPLETED": 4}
+    assert server.task_runs(killed) == {"CRASHED": 5, "COMPLETED": 5}
 
 
 def test_flow_runs_that_this_server_does_not_know_are_forgotten(server: Server, tmp_path: Path) -> None:
@@ -142,7 +129,7 @@ def test_an_ended_flow_run_keeps_its_state(server: Server, tmp_path: Path) -> No
     run(server, tmp_path, "end")
     (ended,) = flow_runs(tmp_path)
     run(server, tmp_path, "end")
-    assert (server.state(ended), server.task_runs(ended)) == ("COMPLETED", {"COMPLETED": 4})
+    assert (server.state(ended), server.task_runs(ended)) == ("COMPLETED", {"COMPLETED": 5})
 
 
 def test_a_killed_run_is_shown_as_crashed_and_the_one_that_goes_on_as_complete(

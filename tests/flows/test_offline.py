@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from flows.checks.offline import check_offline
-from flows.commands.stored_runs import rescore_config
-from flows.config import RunConfig
-from flows.running.unscored import check_rescoring
-from flows.settings import validate
-from tasks.errors import ConfigError
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.run import OpenRun
+from rollmill.flows.commands.stored_runs import rescore_config
+from rollmill.flows.config import RunConfig
+from rollmill.flows.offline.retrain_sources import check_offline
+from rollmill.flows.offline.unscored import check_rescoring
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
+from tests.stubs.toy_settings import validate_toy
 
 
 def offline(**sections: object) -> RunConfig:
     retrain = {"sources": ["runs/a"], "scores": "short@1"}
-    return validate({"start_model": {"enabled": True}, "retrain": retrain} | sections)
+    return validate_toy({"retrain": retrain} | sections)
 
 
 def test_held_out_trajectories_are_not_scored_by_another_scorer_unawares() -> None:
@@ -25,7 +25,7 @@ def test_held_out_trajectories_are_not_scored_by_another_scorer_unawares() -> No
         check_offline(offline())
 
     assert raised.value.field == "retrain.scores"
-    check_offline(offline(evaluate={"enabled": False}))
+    check_offline(offline(evaluate={"every": 0}))
     check_offline(offline(evaluate={"scorer": "addition"}))
     check_offline(offline(retrain={"sources": ["runs/a"], "scores": "addition@1"}))
 

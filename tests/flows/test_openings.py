@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.policies.openings import MAX_PASSED_OVER, Opening, Openings
-from tasks.errors import EpisodeError, ServiceDiedError
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from rollmill.flows.policies.server_parity import MAX_PASSED_OVER, Opening, Openings
+from rollmill.tasks.errors import EpisodeError, ServiceDiedError
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.environment import Example, Message
 
 HANG = TimeoutError("a mark, never raised: the environment hangs")
 

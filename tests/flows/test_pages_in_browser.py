@@ -9,9 +9,9 @@ import patient
 import pytest
 from playwright.sync_api import Page, Request, sync_playwright
 
-from flows.looking.harmless import JOINER, inline
-from flows.looking.readings import Reading
-from flows.ui.pages import reading_lines
+from rollmill.flows.prefect_integration.run_pages import trajectory_lines
+from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory
+from rollmill.tasks.look.terminal.markdown_escape import JOINER, escape_inline
 
 pytestmark = pytest.mark.service
 
@@ -43,8 +43,8 @@ def _browser_page() -> Iterator[Page]:
 def _artifact(prefect_api: str) -> str:
     """The id of a page on which all of it stands."""
     row = {"reward": 1.0, "status": NAME, "env": NAME, "error_type": NAME, "error": NAME}
-    reading = Reading("best", "1.2", row, [{"role": NAME, "content": each} for each in SAID])
-    lines = [f"# {inline(NAME)}", "", *reading_lines(reading, "")]
+    reading = NotableTrajectory("best", "1.2", row, [{"role": NAME, "content": each} for each in SAID])
+    lines = [f"# {escape_inline(NAME)}", "", *trajectory_lines(reading, "")]
     body = {"key": "malicious", "type": "markdown", "data": "\n".join(lines)}
     made = patient.post(f"{prefect_api}/artifacts/", json=body)
     made.raise_for_status()

@@ -5,18 +5,18 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from flows.checks.preflight import preflight
-from flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
-from flows.settings import load
-from tasks.errors import ConfigError
-from tasks.rollout.environment import environment_of
-from tasks.rollout.prompts import check_prompts
-from tasks.score.registry import parts_of
+from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
+from rollmill.flows.settings import load
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.environment import make_environment
+from rollmill.tasks.rollout.trajectory_requests import check_prompts
+from rollmill.tasks.score.terms import resolve_terms
 
 
 @pytest.mark.parametrize("preset", sorted(each.stem for each in PRESETS.glob("*.yaml")))
 def test_every_preset_loads_and_its_scorer_is_there(preset: str) -> None:
-    assert parts_of(load(preset).score)
+    assert resolve_terms(load(preset).score)
 
 
 @pytest.mark.parametrize("algorithm", sorted(each.stem for each in ALGORITHMS.glob("*.yaml")))
@@ -49,7 +49,7 @@ def test_an_algorithm_alone_is_told_to_be_joined_to_a_preset_with_a_task() -> No
 @pytest.mark.parametrize("preset", ["quickstart", "calculator"])
 def test_presets_that_need_nothing_have_enough_problems(preset: str) -> None:
     config = load(preset)
-    environment = environment_of(config.rollout)
+    environment = make_environment(config.rollout)
     check_prompts(environment, config.rollout, config.evaluate.n_prompts)
 
 
@@ -71,7 +71,7 @@ async def test_gsm8k_says_which_file_is_missing_then_which_model(tmp_path: Path)
     train, held_out = gsm8k(tmp_path, "path", 600), gsm8k(tmp_path, "held_out_path", 600)
     assert "rollout.prompts.held_out_path = 'data/gsm8k" in missing(train)
     assert "model = 'models/Qwen2.5-1.5B-Instruct': not a model folder" in missing(train, held_out)
-    environment = environment_of(load("gsm8k", (train, held_out)).rollout)
+    environment = make_environment(load("gsm8k", (train, held_out)).rollout)
     example = await environment.example("held_out", 4)
     assert example.content == {"problem": "what is 4 + 1?", "answer": "5"}
 
@@ -79,9 +79,9 @@ async def test_gsm8k_says_which_file_is_missing_then_which_model(tmp_path: Path)
 def test_an_environment_cannot_be_called_as_all_of_them_together_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from tasks.rollout.addition import Addition\n\n\nclass Own(Addition):\n    name = 'all'\n"
+    code = "from rollmill.tasks.rollout.environments.addition import Addition\n\n\nclass Own(Addition):\n    name = 'all'\n"
     (tmp_path / "own_environment.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    with pytest.raises(ConfigError, match=r"rollout\.environment = 'all': this name is taken"):
+    with pytest.raises(ConfigError, match=r"rollout\.environment = 'all': this name is reserved"):
         preflight(load("quickstart", ("rollout.environment=own_environment:Own",)))

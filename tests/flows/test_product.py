@@ -26,7 +26,7 @@ from marked_processes import marked_processes
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
-from tasks.serve.process import free_port
+from rollmill.tasks.processes.launched_process import free_port
 
 pytestmark = pytest.mark.service
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def product(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Itera
     for name in ("sorting.py", "rewards.py"):
         (folder / name).write_text(fence_after(f"`{name}`:\n"))
     (folder / "conf" / "sorting.yaml").write_text(fence_after("as `conf/sorting.yaml`"))
-    deployments = (ROOT / "prefect.yaml").read_text() + fence_after("At the end of `prefect.yaml`")
+    deployments = (ROOT / "prefect.yaml").read_text() + fence_after("at the end of `prefect.yaml`:")
     (folder / "prefect.yaml").write_text(deployments)
 
     page = browser.new_page(viewport={"width": 1280, "height": 860})
@@ -301,7 +301,7 @@ def test_what_the_tutorial_looks_at_is_there(product: Product, run: str) -> None
                 product.command(*shlex.split(line))
     assert "ConnectionError" in product.command(*command_with("--status failed"), "--json")
     done = subprocess.run(
-        [sys.executable, "-c", fence_after("so Polars, DuckDB and pyarrow read it too:")],
+        [sys.executable, "-c", fence_after("Polars, DuckDB and pyarrow read them:")],
         cwd=product.folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "attempts" in done.stdout, done.stderr
@@ -330,7 +330,7 @@ def test_the_viewer_filters_to_failed_trajectories_and_shows_one(product: Produc
 
 
 def test_the_scorers_can_be_tried_without_a_model(product: Product) -> None:
-    snippet = fence_after("Both can be tried without a model:")
+    snippet = fence_after("You can try both without a model:")
     subprocess.run([sys.executable, "-c", snippet], cwd=product.folder, check=True)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.ui.progress import RunProgress
+from rollmill.flows.prefect_integration.progress import RunProgress
 
 
 def said(capsys: pytest.CaptureFixture[str], *, is_shown: bool) -> str:

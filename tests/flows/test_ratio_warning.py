@@ -2,14 +2,14 @@
 
 import pytest
 
-from flows.config import RunConfig
-from flows.policies.parity import ratio_warning
-from flows.settings import validate
-from tasks.observe.metrics import Metric
+from rollmill.flows.config import RunConfig
+from rollmill.flows.policies.server_parity import ratio_warning
+from rollmill.tasks.observe.metrics import Metric
+from tests.stubs.toy_settings import validate_toy
 
 
 def config(**sections: dict[str, object]) -> RunConfig:
-    return validate({"start_model": {"enabled": True}, **sections})
+    return validate_toy(sections)
 
 
 def warning(settings: RunConfig, deviation: float) -> str:
@@ -26,7 +26,7 @@ def test_ratios_beyond_rounding_are_told_with_step_figure_bound_and_what_to_do()
     told = warning(config(), 0.02)
     assert told.startswith("step 3: ")
     assert "0.02 on average" in told
-    assert "sync.ratio_threshold is 0.001" in told
+    assert "should be at most 0.001" in told
     assert "rollmill verify-sync" in told
 
 
@@ -38,7 +38,7 @@ def test_rounding_is_no_reason_to_warn() -> None:
     "sections",
     [
         {"rollout": {"max_staleness": 1}},
-        {"train": {"behaviour": "recomputed"}},
+        {"train": {"old_logprobs": "trainer"}},
         {"serve": {"dtype": "bfloat16"}},
         {"train": {"dtype": "bfloat16"}, "serve": {"dtype": "bfloat16"}},
     ],

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from flows.running.recomputing import Recomputing
-from tasks.errors import RequestError
+from rollmill.flows.run.rollout_logprobs import LogprobRecomputation
+from rollmill.tasks.errors import RequestError
 
 
 class Trainer:
@@ -26,7 +26,7 @@ class Trainer:
 
 
 @asynccontextmanager
-async def working(recomputing: Recomputing) -> AsyncIterator[Trainer]:
+async def working(recomputing: LogprobRecomputation) -> AsyncIterator[Trainer]:
     trainer = Trainer()
     task = asyncio.create_task(recomputing.work(trainer.score))
     try:
@@ -41,11 +41,11 @@ async def settled() -> None:
 
 
 @pytest.fixture
-def recomputing() -> Recomputing:
-    return Recomputing(bundle_rows=2)
+def recomputing() -> LogprobRecomputation:
+    return LogprobRecomputation(bundle_rows=2)
 
 
-async def test_bundles_go_out_at_the_trainers_step_alone(recomputing: Recomputing) -> None:
+async def test_bundles_go_out_at_the_trainers_step_alone(recomputing: LogprobRecomputation) -> None:
     async with working(recomputing) as trainer:
         recomputing.add(0, ["a", "b", "c"])
         recomputing.add(1, ["d"])
@@ -63,7 +63,7 @@ async def test_bundles_go_out_at_the_trainers_step_alone(recomputing: Recomputin
     assert trainer.asked[2:] == [(0, ["e"]), (1, ["d"])]
 
 
-async def test_a_step_that_is_due_waits_for_one_bundle(recomputing: Recomputing) -> None:
+async def test_a_step_that_is_due_waits_for_one_bundle(recomputing: LogprobRecomputation) -> None:
     async with working(recomputing) as trainer:
         trainer.may_go_on.clear()
         recomputing.begin(0)
@@ -79,7 +79,7 @@ async def test_a_step_that_is_due_waits_for_one_bundle(recomputing: Recomputing)
     assert recomputing.hidden_s > 0.0
 
 
-async def test_a_bundle_that_fails_is_left_to_the_step(recomputing: Recomputing) -> None:
+async def test_a_bundle_that_fails_is_left_to_the_step(recomputing: LogprobRecomputation) -> None:
     async with working(recomputing) as trainer:
         recomputing.begin(0)
         recomputing.add(0, ["wrong", "b", "c"])

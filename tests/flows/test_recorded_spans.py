@@ -7,7 +7,7 @@ a stub, and environment, scorer and count of recorded task runs do as they are t
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -16,28 +16,27 @@ from typing import Any, TypeVar
 
 import polars as pl
 import pytest
-from planned_run import Diary, PlannedSampler, PlannedScoring, opened
+from planned_run import PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 
-from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.beside import Beside
-from flows.groups.fan_out import store_batch
-from flows.running.run import Run
-from flows.ui.recording import Recording
-from tasks.observe.config import ObserveConfig
-from tasks.observe.spans import span, within
-from tasks.observe.step_clock import StepClock
-from tasks.observe.waits import Lock
-from tasks.rollout.addition import Addition
-from tasks.rollout.environment import Episode, Example, Message
-from tasks.rollout.pool_sampler import PoolSampler
-from tasks.rollout.prompts import sampling_seed
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import free_port
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.rows import Rows, values
+from rollmill.flows.prefect_integration.recording import Recording, RecordingLimits
+from rollmill.flows.run.live_run import Run
+from rollmill.flows.step.overlap import StepPipeline
+from rollmill.flows.step.step_groups import store_batch
+from rollmill.tasks.observe.span_waits import TimedLock
+from rollmill.tasks.observe.spans import span, within
+from rollmill.tasks.observe.step_clock import StepClock
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.completions import PoolSampler
+from rollmill.tasks.rollout.environment import Episode, Example, Message
+from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.rollout.trajectory_requests import sampling_seed
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import Rows, column_values
+from tests.stubs.vllm_server import StubVllmServer
 
 T = TypeVar("T")
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 4
@@ -109,29 +108,23 @@ class SlowScoring(PlannedScoring):
         self._plants = plants
 
     async def score(self, rollouts: Rows, *, step: int) -> Rows:
-        if step * GROUPS in values(rollouts, "group"):
+        if step * GROUPS in column_values(rollouts, "group"):
             await self._plants.sleep("scoring", step, DELAY_S)
             self._plants.note("the slow group is scored", step)
         return await super().score(rollouts, step=step)
 
 
-class WaitingPicture(Diary):
+def slow_recording(plants: Plants) -> Recording:
     """Holds groups back for Prefect's server, which has recorded everything a while after it was asked."""
 
-    def __init__(self, plants: Plants) -> None:
-        super().__init__()
-        self._plants = plants
-        self._recording = Recording(ObserveConfig(max_unrecorded_task_runs=1), self.count)
-        for _ in range(5):
-            self._recording.started()
-
-    async def count(self, _: datetime) -> int:
-        await self._plants.sleep("recording", 0, DELAY_S)
+    async def count(_: datetime) -> int:
+        await plants.sleep("recording", 0, DELAY_S)
         return 5
 
-    async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
-        await self._recording.hold_back()
-        return await work()
+    recording = Recording(RecordingLimits(max_unrecorded=1), count)
+    for _ in range(5):
+        recording.started()
+    return recording
 
 
 @asynccontextmanager
@@ -140,7 +133,7 @@ async def planted(folder: Path, plants: Plants) -> AsyncIterator[Run]:
     settings: dict[str, Any] = {
         "steps": STEPS,
         "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 1},
-        "evaluate": {"enabled": False},
+        "evaluate": {"every": 0},
     }
     run_of = opened(folder, PlannedSampler(), SlowScoring(plants), SlowEnvironment(plants), **settings)
     port = free_port()
@@ -156,8 +149,8 @@ async def planted(folder: Path, plants: Plants) -> AsyncIterator[Run]:
         run.pool.admit(client)
         sampler = PoolSampler(run.pool, run.config.rollout, run.id, 30.0)
         try:
-            picture = WaitingPicture(plants)
-            yield replace(run, player=replace(run.player, sampler=sampler), picture=picture)
+            player = replace(run.player, sampler=sampler)
+            yield replace(run, player=player, recording=slow_recording(plants))
         finally:
             control.stop()
 
@@ -174,7 +167,7 @@ def slow_store(run: Run, plants: Plants) -> None:
     run.store.files.publish = slow  # type: ignore[method-assign]
 
 
-async def held(lock: Lock, plants: Plants, step: int) -> None:
+async def held(lock: TimedLock, plants: Plants, step: int) -> None:
     """Hold a lock while something that has a name goes on."""
     with within(lane="holder"), span("rejoin"):
         async with lock:
@@ -183,24 +176,24 @@ async def held(lock: Lock, plants: Plants, step: int) -> None:
 
 async def steps(run: Run, plants: Plants) -> None:
     """The flow's steps: the train step waits for a lock, and then for a trainer."""
-    lock = Lock()
+    lock = TimedLock()
     slow_store(run, plants)
-    async with Beside(run) as beside, asyncio.TaskGroup() as others:
-        beside.begin(0)
+    async with StepPipeline(run) as pipeline, asyncio.TaskGroup() as others:
+        pipeline.begin(0)
         for step in range(STEPS):
             with StepClock(step) as clock:
                 with clock.span("collect"):
-                    collected = await beside.collected(step)
+                    collected = await pipeline.collect(step)
                 with clock.span("train"):
-                    await store_batch(run, collected)
+                    await store_batch(run, step, collected.outcomes)
                     others.create_task(held(lock, plants, step))
                     await asyncio.sleep(0)
                     async with lock:
                         await plants.sleep("train", step, DELAY_S)
-                await beside.evaluated(step)
-                beside.begin(step + 1)
+                await pipeline.finish_evaluation(step)
+                pipeline.begin(step + 1)
             await run.store.spans.store(step)
-        await beside.evaluated(STEPS)
+        await pipeline.finish_evaluation(STEPS)
 
 
 async def run_of_steps(folder: Path, plants: Plants) -> RunFolder:
@@ -252,6 +245,7 @@ def found(rows: pl.DataFrame, name: str, step: int, **columns: str) -> float:
     return float(own_s(rows).filter(*asked)["own_s"].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(STEPS))
 def test_each_planted_delay_is_found_in_its_own_step(
     recorded: tuple[pl.DataFrame, Plants], step: int

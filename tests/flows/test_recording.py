@@ -1,13 +1,11 @@
 """A run waits for Prefect's server when that helps, and never for ever."""
 
+from dataclasses import replace
 from datetime import datetime
-from uuid import uuid4
 
 import httpx
-from prefect.context import FlowRunContext
 
-from flows.ui.recording import Recording, forget_results
-from tasks.observe.config import ObserveConfig
+from rollmill.flows.prefect_integration.recording import Recording, RecordingLimits
 
 
 class Server:
@@ -28,8 +26,8 @@ class Server:
 def recording(server: Server, **settings: float) -> tuple[Recording, list[str]]:
     """With ten task runs begun, of which four may be unrecorded."""
     told: list[str] = []
-    config = ObserveConfig.model_validate({"max_unrecorded_task_runs": 4} | settings)
-    made = Recording(config, server.count, told.append)
+    limits = replace(RecordingLimits(max_unrecorded=4), **settings)  # type: ignore[arg-type]
+    made = Recording(limits, server.count, told.append)
     for _ in range(10):
         made.started()
     return made, told
@@ -37,7 +35,7 @@ def recording(server: Server, **settings: float) -> tuple[Recording, list[str]]:
 
 async def test_server_is_not_asked_far_from_the_limit() -> None:
     server = Server(0)
-    made, _ = recording(server, max_unrecorded_task_runs=10)
+    made, _ = recording(server, max_unrecorded=10)
     for _ in range(100):
         await made.hold_back()
     assert server.n_asked == 0
@@ -60,7 +58,7 @@ async def test_server_that_records_no_more_is_told_once_and_gone_on_without() ->
     assert server.n_asked == 2
     (line,) = told
     assert "3 of 10 task runs" in line
-    assert "observe.hold_back_timeout_s = 0" in line
+    assert "no more within 0 s" in line
 
 
 async def test_server_that_is_gone_is_told_with_the_reason_and_gone_on_without() -> None:
@@ -88,13 +86,3 @@ async def test_the_end_asks_a_server_again_that_failed_to_answer() -> None:
 async def test_the_end_waits_no_longer_than_allowed_for_a_server_that_is_gone() -> None:
     made, _ = recording(Server(httpx.ConnectError("connection refused")), record_timeout_s=0.1)
     assert await made.wait_until_recorded() == 10
-
-
-def test_states_of_results_and_assets_are_not_kept_for_the_length_of_a_flow_run() -> None:
-    with FlowRunContext.model_construct(
-        run_results={1: ("state", "task run", None)}, task_run_assets={uuid4(): set()}
-    ) as context:
-        forget_results()
-    assert context.run_results == {}
-    assert context.task_run_assets == {}
-    forget_results()  # without a flow run there is nothing to let go of

@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flows.running.reference_deployment import ReferenceDeployment
-from tasks.errors import ConfigError, RequestError
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.rows import rows_of
-from tasks.store.run import OpenRun
-from tasks.store.schemas import batch_of, schema_of
+from rollmill.flows.run.rollout_logprobs import ReferenceDeployment
+from rollmill.tasks.errors import ConfigError, RequestError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import rows_from_table
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import dataset_schema, make_batch
 
 IDS = ["a", "b", "c"]
 
@@ -38,16 +38,16 @@ class Server:
 def made(dataset: str, **columns: object) -> pa.RecordBatch:
     """Three rows of a data set, plain but for the columns given."""
     plain: dict[str, object] = {}
-    for field in schema_of(dataset):
+    for field in dataset_schema(dataset):
         value: object = [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
         plain[field.name] = [value] * len(IDS)
-    return batch_of(dataset, plain | columns)
+    return make_batch(dataset, plain | columns)
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[OpenRun]:
     """A run with a step's rollouts, of three tokens each, the last two sampled, and their batch."""
-    config = StoreConfig(root=str(tmp_path), flush_s=0.0)
+    config = StoreConfig(root=str(tmp_path))
     given = {"config": {}, "fixed": {}, "versions": {}, "git_commit": "", "config_of": config}
     with OpenRun.open(RunFolder(tmp_path / "run"), **given) as run:
         async with run.writer:
@@ -63,7 +63,7 @@ async def store(tmp_path: Path) -> AsyncIterator[OpenRun]:
 
 
 def rollouts(store: OpenRun) -> pa.RecordBatch:
-    return rows_of(read(store.folder, "rollouts", step=2))
+    return rows_from_table(read(store.folder, "rollouts", step=2))
 
 
 def stored(store: OpenRun) -> dict[str, list[float]]:

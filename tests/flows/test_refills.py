@@ -11,14 +11,15 @@ import pytest
 from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, opened, stored
 from prefect.logging import disable_run_logger
 
-from flows.groups.fan_out import Collected, collect_step, store_batch
-from flows.running.run import Run
-from tasks.errors import FailedShareError, RequestError
-from tasks.rollout.sampling import Sampled
-from tasks.rollout.trajectory import Work
-from tasks.store.layout import RunFolder
-from tasks.store.plan import GroupRange, group_numbers, read_plan
-from tasks.store.verification import verify_run
+from rollmill.flows.run.live_run import Run
+from rollmill.flows.step.step_collection import CollectedStep, collect_step
+from rollmill.flows.step.step_groups import store_batch
+from rollmill.tasks.errors import FailedShareError, RequestError
+from rollmill.tasks.rollout.episode import SampledTokens
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.group_ranges import GroupRange, group_numbers, read_plan
+from rollmill.tasks.store.verify.run_verification import verify_run
 
 N_GROUPS, N_REFILLS = 3, 4
 
@@ -33,7 +34,7 @@ class GroupSampler(PlannedSampler):
         self.begun: Counter[str] = Counter()
         self.unplanned: set[int] = set()
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         self.has_begun[work.group].set()
         self.begun[work.trajectory_id] += 1
         if work.group not in group_numbers(read_plan(self.folder, 0)):
@@ -59,12 +60,12 @@ def refilling(**rollout: Any) -> dict[str, Any]:
     return {"rollout": {"groups_per_step": N_GROUPS, "max_refill_groups": N_REFILLS} | rollout}
 
 
-async def collected(run: Run) -> Collected:
+async def collected(run: Run) -> CollectedStep:
     with disable_run_logger():
-        return await collect_step(run, 0)
+        return await collect_step.fn(run, 0)
 
 
-def trained(found: Collected) -> list[int]:
+def trained(found: CollectedStep) -> list[int]:
     return [outcome.group for outcome in found.outcomes if not outcome.reason]
 
 
@@ -85,7 +86,7 @@ async def test_a_step_has_no_more_refills_than_allowed_and_trains_on_what_it_has
 ) -> None:
     async with opened(tmp_path, GroupSampler(tmp_path), FlatGroups(*range(1, 99)), **refilling()) as run:
         found = await collected(run)
-        await store_batch(run, found)
+        await store_batch(run, 0, found.outcomes)
         assert {row["group"] for row in stored(run, "batches")} == {0}
     assert [outcome.group for outcome in found.outcomes] == list(range(N_GROUPS + N_REFILLS))
     told = capsys.readouterr().err
@@ -105,7 +106,7 @@ async def test_without_refills_an_untrainable_group_keeps_its_place(tmp_path: Pa
 async def test_a_step_whose_batch_is_stored_gets_no_more_refills(tmp_path: Path) -> None:
     scoring = FlatGroups(0)
     async with opened(tmp_path, GroupSampler(tmp_path), scoring, **refilling(max_refill_groups=0)) as run:
-        await store_batch(run, await collected(run))
+        await store_batch(run, 0, (await collected(run)).outcomes)
     sampler = GroupSampler(tmp_path)
     async with opened(tmp_path, sampler, scoring, **refilling()) as run:
         await collected(run)
@@ -119,7 +120,7 @@ async def test_a_step_ended_anywhere_goes_on_with_its_plan_and_samples_nothing_t
     scoring, limits = FlatGroups(0, 2, 3, 5), refilling(max_in_flight=GROUP_SIZE)
 
     class Ending(GroupSampler):
-        async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
             if sum(self.begun.values()) == n_before_the_end:
                 whole.cancel()
             return await super().sample(work, token_ids, until)
@@ -134,7 +135,7 @@ async def test_a_step_ended_anywhere_goes_on_with_its_plan_and_samples_nothing_t
     second = GroupSampler(tmp_path)
     async with opened(tmp_path, second, scoring, **limits) as run:
         found = await collected(run)
-        await store_batch(run, found)
+        await store_batch(run, 0, found.outcomes)
         plan = group_numbers(read_plan(run.folder, 0))
         rows = [row["trajectory_id"] for row in stored(run, "rollouts")]
     assert plan == tuple(range(7))
@@ -148,7 +149,6 @@ async def test_a_broken_environment_ends_the_run_and_not_its_refills(tmp_path: P
     error = RequestError("status 400: no")
     sampler = PlannedSampler(dict.fromkeys(range(GROUP_SIZE), error))
     async with opened(tmp_path, sampler, PlannedScoring(), **refilling(max_failed_share=0.4)) as run:
-        with pytest.raises(ExceptionGroup) as raised:
+        with pytest.raises(FailedShareError):
             await collected(run)
         assert read_plan(run.folder, 0) == (GroupRange(0, 3),)
-    assert raised.group_contains(FailedShareError)

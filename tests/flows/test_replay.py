@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.replay import workplace
-from tasks.store.layout import SCRATCH_ENV, RunFolder
+from rollmill.flows.offline.replay_trainer import make_scratch
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 
 
 def test_copies_of_checkpoints_lie_on_the_scratch_disk_and_apart_from_those_of_the_runs_trainer(
@@ -13,9 +13,9 @@ def test_copies_of_checkpoints_lie_on_the_scratch_disk_and_apart_from_those_of_t
 ) -> None:
     monkeypatch.setenv(SCRATCH_ENV, str(tmp_path))
     run = RunFolder("s3://bucket/runs/small")
-    with workplace(run) as place:
-        assert Path(place).is_relative_to(tmp_path)
-        assert not Path(place).is_relative_to(run.local)
-        monkeypatch.setenv(SCRATCH_ENV, place)
-        assert run.local.is_relative_to(place)
-    assert not Path(place).exists()
+    with make_scratch(run) as scratch:
+        assert scratch.is_relative_to(tmp_path)
+        assert not scratch.is_relative_to(run.local)
+        monkeypatch.setenv(SCRATCH_ENV, str(scratch))
+        assert run.local.is_relative_to(scratch)
+    assert not scratch.exists()

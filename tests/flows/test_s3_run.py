@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.resume import complete_checkpoints
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
 
 pytestmark = pytest.mark.service
 
@@ -39,11 +39,10 @@ def test_a_run_on_s3_is_killed_and_gone_on_with_from_another_scratch_folder(
 ) -> None:
     run = RunFolder(f"{s3_root}/small")
     words = ("run", "small", "--set", f"store.root={s3_root}", "--set", f"steps={STEPS}")
-    words += ("--set", "store.flush_s=0.1")
 
     workplace.environment["ROLLMILL_SCRATCH"] = str(workplace.folder / "first")
     killed = workplace.start(*words)
-    wait_until(lambda: len(complete_checkpoints(run)) > 0, killed)
+    wait_until(lambda: len(list_complete_checkpoints(run)) > 0, killed)
     n_stored = len(trajectories(run))
     wait_until(lambda: len(trajectories(run)) > n_stored, killed)
     os.kill(killed.pid, signal.SIGKILL)
@@ -62,7 +61,7 @@ def test_a_run_on_s3_is_killed_and_gone_on_with_from_another_scratch_folder(
     assert stored <= set(ids)
     assert len(ids) == len(set(ids)) == STEPS * GROUPS * GROUP_SIZE
     assert rows["step"].to_pylist() == rows["policy_version_first"].to_pylist()
-    assert complete_checkpoints(run)[-1] == STEPS
+    assert list_complete_checkpoints(run)[-1] == STEPS
     kept = list((workplace.folder / "second").glob("**/checkpoints/version=*"))
     assert [each.name for each in kept] == [f"version={STEPS:06d}"]
 
@@ -70,4 +69,4 @@ def test_a_run_on_s3_is_killed_and_gone_on_with_from_another_scratch_folder(
     assert json.loads(shown.stdout)["trajectories"] == len(ids)
     anew = workplace.run(*words, "--again")
     assert anew.returncode == 2
-    assert "lies on S3 and is not moved aside" in anew.stdout
+    assert "is on S3, where many objects cannot be renamed" in anew.stdout

@@ -2,13 +2,13 @@
 
 import pytest
 
-from flows.cli import main
-from flows.looking.view import visible
-from flows.settings import validate
-from flows.ui.progress import CONSOLE
-from tasks.errors import ConfigError, masked, printable
-from tasks.serve.config import ServeConfig
-from tasks.serve.vllm import check_guarded
+from rollmill.flows.cli import main
+from rollmill.flows.prefect_integration.progress import CONSOLE
+from rollmill.flows.settings import validate
+from rollmill.tasks.errors import ConfigError, mask_credentials, printable
+from rollmill.tasks.look.tables.view import escape_controls
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_launch import check_guarded
 
 SECRET = "planted-password"
 ADDRESS = f"http://me:{SECRET}@host:5000/path"
@@ -90,9 +90,9 @@ def test_a_server_that_others_reach_needs_a_key() -> None:
 
 
 def test_text_of_errors_is_stored_without_passwords() -> None:
-    assert masked(f"no answer from {ADDRESS}") == "no answer from http://***@host:5000/path"
+    assert mask_credentials(f"no answer from {ADDRESS}") == "no answer from http://***@host:5000/path"
     assert SECRET not in printable("x" * 1990 + ADDRESS)
-    assert masked("mail me@host, see http://host/@me") == "mail me@host, see http://host/@me"
+    assert mask_credentials("mail me@host, see http://host/@me") == "mail me@host, see http://host/@me"
 
 
 def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -105,7 +105,7 @@ def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) 
 
 
 def test_what_a_run_says_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows.ui import progress
+    from rollmill.flows.prefect_integration import progress
 
     lines: list[str] = []
     logger = type("Logger", (), {"info": lambda self, line: lines.append(line)})()
@@ -113,4 +113,4 @@ def test_what_a_run_says_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -
     with CONSOLE.capture() as captured:
         progress.say(f"server: \x1b]0;title\x07 {ADDRESS} [bold]")
     assert "\x1b" not in captured.get()
-    assert lines == [visible("server: \x1b]0;title\x07 http://***@host:5000/path [bold]")]
+    assert lines == [escape_controls("server: \x1b]0;title\x07 http://***@host:5000/path [bold]")]

@@ -13,14 +13,12 @@ from pathlib import Path
 import patient
 import pytest
 
-from flows.commands import services
-from flows.deploying import server
-from tasks.errors import ConfigError, ServiceStartError
-from tasks.serve.process import free_port
+from rollmill.flows.commands import service_commands
+from rollmill.flows.prefect_integration import local_server
+from rollmill.tasks.errors import ConfigError, ServiceStartError
+from rollmill.tasks.processes.launched_process import free_port
 
-START = (
-    "from pathlib import Path; from flows.deploying import server; print(server.up(Path({home!r}), {port}))"
-)
+START = "from pathlib import Path; from rollmill.flows.prefect_integration import local_server; print(local_server.up(Path({home!r}), {port}))"
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +30,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run([sys.executable, "-c", script], check=True)
         yield folder
     finally:
-        server.down(folder)
+        local_server.down(folder)
 
 
-def running(home: Path) -> server.Server:
-    found = server.status(home)
+def running(home: Path) -> local_server.Server:
+    found = local_server.status(home)
     assert found is not None
     return found
 
@@ -71,8 +69,8 @@ def test_server_runs_with_the_tuned_settings(home: Path) -> None:
 def test_second_up_finds_the_running_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     before = running(home)
-    assert server.up(home, free_port()) == before.ui_url
-    assert server.ensure(home, free_port()) == before.api_url
+    assert local_server.up(home, free_port()) == before.ui_url
+    assert local_server.ensure(home, free_port()) == before.api_url
     assert running(home) == before
 
 
@@ -81,18 +79,18 @@ def test_up_at_another_port_says_which_server_runs_and_how_to_end_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    server.HOME.parent.mkdir()
-    server.HOME.symlink_to(home)
+    local_server.HOME.parent.mkdir()
+    local_server.HOME.symlink_to(home)
     with pytest.raises(ConfigError, match=rf"runs at {running(home).ui_url}; .*rollmill down"):
-        services.up(port=free_port())
-    services.up(port=running(home).port)
+        service_commands.up(port=free_port())
+    service_commands.up(port=running(home).port)
     assert running(home).ui_url in capsys.readouterr().out
 
 
 @pytest.mark.service
 def test_prefect_api_url_is_attached_to(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", running(home).api_url)
-    assert server.ensure(tmp_path / "never") == running(home).api_url
+    assert local_server.ensure(tmp_path / "never") == running(home).api_url
     assert not (tmp_path / "never").exists()
 
 
@@ -101,36 +99,36 @@ def test_ui_address_in_place_of_the_api_address_is_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", running(home).ui_url)
-    with pytest.raises(ConfigError, match=r"not Prefect's API \(it ends with /api"):
-        server.ensure()
+    with pytest.raises(ConfigError, match=r"not Prefect's API \(its address ends with /api"):
+        local_server.ensure()
 
 
 @pytest.mark.service
 def test_down_leaves_nothing_running_and_up_starts_again(tmp_path: Path) -> None:
-    server.up(tmp_path, free_port())
+    local_server.up(tmp_path, free_port())
     first = running(tmp_path)
-    assert server.down(tmp_path)
+    assert local_server.down(tmp_path)
     assert not first.is_running
-    assert server.status(tmp_path) is None
-    assert not server.down(tmp_path)
-    server.up(tmp_path, first.port)
+    assert local_server.status(tmp_path) is None
+    assert not local_server.down(tmp_path)
+    local_server.up(tmp_path, first.port)
     second = running(tmp_path)
     assert second.pid != first.pid
-    assert server.down(tmp_path)
+    assert local_server.down(tmp_path)
 
 
 def test_taken_port_is_a_config_error_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port = {port}: .*rollmill up --port {port + 1}"):
-            server.up(tmp_path, port)
-    assert server.status(tmp_path) is None
+            local_server.up(tmp_path, port)
+    assert local_server.status(tmp_path) is None
 
 
 def test_home_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="run in a folder that you may write to"):
-        server.up(tmp_path / "file" / "home", free_port())
+    with pytest.raises(ConfigError, match="run in a folder that this user may write to"):
+        local_server.up(tmp_path / "file" / "home", free_port())
 
 
 @pytest.mark.parametrize(
@@ -149,29 +147,30 @@ def test_home_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
 )
 def test_stale_state_file_does_no_harm(tmp_path: Path, state: str) -> None:
     (tmp_path / "server.json").write_text(state)
-    assert server.status(tmp_path) is None
-    assert not server.down(tmp_path)
+    assert local_server.status(tmp_path) is None
+    assert not local_server.down(tmp_path)
     assert not (tmp_path / "server.json").exists()
 
 
 def test_down_makes_no_home(tmp_path: Path) -> None:
-    assert not server.down(tmp_path / "none")
+    assert not local_server.down(tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_server_that_ends_while_starting_is_told_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE", "many")
     with pytest.raises(ServiceStartError, match=r"(?s)ended while starting.*valid integer"):
-        server.up(tmp_path, free_port())
-    assert server.status(tmp_path) is None
+        local_server.up(tmp_path, free_port())
+    assert local_server.status(tmp_path) is None
 
 
 def test_address_where_nobody_answers_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     with pytest.raises(ConfigError, match=r"PREFECT_API_URL = .*nothing answers there"):
-        server.ensure()
+        local_server.ensure()
 
 
 def test_address_of_something_else_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +178,7 @@ def test_address_of_something_else_is_a_config_error(monkeypatch: pytest.MonkeyP
         threading.Thread(target=other.handle_request, daemon=True).start()
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{other.server_address[1]}/api")
         with pytest.raises(ConfigError, match="not Prefect's API"):
-            server.ensure()
+            local_server.ensure()
 
 
 def test_environment_is_its_own_where_it_must_be_and_the_users_elsewhere() -> None:
@@ -190,7 +189,7 @@ def test_environment_is_its_own_where_it_must_be_and_the_users_elsewhere() -> No
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D",
         "PATH": "/bin",
     }
-    made = server.environment(Path("/state"), ours)
+    made = local_server.environment(Path("/state"), ours)
     assert "PREFECT_API_URL" not in made
     assert "PREFECT_PROFILE" not in made
     assert made["PREFECT_HOME"] == "/state"

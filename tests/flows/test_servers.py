@@ -1,22 +1,20 @@
-"""Which servers are let in again after they were set aside, without any server."""
+"""Which servers are readmitted to the pool after they were removed, without any server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.config import RunConfig
-from flows.policies.servers import Servers
-from flows.policies.weight_sync import WeightSync
-from tasks.errors import TransientRequestError
-from tasks.rollout.addition import Addition
-from tasks.serve.pool import ServerPool
-from tasks.serve.version import PolicyVersion
-from tasks.store.layout import RunFolder
+from rollmill.flows.config import RunConfig
+from rollmill.flows.policies.server_parity import ServedRun
+from rollmill.flows.policies.weight_sync import WeightSync
+from rollmill.tasks.errors import TransientRequestError
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.store.folders import RunFolder
 
 VERSION = PolicyVersion("ab", 1, 4)
 
@@ -46,35 +44,19 @@ class Server:
         """Nothing is open."""
 
 
-@dataclass
-class Player:
-    """No tokenizer is asked for anything here."""
-
-    tokenizer: None = None
-
-
-@dataclass
-class Run:
-    """What Servers sees of a run."""
-
-    folder: RunFolder
-    environment: Addition = field(default_factory=Addition)
-    player: Player = field(default_factory=Player)
-    config: RunConfig = field(default_factory=RunConfig)
-    pool: ServerPool = field(default_factory=ServerPool)
-
-
 class Fleet:
     """One server in the pool, with its weights verified."""
 
     def __init__(self, folder: Path) -> None:
-        self.run, self.server = Run(RunFolder(folder)), Server()
-        self.servers = Servers(self.run, WeightSync(self.run, None, None), [self.server])
-        self.servers._let_in(self.server, VERSION)
+        # No prompt is compared here, so there are no openings.
+        self.run = ServedRun("ab", RunFolder(folder), RunConfig(), ServerPool(), openings=None)
+        self.server = Server()
+        self.servers = WeightSync(self.run, None, [self.server])
+        self.servers._admit(self.server, VERSION)
 
     def fail_requests(self, n: int) -> None:
         for _ in range(n):
-            self.run.pool.report(self.server, TransientRequestError("500"))
+            self.run.pool.note_failure(self.server, TransientRequestError("500"))
 
     async def is_asked(self) -> bool:
         try:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.policies.services import check_settings
-from tasks.errors import ConfigError
-from tasks.train.config import TrainConfig
+from rollmill.flows.policies.services import check_settings
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.config import TrainConfig
 
 
 def test_a_trainer_with_other_settings_of_training_is_refused_with_both_values() -> None:
@@ -13,5 +13,5 @@ def test_a_trainer_with_other_settings_of_training_is_refused_with_both_values()
 
 
 def test_settings_that_the_flow_goes_by_may_differ() -> None:
-    theirs = TrainConfig(port=1234).model_dump(mode="json")
-    check_settings(TrainConfig(url="http://127.0.0.1:1234", checkpoint_every=3), theirs)
+    theirs = TrainConfig(start_timeout_s=1234).model_dump(mode="json")
+    check_settings(TrainConfig(url="http://127.0.0.1:1234", max_skipped_steps=3), theirs)

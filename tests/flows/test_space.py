@@ -1,36 +1,31 @@
 """A disk that will not hold the next step stops the run before that step."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from planned_run import PlannedSampler, PlannedScoring, opened
 
-from flows.beside import Beside
-from flows.running.space import checkpoint_bytes, due_checkpoints
-from flows.settings import load
-from flows.ui.step_runs import StepRuns
-from tasks.errors import DiskSpaceError
-from tasks.observe.config import ObserveConfig
-from tasks.store.layout import RunFolder
-from tasks.train.config import LoraConfig, TrainConfig
+from rollmill.flows.settings import load
+from rollmill.flows.step.overlap import StepPipeline
+from rollmill.flows.step.step_space import checkpoint_bytes, due_checkpoints
+from rollmill.tasks.errors import DiskSpaceError
+from rollmill.tasks.train.config import LoraConfig, TrainConfig
 
 
 async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_left_alone(
     tmp_path: Path,
 ) -> None:
-    config = load("quickstart", (f"store.min_free_bytes={1 << 62}", "evaluate.enabled=false"))
-    run = SimpleNamespace(
-        config=config,
-        model=tmp_path,
-        folder=RunFolder(tmp_path),
-        store=SimpleNamespace(manifest=SimpleNamespace(trains=True)),
-        step_runs=StepRuns(ObserveConfig(step_runs=False), "run"),
-    )
-    async with Beside(run) as beside:  # type: ignore[arg-type]
-        beside.begin(1)
-        await beside.evaluated(1)
-        with pytest.raises(DiskSpaceError, match=r"step 1 was not begun: .*store\.min_free_bytes.*goes on"):
-            await beside.collected(1)
+    settings = {"store": {"min_free_bytes": 1 << 62}, "evaluate": {"every": 0}, "steps": 2}
+    sampler = PlannedSampler()
+    async with (
+        opened(tmp_path, sampler, PlannedScoring(), **settings) as run,
+        StepPipeline(run) as pipeline,
+    ):
+        pipeline.begin(1)
+        await pipeline.finish_evaluation(1)
+        with pytest.raises(DiskSpaceError, match=r"step 1 was not begun: .*store\.min_free_bytes.*to resume"):
+            await pipeline.collect(1)
+    assert not sampler.sampled
 
 
 def test_the_first_checkpoint_is_expected_by_the_weights_and_their_moments(tmp_path: Path) -> None:
@@ -41,6 +36,6 @@ def test_the_first_checkpoint_is_expected_by_the_weights_and_their_moments(tmp_p
 
 
 def test_a_checkpoint_is_due_now_and_then_and_after_the_last_step() -> None:
-    config = load("quickstart", ("steps=5", "train.checkpoint_every=2"))
+    config = load("quickstart", ("steps=5", "checkpoint.every=2"))
     assert due_checkpoints(config, 5) == [2, 4, 5]
     assert due_checkpoints(config, 3) == [2]

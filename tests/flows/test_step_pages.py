@@ -11,17 +11,17 @@ import patient
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from benchmarks.stubs.trainer import StubTrainer
-from benchmarks.stubs.vllm_server import StubVllmServer
-from flows.looking.ledger_views import PATH, ledger_views
-from flows.looking.run_ledger import read_ledger
-from flows.looking.selection import Interval
-from flows.looking.view import View
-from flows.post_train import post_train
-from flows.settings import validate
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.serve.process import free_port
-from tasks.store.layout import RunFolder
+from rollmill.flows.post_train import post_train
+from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
+from rollmill.tasks.look.tables.selection import Interval
+from rollmill.tasks.look.tables.view import View
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.store.folders import RunFolder
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.trainer import StubTrainer
+from tests.stubs.vllm_server import StubVllmServer
 
 pytestmark = pytest.mark.service
 
@@ -50,8 +50,8 @@ def _run(prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
     """A run that is over."""
     with stubs(tmp_path, monkeypatch) as settings, temporary_settings({PREFECT_API_URL: prefect_api}):
         rollout = {"groups_per_step": 2, "group_size": 2}
-        others = {"evaluate": {"enabled": False}, "store": {"root": str(tmp_path / "runs")}}
-        config = validate({"steps": STEPS, "rollout": rollout} | others | settings)
+        others = {"evaluate": {"every": 0}, "store": {"root": str(tmp_path / "runs")}}
+        config = validate_toy({"steps": STEPS, "rollout": rollout} | others | settings)
         return RunFolder(asyncio.run(post_train("paged", config)))
 
 
@@ -84,8 +84,8 @@ def test_a_steps_page_and_the_runs_have_the_tables_of_rollmill_spans(
     shown = pages(prefect_api, "paged-step")
     assert len(shown) == STEPS
     for step, page in enumerate(shown):
-        has(page, ledger_views(run.name, read_ledger(run, Interval(step, step))))
+        has(page, make_ledger_views(run.name, read_ledger(run, Interval(step, step))))
     (page,) = pages(prefect_api, "paged")
-    printed = ledger_views(run.name, read_ledger(run))
+    printed = make_ledger_views(run.name, read_ledger(run))
     assert "its start and end" in printed[-1].title
     has(page, printed[:-1])

@@ -1,66 +1,20 @@
-"""Control calls go out together, and it is known how soon and how far apart those who were called began."""
-
-import asyncio
-from functools import partial
+"""It is known how soon after a decision, and how far apart, those who were called began."""
 
 import pytest
 
-from flows.running.submission import AT_ONCE, Submission, together
-from tasks.observe.metrics import Metric
-from tasks.observe.spans import Recorder, Span, recording
+from rollmill.flows.run.submission import Submission
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.spans import Recorder, Span, recording
 
 DECIDED_NS = 1_700_000_000_000_000_000
 MS = 1_000_000
-
-
-class Calls:
-    """Calls that are over when they are let; counts those under way."""
-
-    def __init__(self) -> None:
-        self.under_way = self.most_under_way = 0
-
-    async def call(self, number: int) -> int:
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        for _ in range(AT_ONCE):  # turns of the loop, in which all others that may begin do
-            await asyncio.sleep(0)
-        self.under_way -= 1
-        return number
-
-
-@pytest.mark.parametrize(("n", "at_once", "most"), [(16, AT_ONCE, 16), (64, AT_ONCE, 64), (16, 4, 4)])
-async def test_calls_are_under_way_at_once_up_to_a_bound_and_answer_in_their_order(
-    n: int, at_once: int, most: int
-) -> None:
-    calls = Calls()
-    answers = await together([partial(calls.call, number) for number in range(n)], at_once)
-    assert calls.most_under_way == most
-    assert answers == list(range(n))
-
-
-async def test_the_first_call_that_fails_ends_the_others() -> None:
-    ended = asyncio.Event()
-
-    async def goes_on() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    async def fails() -> None:
-        raise ValueError("refused")
-
-    with pytest.raises(ValueError, match="refused"):
-        async with asyncio.timeout(30.0):
-            await together([goes_on, fails])
-    assert ended.is_set()
 
 
 def submitted(**starts_ms: int) -> Submission:
     """A decision, and how many ms later each began."""
     submission = Submission("servers", DECIDED_NS)
     for who, start_ms in starts_ms.items():
-        submission.started(who, DECIDED_NS + start_ms * MS)
+        submission.note_start(who, DECIDED_NS + start_ms * MS)
     return submission
 
 
@@ -73,7 +27,7 @@ def test_metrics_are_the_last_start_since_the_decision_and_the_skew_of_all_start
 
 def test_one_that_begins_again_began_when_it_did_first() -> None:
     submission = submitted(a=20)
-    submission.started("a", DECIDED_NS + 900 * MS)
+    submission.note_start("a", DECIDED_NS + 900 * MS)
     assert (submission.n_started, submission.last_start_s) == (1, pytest.approx(0.02))
 
 

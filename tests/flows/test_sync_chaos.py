@@ -14,11 +14,12 @@ import polars as pl
 import pytest
 from aiohttp import web
 
-from tasks.serve import vllm
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.serve.supervisor import descendants
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.processes.supervisor import descendants
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from tests.stubs.toy_settings import TOY
 
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
@@ -91,13 +92,13 @@ class Server:
 
     def __init__(self, model: Path, log: Path, python: str) -> None:
         self._model, self._log = model, log
-        self.config, self._port = ServeConfig(python=python), free_port()
+        self.config, self._port = ServeConfig(**TOY["serve"], python=python), free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 
     def start(self) -> None:
-        command = vllm.command(self.config, str(self._model), self._port)
-        environment = vllm.environment(self.config)
+        command = vllm_launch.vllm_command(self.config, str(self._model), self._port)
+        environment = vllm_launch.vllm_environment(self.config)
         self.process = LaunchedProcess.start(
             "vLLM server", command, log=self._log, env=environment, stop_grace_s=2.0
         )
@@ -114,7 +115,9 @@ class Server:
 def trainer_rank(workplace: Any, rank: int) -> int:
     """Process id of a rank of the run's trainer."""
     for pid, command in workplace.processes().items():
-        if "tasks.train.service" in command and f"\0RANK={rank}\0" in _environment(pid):
+        if "rollmill.tasks.train.service.trainer_process" in command and f"\0RANK={rank}\0" in _environment(
+            pid
+        ):
             return pid
     raise AssertionError(f"no rank {rank} among {workplace.processes()}")
 
@@ -179,20 +182,19 @@ async def test_a_run_goes_on_with_right_weights_whoever_dies_or_stalls_while_the
         settings = {
             "steps": STEPS,
             "model": model,
-            "start_model.enabled": "false",
+            "start_model.steps": "0",
             "serve.urls": f"[{', '.join(urls)}]",
-            "serve.connect_timeout_s": 5,
             "rollout.groups_per_step": GROUPS,
             "rollout.group_size": GROUP_SIZE,
             "rollout.max_completion_tokens": 8,
             "train.ranks": 2,
             "train.zero_stage": 3,
             "train.lr": 1e-5,
-            "train.checkpoint_every": 3,
+            "checkpoint.every": 3,
             "score.scorer": "digit_scorer:DigitScorer",
             "sync.transport": "tcp",
             "sync.stall_timeout_s": STALL_S,
-            "evaluate.enabled": "false",
+            "evaluate.every": "0",
         }
         process = workplace.start(
             "run", "small", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))

@@ -3,25 +3,25 @@
 import pytest
 from rich.console import Console
 
-from flows.policies.sync_verdict import SyncVerdict, table_of
-from flows.replaying.verify_sync import conclusion
-from tasks.errors import SyncError
-from tasks.sync.order import WeightAnswer
+from rollmill.flows.policies.sync_report import SyncVerdict, verdict_table
+from rollmill.flows.verify_sync import summarize
+from rollmill.tasks.errors import SyncError
+from rollmill.tasks.sync.weight_messages import WeightUpdateResponse
 
 SENT = {"norm": "ab", "head": "cd"}
-SAME = SyncVerdict.of("http://a", WeightAnswer(2_500_000, 0.1, 0.0, SENT), SENT)
+SAME = SyncVerdict.of("http://a", WeightUpdateResponse(2_500_000, 0.1, 0.0, SENT), SENT)
 OTHER = SyncVerdict.of(
-    "http://b", WeightAnswer(2_500_000, 0.1, 0.0, {"norm": "ab", "head": "00"}, ("lm_head",)), SENT
+    "http://b", WeightUpdateResponse(2_500_000, 0.1, 0.0, {"norm": "ab", "head": "00"}, ("lm_head",)), SENT
 )
 
 
 def test_servers_that_have_every_tensor_pass() -> None:
-    assert conclusion([SAME], 3) == "version 3 is as the trainer has it on 1 of 1 servers"
+    assert summarize([SAME], 3) == "version 3 is as the trainer has it on 1 of 1 servers"
 
 
 def test_a_server_that_differs_is_named_with_all_that_differs() -> None:
     with pytest.raises(SyncError) as wrong:
-        conclusion([SAME, OTHER], 3)
+        summarize([SAME, OTHER], 3)
     assert str(wrong.value).endswith(
         "version 3 is not on the servers as the trainer has it: server http://b: head (arrived otherwise), lm_head (live)"
     )
@@ -30,7 +30,7 @@ def test_a_server_that_differs_is_named_with_all_that_differs() -> None:
 def test_the_table_fits_a_narrow_terminal() -> None:
     console = Console(width=50)
     with console.capture() as page:
-        console.print(table_of([SAME, OTHER]))
+        console.print(verdict_table([SAME, OTHER]))
     lines = page.get().splitlines()
     assert max(map(len, lines)) <= 50
     (row,) = [line for line in lines if "http://b" in line]

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tasks.rollout.calculator import calculate
+from rollmill.tasks.rollout.environments.calculator import calculate
 
 pytestmark = pytest.mark.service
 

@@ -10,14 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.settings import fixed_settings, validate
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
-from tasks.store.run import OpenRun
-from tasks.sync.config import SyncConfig
-from tasks.train import launch
-from tasks.train.config import TrainConfig
+from rollmill.flows.settings import find_fixed_settings
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service import launch
+from tests.stubs.toy_settings import validate_toy
 
 pytestmark = pytest.mark.service
 
@@ -26,13 +27,13 @@ TOKEN_ENV = TrainConfig().token_env
 
 @pytest.fixture
 def trainer_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    config, port, token = TrainConfig(), free_port(), secrets.token_hex(8)
+    config, port, token = validate_toy({}).train, free_port(), secrets.token_hex(8)
     monkeypatch.setenv(TOKEN_ENV, token)
     process = LaunchedProcess.start(
         "trainer",
-        launch.command(config, launch.write_config(config, SyncConfig(), port, tmp_path / "trainer")),
+        launch.build_command(config, launch.write_config(config, SyncConfig(), port, tmp_path / "trainer")),
         log=tmp_path / "trainer" / "trainer.log",
-        env=launch.environment(config, token),
+        env=launch.build_environment(config, token),
         stop_grace_s=2.0,
     )
     yield f"http://127.0.0.1:{port}"
@@ -46,10 +47,10 @@ def run(vllm_server: Any, save_tiny: Callable[..., Path], trainer_url: str, tmp_
 
     model = save_tiny(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True, initializer_range=0.3)
     folder = RunFolder(tmp_path / "runs" / "small")
-    config = validate(
+    config = validate_toy(
         {
             "model": str(model),
-            "start_model": {"enabled": False},
+            "start_model": {"steps": 0},
             "serve": {"urls": [vllm_server.url], "attach_timeout_s": 600.0},  # the trainer is only starting
             "train": {"url": trainer_url},
             "store": {"root": str(tmp_path / "runs")},
@@ -58,7 +59,7 @@ def run(vllm_server: Any, save_tiny: Callable[..., Path], trainer_url: str, tmp_
     OpenRun.open(
         folder,
         config=config.model_dump(mode="json"),
-        fixed=fixed_settings(),
+        fixed=find_fixed_settings(),
         versions={},
         git_commit="",
         config_of=config.store,

@@ -4,10 +4,8 @@ import ctypes
 
 import pyarrow as pa
 
-from flows.running.memory_watch import SETTLED_AFTER, WHAT_TO_LOOK_AT, MemoryWatch
-from flows.running.vitals import Vitals
-from tasks.observe.config import ObserveConfig
-from tasks.observe.memory import KINDS, MIB, Holders, own_rss_bytes
+from rollmill.flows.run.vitals import SETTLED_AFTER, WHAT_TO_LOOK_AT, MemoryWatch, VitalLimits, Vitals
+from rollmill.tasks.observe.process_memory import KINDS, MIB, Holders, own_rss_bytes
 
 BLOCK_BYTES, N_BLOCKS = 64 * 1024, 2048
 """Blocks below the size from which allocators ask the system for each by itself."""
@@ -26,7 +24,7 @@ def seen(rss_mib: list[float], max_growth: float = 0.25) -> list[str]:
     )
     for number, mib in enumerate(rss_mib):
         at[0] = number
-        watch.see(int(mib * MIB))
+        watch.record(int(mib * MIB))
     return said
 
 
@@ -52,7 +50,7 @@ def below(steps: list[dict[tuple[str, int], float]], max_growth: float = 0.25) -
     said: list[str] = []
     watch = MemoryWatch(max_growth, said.append)
     for step in steps:
-        watch.see_below({process: int(mib * MIB) for process, mib in step.items()})
+        watch.record_children({process: int(mib * MIB) for process, mib in step.items()})
     return said
 
 
@@ -76,10 +74,10 @@ def test_of_all_that_is_launched_it_is_known_what_to_look_at() -> None:
 
 async def test_a_step_has_the_metrics_of_loop_and_memory() -> None:
     vitals = Vitals(
-        ObserveConfig(max_stall_ms=0.0, max_lag_p99_ms=0.0)
+        VitalLimits(max_stall_ms=0.0, max_lag_p99_ms=0.0)
     )  # a busy machine's lag is told of in a flow
-    with vitals.watching():
-        values = {metric.name: metric.value for metric in await vitals.of_step()}
+    with vitals.watch():
+        values = {metric.name: metric.value for metric in await vitals.measure_step()}
     assert values["memory/flow_rss_bytes"] > MIB
     assert {"memory/arrow_bytes", "memory/malloc_bytes", "memory/malloc_free_bytes"} <= values.keys()
 
@@ -91,7 +89,7 @@ async def test_what_was_freed_of_the_c_allocators_memory_goes_back_after_a_step(
     used = own_rss_bytes()
     for block in blocks[:-1]:  # the last one keeps the heap's end in use
         libc.free(block)
-    await Vitals().of_step()
+    await Vitals().measure_step()
     assert used - own_rss_bytes() > 0.8 * N_BLOCKS * BLOCK_BYTES
     libc.free(blocks[-1])
 
@@ -103,21 +101,21 @@ async def test_what_was_freed_of_arrows_memory_goes_back_after_a_step() -> None:
     used = own_rss_bytes()
     del buffer
     buffers.clear()
-    await Vitals().of_step()
+    await Vitals().measure_step()
     assert used - own_rss_bytes() > 0.8 * N_BLOCKS * BLOCK_BYTES
 
 
 async def test_who_grows_is_told_with_what_waits() -> None:
     said: list[str] = []
-    config = ObserveConfig(max_rss_growth=1e-6, max_stall_ms=0.0, max_lag_p99_ms=0.0)
+    config = VitalLimits(max_rss_growth=1e-6, max_stall_ms=0.0, max_lag_p99_ms=0.0)
     vitals = Vitals(config, said.append, lambda: {"spans": 12})
     for _ in range(SETTLED_AFTER):
-        await vitals.of_step()
+        await vitals.measure_step()
     held = b"x" * (64 * MIB)
-    await vitals.of_step()
+    await vitals.measure_step()
     text = next(each for each in said if each.startswith("this process"))
     assert "MiB in use by the C allocator" in text, held[:1]
-    assert "waiting are 12 spans" in text
+    assert "queued 12 spans" in text
 
 
 def test_who_watches_nothing_reports_no_lag() -> None:

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.policies.watch import watch
-from tasks.errors import ParityError, RequestError, ServiceDiedError, ServiceStartError, SyncError
-from tasks.serve.config import ServeConfig
+from rollmill.flows.policies.server_watch import WatchLimits, watch_server
+from rollmill.tasks.errors import ParityError, RequestError, ServiceDiedError, ServiceStartError, SyncError
 
-CONFIG = ServeConfig(rejoin_timeout_s=60.0, health_interval_s=0.01, max_restarts=2)
-IMPATIENT = CONFIG.model_copy(update={"rejoin_timeout_s": 0.1})
+LIMITS = WatchLimits(max_restarts=2, rejoin_timeout_s=60.0, retry_interval_s=0.01)
+IMPATIENT = replace(LIMITS, rejoin_timeout_s=0.1)
 PARITY = ParityError("server", "run:1:2", 0.5, 0.1)
 
 
@@ -30,7 +30,7 @@ class Server:
     """A server, and its own client, that is healthy or not; starting it again heals it."""
 
     name = "server"
-    spanned = ("http://10.0.0.1:8000",)
+    span_processes = ("http://10.0.0.1:8000",)
 
     def __init__(self, events: list[str], *, is_ours: bool, starts: list[Exception | None]) -> None:
         self.events, self.is_ours, self.starts = events, is_ours, starts
@@ -38,7 +38,7 @@ class Server:
         self.client = self
         self.healthy = True
 
-    async def failed(self, alarm: asyncio.Event) -> str:
+    async def wait_for_failure(self, alarm: asyncio.Event) -> str:
         await alarm.wait()
         return "" if self.healthy else "it refuses"
 
@@ -51,7 +51,7 @@ class Server:
             raise error
         self.process, self.healthy = Process(), True
 
-    async def answers(self, *, must_sample: bool) -> None:
+    async def wait_for_return(self, *, must_sample: bool) -> None:
         self.events += ["awaited until it samples"] if must_sample else []
         while not self.healthy:  # noqa: ASYNC110 - it is healed by a timer
             await asyncio.sleep(0.01)
@@ -102,10 +102,10 @@ class Fleet:
         self.is_in.set()
 
     async def watched(
-        self, config: ServeConfig = CONFIG, *, is_healthy: bool = False, is_alarmed: bool = True
+        self, limits: WatchLimits = LIMITS, *, is_healthy: bool = False, is_alarmed: bool = True
     ) -> list[str]:
         """Alarm the server's watcher; everything that happens until the server is in the pool, or given up."""
-        watching = asyncio.ensure_future(watch(self, self.server, config, self.rejoin))
+        watching = asyncio.ensure_future(watch_server(self, self.server, limits, self.rejoin))
         self.server.healthy = is_healthy
         if is_alarmed:
             self.event.set()
@@ -144,8 +144,8 @@ async def test_a_launched_server_that_takes_no_weights_is_started_again() -> Non
 async def test_a_launched_server_is_given_up_after_its_restarts_whether_they_start_or_not() -> None:
     fleet = Fleet(PARITY, is_ours=True, starts=(None, ServiceStartError("server", "no memory")))
     events = await fleet.watched()
-    assert events.count("started") == CONFIG.max_restarts
-    assert events[-1] == "given up: server: no memory, after 2 restarts (serve.max_restarts)"
+    assert events.count("started") == LIMITS.max_restarts
+    assert events[-1] == "given up: server: no memory, after 2 restarts (max_restarts)"
 
 
 async def test_the_last_server_takes_the_run_with_it_and_shows_its_last_lines() -> None:
@@ -190,7 +190,7 @@ async def test_an_attached_server_that_cannot_sample_is_awaited_until_it_does() 
 
 async def test_an_attached_server_is_given_up_when_its_time_is_over() -> None:
     events = await Fleet(is_ours=False).watched(IMPATIENT)
-    assert events[-1] == "given up: it refuses; it was not back within serve.rejoin_timeout_s = 0.1 s"
+    assert events[-1] == "given up: it refuses; it did not return within 0.1 s"
 
 
 async def test_an_attached_server_with_wrong_weights_is_given_up_at_once() -> None:

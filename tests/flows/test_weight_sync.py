@@ -10,29 +10,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.config import RunConfig
-from flows.policies.parity import Parity
-from flows.policies.servers import Servers
-from flows.policies.sync_report import RouteReport, SyncReport, progress_line, sync_metrics
-from flows.policies.weight_sync import WeightSync
-from tasks.errors import RequestError, RequestsHeldError, TransientRequestError
-from tasks.observe.spans import Recorder, recording, span
-from tasks.rollout.addition import Addition
-from tasks.serve.pool import ServerPool
-from tasks.serve.version import PolicyVersion
-from tasks.store.layout import RunFolder
-from tasks.sync.buckets import lay_out, plan_transfer
-from tasks.sync.drive import Dispatch
-from tasks.sync.order import Place, Sent, ServerPlace, Target, WeightAnswer, WeightOffer
+from rollmill.flows.config import RunConfig
+from rollmill.flows.policies.server_parity import Openings, ServedRun
+from rollmill.flows.policies.sync_report import RouteReport, SyncReport, progress_line, sync_metrics
+from rollmill.flows.policies.weight_sync import WeightSync
+from rollmill.tasks.errors import RequestError, RequestsHeldError, TransientRequestError
+from rollmill.tasks.observe.spans import Recorder, recording, span
+from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.weight_messages import (
+    ProcessLocation,
+    SendResult,
+    SendTarget,
+    ServerLocation,
+    WeightOffer,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
 
 AT = [PolicyVersion("ab", 1, number) for number in range(4)]
-TENSORS = lay_out([("norm", (4,), "float32"), ("head", (4, 4), "float32")])
+TENSORS = lay_out_tensors([("norm", (4,), "float32"), ("head", (4, 4), "float32")])
 OFFER = WeightOffer(
-    plan_transfer(TENSORS, [[(0, 80)]], 1 << 20).to_json(), "127.0.0.1", 1, Place("here", "cpu").to_json()
+    plan_transfer(TENSORS, [[(0, 80)]], 1 << 20), "127.0.0.1", 1, ProcessLocation("here", "cpu")
 )
 
 DELAY_S = 0.5
@@ -43,7 +51,7 @@ class Trainer:
     """Sends nothing; its digest of every tensor is `digest`; a server that stops it waits for `release`."""
 
     calls: list[str] = field(default_factory=list)
-    targets: list[list[Target]] = field(default_factory=list)
+    targets: list[list[SendTarget]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -54,21 +62,20 @@ class Trainer:
         self.calls.append("offer")
         return OFFER
 
-    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
+    async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         self.calls.append("send")
         self.targets.append(list(targets))
         if report:
             report({each.server: 20 for each in targets})
         await self.release.wait()
-        return [Sent(each.server, 80, 0.0, self.errors.get(each.server, "")) for each in targets]
+        return [SendResult(each.server, 80, 0.0, self.errors.get(each.server, "")) for each in targets]
 
-    async def write_weights(self, folder: str, version: int) -> list[str]:
-        self.calls.append(f"write {version}")
-        return [f"{folder}/{version}/0.safetensors"]
-
-    async def weight_digests(self, names: Sequence[str]) -> dict[str, str]:
+    async def do(self, command: WriteWeights | DigestWeights) -> Any:
+        if isinstance(command, WriteWeights):
+            self.calls.append(f"write {command.version}")
+            return [f"{command.folder}/{command.version}/0.safetensors"]
         self.calls.append("digests")
-        return dict.fromkeys(names or [each.name for each in TENSORS], "same")
+        return dict.fromkeys(command.names or [each.name for each in TENSORS], "same")
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         self.calls.append("logprobs")
@@ -108,28 +115,29 @@ class Server:
     async def set_version(self, version: str) -> None:
         self.held = version
 
-    async def place(self) -> dict[str, Any]:
-        return ServerPlace("elsewhere", "cpu").to_json()
+    async def read_location(self) -> bytes:
+        return msgspec.json.encode(ServerLocation("elsewhere", "cpu"))
 
     async def tokenize(self, text: str) -> list[int]:
         return [1, 2, 3]
 
-    async def take_weights(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        transport = order["transport"]
-        self.orders.append((transport, order["version"]))
-        self.prefixes.append(order["prefix"])
+    async def update_weights(self, body: bytes, timeout_s: float) -> bytes:
+        request = msgspec.json.decode(body, type=WeightUpdateRequest)
+        transport = request.transport
+        self.orders.append((transport, request.version))
+        self.prefixes.append(request.prefix)
         if self.loading:
             self.loading()
         await self.release.wait()
         if transport in self.failing:
             raise self.failing[transport]
-        self.held = order["version"]
+        self.held = request.version
         digest = self.digests.pop(0) if self.digests else "same"
-        digests = dict.fromkeys(order["checksums"], digest)
-        if order["mode"] != "verify":
-            return WeightAnswer(80, 0.5, 0.25, digests).to_json()
-        self.verified.append((order["version"], len(order["checksums"])))
-        return WeightAnswer(80, 0.5, 0.0, digests, self.stale).to_json()
+        digests = dict.fromkeys(request.checksums, digest)
+        if request.mode != "verify":
+            return msgspec.json.encode(WeightUpdateResponse(80, 0.5, 0.25, digests))
+        self.verified.append((request.version, len(request.checksums)))
+        return msgspec.json.encode(WeightUpdateResponse(80, 0.5, 0.0, digests, self.stale))
 
     async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
         return np.full(len(sequence) - 1, -1.0, np.float32)
@@ -145,41 +153,15 @@ class Tokenizer:
         return np.array([1, 2, 3], np.int32)
 
 
-@dataclass
-class Player:
-    tokenizer: Tokenizer = field(default_factory=Tokenizer)
-
-
-class Recording:
-    def started(self) -> None:
-        """A task run was begun."""
-
-
-@dataclass
-class Run:
-    """What is seen of a run."""
-
-    folder: RunFolder
-    id: str = "ab"
-    environment: Addition = field(default_factory=Addition)
-    player: Player = field(default_factory=Player)
-    config: RunConfig = field(default_factory=RunConfig)
-    pool: ServerPool = field(default_factory=ServerPool)
-    recording: Recording = field(default_factory=Recording)
-
-
-async def send(dispatch: Dispatch, version: str) -> list[Sent]:
-    return await dispatch.send()
-
-
 class Fleet:
     """Servers of a trainer that stands at `at`; `holds` counts how often its weights were held still."""
 
     def __init__(self, folder: Path, n: int = 1) -> None:
-        self.run, self.trainer = Run(RunFolder(folder)), Trainer()
+        openings = Openings(Addition(), Tokenizer(), max_tokens=256, timeout_s=10.0)
+        self.run = ServedRun("ab", RunFolder(folder), RunConfig(), ServerPool(), openings)
+        self.trainer = Trainer()
         self.services = [Server(f"http://{number}") for number in range(n)]
-        sync = WeightSync(self.run, self.trainer, Parity(self.run, self.trainer), send)
-        self.servers = Servers(self.run, sync, self.services)
+        self.servers = WeightSync(self.run, self.trainer, self.services)
         self.at, self.is_held = AT[1], False
 
     @asynccontextmanager
@@ -194,7 +176,7 @@ class Fleet:
 
     async def failed(self) -> Server:
         """A server that has failed after a first sync."""
-        await self.servers.bring_up(AT[0])
+        await self.servers.update(AT[0])
         await self.servers.fail(self.services[0], "it was away")
         self.services[0].orders.clear()
         self.trainer.calls.clear()
@@ -209,10 +191,10 @@ def fleet_of(tmp_path: Path) -> Iterator[Callable[[int], Fleet]]:
 
 async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_once(fleet_of) -> None:
     fleet = fleet_of(3)
-    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.update(AT[0])
     before = fleet.servers.calls
     fleet.trainer.calls.clear()
-    reports = await fleet.servers.bring_up(AT[1])
+    reports = await fleet.servers.update(AT[1])
     assert Counter(fleet.trainer.calls) == {"send": 1, "logprobs": 1, "digests": 1}
     assert [each.held for each in fleet.services] == [str(AT[1])] * 3
     assert len(reports) == 3
@@ -222,7 +204,7 @@ async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_o
 async def test_a_sync_tells_how_soon_all_servers_began_and_how_far_apart(fleet_of) -> None:
     fleet, recorder = fleet_of(3), Recorder("flow")
     with recording(recorder, step=3, lane="step"):
-        await fleet.servers.bring_up(AT[0])
+        await fleet.servers.update(AT[0])
     (booked,) = (each for each in recorder.take() if each.name == "submitting")
     last, skew = fleet.servers.submitted.metrics()
     assert (booked.lane, booked.step) == ("submitting servers", 3)
@@ -242,11 +224,11 @@ async def test_what_servers_are_compared_with_is_waited_for_in_their_lanes_and_b
         planted[command] = time.perf_counter() - started
         return await answer(asked)
 
-    for command in ("logprobs", "weight_digests"):
+    for command in ("logprobs", "do"):
         answer = getattr(fleet.trainer, command)
         monkeypatch.setattr(fleet.trainer, command, partial(slow, command, answer))
     with recording(recorder, step=3, lane="step"), span("sync"):
-        await fleet.servers.bring_up(AT[1])
+        await fleet.servers.update(AT[1])
     taken = [each for each in recorder.take() if (each.process, each.lane) == ("http://0", "parity")]
     assert {each.step for each in taken} == {3}
     waited = [each for each in taken if (each.name, each.cause) == ("waiting_for_trainer", "trainer/0")]
@@ -257,8 +239,8 @@ async def test_one_line_says_how_weights_reach_all_servers_and_says_it_once(
     fleet_of, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = fleet_of(3)
-    await fleet.servers.bring_up(AT[0])
-    await fleet.servers.bring_up(AT[1])
+    await fleet.servers.update(AT[0])
+    await fleet.servers.update(AT[1])
     said = [line for line in capsys.readouterr().err.splitlines() if "weights travel" in line]
     assert said == [
         "3 servers, http://0 and 2 more: weights travel by tcp, since trainer and server are on different machines, "
@@ -294,11 +276,11 @@ async def test_what_servers_are_compared_on_is_read_before_the_sync(
         read.append(step)
         return [np.array([1, 2, 3], np.int32)]
 
-    monkeypatch.setattr("flows.policies.parity.stored_sequences", sequences)
+    monkeypatch.setattr("rollmill.flows.policies.server_parity.read_batch_sequences", sequences)
     await fleet.servers.prepare(AT[2])
     assert read == [1]
     assert not fleet.trainer.calls, "the trainer is at work"
-    await fleet.servers.bring_up(AT[2])
+    await fleet.servers.update(AT[2])
     assert read == [1]
 
 
@@ -306,7 +288,7 @@ async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of
     fleet = fleet_of(2)
     fleet.services[1].release.clear()
     fleet.trainer.release.clear()
-    syncing = asyncio.ensure_future(fleet.servers.bring_up(AT[0]))
+    syncing = asyncio.ensure_future(fleet.servers.update(AT[0]))
     async with asyncio.timeout(5), fleet.run.pool.lease(0, 1) as client:
         assert client is fleet.services[0]
     fleet.services[1].release.set()
@@ -318,13 +300,13 @@ async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of
 async def test_a_server_that_fails_is_set_aside_and_its_links_are_not_used_again(fleet_of) -> None:
     fleet = fleet_of(2)
     fleet.services[1].failing["tcp"] = RequestError("500 the old weights serve: stalled")
-    reports = await fleet.servers.bring_up(AT[0])
+    reports = await fleet.servers.update(AT[0])
     assert [report.server for report in reports] == ["http://0"]
     assert fleet.admitted == {"http://0"}
     assert "the old weights serve: stalled" in fleet.servers.failed[fleet.services[1]]
     fleet.services[1].failing.clear()
     await fleet.servers.rejoin(fleet.services[1], fleet.hold)
-    await fleet.servers.bring_up(AT[2])
+    await fleet.servers.update(AT[2])
     first, _, last = fleet.services[1].prefixes
     assert first != last
     assert len(set(fleet.services[0].prefixes)) == 1, "links that did not fail are kept"
@@ -333,8 +315,8 @@ async def test_a_server_that_fails_is_set_aside_and_its_links_are_not_used_again
 async def test_links_that_the_trainer_has_dropped_are_not_used_again(fleet_of) -> None:
     fleet = fleet_of(1)
     fleet.trainer.errors["http://0"] = "it straggled"
-    await fleet.servers.bring_up(AT[0])
-    await fleet.servers.bring_up(AT[1])
+    await fleet.servers.update(AT[0])
+    await fleet.servers.update(AT[1])
     assert len(set(fleet.services[0].prefixes)) == 2
 
 
@@ -342,7 +324,7 @@ async def test_links_that_the_trainer_has_dropped_are_not_used_again(fleet_of) -
 async def test_tensors_that_differ_are_sent_once_more_and_not_twice(fleet_of, n_wrong: int) -> None:
     fleet = fleet_of(1)
     fleet.services[0].digests = ["other"] * n_wrong
-    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.update(AT[0])
     assert len(fleet.services[0].orders) == 2
     assert (fleet.admitted == {"http://0"}) == (n_wrong == 1)
 
@@ -351,9 +333,9 @@ async def test_what_was_sampled_by_weights_that_differ_is_lost_and_by_the_right_
     fleet = fleet_of(1)
     (server,), pool, version = fleet.services, fleet.servers.run.pool, str(AT[0])
     answers: list[asyncio.Future[None]] = []
-    server.loading = lambda: answers.append(asyncio.ensure_future(pool.vouch(server, [version])))
+    server.loading = lambda: answers.append(asyncio.ensure_future(pool.require_verified(server, [version])))
     server.digests = ["other"]
-    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.update(AT[0])
     wrong, right = await asyncio.gather(*answers, return_exceptions=True)
     assert isinstance(wrong, TransientRequestError)
     assert right is None
@@ -364,7 +346,7 @@ async def test_all_weights_are_compared_every_so_many_versions_before_a_server_s
     sync = fleet.run.config.sync.model_copy(update={"verify_every": 2, "checksums": 1})
     fleet.run.config = fleet.run.config.model_copy(update={"sync": sync})
     fleet.services[1].stale = ("lm_head",)
-    reports = [await fleet.servers.bring_up(version) for version in AT[1:3]]
+    reports = [await fleet.servers.update(version) for version in AT[1:3]]
     assert [each.verified for each in fleet.services] == [[(str(AT[2]), len(TENSORS))]] * 2
     assert [[each.verify_s > 0 for each in of_one] for of_one in reports] == [[False, False], [True]]
     assert fleet.admitted == {"http://0"}
@@ -421,7 +403,7 @@ async def test_a_server_whose_requests_stay_held_is_not_let_in_and_waits_for_a_n
 
 async def test_a_server_that_still_has_the_weights_is_let_in_without_any(fleet_of) -> None:
     fleet = fleet_of(1)
-    await fleet.servers.bring_up(AT[1])
+    await fleet.servers.update(AT[1])
     server = fleet.services[0]
     fleet.servers.failed[server] = "it was away"
     server.orders.clear()
@@ -432,18 +414,18 @@ async def test_a_server_that_still_has_the_weights_is_let_in_without_any(fleet_o
 
 async def test_a_sync_that_is_cancelled_uses_its_links_no_more(fleet_of) -> None:
     fleet = fleet_of(1)
-    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.update(AT[0])
     server = fleet.services[0]
     server.release.clear()
     ordered = asyncio.Event()
     server.loading = ordered.set
-    syncing = asyncio.ensure_future(fleet.servers.bring_up(AT[1]))
+    syncing = asyncio.ensure_future(fleet.servers.update(AT[1]))
     await asyncio.wait_for(ordered.wait(), 5)
     syncing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await syncing
     server.release.set()
-    await fleet.servers.bring_up(AT[1])
+    await fleet.servers.update(AT[1])
     assert server.prefixes[2] != server.prefixes[1]
 
 
@@ -455,14 +437,14 @@ async def test_weights_by_files_for_all_are_written_once_and_nothing_is_sent(
         update={"sync": fleet.run.config.sync.model_copy(update={"transport": "files"})}
     )
     fleet.run.config = files
-    await fleet.servers.bring_up(AT[0])
+    await fleet.servers.update(AT[0])
     assert [transport for each in fleet.services for transport, _ in each.orders] == ["files"] * 2
     assert fleet.trainer.calls.count("write 0") == 1
     assert "send" not in fleet.trainer.calls
 
 
 async def test_a_long_transfer_is_told_of(fleet_of, capsys: pytest.CaptureFixture[str]) -> None:
-    await fleet_of(2).servers.bring_up(AT[0])
+    await fleet_of(2).servers.update(AT[0])
     assert "version 0 -> 2 servers: 0.0 of 0.0 GB" in capsys.readouterr().err
 
 

@@ -1,36 +1,37 @@
 """Settings that contradict each other, or name what there is not, stop before anything is started."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.checks.preflight import preflight
-from flows.commands.fork import forked_config
-from flows.settings import load
-from tasks.errors import ConfigError, RunMismatchError
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.run import OpenRun
+from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.commands.new_runs import fork_config
+from rollmill.flows.settings import load
+from rollmill.tasks.errors import ConfigError, RunMismatchError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         (
-            ["score.overlong_limit_tokens=256", "score.overlong_cache_tokens=9"],
-            r"score\.overlong_limit_tokens = 256: no answer gets so long: .* give at most 255",
+            ["score.overlong_tokens=[247, 256]"],
+            r"score\.overlong_tokens = \[247, 256\]: no answer gets so long: .* give at most 255",
         ),
         (
-            ["score.overlong_cache_tokens=9"],
-            r"score\.overlong_cache_tokens = 9: goes with score\.overlong_limit_tokens, which is 0",
+            ["score.overlong_tokens=[9]"],
+            r"score\.overlong_tokens = \[9\]: must be two lengths in tokens \[A, B\]",
         ),
         (
-            ["score.overlong_limit_tokens=20", "score.overlong_cache_tokens=20"],
-            r"score\.overlong_cache_tokens = 20: must be 1 to 19",
+            ["score.overlong_tokens=[0, 20]"],
+            r"score\.overlong_tokens = \[0, 20\]: must be .* 0 < A < B",
         ),
-        (["score.overlong_limit_tokens=20"], r"score\.overlong_cache_tokens = 0: must be 1 to 19"),
+        (["score.overlong_tokens=[20, 20]"], r"score\.overlong_tokens = \[20, 20\]: must be .* 0 < A < B"),
         (
             ["train.micro_batch_tokens=255"],
             r"train\.micro_batch_tokens = 255: must hold the longest sequence: serve\.max_model_len is 256",
@@ -85,12 +86,12 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
             r"rollout\.max_refill_groups = 9999: environment addition has \d+ training problems.* at most \d+ refills",
         ),
         (
-            ["score.overlong_limit_tokens=25", "score.overlong_cache_tokens=9"],
-            r"score\.overlong_limit_tokens = 25: .* rollout\.max_completion_tokens = 24 at most",
+            ["score.overlong_tokens=[16, 25]"],
+            r"score\.overlong_tokens = \[16, 25\]: .* at most rollout\.max_completion_tokens = 24 tokens",
         ),
         (
             ["train.replay_routing=true", "rollout.keep_routing=true"],
-            r"train\.replay_routing = True: the start model is no mixture of experts",
+            r"train\.replay_routing = True: the start model is not a mixture of experts",
         ),
         (["rollout.environment=adition"], r"rollout\.environment = 'adition': .* did you mean addition\?"),
         (
@@ -129,15 +130,17 @@ def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
 ) -> None:
     config = load(
         "quickstart",
-        (f"store.root={tmp_path}", "model=m", "start_model.enabled=false", "rollout.max_refill_groups=3"),
+        (f"store.root={tmp_path}", "model=m", "start_model.steps=0", "rollout.max_refill_groups=3"),
     )
     with opened(tmp_path / "run", config.model_dump(mode="json")) as run:
         overrides = [f"rollout.max_refill_groups={refills}"]
         if is_refused:
-            with pytest.raises(RunMismatchError, match="numbered for 3 refills each; give as many, or more"):
-                forked_config(run.folder, overrides)
+            with pytest.raises(
+                RunMismatchError, match="numbered for 3 refills a step; give at least as many"
+            ):
+                fork_config(run.folder, overrides)
         else:
-            assert forked_config(run.folder, overrides).rollout.max_refill_groups == refills
+            assert fork_config(run.folder, overrides).rollout.max_refill_groups == refills
 
 
 def opened(folder: Path, config: dict[str, Any]) -> OpenRun:
@@ -152,3 +155,25 @@ def test_a_retrained_run_is_not_asked_how_many_rows_it_would_sample() -> None:
     config = load("quickstart", (*settings, "retrain.sources=[elsewhere]"))
 
     assert config.trajectories_per_step < config.train.ranks * config.train.updates_per_step
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("serve.urls=[h:1]", "serve.urls.0 = 'h:1': write the address with its scheme"),
+        ("train.url=h:1", "train.url = 'h:1': write the address with its scheme"),
+        ("score.judge.url=ftp://x", "score.judge.url = 'ftp://x': write the address with its scheme"),
+        ("train.kl=0.1", "train.kl = 0.1: this is a section"),
+        ("train.betas=0.9", "train.betas = 0.9: give a list"),
+        ("trian.lr=1", "there is no such setting; did you mean train?"),
+        ("lr=1", "there is no such setting; did you mean train.lr?"),
+        ("num_generations=1", "there is no such setting; `rollmill settings` lists all"),
+    ],
+)
+def test_an_error_says_what_to_write_instead(override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        load("quickstart", (override,))
+
+
+def test_gpus_may_be_given_as_numbers() -> None:
+    assert load("quickstart", ("serve.gpus=[0,1]",)).serve.gpus == ("0", "1")

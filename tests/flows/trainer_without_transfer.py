@@ -5,17 +5,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tasks.observe.loop import LoopMonitor
-from tasks.serve.process import free_port
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.order import Place, Sent, Target, WeightOffer
-from tasks.train.checkpoint_writer import CheckpointWriter
-from tasks.train.process_group import join_ranks
-from tasks.train.protocol import ServiceConfig
-from tasks.train.ranks import CommandChannel, Heartbeats
-from tasks.train.service import lead
-from tasks.train.timeline import Timeline
-from tasks.train.worker import Worker
+from rollmill.tasks.observe.loop_monitor import LoopMonitor
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.sync.transfer_plan import TransferPlan
+from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, SendTarget, WeightOffer
+from rollmill.tasks.train.checkpoints.checkpoint_writer import CheckpointWriter
+from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.rank_timeline import RankTimeline
+from rollmill.tasks.train.service.rank_worker import RankWorker
+from rollmill.tasks.train.service.ranks import CommandChannel, Heartbeats, join_ranks
+from rollmill.tasks.train.service.trainer_process import lead
 
 
 class NoTransfer:
@@ -26,10 +25,10 @@ class NoTransfer:
 
     def offer(self) -> WeightOffer:
         plan = TransferPlan((), 0, ((),))
-        return WeightOffer(plan.to_json(), "127.0.0.1", 0, Place("here", "cpu").to_json())
+        return WeightOffer(plan, "127.0.0.1", 0, ProcessLocation("here", "cpu"))
 
-    def send(self, _engine: object, targets: list[Target]) -> list[Sent]:
-        return [Sent(each.server, 0, 0.0) for each in targets]
+    def send(self, _engine: object, targets: list[SendTarget]) -> list[SendResult]:
+        return [SendResult(each.server, 0, 0.0) for each in targets]
 
     def progress(self) -> dict[str, int]:
         return {}
@@ -39,14 +38,14 @@ def main() -> None:
     config = ServiceConfig.model_validate_json(Path(sys.argv[1]).read_text())
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks, timeout_s = join_ranks(config.train.step_timeout_s), config.train.heartbeat_timeout_s
+    ranks, timeout_s = join_ranks(config.train.command_timeout_s), config.heartbeat_timeout_s
     heartbeats = Heartbeats(ranks.own_connection(), 0, 1, timeout_s)
     writer = CheckpointWriter(ranks.own_connection(), 0, 1, timeout_s)
     transfer: Any = NoTransfer()
-    monitor, timeline = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), Timeline(ranks)
-    worker = Worker(config.train, ranks.device, transfer, writer, monitor, timeline)
+    monitor, timeline = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), RankTimeline(ranks)
+    worker = RankWorker(config.train, ranks.device, transfer, writer, monitor, timeline)
     channel = CommandChannel(ranks.store, timeout_s)
-    lead(config, worker, transfer, channel, heartbeats, monitor, timeline)
+    lead(config, worker, channel, heartbeats, monitor)
 
 
 if __name__ == "__main__":

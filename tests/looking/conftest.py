@@ -16,26 +16,33 @@ from otlp_receiver import Receiver, serving
 from span_rows import whole_step
 from stored_spans import store_spans
 
-from flows import cli
-from flows.config import RunConfig
-from flows.reporting.drops import drop_metrics, drops
-from flows.reporting.step_rows import StepRows
-from tasks.observe.metrics import Metric
-from tasks.rollout.conversation import tokenized
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Trajectory, Work, rollout_columns, rollout_rows
-from tasks.score.config import ScoreConfig
-from tasks.score.outcome import batch_rows, group_rows, judge_group, survivors_of
-from tasks.store.filesystem import files_of
-from tasks.store.layout import SCRATCH_ENV, RunFolder, partition_folder
-from tasks.store.manifest import Manifest, write_manifest
-from tasks.store.names import ShardName
-from tasks.store.reader import read
-from tasks.store.rows import Rows, rows_of
-from tasks.store.schemas import SCHEMA_VERSION, batch_of
-from tasks.store.shard import write_shard
-from tasks.store.writer import RunWriter
+from rollmill.flows import cli
+from rollmill.flows.step.drops import StoredStepRows, drop_metrics, find_drops
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.rollout.chat_tokenizer import (
+    ChatTokenizer,
+    save_character_tokenizer,
+    tokenize_conversation,
+)
+from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_columns, rollout_rows
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.group_outcomes import (
+    batch_rows,
+    compute_advantages,
+    group_rows,
+    survivors_from_rows,
+)
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder, partition_folder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import Rows, rows_from_table
+from rollmill.tasks.store.run.manifest import Manifest, write_manifest
+from rollmill.tasks.store.schemas import SCHEMA_VERSION, make_batch
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
+from rollmill.tasks.store.shards.writer import RunWriter
+from tests.stubs.toy_settings import toy_config
 
 RUN = "5eed5eed5eed5eed"
 STEPS, GROUPS, SAMPLES = 3, 4, 4
@@ -67,7 +74,9 @@ def trajectory(tokenizer: ChatTokenizer, group: int, sample: int) -> Trajectory:
     status, error_type, error = FAILED.get((group, sample), ("complete", "", ""))
     if status == "failed":
         messages = []
-    ids, mask = tokenized(tokenizer, messages) if messages else (np.empty(0, np.int32), np.empty(0, bool))
+    ids, mask = (
+        tokenize_conversation(tokenizer, messages) if messages else (np.empty(0, np.int32), np.empty(0, bool))
+    )
     sampled = np.flatnonzero(mask)
     step = group // GROUPS
     spans = ((int(sampled[0]), step),) if len(sampled) else ()
@@ -75,7 +84,7 @@ def trajectory(tokenizer: ChatTokenizer, group: int, sample: int) -> Trajectory:
         spans = ((int(sampled[0]), step - 1), (int(sampled[2]), step))
     logprobs = np.where(mask, -0.1 - 0.5 * (ids % 3), np.nan).astype(np.float32)
     content = {"problem": f"{a}+{b}=", "answer": str(a + b)}
-    work = Work(
+    work = TrajectoryRequest(
         f"{RUN}.{group}.{sample}.0", group, sample, 0, Example(f"{a}+{b}", content), 7 * group + sample, 1.0
     )
     return Trajectory(
@@ -110,7 +119,7 @@ def scored(rollouts: Rows, scorer: str) -> Rows:
         parts.append(part)
         rewards.append(sum(part.values()) if part else -0.01 * row["n_completion_tokens"])
     late = [scorer == "addition" and (row["group"], row["sample"]) == UNSCORED for row in rows]
-    return batch_of(
+    return make_batch(
         "scores",
         {name: [row[name] for row in rows] for name in ("run", "step", "group", "sample", "trajectory_id")}
         | {
@@ -134,7 +143,7 @@ def evaluated(tokenizer: ChatTokenizer, version: int) -> Rows:
         for prompt in range(N_HELD_OUT):
             each = trajectory(tokenizer, 3 if greedy or prompt == 0 or version == STEPS else 0, prompt)
             kind = "greedy" if greedy else "sampled"
-            work = Work(
+            work = TrajectoryRequest(
                 f"{RUN}.v{version}.{prompt}.{kind}",
                 1 << 40 | prompt,
                 1 - greedy,
@@ -148,7 +157,7 @@ def evaluated(tokenizer: ChatTokenizer, version: int) -> Rows:
             trajectories.append(Trajectory(**fields | {"work": work, "version_spans": spans}))
             rewards.append(1.0 if greedy or prompt == 0 or version == STEPS else 0.1)
     n = len(rewards)
-    return batch_of(
+    return make_batch(
         "evaluations",
         rollout_columns(RUN, version, "addition", trajectories)
         | {"policy_version": [version] * n, "greedy": [True, True, False, False], "reward": rewards}
@@ -169,9 +178,9 @@ def metrics(folder: RunFolder, step: int) -> Rows:
     every = [Metric(f"time/{name}_s", "all", "value", seconds) for name, seconds in spans.items()]
     every += [Metric("train/updated", "all", "value", 1.0)]
     every += [Metric("train/entropy_nats", env, "mean", 0.8 - 0.1 * step) for env in ("all", "addition")]
-    every += drop_metrics(drops(StepRows.read(folder, step, "addition@1")))
+    every += drop_metrics(find_drops(StoredStepRows.read(folder, step, "addition@1")))
     columns = {"run": [RUN] * len(every), "step": [step] * len(every)}
-    return batch_of(
+    return make_batch(
         "metrics",
         columns
         | {name: [getattr(each, name) for each in every] for name in ("name", "env", "stat", "value")},
@@ -182,7 +191,7 @@ async def write_step(folder: RunFolder, writer: RunWriter, tokenizer: ChatTokeni
     """One step, as the flow writes it."""
     first = step * GROUPS
     plan = {"run": [RUN], "step": [step], "first_group": [first], "n_groups": [GROUPS], "reason": ["plan"]}
-    await writer.append("plans", batch_of("plans", plan), step=step)
+    await writer.append("plans", make_batch("plans", plan), step=step)
     outcomes = []
     for group in range(first, first + GROUPS):
         env = "calculator" if group % 2 else "addition"
@@ -193,9 +202,9 @@ async def write_step(folder: RunFolder, writer: RunWriter, tokenizer: ChatTokeni
             scores = scored(rollouts, scorer)
             await writer.append("scores", scores, scorer=f"{scorer}@1", step=step)
             if scorer == "addition":
-                survivors = survivors_of(rollouts, scores)
+                survivors = survivors_from_rows(rollouts, scores)
         settings = ScoreConfig(advantage="mean")
-        outcomes += judge_group(settings, group=group, env=env, expected=SAMPLES, survivors=survivors)
+        outcomes += compute_advantages(settings, group=group, env=env, expected=SAMPLES, survivors=survivors)
         await writer.append("groups", group_rows(RUN, step, outcomes[-1:], 2.0), step=step)
     await writer.append("batches", batch_rows(RUN, step, outcomes, "addition@1"), step=step)
     await writer.append("metrics", metrics(folder, step), step=step)
@@ -203,20 +212,18 @@ async def write_step(folder: RunFolder, writer: RunWriter, tokenizer: ChatTokeni
 
 def compact(folder: RunFolder, step: int) -> None:
     """Put a step's rollouts in one shard, and leave those that it takes the place of, as in the grace period."""
-    rows = rows_of(read(folder, "rollouts", step=step))
+    rows = rows_from_table(read(folder, "rollouts", step=step))
     name = ShardName(1, 10_000 + step, is_compacted=True)
     write = partial(write_shard, name=name, dataset="rollouts", appended=[rows])
-    files_of(folder).publish(f"rollouts/step={step:06d}", write)
+    open_files(folder).publish(f"rollouts/step={step:06d}", write)
 
 
 async def write_run(folder: RunFolder, model: Path) -> None:
     """Three steps of four groups of four; the first is compacted."""
-    settings = RunConfig.model_validate(
-        {"steps": STEPS, "model": str(model), "evaluate": {"n_prompts": N_HELD_OUT}}
-    )
+    settings = toy_config({"steps": STEPS, "model": str(model), "evaluate": {"n_prompts": N_HELD_OUT}})
     folder.tmp.mkdir(parents=True, exist_ok=True)
     write_manifest(
-        files_of(folder),
+        open_files(folder),
         Manifest(
             run=RUN,
             incarnation=1,
@@ -231,7 +238,7 @@ async def write_run(folder: RunFolder, model: Path) -> None:
         None,
     )
     tokenizer = ChatTokenizer.load(model)
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for step in range(STEPS):
             await write_step(folder, writer, tokenizer, step)
         for version in (0, STEPS):
@@ -264,7 +271,7 @@ def redone_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
         first = rows.filter((pc.field("group") == group) & (pc.field("sample") == 0)).to_pylist()[0]
         made = pa.RecordBatch.from_pylist([first | redone], schema=rows.schema)
         write = partial(write_shard, name=ShardName(2, 0), dataset=dataset, appended=[made])
-        files_of(folder).publish(partition_folder(dataset, {**outer, "step": group // GROUPS}), write)
+        open_files(folder).publish(partition_folder(dataset, {**outer, "step": group // GROUPS}), write)
     return folder
 
 

@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.config import RunConfig
-from flows.replaying.attribution import TOGETHER, TRAFFIC_ALONE, Attribution
-from flows.replaying.attribution_table import WIDTH, attribution_page
-from flows.replaying.stored_step import SampledStep
-from tasks.errors import ShardError
-from tasks.observe.usage import Usage
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
+from rollmill.flows.config import RunConfig
+from rollmill.flows.offline.attribution_table import (
+    TOGETHER,
+    TRAFFIC_ALONE,
+    WIDTH,
+    Attribution,
+    attribution_page,
+)
+from rollmill.flows.offline.stored_step import SampledStep
+from rollmill.tasks.errors import ShardError
+from rollmill.tasks.observe.usage import Usage
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
 
 Command = Callable[..., str]
 
@@ -62,7 +67,7 @@ def test_a_step_without_its_batch_is_refused(copied: RunFolder) -> None:
 
 def test_rollouts_that_are_gone_are_named(copied: RunFolder) -> None:
     shutil.rmtree(copied.dataset("rollouts", step=1))
-    with pytest.raises(ShardError, match="group 4: rollouts are gone"):
+    with pytest.raises(ShardError, match="group 4: stored rollouts are missing"):
         sampled(copied, 1)
 
 
@@ -74,17 +79,17 @@ def test_a_step_is_read_with_all_its_trajectories_and_none_of_what_came_after(sm
 
 
 def test_the_table_has_80_columns_and_names_what_held_the_loop() -> None:
-    usage = Usage(12.345, 3.2, 100.4, 0.1, 2.5, 123.4, 12_345_678_901, -(2**20), "task a stood in b.py:1 c")
+    usage = Usage(12.345, 3.2, 100.4, 0.1, 2.5, 123.4, 12_345_678_901, -(2**20), "task a in b.py:1 c")
     none = Usage(0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 2**20, 0, "")
     unseen = replace(usage, lag_max_ms=7.2, longest="")
-    phases = {TRAFFIC_ALONE: usage, "taking in": none, "scoring": unseen, TOGETHER: usage}
+    phases = {TRAFFIC_ALONE: usage, "ingesting": none, "scoring": unseen, TOGETHER: usage}
     attribution = Attribution("runs/small", 12, 512, 200, phases, 0.5, same_batch=False)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(attribution_page(attribution))
     lines = console.export_text().splitlines()
     assert max(map(len, lines[:6])) <= WIDTH
     assert "nan" not in "".join(lines)
-    assert any("123.4 ms: task a stood in b.py:1 c" in line for line in lines)
-    assert any("taking in" in line and "no beat was late by 3 ms" in line for line in lines)
-    assert any("scoring" in line and "7.2 ms: what ran was not seen" in line for line in lines)
+    assert any("123.4 ms: task a in b.py:1 c" in line for line in lines)
+    assert any("ingesting" in line and "never late by 3 ms" in line for line in lines)
+    assert any("scoring" in line and "7.2 ms: cause not sampled" in line for line in lines)
     assert any("NOT the stored one" in line for line in lines)

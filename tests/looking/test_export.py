@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.errors import ConfigError, ShardError
-from tasks.store.export import export, json_lines
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.logprobs import logprob_rows
-from tasks.store.reader import read
-from tasks.store.schemas import batch_of, schema_of
-from tasks.store.states import state_row
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import ConfigError, ShardError
+from rollmill.tasks.look.export.dataset_export import export_datasets, json_lines
+from rollmill.tasks.store.environment_states import state_row
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.logprob_rows import make_logprob_rows
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.schemas import dataset_schema, make_batch
+from rollmill.tasks.store.shards.writer import RunWriter
 
 Command = Callable[..., str]
 
@@ -26,7 +26,7 @@ Command = Callable[..., str]
 def test_parquet_has_every_row_bit_for_bit_with_its_types_and_meanings(
     small_run: RunFolder, tmp_path: Path
 ) -> None:
-    written = export(small_run, tmp_path / "out", "parquet")
+    written = export_datasets(small_run, tmp_path / "out", "parquet")
     assert {each.path.stem: each.rows for each in written} == {
         "plans": 3,
         "rollouts": 48,
@@ -37,7 +37,7 @@ def test_parquet_has_every_row_bit_for_bit_with_its_types_and_meanings(
         "metrics": 49,
     }
     rollouts = pq.read_table(tmp_path / "out" / "rollouts.parquet")
-    assert rollouts.schema.equals(schema_of("rollouts"))
+    assert rollouts.schema.equals(dataset_schema("rollouts"))
     assert rollouts.schema.field("logprobs").metadata[b"unit"] == b"nats"
     stored = read(small_run, "rollouts")
     for name in ("trajectory_id", "token_ids", "loss_mask", "started_at", "messages"):
@@ -64,13 +64,13 @@ def test_json_lines_have_json_values_iso_times_and_no_nan(rollmill: Command, tmp
 
 
 def test_bytes_are_base64_and_nan_in_json_text_is_null() -> None:
-    routed = batch_of(
+    routed = make_batch(
         "routing",
         {"run": ["r"], "step": [0], "trajectory_id": ["t"], "shape": [[1, 1, 2]]}
         | {"dtype": ["uint8"], "experts": [b"\x00\xff"]},
     )
     assert base64.b64decode(json.loads(next(json_lines(routed)))["experts"]) == b"\x00\xff"
-    field = schema_of("scores").field("components")
+    field = dataset_schema("scores").field("components")
     rows = pa.record_batch([pa.array(['{"a": NaN}', "no JSON"], field.type)], schema=pa.schema([field]))
     assert list(json_lines(rows)) == [b'{"components":{"a":null}}\n', b'{"components":"no JSON"}\n']
 
@@ -80,10 +80,10 @@ async def test_what_environments_keep_is_a_file_each_with_their_own_columns(tmp_
     folder.tmp.mkdir(parents=True)
     keys = {"run": "run", "step": 0, "group": 1, "sample": 0, "trajectory_id": "run.1.0.0"}
     kept = {"guess": ({"n": "int64"}, {"n": 3}), "chess": ({"moves": "list<string>"}, {"moves": ["e4"]})}
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for env, (columns, values) in kept.items():
             await writer.append("states", state_row(env, columns, **keys, values=values), env=env, step=0)
-    export(folder, tmp_path / "out", "jsonl", ["states"])
+    export_datasets(folder, tmp_path / "out", "jsonl", ["states"])
     lines = {each.name: json.loads(each.read_text()) for each in (tmp_path / "out").iterdir()}
     assert lines["states-guess.jsonl"]["n"] == 3
     assert lines["states-chess.jsonl"]["moves"] == ["e4"]
@@ -92,11 +92,11 @@ async def test_what_environments_keep_is_a_file_each_with_their_own_columns(tmp_
 async def test_log_probabilities_of_other_policies_are_a_file_each(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.tmp.mkdir(parents=True)
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for policy, value in (("reference", -1.0), ("trainer", -2.0)):
-            rows = logprob_rows("run", 0, ["m"], ["run.1.0.0"], [np.array([np.nan, value])])
+            rows = make_logprob_rows("run", 0, ["m"], ["run.1.0.0"], [np.array([np.nan, value])])
             await writer.append("logprobs", rows, policy=policy, step=0)
-    export(folder, tmp_path / "out", "jsonl", ["logprobs"])
+    export_datasets(folder, tmp_path / "out", "jsonl", ["logprobs"])
     lines = {each.name: json.loads(each.read_text()) for each in (tmp_path / "out").iterdir()}
     assert lines["logprobs-reference.jsonl"]["logprobs"] == [None, -1.0]
     assert lines["logprobs-trainer.jsonl"]["logprobs"] == [None, -2.0]
@@ -105,7 +105,7 @@ async def test_log_probabilities_of_other_policies_are_a_file_each(tmp_path: Pat
 def test_a_data_set_that_is_named_is_a_file_once_also_without_rows(
     small_run: RunFolder, tmp_path: Path
 ) -> None:
-    written = export(small_run, tmp_path / "out", "parquet", ["states", "plans", "plans", "routing"])
+    written = export_datasets(small_run, tmp_path / "out", "parquet", ["states", "plans", "plans", "routing"])
     assert [(each.path.name, each.rows) for each in written] == [
         ("states.parquet", 0),
         ("plans.parquet", 3),
@@ -121,7 +121,7 @@ def test_a_data_set_that_there_is_not_is_a_wrong_option_and_those_there_are_are_
     small_run: RunFolder, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"--dataset = 'nope': no data set is called that; .* states$"):
-        export(small_run, tmp_path / "out", "parquet", ["nope"])
+        export_datasets(small_run, tmp_path / "out", "parquet", ["nope"])
 
 
 def test_an_export_that_fails_leaves_nothing_and_none_is_written_over(
@@ -135,5 +135,5 @@ def test_an_export_that_fails_leaves_nothing_and_none_is_written_over(
     target.parent.mkdir(parents=True)
     target.write_bytes(shard.read_bytes()[:-40])
     with pytest.raises(ShardError, match=str(target)):
-        export(broken, tmp_path / "out", "parquet")
+        export_datasets(broken, tmp_path / "out", "parquet")
     assert [each.name for each in tmp_path.iterdir()] == ["broken"]

@@ -10,8 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flows.looking.view import Column, View
-from tasks.store.layout import RunFolder
+from rollmill.tasks.look.tables.view import Column, View
+from rollmill.tasks.store.folders import RunFolder
 
 Command = Callable[..., str]
 

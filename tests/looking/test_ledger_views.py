@@ -7,9 +7,15 @@ import pytest
 from span_rows import Row, spans_of, whole_step
 from stored_spans import store_spans
 
-from flows.looking.ledger_views import _shown, ledger_views, processes, slowest, step_line
-from tasks.observe.ledger.attribution import Ledger, ledger_of
-from tasks.store.layout import RunFolder
+from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
+from rollmill.tasks.look.tables.ledger_tables import (
+    _limit_shown,
+    make_ledger_views,
+    processes,
+    slowest,
+    step_line,
+)
+from rollmill.tasks.store.folders import RunFolder
 
 SERVER, OTHER_SERVER, THIRD_SERVER = (f"http://10.0.0.{n}:8000" for n in (1, 2, 3))
 
@@ -32,12 +38,12 @@ def of(ledger: Ledger, name: str) -> dict[str, object]:
 
 
 def ledger(*steps: list[Row]) -> Ledger:
-    return ledger_of(spans_of(*(row for rows in steps for row in rows)))
+    return build_ledger(spans_of(*(row for rows in steps for row in rows)))
 
 
 def test_rows_add_up_to_the_mean_step_and_to_all_of_it() -> None:
     found = ledger(whole_step(0), step(1, 10, 1), step(2, 11, 1))
-    first = ledger_views("run", found)[0]
+    first = make_ledger_views("run", found)[0]
     assert first.notes[-1] == "longest: step 0, 10.00 s, 83% of the time of all"
     assert first.title == "run, mean of 3 steps: 4.00 s (median 1.00 s), by what decided it"
     line = step_line(found)
@@ -107,14 +113,14 @@ def test_json_says_how_many_there_were_in_each_step(
 
 
 def test_what_no_span_owns_is_a_row_of_each_table_of_all_time_also_where_it_is_nothing() -> None:
-    views = ledger_views("run", ledger(step(0, 0, 10, (SERVER, 4))))
+    views = make_ledger_views("run", ledger(step(0, 0, 10, (SERVER, 4))))
     line, others = views[:2]
     for view in (line, others):
         (row,) = (row for row in view.rows if row["name"] == "unattributed")
         assert (row["seconds"], row["percent"]) == (0.0, 0.0)
     rows = [(0, "flow", "step", "step", 0, 10), (0, "flow", "step", "collect", 0, 9.97)]
     rows += [(0, "flow", "step", "sync", 9.97, 9.99)]
-    first = ledger_views("run", ledger(rows))[0].rows
+    first = make_ledger_views("run", ledger(rows))[0].rows
     assert [(row["name"], round(float(str(row["seconds"])), 3)) for row in first] == [
         ("collect", 9.97),
         ("unattributed", 0.01),
@@ -126,7 +132,7 @@ def test_what_no_span_owns_is_one_row_whatever_the_path_did_meanwhile() -> None:
     rows = [
         {"name": "unattributed", "cause": cause, "seconds": 1.0, "share": 0.1} for cause in ("", "collect")
     ]
-    shown = _shown([*rows, {"name": "collect", "cause": "", "seconds": 8.0, "share": 0.8}])
+    shown = _limit_shown([*rows, {"name": "collect", "cause": "", "seconds": 8.0, "share": 0.8}])
     assert [(row["name"], row["cause"], row["seconds"]) for row in shown] == [
         ("collect", "", 8.0),
         ("unattributed", "", 2.0),
@@ -137,6 +143,6 @@ def test_others_that_come_to_nothing_are_no_row() -> None:
     rows = [(0, "flow", "step", "step", 0, 10), (0, "flow", "step", "collect", 0, 9.9998)]
     names = [
         row["name"]
-        for row in ledger_views("run", ledger([*rows, (0, "flow", "step", "sync", 9.9998, 10)]))[0].rows
+        for row in make_ledger_views("run", ledger([*rows, (0, "flow", "step", "sync", 9.9998, 10)]))[0].rows
     ]
     assert names == ["collect", "unattributed"]

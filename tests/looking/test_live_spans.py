@@ -13,12 +13,12 @@ from otlp_receiver import Receiver
 from span_rows import BEGAN, whole_step
 from stored_spans import store_spans
 
-from flows.running.live_spans import sending_spans
-from tasks.errors import ConfigError
-from tasks.observe.config import ObserveConfig
-from tasks.observe.sink_check import check_sinks
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest
+from rollmill.flows.run.run_sinks import open_span_sink
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.observe.config import ObserveConfig
+from rollmill.tasks.observe.sinks.sink_check import check_sinks
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
 
 RUN = "5eed5eed5eed5eed"
 PATIENCE_S = 60.0
@@ -48,7 +48,7 @@ async def test_each_step_is_sent_while_the_run_goes_on_and_what_comes_later_with
     run: RunFolder, receiver: Receiver
 ) -> None:
     store, n = store_of(run), len(whole_step())
-    async with sending_spans(ObserveConfig(otlp_endpoint=receiver.url), store):
+    async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, *whole_step(0))
         store.spans.tell(0)
         await until(lambda: len(receiver.spans) == n)
@@ -72,7 +72,7 @@ async def test_a_step_whose_process_was_killed_gets_the_span_around_it_from_the_
 ) -> None:
     store = store_of(run)
     store_spans(run, RUN, (0, "flow", "step", "collect", 0, 2), (0, "flow", "7.0", "generating", 1, 2))
-    async with sending_spans(ObserveConfig(otlp_endpoint=receiver.url), store):
+    async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, (1, "flow", "main", "start", 5, 10), *whole_step(1, began=10))
         store.spans.tell(1)
         await until(lambda: bool(receiver.spans))
@@ -87,7 +87,7 @@ async def test_a_step_that_goes_on_is_given_no_span_around_it_before_it_ends(
     run: RunFolder, receiver: Receiver
 ) -> None:
     store = store_of(run)
-    async with sending_spans(ObserveConfig(otlp_endpoint=receiver.url), store):
+    async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, (0, "flow", "main", "start", -5, 0), (0, "flow", "step", "collect", 0, 2))
         store.spans.tell(0)
         await until(lambda: bool(receiver.spans))
@@ -103,7 +103,7 @@ async def test_a_receiver_that_is_down_is_said_once_and_gets_all_when_it_is_back
     store, n, said = store_of(run), len(whole_step()), list[str]()
     receiver.status = 400
     config = ObserveConfig(otlp_endpoint=receiver.url)
-    async with sending_spans(config, store, said.append):
+    async with open_span_sink(config, store, said.append):
         for step in range(2):
             store_spans(run, RUN, *whole_step(step, began=10.0 * step))
             store.spans.tell(step)
@@ -126,9 +126,7 @@ async def test_a_receiver_that_never_answers_holds_the_end_for_the_time_set_and_
     store_spans(run, RUN, *whole_step(0))
     waited_s = 1.0
     async with silent:
-        async with sending_spans(
-            ObserveConfig(otlp_endpoint=url, sink_timeout_s=waited_s), store, list[str]().append
-        ):
+        async with open_span_sink(ObserveConfig(otlp_endpoint=url), store, list[str]().append, waited_s):
             for _ in range(1000):
                 store.spans.tell(0)
             left = time.perf_counter()

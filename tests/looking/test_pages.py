@@ -2,15 +2,15 @@
 
 import pytest
 
-from flows.looking.readings import choose
-from flows.ui.pages import StepPage, run_page, scores_page
-from tasks.store.layout import RunFolder
+from rollmill.flows.prefect_integration.run_pages import StepPage, run_page, scores_page
+from rollmill.tasks.look.tables.notable_trajectories import choose_notable
+from rollmill.tasks.store.folders import RunFolder
 
 
 def test_the_best_and_the_worst_of_a_problem_are_read_and_one_of_the_most_frequent_failure(
     small_run: RunFolder,
 ) -> None:
-    chosen = {each.why: each for each in choose(small_run, 1, "addition@1")}
+    chosen = {each.why: each for each in choose_notable(small_run, 1, "addition@1")}
     assert (chosen["best"].row["reward"], chosen["worst"].row["reward"]) == pytest.approx((1.0, 0.1))
     assert chosen["best"].row["group"] == chosen["worst"].row["group"]
     assert (chosen["failed"].short, chosen["failed"].row["error"]) == ("5.3", "503 from the server")
@@ -18,9 +18,9 @@ def test_the_best_and_the_worst_of_a_problem_are_read_and_one_of_the_most_freque
 
 
 def test_a_score_that_failed_is_read_when_no_rollout_did(small_run: RunFolder) -> None:
-    failed = [each for each in choose(small_run, 0, "addition@1") if each.why == "failed"]
+    failed = [each for each in choose_notable(small_run, 0, "addition@1") if each.why == "failed"]
     assert not failed
-    (failed_score,) = [each for each in choose(small_run, 1, "addition@1") if each.why == "failed"]
+    (failed_score,) = [each for each in choose_notable(small_run, 1, "addition@1") if each.why == "failed"]
     assert failed_score.row["error_type"] in ("RequestError", "ScoreTimeoutError")
 
 

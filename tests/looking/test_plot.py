@@ -6,9 +6,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from flows.looking.curves import Curves, read_curves
-from flows.looking.plot import draw
-from tasks.store.layout import RunFolder
+from rollmill.tasks.look.tables.curves import Curves, read_curves
+from rollmill.tasks.look.terminal.plot import draw
+from rollmill.tasks.store.folders import RunFolder
 
 Command = Callable[..., str]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -14,13 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
 
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.names import ShardName
-from tasks.store.reader import read, scan, shards
-from tasks.store.rows import rows_of
-from tasks.store.schemas import schema_of
-from tasks.store.shard import write_shard
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_shards, read, scan
+from rollmill.tasks.store.rows import rows_from_table
+from rollmill.tasks.store.schemas import dataset_schema
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
 RECIPES = PAGE.split("\n## Ten recipes\n")[1].split("\n## ")[0]
@@ -162,8 +162,8 @@ def test_a_group_of_fewer_than_k_attempts_says_nothing_of_pass_at_k(redone_run: 
     shutil.rmtree(redone_run.dataset("rollouts", step=0))
     kept = read(redone_run, "rollouts", step=1).filter(pc.field("sample") < 3)
     shutil.rmtree(redone_run.dataset("rollouts", step=1))
-    write = partial(write_shard, name=ShardName(3, 0), dataset="rollouts", appended=[rows_of(kept)])
-    files_of(redone_run).publish("rollouts/step=000001", write)
+    write = partial(write_shard, name=ShardName(3, 0), dataset="rollouts", appended=[rows_from_table(kept)])
+    open_files(redone_run).publish("rollouts/step=000001", write)
     short, whole = given_by(SECTIONS[1], redone_run)["pass_at_k"].to_dicts()
     assert short["pass@1"] == pytest.approx((0 + 2 + 1 + 3) / 12)
     assert short["pass@4"] is None
@@ -173,9 +173,9 @@ def test_a_group_of_fewer_than_k_attempts_says_nothing_of_pass_at_k(redone_run: 
 def test_a_plain_scan_before_the_first_shard_fails_and_the_readers_has_zero_rows(tmp_path: Path) -> None:
     with pytest.raises(pl.exceptions.ComputeError, match="expanded paths were empty"):
         pl.scan_ipc(f"{tmp_path}/rollouts/**/*.arrow", hive_partitioning=True).collect()
-    assert ds.dataset(shards(str(tmp_path), "rollouts"), format="ipc").schema.names == []
+    assert ds.dataset(list_shards(str(tmp_path), "rollouts"), format="ipc").schema.names == []
     rows = scan(RunFolder(tmp_path), "rollouts").collect()
-    assert (rows.columns, rows.height) == (schema_of("rollouts").names, 0)
+    assert (rows.columns, rows.height) == (dataset_schema("rollouts").names, 0)
 
 
 def test_three_libraries_have_three_recipes_at_least() -> None:

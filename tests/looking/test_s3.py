@@ -7,12 +7,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tasks.store.layout import RunFolder
-from tasks.store.reader import shards
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_shards
 
 Command = Callable[..., str]
 
 
+@pytest.mark.slow
 def test_every_look_at_a_run_on_s3_is_that_of_the_same_run_on_a_disk(
     small_run_on_s3: RunFolder, rollmill: Command, tmp_path: Path
 ) -> None:
@@ -49,7 +50,7 @@ def test_shards_on_s3_are_read_by_polars_and_pyarrow_by_their_names(
     import s3fs
 
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    names = shards(small_run_on_s3, "rollouts")
+    names = list_shards(small_run_on_s3, "rollouts")
     assert pl.scan_ipc(names).select(pl.col("trajectory_id").n_unique(), pl.len()).collect().row(0) == (
         48,
         48,

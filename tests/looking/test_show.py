@@ -15,16 +15,15 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flows import cli
-from flows.looking.colours import LOGPROB, advantage_scale
-from flows.looking.found import Found
-from flows.looking.show import print_trajectory
-from flows.looking.token_page import Token, print_tokens
-from flows.looking.view import visible
-from tasks.errors import ConfigError
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import Source, read_manifest, write_manifest
+from rollmill.flows import cli
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.trajectory_record import TrajectoryRecord
+from rollmill.tasks.look.tables.view import escape_controls
+from rollmill.tasks.look.terminal.trajectory_print import print_trajectory
+from rollmill.tasks.look.terminal.trajectory_tokens import LOGPROB, Token, advantage_scale, print_tokens
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import TrainingSource, read_manifest, write_manifest
 
 Command = Callable[..., str]
 
@@ -73,7 +72,7 @@ def test_rows_that_a_fork_has_of_another_run_are_found(
     fork = tmp_path / "fork"
     shutil.copytree(small_run.local, fork)
     stored = read_manifest(small_run)
-    write_manifest(files_of(RunFolder(fork)), replace(stored, run="f04cf04cf04cf04c"), stored)
+    write_manifest(open_files(RunFolder(fork)), replace(stored, run="f04cf04cf04cf04c"), stored)
     assert (
         json.loads(rollmill("show", str(fork), "6.0", "--json"))["trajectory_id"] == "5eed5eed5eed5eed.6.0.0"
     )
@@ -105,8 +104,8 @@ def test_a_retrained_run_says_where_its_trajectories_lie(
 ) -> None:
     folder = RunFolder(tmp_path / "retrained")
     folder.tmp.mkdir(parents=True)
-    sources = (Source("5eed5eed5eed5eed", "small"),)
-    write_manifest(files_of(folder), replace(read_manifest(small_run), sources=sources), None)
+    sources = (TrainingSource("5eed5eed5eed5eed", "small"),)
+    write_manifest(open_files(folder), replace(read_manifest(small_run), sources=sources), None)
     for words in (["show", folder.location, "5.0"], ["inspect", folder.location, "--trajectories"]):
         assert "they lie in small" in rollmill(*words)
 
@@ -118,7 +117,7 @@ def test_tokens_without_a_tokenizer_are_ids_and_log_probabilities(
     shutil.copytree(small_run.local, orphan)
     stored = read_manifest(small_run)
     config = stored.config | {"model": str(tmp_path / "gone")}
-    write_manifest(files_of(RunFolder(orphan)), replace(stored, config=config), stored)
+    write_manifest(open_files(RunFolder(orphan)), replace(stored, config=config), stored)
     shown = rollmill("show", str(orphan), "6.0", "--tokens")
     assert "[16+26=42]42" in shown
     assert ["6", "46", "-0.600", "0"] in [line.split() for line in shown.splitlines()]
@@ -180,14 +179,14 @@ def test_colours_are_darker_for_less_likely_tokens_and_symmetric_for_advantages(
     ],
 )
 def test_what_a_model_wrote_cannot_command_or_deceive_the_terminal(written: str, seen: str) -> None:
-    assert visible(written) == seen
+    assert escape_controls(written) == seen
 
 
 SAID = "if x:\n\treturn " + "long " * 30 + "\n  é"
 
 
 @pytest.fixture
-def talkative() -> Found:
+def talkative() -> TrajectoryRecord:
     """A trajectory that says what a terminal would break."""
     figures = dict.fromkeys(("reward", "duration_s", "generate_s", "environment_s", "queue_s"), 0.0)
     numbers = dict.fromkeys(("step", "turns", "n_prompt_tokens", "n_completion_tokens"), 1)
@@ -195,17 +194,19 @@ def talkative() -> Found:
     row: dict[str, Any] = {**figures, **numbers, **texts, "components": {}, "example": {}, "outcome": {}}
     row |= {"trajectory_id": "x", "greedy": True, "started_at": datetime(2026, 11, 1, tzinfo=UTC)}
     row |= {"version_span_versions": [], "version_span_starts": []}
-    return Found("x", row | {"messages": [{"role": "assistant", "content": SAID}]}, [], None, {})
+    return TrajectoryRecord("x", row | {"messages": [{"role": "assistant", "content": SAID}]}, [], None, {})
 
 
-def test_a_pipe_gets_what_was_said_line_by_line_as_it_was_said(talkative: Found) -> None:
+def test_a_pipe_gets_what_was_said_line_by_line_as_it_was_said(talkative: TrajectoryRecord) -> None:
     pipe = io.StringIO()
     print_trajectory(Console(file=pipe), talkative)
     said = [line.removeprefix("  ") for line in pipe.getvalue().split("\n")]
     assert "\n".join(said).endswith(f"\n{SAID}\n")
 
 
-def test_a_terminal_gets_the_beginning_of_a_long_text_and_a_file_all_of_it(talkative: Found) -> None:
+def test_a_terminal_gets_the_beginning_of_a_long_text_and_a_file_all_of_it(
+    talkative: TrajectoryRecord,
+) -> None:
     long = replace(talkative, row=talkative.row | {"messages": [{"role": "user", "content": "ab" * 50_000}]})
     terminal, file = io.StringIO(), io.StringIO()
     print_trajectory(Console(file=terminal, force_terminal=True, width=80), long)
@@ -216,7 +217,7 @@ def test_a_terminal_gets_the_beginning_of_a_long_text_and_a_file_all_of_it(talka
 
 
 def test_tokens_are_shown_by_what_the_trainer_noted(
-    talkative: Found, capsys: pytest.CaptureFixture[str]
+    talkative: TrajectoryRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = [Token(0, 5, None, False, None, None), Token(1, 6, None, True, -0.5, 0)]
     annotated = replace(talkative, annotations={"entropy": [math.nan, 1.25]})

@@ -4,17 +4,15 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from otlp_receiver import Receiver
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from span_rows import BEGAN, Row, whole_step
 from stored_spans import store_spans
 
-from flows.ui import pages
-from flows.ui.pages import StepPage, run_page
-from tasks.store.layout import RunFolder
+from rollmill.flows.prefect_integration import run_pages
+from rollmill.flows.prefect_integration.run_pages import StepPage, run_page
+from rollmill.tasks.store.folders import RunFolder
 
 Command = Callable[..., str]
 RUN = "5eed5eed5eed5eed"
@@ -50,7 +48,7 @@ def test_the_table_has_the_runs_start_and_end_also_of_one_that_came_to_no_step(
         shutil.rmtree(timed_run.local / "spans" / f"step={step:06d}")
     store_spans(timed_run, RUN, *start)
     only = rollmill("spans", timed_run.location)
-    assert only.startswith("timed, its start and end, beside its steps")
+    assert only.startswith("timed, its start and end, outside of its steps")
 
 
 def test_one_steps_table_lists_its_critical_path(rollmill: Command, timed_run: RunFolder) -> None:
@@ -81,7 +79,7 @@ def test_the_runs_page_has_the_mean_of_its_last_steps(
         "**timed\\, mean of 3 steps\\: 10\\.00 s \\(median 10\\.00 s\\)\\, by what decided it**"
         in run_page(timed_run, b"png")
     )
-    monkeypatch.setattr(pages, "TIMED_STEPS", 2)
+    monkeypatch.setattr(run_pages, "TIMED_STEPS", 2)
     assert "**timed\\, its last steps\\, mean of 2 steps" in run_page(timed_run, b"png")
 
 
@@ -101,93 +99,12 @@ def test_a_step_that_is_not_there_names_those_that_are(rollmill: Command, timed_
     assert "it has spans of steps 0 to 2" in rollmill("spans", timed_run.location, "--step", "7")
 
 
-def slices(file: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """Of each track of a trace, by PROCESS/TRACK: its slices as (name, start and end in seconds), checked to be nested."""
-    trace = Trace.FromString(file.read_bytes())
-    names: dict[int, str] = {}
-    opened: dict[int, list[tuple[str, float]]] = {}
-    found: dict[str, list[tuple[str, float, float]]] = {}
-    for packet in trace.packet:
-        if packet.HasField("track_descriptor"):
-            track = packet.track_descriptor
-            process = names.get(track.parent_uuid, "")
-            names[track.uuid] = f"{process}/{track.name}" if process else track.process.process_name
-            continue
-        event, time = packet.track_event, packet.timestamp / 1e9 - BEGAN.timestamp()
-        stack = opened.setdefault(event.track_uuid, [])
-        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
-            assert list(event.categories) == [f"step {event.debug_annotations[-1].int_value}"]
-            stack.append((event.name, time))
-        else:
-            name, start = stack.pop()
-            assert not stack or stack[-1][1] <= start <= time
-            found.setdefault(names[event.track_uuid], []).append((name, round(start, 6), round(time, 6)))
-    assert not any(opened.values())
-    return found
-
-
-def test_a_perfetto_trace_has_every_span_on_the_track_of_its_lane(
-    rollmill: Command, timed_run: RunFolder, tmp_path: Path
+def test_spans_that_are_sent_are_not_printed_as_json_too(
+    rollmill: Command, timed_run: RunFolder, receiver: Receiver
 ) -> None:
-    file = tmp_path / "run.pftrace"
-    said = rollmill("spans", timed_run.location, "--step", "0", "--perfetto", str(file))
-    assert said.startswith(f"{file}: {len(whole_step())} spans; open it at ui.perfetto.dev")
-    found = slices(file)
-    assert sum(map(len, found.values())) == len(whole_step())
-    assert found["flow/the step's line"][-1] == ("step", 0.0, 10.0)
-    assert ("waiting_for_stragglers", 4.0, 6.0) in found["flow/the step's line"]
-    assert found["trainer/1/main"] == [("idle", 0, 6.2), ("forward", 6.2, 8.5), ("optimizer", 8.5, 8.8)]
-
-
-def test_trajectories_share_the_tracks_of_those_that_are_over(
-    rollmill: Command, timed_run: RunFolder, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.pftrace"
-    rollmill("spans", timed_run.location, "--perfetto", str(file))
-    tracks = [name for name in slices(file) if name.startswith("flow/trajectory")]
-    assert len(tracks) == 2  # six trajectories, of which two are in flight at once
-
-
-def test_groups_and_what_is_evaluated_share_tracks_too_and_a_lane_of_a_killed_process_keeps_none(
-    rollmill: Command, timed_run: RunFolder, tmp_path: Path
-) -> None:
-    lanes = ("12", "12/0", "12/1", "v3.7.greedy", "evaluate.3", "collect.4")
-    rows: list[Row] = [(3, "flow", lane, "generating", 30, 31) for lane in lanes]
-    later = ("13", "13/0", "13/1", "v4.7.greedy", "evaluate.4", "collect.5", "12")
-    rows += [(4, "flow", lane, "generating", 50, 51) for lane in later[:-1]]
-    store_spans(
-        timed_run, RUN, *rows, (4, "flow", "main", "start", 40, 41), (4, "flow", "12", "scoring", 60, 61)
-    )
-    file = tmp_path / "run.pftrace"
-    rollmill("spans", timed_run.location, "--step", "3:4", "--perfetto", str(file))
-    tracks = {name for name in slices(file) if name not in ("flow/main", "flow/the step's line")}
-    kinds = [
-        "collect 000",
-        "evaluate 000",
-        *(f"group {at:03d}" for at in range(3)),
-        "held-out trajectory 000",
-    ]
-    assert sorted(tracks) == [f"flow/{kind}" for kind in kinds]
-
-
-def test_a_trace_is_written_and_spans_are_sent_in_one_go_and_json_goes_with_neither(
-    rollmill: Command, timed_run: RunFolder, receiver: Receiver, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.pftrace"
-    said = rollmill("spans", timed_run.location, "--perfetto", str(file), "--otlp", receiver.url)
-    assert str(file) in said
-    assert f"sent to {receiver.url}" in said
-    assert len(receiver.spans) == sum(map(len, slices(file).values())) > 0
-    refused = rollmill("spans", timed_run.location, "--json", "--perfetto", str(tmp_path / "other"))
+    refused = rollmill("spans", timed_run.location, "--json", "--otlp", receiver.url)
     assert "--json" in refused
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_trace_that_cannot_be_written_says_so(
-    rollmill: Command, timed_run: RunFolder, tmp_path: Path
-) -> None:
-    said = rollmill("spans", timed_run.location, "--perfetto", str(tmp_path / "no" / "folder"))
-    assert "the trace cannot be written" in said
+    assert receiver.requests == []
 
 
 def test_an_opentelemetry_receiver_gets_a_trace_for_each_step_with_all_below_the_steps_span(
@@ -261,8 +178,8 @@ def test_an_address_with_a_password_is_not_sent_to_and_not_shown(
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(
-    rollmill: Command, timed_run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollmill: Command, timed_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "perfetto", None)
-    said = rollmill("spans", timed_run.location, "--perfetto", str(tmp_path / "run.pftrace"))
-    assert "pip install 'rollmill[perfetto]'" in said
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    said = rollmill("spans", timed_run.location, "--otlp", "http://127.0.0.1:4318")
+    assert "pip install 'rollmill[otel]'" in said

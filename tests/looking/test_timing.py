@@ -5,29 +5,30 @@ import polars as pl
 import pytest
 from span_rows import spans_of, whole_step
 
-from flows.looking import step_timeline as module
-from flows.looking.step_timeline import PATH, STEP, step_timeline
-from flows.viewer.app import page
-from flows.viewer.charts import OTHER, WORK, timeline_chart
-from flows.viewer.source import Source
-from tasks.observe.ledger.attribution import ledger_of
-from tasks.store.layout import RunFolder
+from rollmill.flows.recipe import run_tokenizer
+from rollmill.tasks.look.ledger import step_timeline as module
+from rollmill.tasks.look.ledger.step_attribution import build_ledger
+from rollmill.tasks.look.ledger.step_timeline import PATH, STEP, lay_out_step
+from rollmill.tasks.look.web.app import render_page
+from rollmill.tasks.look.web.charts import OTHER, WORK, make_timeline_chart
+from rollmill.tasks.look.web.run_data import RunData
+from rollmill.tasks.store.folders import RunFolder
 
 SERVER = "http://10.0.0.1:8000"
 
 
 @pytest.fixture
-def timed(timed_run: RunFolder) -> Source:
-    return Source(timed_run, 0.0)
+def timed(timed_run: RunFolder) -> RunData:
+    return RunData(timed_run, 0.0, run_tokenizer)
 
 
-def shown(source: Source, path: str, search: str = "") -> str:
-    return plotly.io.json.to_json_plotly(page(source, path, search))
+def shown(source: RunData, path: str, search: str = "") -> str:
+    return plotly.io.json.to_json_plotly(render_page(source, path, search))
 
 
 def laid_out(step: int, *rows: tuple[object, ...]) -> module.StepTimeline:
     spans = spans_of(*rows)
-    return step_timeline(spans, step, ledger_of(spans, [step]).path)
+    return lay_out_step(spans, step, build_ledger(spans, [step]).path)
 
 
 def test_each_process_has_a_lane_and_the_steps_line_is_all_of_the_step() -> None:
@@ -58,7 +59,7 @@ def test_the_longest_stretches_are_drawn_and_the_others_counted(monkeypatch: pyt
     assert laid.pieces["seconds"].min() >= 2.3
 
 
-def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: Source) -> None:
+def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: RunData) -> None:
     said = shown(timed, "/time", "?step=1")
     for text in (
         "timeline",
@@ -70,14 +71,14 @@ def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: S
         assert text in said, text
 
 
-def test_without_a_step_it_is_the_mean_of_many(timed: Source) -> None:
+def test_without_a_step_it_is_the_mean_of_many(timed: RunData) -> None:
     said = shown(timed, "/time")
     assert "mean of 3 steps: 10.00 s" in said
     assert 'timeline"' not in said
 
 
-def test_what_has_no_spans_says_so(small_run: RunFolder, timed: Source) -> None:
-    assert "no spans are stored of it" in shown(Source(small_run, 0.0), "/time")
+def test_what_has_no_spans_says_so(small_run: RunFolder, timed: RunData) -> None:
+    assert "no spans are stored of it" in shown(RunData(small_run, 0.0, run_tokenizer), "/time")
     for asked, why in (("7", "it has spans of steps 0 to 2"), ("abc", "give one number, or LOW:HIGH")):
         said = shown(timed, "/time", f"?step={asked}")
         assert why in said
@@ -92,7 +93,7 @@ def test_a_phase_has_the_same_colour_in_every_step() -> None:
     first, second = (
         {
             bar["name"]: bar["marker"]["color"]
-            for bar in timeline_chart(laid_out(step, *rows)).children[1].figure["data"]
+            for bar in make_timeline_chart(laid_out(step, *rows)).children[1].figure["data"]
         }
         for step in (0, 1)
     )

@@ -11,28 +11,29 @@ import plotly.io
 import pytest
 from flask.testing import FlaskClient
 
-from flows.looking.selection import Interval, Selection
-from flows.running.folder import existing_run
-from flows.viewer import serve
-from flows.viewer.address import Query
-from flows.viewer.app import page, viewer
-from flows.viewer.source import Source
-from tasks.errors import ConfigError
-from tasks.store.layout import RunFolder
-from tasks.store.reader import scan
-from tasks.store.shelf import Shelf
+from rollmill.flows.recipe import run_tokenizer
+from rollmill.flows.run.folder import find_run
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.selection import Interval, Selection
+from rollmill.tasks.look.web import app as web_server
+from rollmill.tasks.look.web.app import make_app, render_page
+from rollmill.tasks.look.web.row_cache import RowCache
+from rollmill.tasks.look.web.run_data import RunData
+from rollmill.tasks.look.web.urls import Query
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import scan
 
 Command = Callable[..., str]
 PORT = 4300
 AT = {"base_url": f"http://127.0.0.1:{PORT}/"}
 
 
-def shown(source: Source, path: str, search: str = "") -> str:
+def shown(source: RunData, path: str, search: str = "") -> str:
     """A page's content as it is sent."""
-    return plotly.io.json.to_json_plotly(page(source, path, search))
+    return plotly.io.json.to_json_plotly(render_page(source, path, search))
 
 
-def asked(source: Source, search: str, *, held_out: bool = False) -> tuple[int, list[str]]:
+def asked(source: RunData, search: str, *, held_out: bool = False) -> tuple[int, list[str]]:
     """How many trajectories a query has, and which come first."""
     query = Query.of(search)
     found = source.trajectories(query.selection(evaluations=held_out), query["text"], 0, 100)
@@ -40,16 +41,16 @@ def asked(source: Source, search: str, *, held_out: bool = False) -> tuple[int, 
 
 
 @pytest.fixture
-def source(small_run: RunFolder) -> Source:
-    return Source(small_run, fresh_s=0.0)
+def source(small_run: RunFolder) -> RunData:
+    return RunData(small_run, 0.0, run_tokenizer)
 
 
 @pytest.fixture
-def client(source: Source) -> FlaskClient:
-    return viewer(source, PORT, 1.0).server.test_client()
+def client(source: RunData) -> FlaskClient:
+    return make_app(source, PORT, 1.0).server.test_client()
 
 
-def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: Source) -> None:
+def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: RunData) -> None:
     assert asked(source, "")[1][:2] == ["8.0", "8.1"]
     assert asked(source, "?sort=trajectory")[1][:2] == ["0.0", "0.1"]
     assert asked(source, "?sort=-n_completion_tokens&step=0")[1][0] == "1.0"
@@ -69,7 +70,7 @@ def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: S
     ],
 )
 def test_a_filter_leaves_what_inspect_leaves(
-    source: Source, rollmill: Command, words: dict[str, str]
+    source: RunData, rollmill: Command, words: dict[str, str]
 ) -> None:
     options = [text for name, value in words.items() for text in (f"--{name}", value)]
     rows = json.loads(rollmill("inspect", "small", "--trajectories", "--json", *options))["trajectories"]
@@ -78,7 +79,7 @@ def test_a_filter_leaves_what_inspect_leaves(
     assert set(found) == {row["trajectory"] for row in rows}
 
 
-def test_a_page_of_rows_has_rewards_advantages_and_the_last_message(source: Source) -> None:
+def test_a_page_of_rows_has_rewards_advantages_and_the_last_message(source: RunData) -> None:
     (row,) = [
         row for row in source.trajectories(Selection(group=5), "", 0, 10).rows if row["trajectory"] == "5.0"
     ]
@@ -87,26 +88,26 @@ def test_a_page_of_rows_has_rewards_advantages_and_the_last_message(source: Sour
     assert row["answer"] == "[15+25=40]40"
 
 
-def test_trajectories_are_found_by_what_is_said_in_them(source: Source) -> None:
+def test_trajectories_are_found_by_what_is_said_in_them(source: RunData) -> None:
     assert set(asked(source, "?text=%5B15%2B25%3D40")[1]) == {"5.0", "5.1"}
     assert asked(source, "?text=nobody+says+this") == (0, [])
     assert asked(source, "?text=36&step=0", held_out=True)[0] == 3
 
 
 def test_a_redone_trajectory_is_counted_once(redone_run: RunFolder) -> None:
-    n, found = asked(Source(redone_run, 0.0), "?group=5")
+    n, found = asked(RunData(redone_run, 0.0, run_tokenizer), "?group=5")
     assert n == 4
     assert "5.3.1" in found
 
 
-def test_groups_are_filtered_by_what_became_of_them(source: Source) -> None:
+def test_groups_are_filtered_by_what_became_of_them(source: RunData) -> None:
     assert source.groups(Query.of("?status=trained").selection(), 0, 10).n == 6
     assert source.groups(Query.of("?reward=1:").selection(), 0, 10).n == 3
     with pytest.raises(ConfigError, match="no_reward_spread"):
         source.groups(Query.of("?status=lost").selection(), 0, 10)
 
 
-def test_what_is_wrong_with_an_address_is_said(source: Source) -> None:
+def test_what_is_wrong_with_an_address_is_said(source: RunData) -> None:
     assert "near it are" in shown(source, "/trajectory/5.9")
     assert "the run has no such group" in shown(source, "/trajectory/99.0")
     assert "There is no such page" in shown(source, "/nothing")
@@ -116,7 +117,7 @@ def test_what_is_wrong_with_an_address_is_said(source: Source) -> None:
     assert "give one of addition@1, brevity@1, v0, v3" in shown(source, "/compare", "?a=loud@1")
 
 
-def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: Source) -> None:
+def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: RunData) -> None:
     assert "45 trajectories in both; mean reward 0.540 by addition@1" in shown(source, "/compare")
     assert "3 prompts in both; mean reward 1.000 of v0" in shown(source, "/compare", "?a=v0&b=v3")
     both = shown(source, "/beside/v0.1.greedy/v3.1.greedy")
@@ -130,7 +131,7 @@ def test_a_run_without_a_rollout_waits_for_it_and_a_removed_one_says_so(
     folder = RunFolder(tmp_path / "run")
     folder.local.mkdir()
     shutil.copy(small_run.local / "run.json", folder.local)
-    source = Source(folder, 0.0)
+    source = RunData(folder, 0.0, run_tokenizer)
     assert "Waiting for the first rollouts" in shown(source, "/")
     for path in ("/groups", "/trajectories", "/held-out", "/compare"):
         assert '"role":"alert"' not in shown(source, path)
@@ -139,8 +140,8 @@ def test_a_run_without_a_rollout_waits_for_it_and_a_removed_one_says_so(
     assert "is not there any more" in shown(source, "/trajectories")
 
 
-def test_a_run_on_s3_has_the_same_pages(small_run_on_s3: RunFolder, source: Source) -> None:
-    there = Source(existing_run(small_run_on_s3.location), 0.0)
+def test_a_run_on_s3_has_the_same_pages(small_run_on_s3: RunFolder, source: RunData) -> None:
+    there = RunData(find_run(small_run_on_s3.location), 0.0, run_tokenizer)
     for search in ("", "?status=failed", "?reward=0.5:&sort=reward"):
         assert asked(there, search) == asked(source, search)
     assert shown(there, "/trajectory/5.0") == shown(source, "/trajectory/5.0")
@@ -153,7 +154,7 @@ def test_what_is_kept_is_what_is_stored_also_when_shards_come_and_are_put_togeth
     shutil.copytree(small_run.local, folder.local)
     later = folder.local / "rollouts" / "step=000002"
     later.rename(tmp_path / "later")
-    shelf, columns = Shelf(folder, 0.0), ["trajectory_id", "status"]
+    shelf, columns = RowCache(folder, 0.0), ["trajectory_id", "status"]
     before, revision = shelf.rows("rollouts", columns), shelf.revision(["rollouts"])
     assert shelf.rows("rollouts", columns) is before
     (tmp_path / "later").rename(later)
@@ -168,7 +169,7 @@ def test_what_is_kept_is_what_is_stored_also_when_shards_come_and_are_put_togeth
     assert len(shelf.rows("rollouts", columns)) == 0
 
 
-def test_pages_change_nothing_below_the_run(small_run: RunFolder, source: Source) -> None:
+def test_pages_change_nothing_below_the_run(small_run: RunFolder, source: RunData) -> None:
     def files() -> dict[Path, tuple[int, int]]:
         found = {path: path.stat() for path in small_run.local.rglob("*")}
         return {path: (status.st_mtime_ns, status.st_size) for path, status in found.items()}
@@ -247,10 +248,10 @@ def test_a_port_that_is_taken_is_refused_and_the_default_gives_way(monkeypatch: 
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot listen there"):
-            serve.listen("127.0.0.1", port)
-        monkeypatch.setattr(serve, "PORT", port)
-        with serve.listen("127.0.0.1", None) as other:
-            assert port < other.getsockname()[1] < port + serve.OTHER_PORTS
+            web_server.open_listener("127.0.0.1", port)
+        monkeypatch.setattr(web_server, "PORT", port)
+        with web_server.open_listener("127.0.0.1", None) as other:
+            assert port < other.getsockname()[1] < port + web_server.OTHER_PORTS
 
 
 def test_a_query_is_read_as_it_is_written() -> None:
@@ -261,7 +262,7 @@ def test_a_query_is_read_as_it_is_written() -> None:
     assert query.but(step="", env="x").search == "?status=failed&text=%3Cb%3E+%26&env=x"
 
 
-def test_pages_are_read_by_several_at_once(source: Source) -> None:
+def test_pages_are_read_by_several_at_once(source: RunData) -> None:
     async def ask() -> list[tuple[int, list[str]]]:
         calls = [asyncio.to_thread(asked, source, "?sort=-reward") for _ in range(8)]
         return await asyncio.gather(*calls)

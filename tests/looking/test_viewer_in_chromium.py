@@ -20,12 +20,12 @@ import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder, partition_folder
-from tasks.store.names import ShardName
-from tasks.store.reader import read
-from tasks.store.shard import write_shard
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder, partition_folder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
 
 pytestmark = pytest.mark.service
 
@@ -248,7 +248,7 @@ def hostile_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
     ]
     batch = pa.RecordBatch.from_pylist(made, schema=rows.schema)
     write = partial(write_shard, name=ShardName(2, 0), dataset="rollouts", appended=[batch])
-    files_of(folder).publish(partition_folder("rollouts", {"step": 1}), write)
+    open_files(folder).publish(partition_folder("rollouts", {"step": 1}), write)
     return folder
 
 

@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 from span_rows import Row, spans_of, whole_step
 
-from tasks.observe.ledger.attribution import Ledger, ledger_of
+from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 
 SERVER, OTHER_SERVER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 
@@ -46,13 +46,13 @@ def gone_on_with() -> list[Row]:
 
 
 def test_a_step_that_was_cancelled_has_the_seconds_of_the_attempt_that_finished_it() -> None:
-    ledger = ledger_of(spans_of(*gone_on_with()))
+    ledger = build_ledger(spans_of(*gone_on_with()))
     assert ledger.steps.rows() == [(0, 10_000_000), (1, 8_000_000)]
     assert seconds(ledger, "trainer/0", 1) == {"forward": 8.0}
 
 
 def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
-    ledger = ledger_of(spans_of(*gone_on_with()))
+    ledger = build_ledger(spans_of(*gone_on_with()))
     assert ledger.there.rows() == [(0, 1, 1), (1, 1, 1)]
     servers = ledger.owners.filter(pl.col("process").str.starts_with("http"))
     assert servers.select("step", "process", "name", "us").rows() == [
@@ -62,12 +62,15 @@ def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
 
 
 def test_what_a_rank_did_last_and_could_not_tell_is_no_unattributed_time() -> None:
-    assert seconds(ledger_of(spans_of(*gone_on_with())), "trainer/0", 0) == {"forward": 9.0, "no_spans": 1.0}
+    assert seconds(build_ledger(spans_of(*gone_on_with())), "trainer/0", 0) == {
+        "forward": 9.0,
+        "no_spans": 1.0,
+    }
 
 
 def test_of_an_attempt_that_was_cancelled_and_one_in_hand_the_later_one_counts() -> None:
     in_hand = [row for row in gone_on_with() if row[3] != "step" or row[4] != 120]
-    assert ledger_of(spans_of(*in_hand)).steps["us"].to_list() == [10_000_000, 8_000_000]
+    assert build_ledger(spans_of(*in_hand)).steps["us"].to_list() == [10_000_000, 8_000_000]
 
 
 def test_what_is_started_again_in_the_midst_of_a_step_is_starting_and_what_it_did_last_was_never_told() -> (
@@ -79,7 +82,7 @@ def test_what_is_started_again_in_the_midst_of_a_step_is_starting_and_what_it_di
             (-1, process, "process", "starting", 7, 15, "restart"),
             (0, process, "main", "loading", 16, 20),
         ]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     new_life = {"starting": 8.0, "loading": 4.0, "unattributed": 1.0}
     assert seconds(ledger, "trainer/0", 0) == {"forward": 4.0, "no_spans": 3.0} | new_life
     assert seconds(ledger, SERVER, 0) == {"generating": 7.0} | new_life
@@ -88,13 +91,13 @@ def test_what_is_started_again_in_the_midst_of_a_step_is_starting_and_what_it_di
 def test_what_was_seen_of_a_server_while_it_was_started_again_and_after_that_adds_up_to_the_step() -> None:
     rows = [*line(0, 0, 20), (0, SERVER, "requests of flow", "idle", 0, 20)]
     rows.append((-1, SERVER, "process", "starting", 7, 15, "restart"))
-    assert seconds(ledger_of(spans_of(*rows)), SERVER, 0) == {"idle": 12.0, "starting": 8.0}
+    assert seconds(build_ledger(spans_of(*rows)), SERVER, 0) == {"idle": 12.0, "starting": 8.0}
 
 
 def test_a_server_that_joins_late_is_not_there_before_and_has_no_spans_until_it_comes() -> None:
     rows = [*line(0, 0, 10), *line(1, 10, 20), *line(2, 20, 30)]
     rows += [serving(0, SERVER, 0, 30), serving(1, OTHER_SERVER, 14, 30)]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     assert ledger.there.rows() == [(0, 1, 0), (1, 2, 0), (2, 2, 0)]
     assert seconds(ledger, OTHER_SERVER, 0) == {}
     assert seconds(ledger, OTHER_SERVER, 1) == {"generating": 6.0, "no_spans": 4.0}
@@ -102,17 +105,17 @@ def test_a_server_that_joins_late_is_not_there_before_and_has_no_spans_until_it_
 
 def test_a_gap_between_spans_is_unattributed_however_long() -> None:
     rows = [*line(0, 0, 10), serving(0, SERVER, 0, 1), serving(0, SERVER, 8, 10)]
-    assert seconds(ledger_of(spans_of(*rows)), SERVER, 0) == {"unattributed": 7.0, "generating": 3.0}
+    assert seconds(build_ledger(spans_of(*rows)), SERVER, 0) == {"unattributed": 7.0, "generating": 3.0}
 
 
 def test_a_step_without_ranks_or_servers_has_none() -> None:
-    assert ledger_of(spans_of(*line(0, 0, 1))).there.rows() == [(0, 0, 0)]
+    assert build_ledger(spans_of(*line(0, 0, 1))).there.rows() == [(0, 0, 0)]
 
 
 def test_what_is_done_for_an_earlier_step_serves_another_step_too() -> None:
     rows = [*line(0, 0, 2), *line(1, 2, 6)]
     rows += [(0, SERVER, "main", "parity", 1, 3), (1, SERVER, "main", "generating", 3, 6)]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     assert seconds(ledger, SERVER, 1) == {"parity, other step": 1.0, "generating": 3.0}
 
 
@@ -124,7 +127,7 @@ def test_of_the_lanes_of_a_process_work_goes_before_a_wait_and_a_wait_before_idl
     rows = [*line(0, 0, 7)]
     rows += [(0, SERVER, one, "idle", 0, 2), (0, SERVER, one, "waiting_for_trainer", 2, 7)]
     rows += [(0, SERVER, other, "waiting_for_lock", 1, 2), (0, SERVER, other, "generating", 4, 5)]
-    owned = seconds(ledger_of(spans_of(*rows)), SERVER, 0)
+    owned = seconds(build_ledger(spans_of(*rows)), SERVER, 0)
     assert owned == {"idle": 1.0, "waiting_for_lock": 1.0, "waiting_for_trainer": 4.0, "generating": 1.0}
 
 
@@ -148,7 +151,7 @@ def test_what_a_group_waits_for_and_is_scored_by_is_each_of_its_trajectories() -
         (0, "flow", "7/reference", "recomputing", 9, 11),
         (0, "flow", "8", "waiting_for_server", 0, 11, "slot"),
     ]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     of_group = {"recording": 0.75, "storing": 0.75}
     assert trajectory(ledger, "7.0") == of_group | {
         "waiting_for_server": 5.0,
@@ -174,7 +177,7 @@ def test_what_a_part_waits_for_is_of_its_own_trajectories() -> None:
             (0, "flow", f"7/{part}", "sampling", began, began + 2),
             (0, "flow", f"7.{sample}", "generating", began, began + 2),
         ]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     assert trajectory(ledger, "7.0") == {"waiting_for_server": 1.0, "generating": 2.0}
     assert trajectory(ledger, "7.1") == {"waiting_for_server": 4.0, "generating": 2.0}
 
@@ -186,7 +189,7 @@ def test_several_scorers_that_look_at_a_trajectory_at_once_share_its_time() -> N
         (0, "flow", "7.0/one", "scoring", 2, 5),
         (0, "flow", "7.0/other", "scoring", 3, 6),
     ]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     assert trajectory(ledger, "7.0") == {"generating": 2.0, "scoring": 4.0}
     assert ledger.trajectories["lane"].unique().to_list() == ["7.0"]
 
@@ -203,11 +206,11 @@ def test_a_trajectory_that_was_begun_again_has_its_last_attempt_and_one_that_was
         (0, "flow", "7", "waiting_for_server", 11, 11.5),
         (0, "flow", "7.0", "generating", 11.5, 16),
     ]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     assert trajectory(ledger, "7.0") == {"waiting_for_server": 0.5, "generating": 4.5}
     assert trajectory(ledger, "7.1") == {"waiting_for_server": 1.0, "generating": 1.0}
 
 
 def test_trajectories_of_steps_that_are_not_asked_for_are_left_out() -> None:
     rows = spans_of(*whole_step(0), *whole_step(1, began=10))
-    assert set(ledger_of(rows, [1]).trajectories["lane"]) == {"1.0", "1.1"}
+    assert set(build_ledger(rows, [1]).trajectories["lane"]) == {"1.0", "1.1"}

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tasks.observe.lag import LagHistogram, LoopLag
+from rollmill.tasks.observe.loop_lag import LagHistogram, LoopLag
 
 PLANTED_S = 0.8
 
@@ -43,7 +43,7 @@ def test_a_lag_out_of_all_proportion_is_in_the_last_bucket() -> None:
 
 async def test_a_planted_stall_is_the_largest_lag_and_was_spent_running() -> None:
     lag = LoopLag(0.005)
-    with lag.sampled():
+    with lag.sample():
         await asyncio.sleep(0.05)
         _burn(PLANTED_S)
         await asyncio.sleep(0.05)
@@ -53,7 +53,7 @@ async def test_a_planted_stall_is_the_largest_lag_and_was_spent_running() -> Non
 
 async def test_a_stall_that_only_waits_was_not_spent_running() -> None:
     lag = LoopLag(0.005)
-    with lag.sampled():
+    with lag.sample():
         time.sleep(PLANTED_S)  # noqa: ASYNC251 - that is the stall
         await asyncio.sleep(0.05)
     assert lag.largest.running_ms < 1000 * PLANTED_S / 2

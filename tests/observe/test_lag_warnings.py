@@ -1,7 +1,7 @@
 """What is said of late beats: once of each cause, with what to do."""
 
-from tasks.observe.lag import Beat
-from tasks.observe.lag_warnings import MOST_STEP_WARNINGS, NO_PROCESSOR, LagWarnings
+from rollmill.tasks.observe.loop_lag import Beat
+from rollmill.tasks.observe.loop_monitor import MOST_STEP_WARNINGS, NO_PROCESSOR, LagWarnings
 
 OURS, OTHERS = Beat(600.0, 590.0, 5.0), Beat(600.0, 20.0, 570.0)
 
@@ -14,26 +14,26 @@ def told() -> tuple[list[str], LagWarnings]:
 def test_a_busy_machine_is_told_of_once() -> None:
     said, warnings = told()
     for _ in range(2):
-        warnings.of_stall(OTHERS, NO_PROCESSOR, 0.0)
-        warnings.of_step(300.0, OTHERS, {NO_PROCESSOR: 0.6})
+        warnings.warn_of_stall(OTHERS, NO_PROCESSOR, 0.0)
+        warnings.warn_of_step(300.0, OTHERS, {NO_PROCESSOR: 0.6})
     (text,) = said
-    assert "570 ms waiting for a processor" in text
-    assert "give the flow a core" in text
+    assert "570 ms waiting for a CPU" in text
+    assert "reserve a core for the flow" in text
 
 
 def test_a_step_on_a_busy_machine_is_told_of_in_the_place_of_its_stalls() -> None:
     said, warnings = told()
-    warnings.of_step(300.0, OTHERS, {NO_PROCESSOR: 0.6})
-    warnings.of_stall(OTHERS, NO_PROCESSOR, 0.0)
+    warnings.warn_of_step(300.0, OTHERS, {NO_PROCESSOR: 0.6})
+    warnings.warn_of_stall(OTHERS, NO_PROCESSOR, 0.0)
     (text,) = said
-    assert "0.6 s other threads or processes had all processors" in text
+    assert "other threads or processes used all CPUs; reserve a core" in text
 
 
 def test_our_own_work_is_told_of_on_a_busy_machine_too() -> None:
     said, warnings = told()
-    warnings.of_stall(OTHERS, NO_PROCESSOR, 0.0)
-    warnings.of_stall(OURS, "in a scorer", 120.0)
-    warnings.of_step(300.0, OURS, {"in a scorer": 0.6})
+    warnings.warn_of_stall(OTHERS, NO_PROCESSOR, 0.0)
+    warnings.warn_of_stall(OURS, "in a scorer", 120.0)
+    warnings.warn_of_step(300.0, OURS, {"in a scorer": 0.6})
     assert ["in a scorer" in text for text in said] == [False, True, True]
     assert "120 ms of it collecting garbage" in said[1]
     assert "score.workers" in said[1]
@@ -42,48 +42,48 @@ def test_our_own_work_is_told_of_on_a_busy_machine_too() -> None:
 
 def test_a_step_within_the_bound_is_not_told_of() -> None:
     said, warnings = told()
-    warnings.of_step(100.0, OURS, {})
+    warnings.warn_of_step(100.0, OURS, {})
     assert not said
 
 
 def test_steps_that_our_own_work_made_late_are_told_of_after_those_of_a_busy_machine() -> None:
     said, warnings = told()
-    warnings.of_step(101.0, OTHERS, {NO_PROCESSOR: 0.6})
-    warnings.of_step(9000.0, OURS, {"in a scorer": 9.0})
+    warnings.warn_of_step(101.0, OTHERS, {NO_PROCESSOR: 0.6})
+    warnings.warn_of_step(9000.0, OURS, {"in a scorer": 9.0})
     assert ["9000 ms" in text for text in said] == [False, True]
 
 
-def test_a_step_is_told_of_again_when_it_is_later_by_half() -> None:
+def test_a_step_is_reported_again_when_its_lag_grows_by_half() -> None:
     said, warnings = told()
     for p99_ms in (200.0, 290.0, 310.0, 330.0):
-        warnings.of_step(p99_ms, OURS, {"in a scorer": 0.6})
-    assert [text.split()[6] for text in said] == ["200", "310"]
+        warnings.warn_of_step(p99_ms, OURS, {"in a scorer": 0.6})
+    assert [text.split()[3] for text in said] == ["200", "310"]
 
 
 def test_a_step_is_told_of_again_when_it_is_late_in_another_place() -> None:
     said, warnings = told()
     for task, place in enumerate(["part.py:40 score, a.py:1 b", "part.py:41 score", "play.py:7 step"]):
-        warnings.of_step(200.0, OURS, {f"task Task-{task} (work) stood in {place}": 0.6})
+        warnings.warn_of_step(200.0, OURS, {f"task Task-{task} (work) in {place}": 0.6})
     assert ["play.py" in text for text in said] == [False, True]
 
 
 def test_places_without_end_are_told_of_some_times() -> None:
     said, warnings = told()
     for number in range(10 * MOST_STEP_WARNINGS):
-        warnings.of_step(200.0, OURS, {f"place {number}": 0.6})
+        warnings.warn_of_step(200.0, OURS, {f"place {number}": 0.6})
     assert len(said) == MOST_STEP_WARNINGS
 
 
 def test_a_stall_in_a_place_is_told_of_once_whichever_task_stood_there() -> None:
     said, warnings = told()
     for task in range(3):
-        warnings.of_stall(OURS, f"task Task-{task} (work) stood in part.py:40 score", 0.0)
+        warnings.warn_of_stall(OURS, f"task Task-{task} (work) in part.py:40 score", 0.0)
     assert len(said) == 1
 
 
 def test_a_beat_is_blocked_while_others_can_look_and_its_thread_does_not_run() -> None:
     waited = Beat(700.0, 3.0, 2.0)
-    assert waited.looked_at(13, 0.05).blocked_ms == 695.0
-    assert waited.looked_at(2, 0.05) == waited
-    assert not Beat(700.0, 690.0, 2.0).looked_at(13, 0.05).is_blocked
-    assert not Beat(700.0, 0.0, 0.0).looked_at(13, 0.05).is_blocked  # nothing is known of it
+    assert waited.with_blocked(13, 0.05).blocked_ms == 695.0
+    assert waited.with_blocked(2, 0.05) == waited
+    assert not Beat(700.0, 690.0, 2.0).with_blocked(13, 0.05).is_blocked
+    assert not Beat(700.0, 0.0, 0.0).with_blocked(13, 0.05).is_blocked  # nothing is known of it

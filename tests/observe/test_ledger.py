@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from span_rows import BEGAN, Row, spans_of, whole_step
 
-from tasks.observe.ledger.attribution import Ledger, ledger_of
-from tasks.observe.ledger.balance import Balance, balance_of
-from tasks.observe.ledger.timeline import timeline_of
+from rollmill.tasks.look.ledger.balance import Balance, measure_balance
+from rollmill.tasks.look.ledger.span_timeline import build_timeline
+from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 
 SERVER, OTHER_SERVER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 START_US = int(BEGAN.timestamp() * 1e6)
@@ -48,7 +48,7 @@ def test_of_the_spans_of_a_lane_the_one_that_began_last_owns_an_instant(
         if intervals
         else spans_of((0, "p", "main", "0", 0, 0))
     )
-    timeline = timeline_of(rows)
+    timeline = build_timeline(rows)
     owned = {
         instant: timeline.spans.row(span, named=True)
         for span, start, end in zip(
@@ -69,20 +69,20 @@ def test_of_the_spans_of_a_lane_the_one_that_began_last_owns_an_instant(
 
 
 def test_every_process_has_every_microsecond_of_a_step_once() -> None:
-    ledger = ledger_of(spans_of(*whole_step(0), *whole_step(1, began=10)))
+    ledger = build_ledger(spans_of(*whole_step(0), *whole_step(1, began=10)))
     sums = ledger.owners.group_by("step", "process").agg(pl.col("us").sum())
     assert len(sums) == 2 * 4
     assert set(sums["us"]) == {10_000_000}
 
 
 def test_what_no_span_owns_is_unattributed_and_never_idle() -> None:
-    ledger = ledger_of(spans_of(*whole_step(0), *whole_step(1, began=10)))
+    ledger = build_ledger(spans_of(*whole_step(0), *whole_step(1, began=10)))
     assert seconds(ledger, "trainer/1")["unattributed", ""] == pytest.approx(1.2)
     assert seconds(ledger, "flow")["unattributed", ""] == pytest.approx(0.4)
 
 
 def test_an_idle_rank_or_server_has_what_the_step_does_meanwhile_as_its_cause() -> None:
-    ledger = ledger_of(spans_of(*whole_step()))
+    ledger = build_ledger(spans_of(*whole_step()))
     trainer = seconds(ledger, "trainer/0")
     assert trainer["idle", "generating"] == pytest.approx(3.5)
     assert trainer["idle", "waiting_for_stragglers"] == pytest.approx(2.0)
@@ -100,11 +100,11 @@ def test_a_server_that_waits_for_another_says_which() -> None:
         (0, OTHER_SERVER, "main", "generating", 0, 2),
         (0, SERVER, "main", "idle", 0, 2),
     ]
-    assert seconds(ledger_of(spans_of(*rows)), SERVER) == {("idle", f"generating at {OTHER_SERVER}"): 2.0}
+    assert seconds(build_ledger(spans_of(*rows)), SERVER) == {("idle", f"generating at {OTHER_SERVER}"): 2.0}
 
 
 def test_the_path_goes_back_over_whoever_had_the_slot_and_the_slow_rank() -> None:
-    assert path(ledger_of(spans_of(*whole_step()))) == [
+    assert path(build_ledger(spans_of(*whole_step()))) == [
         (0, 0.5, "0.0", "waiting_for_server"),
         (0.5, 3, "0.0", "generating"),
         (3, 4, "0.1", "generating"),
@@ -134,7 +134,7 @@ def test_a_rank_that_others_waited_for_is_on_the_path_though_nobody_has_its_last
         ("trainer/1", "waiting_for_rank", 0, 3, "trainer/0"),
         ("trainer/1", "handing_over", 3, 4),
     )
-    assert path(ledger_of(spans_of(*rows))) == [
+    assert path(build_ledger(spans_of(*rows))) == [
         (0, 2.9, "trainer/0", "handing_over"),
         (2.9, 3, "trainer/1", "waiting_for_rank"),
         (3, 4, "trainer/1", "handing_over"),
@@ -150,7 +150,7 @@ def test_where_the_rank_that_was_waited_for_waited_too_the_path_goes_on_in_the_o
         ("trainer/1", "waiting_for_rank", 2, 5, "trainer/2"),
         ("trainer/2", "forward", 0, 5),
     )
-    assert path(ledger_of(spans_of(*rows))) == [
+    assert path(build_ledger(spans_of(*rows))) == [
         (0, 5, "trainer/2", "forward"),
         (5, 6, "trainer/0", "optimizer"),
     ]
@@ -161,7 +161,7 @@ def test_ranks_that_are_said_to_wait_for_each_other_end_the_walk_all_the_same() 
         ("trainer/0", "waiting_for_rank", 0, 2, "trainer/1"),
         ("trainer/1", "waiting_for_rank", 0, 2, "trainer/0"),
     )
-    ((start, end, _, name),) = path(ledger_of(spans_of(*rows)))
+    ((start, end, _, name),) = path(build_ledger(spans_of(*rows)))
     assert (start, end, name) == (0, 2, "waiting_for_rank")
 
 
@@ -194,7 +194,7 @@ def test_between_two_collectives_the_path_is_the_slowest_ranks(
         expected |= dict.fromkeys(range(began, began + 4 * works[slow]), f"trainer/{slow}")
         began = until
     rows.append(("trainer/0", "optimizer", began * 1e-6, (began + 1) * 1e-6))
-    told = ledger_of(spans_of(*ranks_step(*rows))).path.filter(pl.col("name") == "forward").to_dicts()
+    told = build_ledger(spans_of(*ranks_step(*rows))).path.filter(pl.col("name") == "forward").to_dicts()
     walked = {
         instant - START_US: row["process"] for row in told for instant in range(row["start"], row["end"])
     }
@@ -214,7 +214,7 @@ def test_the_path_of_a_sync_goes_over_what_servers_take_and_the_trainer_sends_bu
         (0, SERVER, "main", "switching", 3.5, 3.9),
         (1, SERVER, "main", "generating", 3.9, 4),
     ]
-    ledger = ledger_of(spans_of(*rows))
+    ledger = build_ledger(spans_of(*rows))
     assert path(ledger) == [
         (0, 1, "trainer/0", "gathering"),
         (1, 2, "trainer/0", "sending"),
@@ -237,7 +237,7 @@ def test_the_path_goes_from_a_group_to_its_last_trajectory_and_from_that_to_the_
         (0, "flow", "8", "collecting", 1, 9.5),
         (0, "flow", "8.0", "generating", 2, 8.5, SERVER),
     ]
-    assert path(ledger_of(spans_of(*rows))) == [
+    assert path(build_ledger(spans_of(*rows))) == [
         (0, 1, "collect.0", "planning"),
         (1, 2, "7", "environment"),
         (2, 9, "7.1", "generating"),
@@ -251,7 +251,10 @@ def test_a_rank_whose_clock_is_a_little_ahead_is_still_what_was_waited_for() -> 
         (0, "flow", "step", "train", 0, 2),
         (0, "trainer/0", "main", "forward", 0.5, 2.0004),
     ]
-    assert path(ledger_of(spans_of(*rows))) == [(0, 0.5, "step", "train"), (0.5, 2, "trainer/0", "forward")]
+    assert path(build_ledger(spans_of(*rows))) == [
+        (0, 0.5, "step", "train"),
+        (0.5, 2, "trainer/0", "forward"),
+    ]
 
 
 def overlapping() -> list[Row]:
@@ -276,7 +279,7 @@ def overlapping() -> list[Row]:
 
 
 def test_where_steps_overlap_a_second_has_one_owner_though_it_serves_another_step() -> None:
-    owners = ledger_of(spans_of(*overlapping())).owners.filter(pl.col("process") == SERVER)
+    owners = build_ledger(spans_of(*overlapping())).owners.filter(pl.col("process") == SERVER)
     assert owners.select("step", "name", "is_other", pl.col("us") / 1e6).rows() == [
         (0, "generating", True, 3.0),
         (0, "generating", False, 2.0),
@@ -286,7 +289,7 @@ def test_where_steps_overlap_a_second_has_one_owner_though_it_serves_another_ste
 
 
 def test_where_steps_overlap_rollouts_that_are_waited_for_are_on_the_path_from_their_beginning() -> None:
-    ledger = ledger_of(spans_of(*overlapping()))
+    ledger = build_ledger(spans_of(*overlapping()))
     assert path(ledger, step=1) == [(5, 6, "1.0", "generating"), (6, 9, "trainer/0", "forward")]
     assert path(ledger, step=0) == [(0, 2, "0.0", "generating"), (2, 5, "1.0", "generating")], (
         "training was not what the second step waited for"
@@ -295,7 +298,7 @@ def test_where_steps_overlap_rollouts_that_are_waited_for_are_on_the_path_from_t
 
 def test_rollouts_that_were_over_before_they_were_waited_for_are_not_on_the_path_but_training_is() -> None:
     early = [(*row[:5], 4, *row[6:]) if row[2] == "1.0" else row for row in overlapping()]
-    ledger = ledger_of(spans_of(*early))
+    ledger = build_ledger(spans_of(*early))
     assert path(ledger, step=0) == [(0, 2, "0.0", "generating"), (2, 5, "trainer/0", "forward")]
     assert path(ledger, step=1) == [(5, 6, "step", "collect"), (6, 9, "trainer/0", "forward")]
 
@@ -310,7 +313,7 @@ def test_an_evaluation_that_was_over_before_it_was_waited_for_is_not_on_the_path
         (0, "trainer/0", "main", "forward", 0, 8),
     ]
     train, rest = (0, 8, "trainer/0", "forward"), (8.5, 9, "step", "unattributed")
-    assert path(ledger_of(spans_of(*rows))) == [train, (8, 8.5, "step", "evaluate"), rest]
+    assert path(build_ledger(spans_of(*rows))) == [train, (8, 8.5, "step", "evaluate"), rest]
 
 
 def test_a_trainer_that_is_started_again_in_the_midst_of_training_is_on_the_path() -> None:
@@ -322,7 +325,7 @@ def test_a_trainer_that_is_started_again_in_the_midst_of_training_is_on_the_path
         (-1, "trainer/0", "main", "idle", 14, 16),
         (0, "trainer/0", "main", "forward", 16, 20),
     ]
-    assert path(ledger_of(spans_of(*rows))) == [
+    assert path(build_ledger(spans_of(*rows))) == [
         (0, 4, "step", "train"),
         (4, 15, "trainer/0", "starting"),
         (15, 16, "step", "train"),
@@ -341,7 +344,7 @@ def test_a_group_begins_when_the_one_before_has_and_what_nobody_has_until_then_i
         (0, "flow", "8", "recording", 1.5, 2.5),
         (0, "flow", "8.0", "generating", 2.5, 4, SERVER),
     ]
-    assert path(ledger_of(spans_of(*rows))) == [
+    assert path(build_ledger(spans_of(*rows))) == [
         (0, 0.5, "collect.0", "planning"),
         (0.5, 1, "7", "recording"),
         (1, 1.5, "collect.", "collect"),
@@ -353,13 +356,13 @@ def test_a_group_begins_when_the_one_before_has_and_what_nobody_has_until_then_i
 
 def test_a_step_that_was_tried_again_has_the_seconds_of_the_attempt_that_finished_it() -> None:
     dead: list[Row] = [(0, "flow", "step", "collect", -100, -97), (0, "flow", "0.0", "generating", -100, -97)]
-    ledger = ledger_of(spans_of(*dead, *whole_step()))
+    ledger = build_ledger(spans_of(*dead, *whole_step()))
     assert ledger.steps["us"].to_list() == [10_000_000]
 
 
 def test_a_step_that_is_still_in_hand_goes_from_its_lines_first_span_to_its_last() -> None:
     open_step = [row for row in whole_step(1, began=10) if row[3] != "step"]
-    ledger = ledger_of(spans_of(*whole_step(0), *open_step))
+    ledger = build_ledger(spans_of(*whole_step(0), *open_step))
     assert ledger.steps["us"].to_list() == [10_000_000, 9_900_000]
 
 
@@ -370,13 +373,13 @@ def test_several_lanes_of_a_process_are_one_line_in_which_work_goes_before_waits
         (0, "trainer/0", "main", "forward", 4, 6),
         (0, "trainer/0", "checkpoint", "checkpointing", 1, 5),
     ]
-    owned = seconds(ledger_of(spans_of(*rows)), "trainer/0")
+    owned = seconds(build_ledger(spans_of(*rows)), "trainer/0")
     assert owned == {("checkpointing", ""): 3.0, ("forward", ""): 2.0, ("idle", "unattributed"): 1.0}
 
 
 def test_only_the_steps_asked_for_are_in_the_ledger() -> None:
     rows = spans_of(*whole_step(0), *whole_step(1, began=10))
-    assert ledger_of(rows, [1]).steps["step"].to_list() == [1]
+    assert build_ledger(rows, [1]).steps["step"].to_list() == [1]
 
 
 def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() -> None:
@@ -391,7 +394,7 @@ def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() ->
         (0, "flow", "main", "report", 10, 13.9),
         (0, "flow", "main", "recording", 11, 13),
     ]
-    ends = ledger_of(spans_of(*rows)).ends
+    ends = build_ledger(spans_of(*rows)).ends
     assert ends.rows() == [
         ("start", "launching", "", 3_000_000),
         ("start", "restore", "", 3_000_000),
@@ -404,7 +407,7 @@ def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() ->
 
 
 def test_the_balance_says_how_many_servers_would_be_even() -> None:
-    balance = balance_of(ledger_of(spans_of(*whole_step())))
+    balance = measure_balance(build_ledger(spans_of(*whole_step())))
     assert balance is not None
     assert (balance.generation_s, balance.training_s) == pytest.approx((5.0, 1.9))
     assert balance.hint == (
@@ -414,4 +417,4 @@ def test_the_balance_says_how_many_servers_would_be_even() -> None:
     assert Balance(2.0, 6.0, 3, 1, is_overlapping=True).hint == (
         "training takes 3.0 times as long as generation: 2 more ranks would make them even, and 2 servers could go"
     )
-    assert balance_of(ledger_of(spans_of((0, "flow", "step", "step", 0, 1)))) is None
+    assert measure_balance(build_ledger(spans_of((0, "flow", "step", "step", 0, 1)))) is None

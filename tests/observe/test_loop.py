@@ -1,102 +1,152 @@
-"""The monitor of an event loop finds what is planted, and names it."""
+"""The monitor of an event loop measures stalls, and with samples names the code."""
 
 import asyncio
 import ctypes
 import gc
+import os
+import threading
 import time
+from collections import Counter
 
 import pytest
 
-from tasks.observe.garbage import GarbagePauses
-from tasks.observe.loop import LoopMonitor
+from rollmill.tasks.observe.loop_lag import Beat, LoopLag
+from rollmill.tasks.observe.loop_monitor import ELSEWHERE, MOST_SITES, NO_PROCESSOR, GarbageTimer, LoopMonitor
+from rollmill.tasks.observe.stack_sites import StallSampler
 
 STALL_S = 0.4
-SETTLE_S = 0.05
-ATTEMPTS = 10
+DEADLINE_S = 60.0
+SITE = "task the culprit (score) in tasks/score/planted.py:3 score"
+COMPUTED = Beat(600.0, running_ms=590.0, queued_ms=2.0)
+WAITED = Beat(600.0, running_ms=4.0, queued_ms=2.0)
+WITHOUT_CPU = Beat(600.0, running_ms=20.0, queued_ms=570.0)
 
 
-async def block_the_loop(seconds: float = STALL_S) -> None:
-    time.sleep(seconds)  # noqa: ASYNC251 - that is the stall
-
-
-async def stalled(said: list[str], n: int = 1) -> dict[str, float]:
-    """Plant stalls under a monitor; returns its metrics by name."""
-    monitor = LoopMonitor(max_stall_ms=100.0, max_lag_p99_ms=50.0, warn=said.append)
-    with monitor.watching():
-        await asyncio.sleep(SETTLE_S)
-        for _ in range(n):
-            await asyncio.create_task(block_the_loop(), name="the culprit")
-            await asyncio.sleep(SETTLE_S)
-    return {metric.name: metric.value for metric in monitor.report()}
-
-
-async def told(*words: str) -> str:
-    """What is said of a stall with these words in it; where others have all processors a stall may be laid to them."""
+def monitored() -> tuple[list[str], LoopMonitor]:
     said: list[str] = []
-    for _ in range(ATTEMPTS):
-        await stalled(said)
-        if found := [text for text in said if all(each in text for each in words)]:
-            return found[0]
-    raise AssertionError(f"expected {words}, was told {said}")
+    return said, LoopMonitor(max_stall_ms=500.0, max_lag_p99_ms=0.0, warn=said.append)
 
 
-async def test_a_stall_is_warned_of_with_its_task_and_its_place() -> None:
-    stall = await told("stood still", "the culprit")
-    assert "task the culprit (block_the_loop)" in stall
-    assert "test_loop.py" in stall
-    assert "observe.max_stall_ms is 100" in stall
-
-
-async def test_a_call_that_blocks_is_told_from_work_with_how_to_mend_it() -> None:
-    for words in ("stood still", "p99 of a step"):
-        assert "await it in a thread" in await told(words, "ms blocked in a call")
-
-
-async def test_a_loop_that_waits_for_the_interpreter_is_not_called_blocked() -> None:
-    said: list[str] = []
-    keeps_the_lock = ctypes.PyDLL(None).usleep  # as a library that computes without giving it back
-    with LoopMonitor(max_stall_ms=100.0, max_lag_p99_ms=0.0, warn=said.append).watching():
-        await asyncio.sleep(SETTLE_S)
-        for _ in range(ATTEMPTS):
-            await asyncio.to_thread(keeps_the_lock, int(1e6 * STALL_S))
-            await asyncio.sleep(SETTLE_S)
-            if any("for the interpreter's lock" in text for text in said):
-                break
-    assert any("waiting otherwise, for the interpreter's lock above all" in text for text in said)
-    assert not any("blocked in a call" in text for text in said)
-
-
-async def test_a_place_is_told_once_and_its_stalls_are_counted() -> None:
-    said: list[str] = []
-    values = await stalled(said, n=2)
-    assert values["loop/stalls"] >= 2
-    assert sum("block_the_loop" in text and "stood still" in text for text in said) == 1
-
-
-async def test_what_a_step_had_is_in_its_metrics() -> None:
-    values = await stalled([])
+async def test_a_stall_of_the_running_loop_is_in_the_metrics_and_a_report_begins_anew() -> None:
+    said: asyncio.Queue[str] = asyncio.Queue()
+    monitor = LoopMonitor(max_stall_ms=100.0, max_lag_p99_ms=0.0, warn=said.put_nowait)
+    with monitor.watch():
+        await asyncio.sleep(0)
+        time.sleep(STALL_S)  # noqa: ASYNC251 - that is the stall
+        warning = await asyncio.wait_for(said.get(), DEADLINE_S)
+        values = {metric.name: metric.value for metric in monitor.report()}
+        assert not monitor.report()
     assert values["loop/lag_max_ms"] >= 1000 * STALL_S * 0.9
     assert values["loop/lag_p50_ms"] <= values["loop/lag_p90_ms"] <= values["loop/lag_p99_ms"]
-    assert await told("p99 of a step", "block_the_loop")
+    assert values["loop/stalls"] >= 1
+    assert warning.startswith("event loop blocked for")
 
 
-async def test_a_report_begins_anew() -> None:
-    monitor = LoopMonitor(0.0, 0.0, warn=pytest.fail)
-    with monitor.watching():
-        await asyncio.sleep(SETTLE_S)
-        await block_the_loop(1.0)
-        await asyncio.sleep(SETTLE_S)
-        first = {metric.name: metric.value for metric in monitor.report()}
-        await asyncio.sleep(SETTLE_S)
-        second = {metric.name: metric.value for metric in monitor.report()}
-    assert second["loop/lag_max_ms"] < first["loop/lag_max_ms"]
+async def test_without_diagnostics_no_thread_is_started() -> None:
+    before = set(threading.enumerate())
+    with monitored()[1].watch():
+        assert set(threading.enumerate()) == before
+
+
+def test_a_stall_without_samples_names_the_command_that_shows_the_code() -> None:
+    said, monitor = monitored()
+    for beat in (COMPUTED, WAITED, WITHOUT_CPU) * 2:
+        monitor.record(beat)
+    computed, waited, busy = said
+    assert "590 ms running" in computed
+    assert "worker processes" in computed
+    assert "594 ms waiting, in a call or for the GIL" in waited
+    assert "await it in a thread" in waited
+    assert all(f"py-spy dump --pid {os.getpid()}" in text for text in (computed, waited))
+    assert "py-spy" not in busy
+    assert NO_PROCESSOR in busy
+
+
+def test_a_sampled_stall_names_its_code_once_and_all_are_counted() -> None:
+    said, monitor = monitored()
+    for _ in range(2):
+        monitor.record(COMPUTED, Counter({SITE: 11, "a callback in x.py:1 f": 1}))
+    (text,) = said
+    assert f"above 500): {SITE}; " in text
+    assert "py-spy" not in text
+
+
+def test_a_call_that_blocks_has_another_remedy_than_work_and_than_a_thread_that_holds_the_interpreter() -> (
+    None
+):
+    for beat, n_samples, words in (
+        (COMPUTED, 12, "worker processes"),
+        (WAITED, 12, "await it in a thread"),
+        (WAITED, 2, "waiting, in a call or for the GIL"),
+    ):
+        said, monitor = monitored()
+        monitor.record(beat, Counter({SITE: n_samples}))
+        assert words in said[0]
+
+
+async def test_a_step_names_the_sites_with_most_of_its_lag_and_forgets_them_for_the_next() -> None:
+    said: list[str] = []
+    monitor = LoopMonitor(max_stall_ms=0.0, max_lag_p99_ms=1e-9, warn=said.append)
+    with monitor.watch():
+        for number in range(2 * MOST_SITES):
+            monitor.record(Beat(60.0 + number, 50.0, 0.0), Counter({f"site {number}": 1}))
+        while not said:
+            await asyncio.sleep(0.02)
+            monitor.report()
+        assert ELSEWHERE in said[0]
+        assert "0.1 s site 49" in said[0]
+        assert monitor._sites_s == {}
+
+
+async def test_a_thread_beside_the_loop_sees_the_task_that_holds_it_and_its_code() -> None:
+    lag = LoopLag(0.001)
+    sampler = StallSampler(lag, 0.003)
+    seen: Counter[str] = Counter()
+
+    async def hold_the_loop() -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not seen and time.monotonic() < until:
+            time.sleep(0.01)  # noqa: ASYNC251 - that is the stall
+            seen.update(sampler.take())
+
+    with lag.sample(), sampler.sample():
+        await asyncio.create_task(hold_the_loop(), name="the culprit")
+    assert any(site.startswith("task the culprit (") and "hold_the_loop" in site for site in seen)
+    assert any("test_loop.py" in site for site in seen)
+
+
+async def test_a_thread_that_holds_the_interpreter_keeps_samples_from_being_taken() -> None:
+    lag = LoopLag(0.001)
+    sampler = StallSampler(lag, 0.01)
+    keeps_the_lock = ctypes.PyDLL(None).usleep  # as a library that computes without giving it back
+    with lag.sample(), sampler.sample():
+        sampler.take()
+        keeps_the_lock(int(1e6 * STALL_S))
+        n_samples = sampler.take().total()
+    assert n_samples * 0.01 < STALL_S / 2
 
 
 def test_pauses_of_the_garbage_collector_are_counted_and_taken() -> None:
-    pauses = GarbagePauses()
-    with pauses.counted():
+    pauses = GarbageTimer()
+    with pauses.measure():
         gc.collect()
     gc.collect()
-    taken = pauses.take()
-    assert 0.0 < taken.longest_s <= taken.total_s
-    assert pauses.take().total_s == 0.0
+    total_s, longest_s = pauses.take()
+    assert 0.0 < longest_s <= total_s
+    assert pauses.take() == (0.0, 0.0)
+
+
+def test_garbage_collected_during_a_stall_is_in_its_warning() -> None:
+    said, monitor = monitored()
+    monitor.record(COMPUTED)
+    monitor._garbage.totals_s = (0.12, 0.12)
+    monitor.record(WAITED)
+    assert "garbage" not in said[0]
+    assert "120 ms of it collecting garbage" in said[1]
+
+
+@pytest.mark.parametrize("late_ms", [0.0, 499.0])
+def test_a_beat_within_the_bound_is_no_stall(late_ms: float) -> None:
+    said, monitor = monitored()
+    monitor.record(Beat(late_ms, 0.0, 0.0))
+    assert not said

@@ -1,22 +1,18 @@
 """What a process has, who holds it, and what it gives back."""
 
-import ctypes
 import gc
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 
-from tasks.observe.memory import (
+from rollmill.tasks.observe.process_memory import (
     KINDS,
     MIB,
     Holders,
-    malloc_bytes,
-    own_rss_bytes,
-    release_to_system,
     rss_bytes_below,
     rss_bytes_by_kind,
 )
@@ -25,29 +21,51 @@ BLOCK_BYTES, N_BLOCKS = 64 * 1024, 2048
 """Blocks below the size from which the C allocator asks the system for each by itself."""
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+def run_alone(code: str) -> list[int]:
+    """The numbers that code prints in a process without other threads, whose allocations would count too."""
+    script = f"""
+import ctypes
+from rollmill.tasks.observe.process_memory import malloc_bytes, own_rss_bytes, release_to_system
 libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.free.argtypes = [ctypes.c_void_p]
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+{code}
+"""
+    shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return list(map(int, shown.stdout.split()))
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    blocks = [libc.malloc(BLOCK_BYTES) for _ in range(N_BLOCKS)]
-    for block in blocks:
-        ctypes.memset(block, 1, BLOCK_BYTES)
-    used = own_rss_bytes()
-    for block in blocks[:-1]:  # the last one keeps the heap's end in use
-        libc.free(block)
-    release_to_system()
-    assert used - own_rss_bytes() > 0.8 * N_BLOCKS * BLOCK_BYTES
-    libc.free(blocks[-1])
+    # The last block stays: it keeps the heap's end in use, so that the allocator does not shrink the heap by itself.
+    kept, released = run_alone(f"""
+blocks = [libc.malloc({BLOCK_BYTES}) for _ in range({N_BLOCKS})]
+for block in blocks:
+    ctypes.memset(block, 1, {BLOCK_BYTES})
+used = own_rss_bytes()
+for block in blocks[:-1]:
+    libc.free(block)
+print(used - own_rss_bytes())
+release_to_system()
+print(used - own_rss_bytes())
+""")
+    assert released - kept > 0.8 * N_BLOCKS * BLOCK_BYTES
 
 
 def test_what_is_in_use_and_what_is_kept_are_told_apart() -> None:
-    used, _ = malloc_bytes()
-    block = libc.malloc(BLOCK_BYTES)
-    grown, _ = malloc_bytes()
+    in_use, in_use_after, kept = run_alone(f"""
+before, _ = malloc_bytes()
+blocks = [libc.malloc({BLOCK_BYTES}) for _ in range({N_BLOCKS})]
+grown, free = malloc_bytes()
+print(grown - before)
+for block in blocks[:-1]:
     libc.free(block)
-    assert BLOCK_BYTES <= grown - used < 2 * BLOCK_BYTES
+after, more = malloc_bytes()
+print(after - before, more - free)
+""")
+    assert in_use >= N_BLOCKS * BLOCK_BYTES
+    assert in_use_after < 0.1 * in_use
+    assert kept > 0.8 * in_use
 
 
 class Leaked(list[int]):
@@ -55,11 +73,16 @@ class Leaked(list[int]):
 
 
 def test_growth_is_laid_to_the_type_of_the_objects_that_came_on_top() -> None:
-    before = Holders.now()
+    before = Holders.now(counts_objects=True)
     leaked = [Leaked([number]) for number in range(100_000)]
     gc.collect()  # young objects are not counted
-    text = Holders.now().grown_since(before)
+    text = Holders.now(counts_objects=True).grown_since(before)
     assert f"objects by type +{len(leaked):,} Leaked" in text
+
+
+def test_objects_are_counted_on_request_only() -> None:
+    assert not Holders.now().objects
+    assert Holders.now(counts_objects=True).objects
 
 
 def test_holders_add_up_to_the_resident_memory() -> None:
@@ -79,34 +102,28 @@ def test_who_came_on_top_most_is_named_first() -> None:
         {"spans": 2, "rows": 30, "points": 0},
     )
     assert now.grown_since(before) == (
-        "+27 MiB c, +5 MiB b, -2 MiB a; objects by type +895 dict, +4 list; waiting are 30 rows, 2 spans"
+        "+27 MiB c, +5 MiB b, -2 MiB a; objects by type +895 dict, +4 list; queued 30 rows, 2 spans"
     )
 
 
-def test_objects_are_counted_while_other_threads_make_tuples() -> None:
-    """A tuple that somebody holds while its size is not final fails with SystemError in who makes it."""
-    over, failed, interval = threading.Event(), list[SystemError](), sys.getswitchinterval()
+def test_no_python_code_runs_while_the_counted_objects_are_held() -> None:
+    """Another thread could: one that makes a tuple, which somebody holds before its size is final, fails with SystemError."""
+    held = Leaked([1])
+    gc.collect()  # young objects are not counted
+    n_referrers = [len(gc.get_referrers(held))]
 
-    def make() -> None:
-        while not over.is_set():
-            try:
-                tuple(number for number in range(200))
-            except SystemError as error:
-                failed.append(error)
+    def look(frame: FrameType, event: str, called: object) -> None:
+        # The first events of the module: the later ones are one for each type's name.
+        if frame.f_code.co_filename.endswith("process_memory.py") and len(n_referrers) < 50:
+            n_referrers.append(len(gc.get_referrers(held)))
 
-    threads = [threading.Thread(target=make) for _ in range(2)]
-    sys.setswitchinterval(1e-5)
+    sys.setprofile(look)  # called before and after each function, where the interpreter may change threads
     try:
-        for each in threads:
-            each.start()
-        for _ in range(30):
-            Holders.now()
+        counted = Holders.now(counts_objects=True).objects
     finally:
-        over.set()
-        sys.setswitchinterval(interval)
-    for each in threads:
-        each.join()
-    assert not failed
+        sys.setprofile(None)
+    assert counted["Leaked"] >= 1
+    assert len(set(n_referrers)) == 1
 
 
 @pytest.mark.parametrize(("word", "kind"), KINDS.items())
@@ -118,7 +135,7 @@ def test_a_process_is_known_by_its_command_line(word: str, kind: str) -> None:
 def test_a_process_is_what_the_one_above_it_is() -> None:
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAITS!r}])"
     others = rss_bytes_below().keys()
-    with up(outer, "tasks.train.service"):
+    with up(outer, "rollmill.tasks.train.service.trainer_process"):
         below = {process: n for process, n in rss_bytes_below().items() if process not in others}
     assert [kind for kind, _ in below] == ["trainer", "trainer"]
     assert rss_bytes_by_kind(below) == {"trainer": sum(below.values())}

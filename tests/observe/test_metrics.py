@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tasks.observe.metrics import ALL, Metric, MetricTable, Reduced
+from rollmill.tasks.observe.metrics import ALL, Metric, MetricTable, Reduced
 
 
 def test_mean_of_parts_is_weighted_by_their_counts() -> None:
@@ -36,7 +36,7 @@ def test_values_add_up_and_a_mean_of_nothing_is_nan() -> None:
 
 
 def test_a_mean_is_not_joined_with_a_maximum() -> None:
-    with pytest.raises(ValueError, match="mean cannot be joined with a max"):
+    with pytest.raises(ValueError, match="cannot merge a max into a mean"):
         Reduced("mean", 1.0).join(Reduced("max", 1.0))
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from span_rows import Row, spans_of, whole_step
 
-from tasks.observe.ledger.attribution import ledger_of
-from tasks.observe.ledger.balance import balance_of
-from tasks.observe.ledger.shortening import LEAST, savings
+from rollmill.tasks.look.ledger.balance import measure_balance
+from rollmill.tasks.look.ledger.step_attribution import build_ledger
+from rollmill.tasks.look.ledger.what_if import LEAST, estimate_savings
 
 SERVER = "http://10.0.0.1:8000"
 ENVIRONMENTS, SCORERS = "environments twice as fast", "scorers twice as fast"
@@ -26,7 +26,7 @@ ANOTHER_SERVER = "another server"
 
 def saved(*rows: Row, steps: list[int] | None = None) -> dict[str, float]:
     """Seconds by remedy."""
-    return {each.remedy: each.seconds for each in savings(ledger_of(spans_of(*rows), steps))}
+    return {each.remedy: each.seconds for each in estimate_savings(build_ledger(spans_of(*rows), steps))}
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def some_play(seed: int) -> Played:
     return Played(*times, slots=rng.randint(1, n), workers=rng.randint(1, n))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1 << 32).map(some_play))
 def test_a_saving_is_what_the_same_trajectories_take_less_with_the_remedy(played: Played) -> None:
     rows, whole_s = played.rows()
@@ -160,7 +161,7 @@ def test_an_evaluation_that_the_step_waits_for_could_go_on_beside_it() -> None:
         (0, SERVER, "main", "generating", 0, 12),
     ]
     told = saved(*rows)
-    assert told["evaluation beside the steps"] == pytest.approx(10.0)
+    assert told["evaluation concurrent with steps"] == pytest.approx(10.0)
     assert told[ANOTHER_SERVER] == pytest.approx(6.0)
 
 
@@ -185,8 +186,8 @@ def test_a_slow_rank_costs_what_all_would_be_done_sooner_by_if_they_shared_its_w
 def test_the_hint_on_sizes_says_when_one_rank_has_more_to_do_than_the_others() -> None:
     generated: Row = (0, SERVER, "main", "generating", 0, 1)
     uneven, even = (
-        balance_of(ledger_of(spans_of(*trained(10), generated))),
-        balance_of(ledger_of(spans_of(*trained(2), generated))),
+        measure_balance(build_ledger(spans_of(*trained(10), generated))),
+        measure_balance(build_ledger(spans_of(*trained(2), generated))),
     )
     assert uneven is not None
     assert even is not None
@@ -219,7 +220,7 @@ def test_what_goes_on_beside_rollouts_that_are_waited_for_later_saves_nothing() 
     rows = two_steps(report_s=1.0)
     for steps in (None, [0]):
         assert "rows stored in no time" not in saved(*rows, steps=steps)
-        path = ledger_of(spans_of(*rows), steps).path.filter(pl.col("step") == 0)
+        path = build_ledger(spans_of(*rows), steps).path.filter(pl.col("step") == 0)
         last = path.filter(pl.col("end") == path["end"].max())
         assert last["phase", "lane", "name"].row(0) == ("storing", "1.0", "generating")
     assert saved(*two_steps(report_s=1.99, began=5.25), steps=[0])["rows stored in no time"] == pytest.approx(
@@ -287,8 +288,8 @@ def test_a_checkpoint_and_weights_that_are_waited_for_are_told() -> None:
     assert saved(*rows) == pytest.approx(
         {
             "weights sent in no time": 4.0,
-            "batches handed over in no time": 3.0,
-            "checkpoints beside the steps": 2.0,
-            "nothing told to Prefect": 1.0,
+            "batches staged in no time": 3.0,
+            "checkpoints concurrent with steps": 2.0,
+            "nothing recorded in Prefect": 1.0,
         }
     )

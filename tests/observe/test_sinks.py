@@ -11,11 +11,19 @@ import pytest
 from mlflow.tracking import MlflowClient
 from tensorboardX.proto.event_pb2 import Event
 
-from tasks.observe.metrics import Metric, Stat
-from tasks.observe.mlflow_sink import MlflowSink
-from tasks.observe.sink_client import SinkClient
-from tasks.observe.sink_process import Feed
-from tasks.observe.sinks import APART, EVALUATION, STEP, End, Point, SinkSettings, points_of, values_of
+from rollmill.tasks.observe.metrics import Metric, Stat
+from rollmill.tasks.observe.sinks.metric_sinks import (
+    APART,
+    EVALUATION,
+    STEP,
+    Point,
+    RunEnd,
+    SinkSettings,
+    make_points,
+    metric_values,
+)
+from rollmill.tasks.observe.sinks.sink_client import SinkClient
+from rollmill.tasks.observe.sinks.sink_process import Feed, MlflowSink
 
 
 def step(number: int, **values: float) -> Point:
@@ -34,6 +42,7 @@ def values_in(folder: Path) -> Counter[tuple[str, int, float]]:
     return found
 
 
+@pytest.mark.slow
 async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gone_on_with(
     tmp_path: Path,
 ) -> None:
@@ -56,6 +65,7 @@ async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gon
     assert sinks.n_failures == 0
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_the_run_of_the_same_id_takes_no_step_twice_and_says_how_it_stands(
     tmp_path: Path,
 ) -> None:
@@ -66,7 +76,7 @@ def test_mlflow_goes_on_with_the_run_of_the_same_id_takes_no_step_twice_and_says
     def note(sink: MlflowSink) -> None:
         statuses.append(client.get_run(sink.run_id).info.status)
 
-    ends: tuple[tuple[int, End], ...] = ((1, "killed"), (2, "finished"))
+    ends: tuple[tuple[int, RunEnd], ...] = ((1, "killed"), (2, "finished"))
     for n_steps, how in ends:
         sink = MlflowSink(settings)
         note(sink)
@@ -99,11 +109,11 @@ async def test_sinks_are_told_how_the_run_ended(
 ) -> None:
     script = (
         "import pathlib\n"
-        "from tasks.observe import sink_process as p\n"
+        "from rollmill.tasks.observe.sinks import sink_process as p\n"
         "class Listening:\n"
         f"    def end(self, how): pathlib.Path({str(tmp_path / 'end')!r}).write_text(how)\n"
         "p.feeds_of = lambda settings, report: [p.Feed('listening', Listening, report)]\n"
-        "p.serve(p.feeds_of)\n"
+        "p.run_sinks(p.feeds_of)\n"
     )
     with suppress(type(error) if error else OSError):
         async with SinkClient(SinkSettings("ab", "run"), print, (sys.executable, "-c", script)):
@@ -133,14 +143,14 @@ async def test_a_process_that_dies_is_said_and_points_are_handed_over_to_nobody(
     async with SinkClient(SinkSettings("ab", "run"), told.append, words) as sinks:
         for number in range(3):
             sinks.put(step(number))
-    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with status 3"]
+    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with exit status 3"]
 
 
 @pytest.mark.parametrize("timeout_s", [0.2])
 async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: float) -> None:
     script = (
         "import pathlib, time\n"
-        "from tasks.observe import sink_process as p\n"
+        "from rollmill.tasks.observe.sinks import sink_process as p\n"
         "class Hanging:\n"
         "    def has(self, marker, step): return False\n"
         "    def write(self, point):\n"
@@ -148,7 +158,7 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
         "        time.sleep(600)\n"
         "    def end(self, how): pass\n"
         "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
-        "p.serve(p.feeds_of)\n"
+        "p.run_sinks(p.feeds_of)\n"
     )
     told: list[str] = []
     settings = SinkSettings("ab", "run", timeout_s=timeout_s)
@@ -157,7 +167,7 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
         async with asyncio.timeout(60):
             while not (tmp_path / "hangs").exists():  # noqa: ASYNC110 - it is another process's
                 await asyncio.sleep(0.02)
-    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with status 1"]
+    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with signal SIGKILL"]
 
 
 class Flaky:
@@ -165,7 +175,7 @@ class Flaky:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.ended: list[End] = []
+        self.ended: list[RunEnd] = []
         self.has_failed = False
 
     def has(self, marker: str, step: int) -> bool:
@@ -177,7 +187,7 @@ class Flaky:
             raise OSError("not now")
         self.steps.append(point.step)
 
-    def end(self, how: End) -> None:
+    def end(self, how: RunEnd) -> None:
         self.ended.append(how)
 
 
@@ -198,23 +208,25 @@ def test_names_say_reduction_and_environment_and_means_of_nothing_are_left_out()
         Metric("train/ratio", "addition", "max", 1.5),
         Metric("drops/lost_tokens", "all", "mean", math.nan),
     ]
-    assert values_of(metrics) == {"train/tokens": 3.0, "train/ratio/max/addition": 1.5}
+    assert metric_values(metrics) == {"train/tokens": 3.0, "train/ratio/max/addition": 1.5}
 
 
 def test_names_of_stats_and_environments_never_meet_whatever_an_environment_is_called() -> None:
     stats: tuple[Stat, ...] = ("value", "mean", "std", "min", "max")
     metrics = [Metric("train/ratio", env, stat, 1.0) for env in ("all", *stats) for stat in stats]
-    assert len(values_of(metrics)) == len(metrics)
+    assert len(metric_values(metrics)) == len(metrics)
 
 
 def test_every_metric_of_a_step_is_in_one_point_however_it_is_stored() -> None:
     """What is stored apart is found to be missing alone, when a run is gone on with."""
     apart = [Metric(name, "all", "max", 2.0) for name in sorted(APART)]
     trained = [Metric("train/loss", "all", "mean", 0.5), Metric("train/updated", "all", "value", 1.0)]
-    live = [*points_of(0, trained), *points_of(0, apart)]
-    assert points_of(0, [*apart, *trained]) == live
+    live = [*make_points(0, trained), *make_points(0, apart)]
+    assert make_points(0, [*apart, *trained]) == live
     assert live[0] == Point(STEP, 0, {"train/loss/mean": 0.5, "train/updated": 1.0})
     assert [(each.marker, dict(each.values)) for each in live[1:]] == [
         (f"{metric.name}/max", {f"{metric.name}/max": 2.0}) for metric in apart
     ]
-    assert [each.marker for each in points_of(0, [Metric("new/one_s", "all", "value", 1.0)])] == ["new/one_s"]
+    assert [each.marker for each in make_points(0, [Metric("new/one_s", "all", "value", 1.0)])] == [
+        "new/one_s"
+    ]

@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import pytest
 
-from tasks.observe import spans
-from tasks.observe.spans import Recorder, Span, current_lane, recording, span, within
-from tasks.observe.step_clock import StepClock
-from tasks.observe.waits import Lock
-from tasks.serve.occupancy import Occupancy
-from tasks.store.spans import rows_by_step
+from rollmill.tasks.observe import spans
+from rollmill.tasks.observe.span_waits import TimedLock
+from rollmill.tasks.observe.spans import Recorder, Span, current_lane, recording, span, within
+from rollmill.tasks.observe.step_clock import StepClock
+from rollmill.tasks.serve.server_pool import Occupancy
+from rollmill.tasks.store.span_rows import rows_by_step
 
 PLANTED_S = 0.5
 TURNS = 10
@@ -127,7 +127,7 @@ async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_st
 async def test_a_wait_for_a_lock_is_booked_to_what_its_holder_does_from_moment_to_moment(
     clock: Clock,
 ) -> None:
-    recorder, lock = Recorder("flow"), Lock()
+    recorder, lock = Recorder("flow"), TimedLock()
     is_held = asyncio.Event()
 
     async def hold() -> None:
@@ -157,7 +157,7 @@ async def test_a_wait_for_a_lock_is_booked_to_what_its_holder_does_from_moment_t
 
 
 async def test_a_lock_without_a_wait_has_no_span_and_works_where_nobody_records() -> None:
-    recorder, lock = Recorder("flow"), Lock()
+    recorder, lock = Recorder("flow"), TimedLock()
     with recording(recorder):
         async with lock:
             pass
@@ -174,11 +174,11 @@ async def test_a_server_is_idle_for_what_the_step_does_and_its_open_span_is_cut_
         occupancy = Occupancy("http://a", recorder, lambda: "http://a" in admitted)
         with StepClock(0) as step:
             with step.span("collect"):
-                occupancy.asked()
+                occupancy.begin_request()
                 await clock.sleep(PLANTED_S)
                 first = recorder.take()
                 await clock.sleep(PLANTED_S)
-                occupancy.answered()
+                occupancy.end_request()
             with step.span("train"):
                 await clock.sleep(PLANTED_S)
                 admitted.clear()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tasks.observe.standing import HOUSE, frames_of_threads, where_it_stands
+from rollmill.tasks.observe.stack_sites import PACKAGE_ROOT, describe_thread, thread_frames
 
 COMMAND = """
 import asyncio
@@ -25,7 +25,7 @@ async def score(library):
 def planted(file: str, source: str) -> dict[str, Any]:
     """What a file of ours would define."""
     names: dict[str, Any] = {}
-    exec(compile(source, f"{HOUSE}/{file}", "exec"), names)
+    exec(compile(source, f"{PACKAGE_ROOT}/{file}", "exec"), names)
     return names
 
 
@@ -35,7 +35,7 @@ score = planted("tasks/score/planted.py", SCORE)["score"]
 
 def looks() -> str:
     """Stands for a library's function that is looked at."""
-    return where_it_stands(asyncio.get_running_loop(), threading.get_ident())
+    return describe_thread(asyncio.get_running_loop(), threading.get_ident())
 
 
 async def write_bytes() -> str:
@@ -51,19 +51,19 @@ async def called_back() -> str:
 
 def test_the_command_that_runs_the_loop_is_not_named_for_a_librarys_task() -> None:
     text = command(write_bytes())
-    assert text.startswith("a task (write_bytes) stood in observe/test_standing.py")
+    assert text.startswith("a task (write_bytes) in observe/test_standing.py")
     assert "planted" not in text
 
 
 def test_a_librarys_callback_is_named_by_its_own_place() -> None:
     text = command(called_back())
-    assert text.startswith("a callback stood in observe/test_standing.py")
+    assert text.startswith("a callback in observe/test_standing.py")
     assert "planted" not in text
 
 
 def test_the_innermost_function_of_ours_is_named_before_what_it_called() -> None:
     text = command(score(looks))
-    assert "(score) stood in tasks/score/planted.py:3 score, observe/test_standing.py" in text
+    assert "(score) in tasks/score/planted.py:3 score, observe/test_standing.py" in text
 
 
 @contextmanager
@@ -91,12 +91,12 @@ def test_no_garbage_is_collected_while_threads_are_looked_at() -> None:
         each.start()
     try:
         with collections_seen() as began:
-            frames = frames_of_threads()
+            frames = thread_frames()
     finally:
         over.set()
     for each in waiting:
         each.join()
 
     assert {each.ident for each in waiting} <= frames.keys()
-    assert frames_of_threads.__name__ not in began
+    assert thread_frames.__name__ not in began
     assert gc.isenabled()

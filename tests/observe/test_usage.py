@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from tasks.observe.usage import Measuring
+from rollmill.tasks.observe.usage import UsageMeter
 
 HELD_S = 1.0
 BURNED_S = 0.5
@@ -15,8 +15,8 @@ MEMORY_BYTES = 100_000_000
 
 
 async def test_what_holds_the_loop_is_measured_and_named() -> None:
-    measuring = Measuring()
-    async with measuring.measured():
+    measuring = UsageMeter()
+    async with measuring.measure():
         await asyncio.sleep(0.02)
         time.sleep(HELD_S)  # noqa: ASYNC251 - it is to hold the loop
         await asyncio.sleep(0.02)
@@ -28,8 +28,8 @@ async def test_what_holds_the_loop_is_measured_and_named() -> None:
 
 async def test_cpu_of_this_process_and_of_those_below_it_are_told_apart() -> None:
     burn = f"import time\nwhile time.process_time() < {BURNED_S}: pass"
-    measuring, before = Measuring(), time.process_time()
-    async with measuring.measured():
+    measuring, before = UsageMeter(), time.process_time()
+    async with measuring.measure():
         await asyncio.to_thread(subprocess.run, [sys.executable, "-c", burn], check=True)
     assert measuring.usage.below_cpu_s >= 0.9 * BURNED_S
     assert measuring.usage.cpu_s <= time.process_time() - before
@@ -40,8 +40,8 @@ async def test_processes_that_are_apart_do_not_count() -> None:
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     of_other_tests = [each.pid for each in psutil.Process().children()]
     with subprocess.Popen([sys.executable, "-c", burn], **streams) as process:  # noqa: ASYNC220
-        measuring = Measuring([*of_other_tests, process.pid])
-        async with measuring.measured():
+        measuring = UsageMeter([*of_other_tests, process.pid])
+        async with measuring.measure():
             await asyncio.to_thread(process.stdout.readline)
         process.communicate(b"\n")
     assert measuring.usage.below_cpu_s < 0.5 * BURNED_S
@@ -51,12 +51,12 @@ def test_memory_that_is_given_back_is_in_the_peak_and_not_in_the_growth() -> Non
     # In a process of its own: other tests' threads take and give back memory in this one.
     script = f"""
 import asyncio
-from tasks.observe.memory import own_rss_bytes
-from tasks.observe.usage import Measuring
+from rollmill.tasks.observe.process_memory import own_rss_bytes
+from rollmill.tasks.observe.usage import UsageMeter
 
 async def taken_and_given_back():
-    before, measuring = own_rss_bytes(), Measuring()
-    async with measuring.measured():
+    before, measuring = own_rss_bytes(), UsageMeter()
+    async with measuring.measure():
         held = bytearray({MEMORY_BYTES})
         held[:] = b"x" * {MEMORY_BYTES}
         del held

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
 
 BLOCKING, CRASHING, RAISING, SLOW, NUMPY, UNSENDABLE = 1, 2, 3, 4, 5, 6
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tasks.errors import ConfigError
-from tasks.rollout.addition import Addition, noisy_student
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.prompts import check_prompts, example_index, sampling_seed
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environments.addition import Addition, noisy_student
+from rollmill.tasks.rollout.trajectory_requests import check_prompts, example_index, sampling_seed
 
 
 async def test_every_problem_is_in_exactly_one_split() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.rollout.admission import Admission, Place
+from rollmill.tasks.rollout.admission import Admission, SlotTicket
 
 
 async def test_places_are_served_in_the_order_they_were_taken() -> None:
@@ -44,7 +44,7 @@ async def test_a_place_that_is_not_used_is_given_up() -> None:
 async def test_who_is_cancelled_while_waiting_holds_no_slot() -> None:
     admission = Admission(1)
 
-    async def use(place: Place) -> None:
+    async def use(place: SlotTicket) -> None:
         async with admission.slot(place):
             await asyncio.sleep(0)
 
@@ -77,7 +77,7 @@ def test_never_more_than_the_slots_are_in_flight_and_all_get_their_turn(
     async def run() -> tuple[int, int]:
         admission, in_flight, most, done = Admission(n_slots), 0, 0, 0
 
-        async def use(place: Place) -> None:
+        async def use(place: SlotTicket) -> None:
             nonlocal in_flight, most, done
             async with admission.slot(place):
                 in_flight += 1

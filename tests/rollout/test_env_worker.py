@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from tasks.rollout.env_messages import Turn
-from tasks.rollout.env_worker import Episodes
-from tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.errors import ForeignError
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment_messages import TurnRequest
+from rollmill.tasks.rollout.environment_worker import OpenEpisodes
 
-TURN = Turn(Example("e", {}), 0, ())
+TURN = TurnRequest(1, Example("e", {}), 0, ())
 
 
 class MuteError(Exception):
@@ -78,10 +79,10 @@ MISDEEDS: Mapping[str, tuple[Callable[[], object], str, str]] = {
 async def test_what_an_environment_raises_is_a_failed_answer_and_its_episode_is_closed(misdeed: str) -> None:
     act, kind, text = MISDEEDS[misdeed]
     environment = Acting(act)
-    answer = await Episodes(environment).reply("1", TURN)
-    assert answer.raised is not None
-    assert (answer.raised.kind, environment.n_closed) == (kind, 1)
-    assert text in answer.raised.text
+    with pytest.raises(ForeignError) as raised:
+        await OpenEpisodes(environment).reply(TURN)
+    assert (raised.value.kind, environment.n_closed) == (kind, 1)
+    assert text in raised.value.text
 
 
 @pytest.mark.parametrize("given", [5, ["text"], [Message("robot", "x")], [Message("user", "\ud800")]])  # type: ignore[arg-type]
@@ -89,25 +90,25 @@ async def test_a_reply_that_is_no_messages_is_a_failed_answer_and_its_episode_is
     given: object,
 ) -> None:
     environment = Acting(lambda: given)
-    answer = await Episodes(environment).reply("1", TURN)
-    assert answer.raised is not None
+    with pytest.raises(ForeignError):
+        await OpenEpisodes(environment).reply(TURN)
     assert environment.n_closed == 1
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
 async def test_what_an_environment_raises_at_the_close_is_a_failed_answer(misdeed: str) -> None:
     environment = Acting(lambda: ())
-    episodes = Episodes(environment)
-    assert (await episodes.reply("1", TURN)).raised is None
+    episodes = OpenEpisodes(environment)
+    assert await episodes.reply(TURN) == ()
     environment.act, kind, _ = MISDEEDS[misdeed]
-    answer = await episodes.close("1")
-    assert answer.raised is not None
-    assert answer.raised.kind == kind
+    closed = await episodes.close(1)
+    assert closed.raised is not None
+    assert closed.raised[0] == kind
 
 
 async def test_a_request_that_is_given_up_is_cancelled() -> None:
-    episodes = Episodes(Acting(lambda: ()))
-    asking = asyncio.create_task(episodes.reply("1", TURN))
+    episodes = OpenEpisodes(Acting(lambda: ()))
+    asking = asyncio.create_task(episodes.reply(TURN))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

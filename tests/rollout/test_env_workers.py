@@ -5,22 +5,24 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tasks.errors import (
-    EnvironmentDiedError,
+from rollmill.tasks.errors import (
     EpisodeTimeoutError,
     ForeignError,
     ServiceDiedError,
     ServiceStartError,
+    WorkerDiedError,
 )
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.env_client import RemoteEnvironment, open_environment
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.state import EpisodeState, state_of, states_of
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.environment_calls import EpisodeState, read_episode_state, state_columns
+from rollmill.tasks.rollout.environment_pool import MAX_RESTARTS
+from rollmill.tasks.rollout.remote_environment import RemoteEnvironment, open_environment
 
 HERE = Path(__file__).parent
 TIMEOUT_S, PATIENCE_S = 2.0, 60.0
@@ -54,6 +56,7 @@ async def play(environment: RemoteEnvironment, number: int, seed: int = 0) -> tu
     return reply[0].content, outcome
 
 
+@pytest.mark.slow
 async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path) -> None:
     async with opened(tmp_path) as environment:
         assert (environment.name, environment.size("train"), environment.size("held_out")) == (
@@ -70,17 +73,18 @@ async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path)
 
 async def test_what_an_environment_keeps_comes_out_of_its_worker_or_why_it_does_not(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1) as environment:
-        assert states_of(environment) == {"pings": "list<int64>"}
+        assert state_columns(environment) == {"pings": "list<int64>"}
         kept = []
         for number in (0, 6):
             episode = environment.episode(Example("", {"number": number}), seed=7)
             await episode.reply(())
             assert await episode.close() == {"seed": 7}
-            kept.append(state_of(environment, episode))
+            kept.append(read_episode_state(environment, episode))
     assert kept[0] == EpisodeState({"pings": [7, 0]})
     assert "the state is not JSON" in kept[1].error
 
 
+@pytest.mark.slow
 async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_path: Path) -> None:
     async with opened(tmp_path) as environment:
         said = [content for content, _ in await asyncio.gather(*(play(environment, 0) for _ in range(8)))]
@@ -88,6 +92,7 @@ async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_pat
         assert str(os.getpid()) not in "".join(said)
 
 
+@pytest.mark.slow
 async def test_what_an_environment_raises_fails_its_episode_under_its_own_name(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1) as environment:
         with pytest.raises(ForeignError, match="no such ping") as raised:
@@ -99,6 +104,7 @@ async def test_what_an_environment_raises_fails_its_episode_under_its_own_name(t
         assert raised.value.kind == "TypeError"
 
 
+@pytest.mark.slow
 async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         slow = asyncio.ensure_future(play(environment, 4))
@@ -109,6 +115,7 @@ async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_pat
         assert environment.restarts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2], ids=["blocking", "crashing"])
 async def test_while_a_worker_blocks_or_crashes_the_others_go_on_and_it_is_replaced(
     tmp_path: Path, number: int
@@ -118,7 +125,7 @@ async def test_while_a_worker_blocks_or_crashes_the_others_go_on_and_it_is_repla
         await asyncio.sleep(0)
         for seed in range(5):
             assert (await play(environment, 0, seed))[1] == {"seed": seed}
-        with pytest.raises((EnvironmentDiedError, EpisodeTimeoutError)):
+        with pytest.raises((WorkerDiedError, EpisodeTimeoutError)):
             await bad
         assert len(await workers_that_answer(environment, 2)) == 2
         assert environment.restarts == 1
@@ -133,6 +140,7 @@ async def workers_that_answer(environment: RemoteEnvironment, n_workers: int) ->
     return seen
 
 
+@pytest.mark.slow
 async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         beside = environment.episode(Example("", {"number": 0}), seed=0)
@@ -141,16 +149,15 @@ async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path
         async with asyncio.timeout(PATIENCE_S):
             while not (tmp_path / "blocks").exists():  # noqa: ASYNC110 - it is another process's
                 await asyncio.sleep(0.02)
-        with pytest.raises(
-            (EnvironmentDiedError, EpisodeTimeoutError), match=r"rollout\.env_timeout_s = 2 s"
-        ):
+        with pytest.raises((WorkerDiedError, EpisodeTimeoutError), match=r"rollout\.env_timeout_s = 2 s"):
             await beside.reply((*messages, Message("assistant", "hello")))
         assert await beside.close() == {}
-        with pytest.raises((EnvironmentDiedError, EpisodeTimeoutError)):
+        with pytest.raises((WorkerDiedError, EpisodeTimeoutError)):
             await bad
         assert (await play(environment, 0, 7))[1] == {"seed": 7}
 
 
+@pytest.mark.slow
 async def test_a_worker_hands_over_after_its_episodes_and_those_in_it_are_played_to_their_end(
     tmp_path: Path,
 ) -> None:
@@ -160,12 +167,13 @@ async def test_a_worker_hands_over_after_its_episodes_and_those_in_it_are_played
         assert environment.restarts == 0
 
 
+@pytest.mark.slow
 async def test_workers_that_die_again_and_again_end_the_run_with_the_reason(tmp_path: Path) -> None:
-    async with opened(tmp_path, "DiesAtOnce", n_workers=1, env_max_restarts=1) as environment:
-        for _ in range(2):
-            with pytest.raises(EnvironmentDiedError, match="ended with status 4"):
+    async with opened(tmp_path, "DiesAtOnce", n_workers=1) as environment:
+        for _ in range(MAX_RESTARTS + 1):
+            with pytest.raises(WorkerDiedError, match="ended with exit status 4"):
                 await play(environment, 0)
-        with pytest.raises(ServiceDiedError, match=r"rollout\.env_max_restarts"):
+        with pytest.raises(ServiceDiedError, match=r"so did 3 before it; none of them finished an episode"):
             await play(environment, 0)
 
 
@@ -192,8 +200,8 @@ async def test_an_error_of_the_body_comes_out_as_it_is_and_no_worker_lives_on(tm
 OWNER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.env_client import open_environment
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.remote_environment import open_environment
 
 async def main():
     config = RolloutConfig(environment="planted:Planted", env_workers=2)
@@ -204,12 +212,19 @@ asyncio.run(main())
 """
 
 
-def test_workers_and_their_sockets_are_gone_when_the_flow_is_killed(tmp_path: Path) -> None:
-    sockets = tmp_path / "sockets"
-    sockets.mkdir()
-    environment = os.environ | {"TMPDIR": str(sockets)}
+@pytest.mark.slow
+def test_workers_are_gone_when_the_flow_is_killed(tmp_path: Path) -> None:
+    marker = f"{tmp_path}"
+    environment = os.environ | {"PLANTED_MARKER": marker}
     subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], env=environment, check=False)
+    assert (tmp_path / "environment-1.log").exists()
     deadline = time.monotonic() + 30
-    while list(sockets.iterdir()):
+    while any(_has_marker(each, marker) for each in psutil.process_iter()):
         assert time.monotonic() < deadline, "they are still there"
         time.sleep(0.05)
+
+
+def _has_marker(process: psutil.Process, marker: str) -> bool:
+    with suppress(psutil.Error):
+        return process.environ().get("PLANTED_MARKER") == marker
+    return False

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.rollout.environment import Example, Message, Split
-from tasks.rollout.group import group_work
-from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Work, rollout_rows
-from tasks.store.step import Attempt
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.environment import Example, Message, Split
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest, rollout_rows
+from rollmill.tasks.rollout.trajectory_requests import plan_group_requests
+from rollmill.tasks.store.run.step_plan import Attempt
 
 
 class UnprintableError(Exception):
@@ -58,14 +58,18 @@ class Misbehaving:
 
 
 class Answering:
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
-        return Sampled(np.array([4, 1], np.int32), np.zeros(2, np.float32), [(0, 0)], "stop", "http://server")
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
+        return SampledTokens(
+            np.array([4, 1], np.int32), np.zeros(2, np.float32), [(0, 0)], "stop", "http://server"
+        )
 
 
 async def row_of(environment: Misbehaving, folder: Path) -> dict[str, Any]:
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder))
-    player = Player(environment, tokenizer, Answering(), max_tokens=64, timeout_s=60.0, cut_grace_s=60.0)
-    (work,) = await group_work(
+    player = EpisodePlayer(
+        environment, tokenizer, Answering(), max_tokens=64, timeout_s=60.0, cut_grace_s=60.0
+    )
+    (work,) = await plan_group_requests(
         environment, run="r", seed=0, group=0, attempts=[Attempt(0, 0, 0)], temperature=1.0, timeout_s=60.0
     )
     row: dict[str, Any] = rollout_rows("r", 0, environment.name, [await player.play(work)]).to_pylist()[0]

@@ -6,13 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.rollout.calculator import Calculator, calculate
-from tasks.rollout.conversation import tokenized
-from tasks.rollout.environment import Environment, Example, Message, Split, WarmUp
-from tasks.rollout.guess import Guess
-from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Trajectory, Work
+from rollmill.tasks.rollout.chat_tokenizer import (
+    ChatTokenizer,
+    save_character_tokenizer,
+    tokenize_conversation,
+)
+from rollmill.tasks.rollout.environment import Environment, Example, Message, Split, WarmUp
+from rollmill.tasks.rollout.environments.calculator import Calculator, calculate
+from rollmill.tasks.rollout.environments.guess import Guess
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
 
 GAMES = [Calculator(), Guess()]
 
@@ -23,9 +26,9 @@ class Saying:
     def __init__(self, turns: Sequence[np.ndarray]) -> None:
         self.turns = list(turns)
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         ids = self.turns.pop(0)
-        return Sampled(ids, np.zeros(len(ids), np.float32), [(0, 0)], "stop", "http://server")
+        return SampledTokens(ids, np.zeros(len(ids), np.float32), [(0, 0)], "stop", "http://server")
 
 
 @pytest.fixture
@@ -46,8 +49,8 @@ async def played(
 ) -> Trajectory:
     """An episode in which the policy says `turns`, as far as it is asked."""
     sampler = Saying([tokenizer.encode_answer(turn, environment.stop) for turn in turns])
-    player = Player(environment, tokenizer, sampler, max_tokens=max_tokens, timeout_s=5.0)
-    return await player.play(Work("t", 0, 0, 0, example, 0, 1.0))
+    player = EpisodePlayer(environment, tokenizer, sampler, max_tokens=max_tokens, timeout_s=5.0)
+    return await player.play(TrajectoryRequest("t", 0, 0, 0, example, 0, 1.0))
 
 
 @pytest.mark.parametrize("game", GAMES, ids=lambda game: game.name)
@@ -60,7 +63,7 @@ async def test_a_corpus_has_the_tokens_and_the_mask_that_playing_the_same_words_
         possible = [each for each in examples if each.content["problem"] == conversation[0].content]
         trajectories = [await played(tokenizer, game, each, said) for each in possible]
         same = next(each for each in trajectories if each.messages == tuple(conversation))
-        ids, mask = tokenized(tokenizer, conversation, game.tools, game.stop)
+        ids, mask = tokenize_conversation(tokenizer, conversation, game.tools, game.stop)
         assert same.token_ids.tolist() == ids.tolist()
         assert same.loss_mask.tolist() == mask.tolist()
 

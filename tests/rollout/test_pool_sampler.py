@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tasks.errors import ConnectionLostError, RequestError, RolloutError, TransientRequestError
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.environment import Example
-from tasks.rollout.pool_sampler import PoolSampler
-from tasks.rollout.trajectory import Work
-from tasks.serve.answers import Completion
-from tasks.serve.pool import ServerPool
+from rollmill.tasks.errors import ConnectionLostError, RequestError, RolloutError, TransientRequestError
+from rollmill.tasks.rollout.completions import ATTEMPTS, PoolSampler
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Example
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.serve.responses import Completion
+from rollmill.tasks.serve.server_pool import ServerPool
 
-WORK = Work("ab.7.0.0", 7, 0, 0, Example("0", {}), seed=3, temperature=1.0)
+WORK = TrajectoryRequest("ab.7.0.0", 7, 0, 0, Example("0", {}), seed=3, temperature=1.0)
 PROMPT = np.array([5, 6], np.int32)
 LATER = 1e9
 GOOD = Completion(np.array([9, 1], np.int32), np.zeros(2, np.float32), "stop", ((0, "ab:1:4"),))
@@ -38,11 +38,11 @@ class Server:
         return act
 
 
-def sampler_over(servers: Sequence[Server], **settings: float) -> PoolSampler:
+def sampler_over(servers: Sequence[Server], backoff_s: float = 0.001) -> PoolSampler:
     pool = ServerPool()
     for server in servers:
         pool.admit(server)
-    return PoolSampler(pool, RolloutConfig(**{"retry_backoff_s": 0.001} | settings), "ab", 60.0)
+    return PoolSampler(pool, RolloutConfig(), "ab", 60.0, backoff_s=backoff_s)
 
 
 def retries(sampler: PoolSampler) -> float:
@@ -73,8 +73,8 @@ async def test_a_server_alone_is_asked_again() -> None:
 async def test_a_request_gives_up_after_its_attempts() -> None:
     server = Server("http://a", BUSY)
     with pytest.raises(TransientRequestError):
-        await sampler_over([server], max_attempts=3).sample(WORK, PROMPT, LATER)
-    assert server.asked == 3
+        await sampler_over([server]).sample(WORK, PROMPT, LATER)
+    assert server.asked == ATTEMPTS == 4
 
 
 async def test_an_error_that_would_come_again_is_not_sent_again() -> None:
@@ -108,7 +108,7 @@ async def test_a_request_waits_for_a_server_until_its_time_is_over() -> None:
 
 async def test_no_send_begins_after_the_time_is_over() -> None:
     server = Server("http://a", BUSY)
-    sampler = sampler_over([server], retry_backoff_s=30.0)
+    sampler = sampler_over([server], backoff_s=30.0)
     with pytest.raises(TimeoutError):
         await sampler.sample(WORK, PROMPT, asyncio.get_running_loop().time() + 0.5)
     assert server.asked == 1

@@ -9,17 +9,17 @@ import datasets
 import polars as pl
 import pytest
 
-from tasks.errors import ConfigError
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.environment import Environment, Message, Split, environment_of
-from tasks.rollout.prompt_environment import messages_of
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Environment, Message, Split, make_environment
+from rollmill.tasks.rollout.environments.prompts import messages_from_problem
 
 ROWS = [{"question": f"{n}+1?", "answer": f"so it is #### {n + 1}", "level": n % 3} for n in range(200)]
 
 
 def prompts(path: Path | str, **settings: object) -> Environment:
     given = {"path": str(path), "prompt_column": "question"} | settings
-    return environment_of(RolloutConfig.model_validate({"environment": "prompts", "prompts": given}))
+    return make_environment(RolloutConfig.model_validate({"environment": "prompts", "prompts": given}))
 
 
 def jsonl(folder: Path, rows: list[object]) -> Path:
@@ -50,9 +50,10 @@ async def test_a_share_is_held_out_and_each_problem_is_in_one_split(tmp_path: Pa
 
 
 async def test_the_answer_is_what_the_pattern_finds_and_more_columns_go_to_the_scorer(tmp_path: Path) -> None:
-    environment = prompts(
-        jsonl(tmp_path, list(ROWS)), answer_pattern=r"####\s*(\d+)", columns=["level"], max_prompts=3
-    )
+    held_out = tmp_path / "held_out.jsonl"
+    jsonl(tmp_path, list(ROWS[3:])).rename(held_out)
+    found = {"answer_pattern": r"####\s*(\d+)", "columns": ["level"], "held_out_path": str(held_out)}
+    environment = prompts(jsonl(tmp_path, list(ROWS[:3])), **found)
     example = await environment.example("train", 2)
     n = int(str(example.content["problem"]).split("+")[0])
     assert example.content == {"problem": f"{n}+1?", "answer": str(n + 1), "level": str(n % 3)}
@@ -97,7 +98,7 @@ async def test_splits_come_from_a_column_or_another_file(tmp_path: Path) -> None
         ([ROWS[0]], {"prompt_column": "ask"}, "no line has 'ask'"),
         ([ROWS[0]], {"answer_pattern": "(x)"}, "nothing in the 'answer' of row 0"),
         ([ROWS[0]], {"answer_pattern": "(x"}, "not a regular expression"),
-        ([ROWS[0]], {"split_column": "level", "train_split": "easy"}, "'level' of .* says '0'"),
+        ([ROWS[0]], {"split_column": "level", "train_split": "easy"}, "'level' of .* contains '0'"),
         ([ROWS[0]], {"path": "nowhere.jsonl"}, "there is no such file"),
         ([ROWS[0]], {"path": ""}, "give the file"),
         ([ROWS[0]], {"path": "name/of-one"}, "format=huggingface"),
@@ -181,8 +182,10 @@ def test_messages_in_json_that_are_none_are_named_by_their_row(tmp_path: Path, b
 
 def test_a_text_that_only_begins_like_messages_is_what_the_user_says() -> None:
     for text in ('[{"a": 1}]', "[{x", '[{"role": "user"}, 5]'):
-        assert messages_of(text) == (Message("user", text),)
+        assert messages_from_problem(text) == (Message("user", text),)
 
 
 def test_fields_that_only_other_messages_have_are_left_out() -> None:
-    assert messages_of([{"role": "user", "content": "hi", "name": None}]) == (Message("user", "hi"),)
+    assert messages_from_problem([{"role": "user", "content": "hi", "name": None}]) == (
+        Message("user", "hi"),
+    )

@@ -5,18 +5,20 @@ from collections.abc import Awaitable
 from datetime import UTC, datetime
 from functools import partial
 
-from tasks.errors import SchemaError
-from tasks.rollout.environment import Example
-from tasks.rollout.rows_together import RowsTogether
-from tasks.rollout.trajectory import Draft, Trajectory, Work, rollout_rows
-from tasks.store.rows import Rows, values
+from rollmill.tasks.errors import SchemaError
+from rollmill.tasks.rollout.environment import Example
+from rollmill.tasks.rollout.task import RowBatcher
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryBuilder, TrajectoryRequest, rollout_rows
+from rollmill.tasks.store.rows import Rows, column_values
 
 rows_of = partial(rollout_rows, "run", 0, "addition")
 
 
 def trajectory(sample: int) -> Trajectory:
-    work = Work(f"run.5.{sample}.0", 5, sample, 0, Example("1+1", {}), seed=sample, temperature=1.0)
-    return Draft().ended(
+    work = TrajectoryRequest(
+        f"run.5.{sample}.0", 5, sample, 0, Example("1+1", {}), seed=sample, temperature=1.0
+    )
+    return TrajectoryBuilder().build(
         work,
         "complete",
         started_at=datetime.now(UTC),
@@ -36,7 +38,7 @@ class Writer:
         self.stored = asyncio.Event()
 
     def keep(self, rows: Rows) -> Awaitable[None]:
-        self.handed.append(list(values(rows, "sample")))
+        self.handed.append(list(column_values(rows, "sample")))
         return self._acknowledged()
 
     async def _acknowledged(self) -> None:
@@ -45,11 +47,11 @@ class Writer:
 
 async def test_what_ends_in_one_turn_is_handed_over_at_once_and_each_gets_its_own_row() -> None:
     writer = Writer()
-    together = RowsTogether(rows_of, writer.keep)
+    together = RowBatcher(rows_of, writer.keep)
     ended = [trajectory(sample) for sample in (3, 0, 2)]
 
-    found = await asyncio.gather(*map(together.row_of, ended))
-    await together.row_of(trajectory(1))
+    found = await asyncio.gather(*map(together.store_row, ended))
+    await together.store_row(trajectory(1))
 
     assert writer.handed == [[3, 0, 2], [1]]
     assert [row for row, _ in found] == [rows_of([each]) for each in ended]
@@ -57,8 +59,8 @@ async def test_what_ends_in_one_turn_is_handed_over_at_once_and_each_gets_its_ow
 
 async def test_rows_are_acknowledged_when_the_writer_says_so() -> None:
     writer = Writer()
-    together = RowsTogether(rows_of, writer.keep)
-    found = await asyncio.gather(*(together.row_of(trajectory(sample)) for sample in range(2)))
+    together = RowBatcher(rows_of, writer.keep)
+    found = await asyncio.gather(*(together.store_row(trajectory(sample)) for sample in range(2)))
     waiting = [asyncio.ensure_future(acknowledged) for _, acknowledged in found]
     await asyncio.sleep(0)
     assert not any(each.done() for each in waiting)
@@ -69,8 +71,8 @@ async def test_rows_are_acknowledged_when_the_writer_says_so() -> None:
 
 async def test_a_row_whose_task_is_cancelled_is_handed_over_all_the_same() -> None:
     writer = Writer()
-    together = RowsTogether(rows_of, writer.keep)
-    cut, other = (asyncio.create_task(together.row_of(trajectory(sample))) for sample in range(2))
+    together = RowBatcher(rows_of, writer.keep)
+    cut, other = (asyncio.create_task(together.store_row(trajectory(sample))) for sample in range(2))
     await asyncio.sleep(0)
     cut.cancel()
 
@@ -78,16 +80,16 @@ async def test_a_row_whose_task_is_cancelled_is_handed_over_all_the_same() -> No
 
     assert cut.cancelled()
     assert writer.handed == [[0, 1]]
-    assert values(row, "sample") == [1]
+    assert column_values(row, "sample") == [1]
 
 
 async def test_what_the_writer_does_not_take_reaches_all_who_wait() -> None:
     def refuse(rows: Rows) -> Awaitable[None]:
         raise SchemaError(f"{rows.num_rows} rows do not fit")
 
-    together = RowsTogether(rows_of, refuse)
+    together = RowBatcher(rows_of, refuse)
     found = await asyncio.gather(
-        *(together.row_of(trajectory(sample)) for sample in range(2)), return_exceptions=True
+        *(together.store_row(trajectory(sample)) for sample in range(2)), return_exceptions=True
     )
 
     assert [str(each) for each in found] == ["2 rows do not fit"] * 2

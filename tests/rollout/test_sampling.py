@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import RequestError, ServiceDiedError
-from tasks.rollout.admission import Admission
-from tasks.rollout.environment import Episode, Example, Message, Split
-from tasks.rollout.group import GroupClock, RolloutPart, StepSampler, group_work, parts_of
-from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Draft, Work
-from tasks.store.rows import Rows
-from tasks.store.step import Attempt
+from rollmill.tasks.errors import RequestError, ServiceDiedError
+from rollmill.tasks.rollout.admission import Admission
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.task import RolloutChunk, StepSampler
+from rollmill.tasks.rollout.trajectory import TrajectoryBuilder, TrajectoryRequest
+from rollmill.tasks.rollout.trajectory_requests import GroupClock, plan_group_requests, split_chunks
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.run.step_plan import Attempt
 
 
 class Echo:
@@ -60,7 +61,7 @@ class Scripted:
         self.script = script
         self.in_flight = self.most_in_flight = 0
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         act = self.script.get(work.sample, "stop")
@@ -72,7 +73,7 @@ class Scripted:
         if isinstance(act, Exception):
             raise act
         ids = np.array([9, 1] if act == "stop" else [9, 9], np.int32)
-        return Sampled(ids, np.array([-0.5, -0.25], np.float32), [(0, 3), (1, 4)], act, "http://server")
+        return SampledTokens(ids, np.array([-0.5, -0.25], np.float32), [(0, 3), (1, 4)], act, "http://server")
 
 
 @pytest.fixture
@@ -90,17 +91,17 @@ async def part_of(
     group_timeout_s: float = 60.0,
     trajectory_timeout_s: float = 60.0,
     cut_grace_s: float = 60.0,
-) -> AsyncIterator[RolloutPart]:
+) -> AsyncIterator[RolloutChunk]:
     def keep(rows: Rows) -> Awaitable[None]:
         kept.append(rows)
         return asyncio.sleep(0)
 
-    player = Player(
+    player = EpisodePlayer(
         Echo(), tokenizer, sampler, max_tokens=64, timeout_s=trajectory_timeout_s, cut_grace_s=cut_grace_s
     )
     admission = Admission(in_flight)
     step_sampler = StepSampler(player, admission, "run", 2, keep)
-    work = await group_work(
+    work = await plan_group_requests(
         Echo(),
         run="run",
         seed=0,
@@ -110,16 +111,16 @@ async def part_of(
         timeout_s=5.0,
     )
     with admission.places(len(work), (2, 0)) as places:
-        yield RolloutPart(step_sampler, work, places, GroupClock(group_timeout_s))
+        yield RolloutChunk(step_sampler, work, places, GroupClock(group_timeout_s))
 
 
 async def finish(
     tokenizer: ChatTokenizer, sampler: Scripted, kept: list[Rows] | None = None, **settings: Any
 ) -> list[dict[str, object]]:
     async with part_of(tokenizer, sampler, [] if kept is None else kept, **settings) as part:
-        await part.sample()
-        await asyncio.gather(*part.acknowledgements)
-    rows: list[dict[str, object]] = part.rows.to_pylist()
+        sampled = await part.sample()
+        await asyncio.gather(*sampled.acknowledgements)
+    rows: list[dict[str, object]] = sampled.rows.to_pylist()
     return rows
 
 
@@ -129,8 +130,8 @@ class Routed(Scripted):
     asked: list[tuple[int | None, int]]
 
     async def sample(
-        self, work: Work, token_ids: np.ndarray, until: float, routing_from: int | None = None
-    ) -> Sampled:
+        self, work: TrajectoryRequest, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> SampledTokens:
         sampled = await super().sample(work, token_ids, until)
         self.asked.append((routing_from, len(token_ids)))
         places = np.arange(routing_from or 0, len(token_ids) + len(sampled.token_ids) - 1, dtype=np.uint8)
@@ -140,8 +141,8 @@ class Routed(Scripted):
 async def test_every_token_of_an_episode_is_routed_once_whatever_its_turns(tokenizer: ChatTokenizer) -> None:
     sampler = Routed({})
     sampler.asked = []
-    player = Player(Echo(), tokenizer, sampler, max_tokens=64, timeout_s=5.0)
-    work = Work("run.5.0.0", 5, 0, 0, await Echo().example("train", 0), 0, 1.0)
+    player = EpisodePlayer(Echo(), tokenizer, sampler, max_tokens=64, timeout_s=5.0)
+    work = TrajectoryRequest("run.5.0.0", 5, 0, 0, await Echo().example("train", 0), 0, 1.0)
     trajectory = await player.play(work, keeps_routing=True)
     (_, first), (asked, _) = sampler.asked
     assert asked == first + 1  # of two sampled tokens the last is routed in the next turn
@@ -151,7 +152,7 @@ async def test_every_token_of_an_episode_is_routed_once_whatever_its_turns(token
 
 @given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
 def test_stitched_turns_are_the_rows_of_the_whole_sequence(turns: list[tuple[int, int]]) -> None:
-    draft = Draft(keeps_routing=True)
+    draft = TrajectoryBuilder(keeps_routing=True)
     for n_context, n_sampled in turns:
         draft.add_context(np.zeros(n_context, np.int32))
         end = draft.n_tokens + n_sampled - 1
@@ -207,7 +208,7 @@ async def test_admission_bounds_the_trajectories_in_flight(tokenizer: ChatTokeni
 
 async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> None:
     async def ids(group: int) -> list[str]:
-        work = await group_work(
+        work = await plan_group_requests(
             Echo(),
             run="ab",
             seed=1,
@@ -246,9 +247,9 @@ async def test_a_request_that_the_server_aborts_is_a_failed_row_with_its_tokens(
     tokenizer: ChatTokenizer,
 ) -> None:
     class Aborting(Scripted):
-        async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+        async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
             ids = np.array([9], np.int32)
-            return Sampled(ids, np.array([-0.5], np.float32), [(0, 3)], "abort", "http://server")
+            return SampledTokens(ids, np.array([-0.5], np.float32), [(0, 3)], "abort", "http://server")
 
     row, *_ = await finish(tokenizer, Aborting({}))
     assert (row["status"], row["error_type"], row["n_completion_tokens"]) == ("failed", "EpisodeError", 1)
@@ -260,6 +261,6 @@ async def test_what_the_environment_says_of_the_end_is_in_the_row(tokenizer: Cha
 
 
 def test_parts_hold_all_of_a_group_in_order() -> None:
-    assert [list(part) for part in parts_of(range(5), 2)] == [[0, 1], [2, 3], [4]]
-    assert [list(part) for part in parts_of(range(5), 0)] == [[0, 1, 2, 3, 4]]
-    assert parts_of([], 2) == []
+    assert [list(part) for part in split_chunks(range(5), 2)] == [[0, 1], [2, 3], [4]]
+    assert [list(part) for part in split_chunks(range(5), 0)] == [[0, 1, 2, 3, 4]]
+    assert split_chunks([], 2) == []

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.errors import ConfigError, EpisodeError
-from tasks.rollout.environment import Message
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.environment import Message
 
 TEMPLATE = """
 {%- if tools %}{{ 'tools:' + (tools | map('tojson') | join(' ')) + '<eos>|' }}{% endif %}

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.errors import ToolError
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.environment import Message, environment_of
-from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.tools import ToolCall, run_tool, tool_calls
-from tasks.rollout.trajectory import Trajectory, Work
+from rollmill.tasks.errors import ToolError
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Message, make_environment
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.tools import ToolCall, run_tool, tool_calls
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 CALL = '<tool_call>\n{"name": "price", "arguments": {"fruit": "FRUIT"}}\n</tool_call>'
@@ -46,9 +46,9 @@ class Wordy:
     def __init__(self, turns: Sequence[str]) -> None:
         self.turns = list(turns)
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         ids = np.array([len(self.turns), 1], np.int32)
-        return Sampled(ids, np.zeros(2, np.float32), [(0, 0)], "stop", "http://server")
+        return SampledTokens(ids, np.zeros(2, np.float32), [(0, 0)], "stop", "http://server")
 
 
 class WordyTokenizer(ChatTokenizer):
@@ -70,12 +70,12 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutConfig:
 
 
 async def played(config: RolloutConfig, folder: Path, turns: Sequence[str]) -> Trajectory:
-    environment = environment_of(config)
+    environment = make_environment(config)
     tokenizer = WordyTokenizer.load(save_character_tokenizer(folder))
     sampler = Wordy(turns)
     tokenizer.sampler = sampler
-    player = Player(environment, tokenizer, sampler, max_tokens=4096, timeout_s=5.0)
-    return await player.play(Work("t", 0, 0, 0, await environment.example("train", 0), 0, 1.0))
+    player = EpisodePlayer(environment, tokenizer, sampler, max_tokens=4096, timeout_s=5.0)
+    return await player.play(TrajectoryRequest("t", 0, 0, 0, await environment.example("train", 0), 0, 1.0))
 
 
 async def test_the_environment_of_the_documentation_plays(shop: RolloutConfig, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import ConfigError, EpisodeError
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.environment import Message
-from tasks.rollout.state import state_of
-from tasks.rollout.verifiers_environment import Verifiers
-from tasks.rollout.verifiers_episode import VerifiersEpisode
-from tasks.rollout.verifiers_load import check_installed
-from tasks.rollout.verifiers_state import kept_states
+from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environment_calls import read_episode_state
+from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
+from rollmill.tasks.rollout.environments.verifiers.verifiers_environment import Verifiers
+from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import VerifiersEpisode
 
 HERE = Path(__file__).parent
 NAME = "counting_house"
@@ -62,6 +61,7 @@ async def played(environment: Verifiers, index: int = 0) -> Mapping[str, object]
     return await episode.close()
 
 
+@pytest.mark.slow
 async def test_problems_are_shared_out_by_their_content(house: Verifiers) -> None:
     sizes = house.size("train"), house.size("held_out")
     assert sum(sizes) == 10
@@ -97,6 +97,7 @@ async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
     assert (await episode.close())["rewards"] == {"right": 0.0, "short": 0.0}
 
 
+@pytest.mark.slow
 async def test_fifty_episodes_at_once_keep_apart(house: Verifiers) -> None:
     outcomes = await asyncio.gather(*(played(house, i % house.size("train")) for i in range(50)))
     assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50
@@ -147,7 +148,7 @@ async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cut() -> N
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             await say(episode, messages, "1")
-    assert "own turn" in str((await episode.close())["error"])
+    assert "during the environment's turn" in str((await episode.close())["error"])
     await environment.aclose()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -220,17 +221,17 @@ async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
 
 
 async def test_what_is_asked_for_is_kept_of_the_librarys_state() -> None:
-    states = kept_states(("rung_up:int64", "artifacts"))
+    states = parse_state_columns(("rung_up:int64", "artifacts"))
     environment = Verifiers(NAME, {}, states)
     episode, messages = await opened(environment)
-    assert state_of(environment, episode).values == {}
+    assert read_episode_state(environment, episode).values == {}
     await say(episode, messages, "1")
     await episode.close()
-    kept = state_of(environment, episode)
+    kept = read_episode_state(environment, episode)
     await environment.aclose()
     assert kept.values == {"rung_up": 0, "artifacts": "{}"}
 
 
 def test_states_of_no_type_are_refused_by_their_setting() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.keep_states.*expected one of"):
-        kept_states(("rung_up:integer",))
+        parse_state_columns(("rung_up:integer",))

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.rollout.config import RolloutConfig
-from tasks.rollout.env_client import RemoteEnvironment, open_environment
-from tasks.rollout.group import group_work
-from tasks.rollout.pool_sampler import PoolSampler
-from tasks.rollout.sampling import Player, Sampled, Sampler
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Trajectory, Work
-from tasks.serve.client import VllmClient
-from tasks.serve.pool import ServerPool
-from tasks.store.step import Attempt
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.completions import PoolSampler
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens, Sampler
+from rollmill.tasks.rollout.remote_environment import RemoteEnvironment, open_environment
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
+from rollmill.tasks.rollout.trajectory_requests import plan_group_requests
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.run.step_plan import Attempt
 
 WORDS = ["stone", "house", "mouse", "plane", "tree"]
 N_TASKS = 20
@@ -68,19 +68,19 @@ class Guesses:
         self._turns: dict[int, int] = {}
         self.prompts: list[np.ndarray] = []
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         turn = self._turns.get(work.sample, 0)
         self._turns[work.sample] = turn + 1
         self.prompts.append(token_ids)
         ids = self._tokenizer.encode_answer(f"i guess [{self._letters[turn]}]")
-        return Sampled(ids, np.full(len(ids), -0.5, np.float32), [(0, 7)], "stop", "http://server")
+        return SampledTokens(ids, np.full(len(ids), -0.5, np.float32), [(0, 7)], "stop", "http://server")
 
 
 async def played(
     environment: RemoteEnvironment, tokenizer: ChatTokenizer, sampler: Sampler, n: int
 ) -> list[Trajectory]:
-    player = Player(environment, tokenizer, sampler, max_tokens=MAX_TOKENS, timeout_s=120.0)
-    work = await group_work(
+    player = EpisodePlayer(environment, tokenizer, sampler, max_tokens=MAX_TOKENS, timeout_s=120.0)
+    work = await plan_group_requests(
         environment,
         run="run",
         seed=0,
@@ -92,6 +92,7 @@ async def played(
     return list(await asyncio.gather(*(player.play(each) for each in work)))
 
 
+@pytest.mark.slow
 async def test_a_published_game_is_won_by_who_knows_its_letters(
     environment: AbstractAsyncContextManager[RemoteEnvironment], tokenizer: ChatTokenizer
 ) -> None:

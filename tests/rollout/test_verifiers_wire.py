@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from tasks.errors import EpisodeError
-from tasks.rollout.environment import Message
-from tasks.rollout.verifiers_wire import (
-    assistant_of,
-    completion_of,
-    events_of,
-    message_of,
+from rollmill.tasks.errors import EpisodeError
+from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environments.verifiers.wire import (
+    assistant_message,
+    chat_completion,
+    completion_events,
+    message_from_wire,
     new_messages,
-    refuse_settings,
+    refuse_sampling_settings,
 )
 
 USER = {"role": "user", "content": "17*55?"}
@@ -20,7 +20,7 @@ CALL = '<tool_call>\n{"name": "times", "arguments": {"a": 17, "b": {"c": 55}}}\n
 
 
 def test_tool_calls_are_read_from_the_policys_text() -> None:
-    said = assistant_of(f"let me see\n{CALL}\n{CALL}", 3)
+    said = assistant_message(f"let me see\n{CALL}\n{CALL}", 3)
     assert said["content"] == "let me see"
     assert [call["id"] for call in said["tool_calls"]] == ["call_3_0", "call_3_1"]
     function = said["tool_calls"][0]["function"]
@@ -38,16 +38,16 @@ def test_tool_calls_are_read_from_the_policys_text() -> None:
     ],
 )
 def test_what_is_no_tool_call_stays_text_as_it_is(text: str) -> None:
-    assert assistant_of(text, 0) == {"role": "assistant", "content": text}
+    assert assistant_message(text, 0) == {"role": "assistant", "content": text}
 
 
 def test_reasoning_is_not_part_of_what_the_policy_says() -> None:
-    said = assistant_of("<think>17*50 is 850</think>\n\n935", 0)
+    said = assistant_message("<think>17*50 is 850</think>\n\n935", 0)
     assert (said["reasoning_content"], said["content"]) == ("17*50 is 850", "935")
 
 
 def test_a_request_adds_what_comes_after_the_policys_message() -> None:
-    said = assistant_of(CALL, 0)
+    said = assistant_message(CALL, 0)
     echoed = {**said, "content": "", "refusal": None}
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "935"}
     assert new_messages([USER, said], [USER, echoed, answer]) == [answer]
@@ -56,7 +56,7 @@ def test_a_request_adds_what_comes_after_the_policys_message() -> None:
 def test_parts_of_text_are_the_same_as_their_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "17*"}, {"type": "text", "text": "55?"}]}
     assert new_messages([USER], [parts, USER]) == [USER]
-    assert message_of(parts) == Message("user", "17*55?")
+    assert message_from_wire(parts) == Message("user", "17*55?")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_parts_of_text_are_the_same_as_their_text() -> None:
     [
         ([USER, USER], [USER], "dropped messages: its request has 1, the conversation 2"),
         ([USER], [{"role": "user", "content": "18*55?"}], "rewrote message 0 .*'17\\*55.' became user: '18"),
-        ([assistant_of(CALL, 0)], [{"role": "assistant", "content": None}], "rewrote message 0"),
+        ([assistant_message(CALL, 0)], [{"role": "assistant", "content": None}], "rewrote message 0"),
     ],
 )
 def test_a_conversation_that_is_no_extension_is_refused(
@@ -83,24 +83,24 @@ def test_a_conversation_that_is_no_extension_is_refused(
 )
 def test_what_no_text_can_say_is_refused(wire: dict) -> None:
     with pytest.raises(EpisodeError, match=r"role 'function'|type image_url"):
-        message_of(wire)
+        message_from_wire(wire)
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 0.2}, {"n": 2}, {"stop": ["\n"]}, {"max_tokens": 5}])
 def test_settings_of_sampling_are_refused_by_name(setting: dict) -> None:
     with pytest.raises(EpisodeError, match=next(iter(setting))):
-        refuse_settings({"model": "policy", "messages": [], **setting})
+        refuse_sampling_settings({"model": "policy", "messages": [], **setting})
 
 
 def test_settings_that_change_nothing_are_taken() -> None:
-    refuse_settings(
+    refuse_sampling_settings(
         {"model": "policy", "messages": [], "stream": True, "n": 1, "stop": None, "tool_choice": "auto"}
     )
 
 
 def test_a_stream_says_the_same_as_the_completion() -> None:
-    completion = completion_of(assistant_of(CALL, 0), "trace")
-    lines = [line for line in events_of(completion).decode().split("\n\n") if line]
+    completion = chat_completion(assistant_message(CALL, 0), "trace")
+    lines = [line for line in completion_events(completion).decode().split("\n\n") if line]
     first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
     called = completion["choices"][0]["message"]["tool_calls"][0]
     assert first["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **called}]

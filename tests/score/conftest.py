@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.rollout.environment import Example, Message
-from tasks.rollout.trajectory import Trajectory, Work, rollout_rows
-from tasks.store.rows import Rows
+from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
+from rollmill.tasks.store.rows import Rows
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def rollouts() -> Callable[[Sequence[str]], Rows]:
 def trajectory(sample: int, answer: str) -> Trajectory:
     ids = np.array([6, 9, 1], np.int32)
     return Trajectory(
-        work=Work(f"r.5.{sample}.0", 5, sample, 0, Example("1+1", {"answer": "2"}), 0, 1.0),
+        work=TrajectoryRequest(f"r.5.{sample}.0", 5, sample, 0, Example("1+1", {"answer": "2"}), 0, 1.0),
         status="complete",
         messages=(Message("user", "1+1="), Message("assistant", answer)),
         token_ids=ids,

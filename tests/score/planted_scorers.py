@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.score.advantages.advantage import Advantage
-from tasks.score.config import ScoreConfig
-from tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
+from rollmill.tasks.score.advantage_registry import Advantage
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
 
 
 def length(candidate: Candidate) -> float:
@@ -108,7 +108,7 @@ class Configured:
 
     @classmethod
     def from_config(cls, config: ScoreConfig) -> "Configured":
-        return cls(config.judge.score_max)
+        return cls(config.judge.score_range[1])
 
     def score(self, candidate: Candidate) -> float:
         return self.reward
@@ -162,7 +162,7 @@ class OnlyHere:
     def __init__(self) -> None:
         import __main__
 
-        if "tasks.score.worker" in str(getattr(__main__.__spec__, "name", "")):
+        if "rollmill.tasks.score.score_worker" in str(getattr(__main__.__spec__, "name", "")):
             raise RuntimeError("not in a worker")
 
     def score(self, candidate: Candidate) -> float:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tasks.score.addition import AdditionScorer
-from tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorers.built_in import AdditionScorer
 
 
 def reward(answer: str, *, is_complete: bool = True) -> float:

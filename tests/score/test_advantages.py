@@ -3,26 +3,31 @@
 import numpy as np
 import pytest
 
-from tasks.errors import ConfigError, ScoreError
-from tasks.score.advantages.batch import settled
-from tasks.score.advantages.mean import mean
-from tasks.score.advantages.mean_std import mean_std
-from tasks.score.advantages.registry import advantage_of
-from tasks.score.advantages.reinforce_pp import of_batch
-from tasks.score.advantages.rloo import rloo
-from tasks.score.check import check_scorer
-from tasks.score.config import ScoreConfig
-from tasks.score.outcome import NO_REWARD_SPREAD, GroupOutcome, Survivor, judge_group
+from rollmill.tasks.errors import ConfigError, ScoreError
+from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.advantages.mean import mean
+from rollmill.tasks.score.advantages.mean_std import mean_std
+from rollmill.tasks.score.advantages.reinforce_pp import of_batch
+from rollmill.tasks.score.advantages.rloo import rloo
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.group_outcomes import (
+    NO_REWARD_SPREAD,
+    GroupOutcome,
+    Survivor,
+    compute_advantages,
+    compute_batch_advantages,
+)
+from rollmill.tasks.score.terms import check_scorer
 
 REWARDS = np.array([1.0, 0.0])
 
 
 def test_a_registered_name_is_a_function_of_ours() -> None:
-    assert advantage_of("mean").of_group is mean
+    assert resolve_advantage("mean").of_group is mean
 
 
 def test_a_function_may_give_a_list() -> None:
-    assert advantage_of("planted_scorers:twice").of_group(REWARDS).tolist() == [2.0, 0.0]
+    assert resolve_advantage("planted_scorers:twice").of_group(REWARDS).tolist() == [2.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -31,20 +36,20 @@ def test_a_function_may_give_a_list() -> None:
 )
 def test_what_is_no_list_of_advantages_is_an_error_that_names_the_function(name: str, told: str) -> None:
     with pytest.raises(ScoreError, match=told) as raised:
-        advantage_of(f"planted_scorers:{name}").of_group(REWARDS)
+        resolve_advantage(f"planted_scorers:{name}").of_group(REWARDS)
     assert f"planted_scorers:{name}" in str(raised.value)
 
 
 def test_a_function_cannot_change_the_rewards() -> None:
     rewards = REWARDS.copy()
-    advantage_of("planted_scorers:doubles_in_place").of_group(rewards)
+    resolve_advantage("planted_scorers:doubles_in_place").of_group(rewards)
     assert rewards.tolist() == REWARDS.tolist()
 
 
 @pytest.mark.parametrize("name", ["means", "planted_scorers:absent", "planted_scorers:__doc__"])
 def test_a_function_that_is_not_there_is_a_wrong_setting_before_anything_starts(name: str) -> None:
     with pytest.raises(ConfigError, match=r"score\.advantage = .*mean, mean_std"):
-        check_scorer(ScoreConfig(advantage=name))
+        check_scorer(ScoreConfig(scorer="exact", advantage=name))
 
 
 def verl_rloo(rewards: np.ndarray) -> np.ndarray:
@@ -95,7 +100,9 @@ def judged(advantage: str, group: int, rewards: list[float], **settings: object)
         Survivor(f"{group}.{i}", i, "addition", 3 + i, reward, 0, i == 1) for i, reward in enumerate(rewards)
     )
     config = ScoreConfig.model_validate({"advantage": advantage} | settings)
-    (outcome,) = judge_group(config, group=group, env="addition", expected=len(rewards), survivors=survivors)
+    (outcome,) = compute_advantages(
+        config, group=group, env="addition", expected=len(rewards), survivors=survivors
+    )
     return outcome
 
 
@@ -105,7 +112,7 @@ def test_a_batchs_part_sees_what_is_in_the_batch_in_its_order_and_changes_nothin
         judged("reinforce_pp", group, rewards, train_truncated=False)
         for group, rewards in ((7, [1.0, 0.0, 0.5]), (2, [0.0, 1.0, 1.0]), (3, [1.0]))
     )
-    found = settled(config, [second, first, short])
+    found = compute_batch_advantages(config, [second, first, short])
     raw = [first.advantages[0], first.advantages[2], second.advantages[0], second.advantages[2]]
 
     assert [outcome.group for outcome in found] == [2, 3, 7]
@@ -114,7 +121,10 @@ def test_a_batchs_part_sees_what_is_in_the_batch_in_its_order_and_changes_nothin
         openrlhf_normalized([float(each) for each in raw], [3, 5, 3, 5]), rel=1e-5
     )
     assert found[0].advantages[1] == first.advantages[1]
-    assert settled(config, [first, short, second])[2].advantages.tobytes() == found[2].advantages.tobytes()
+    assert (
+        compute_batch_advantages(config, [first, short, second])[2].advantages.tobytes()
+        == found[2].advantages.tobytes()
+    )
 
 
 def test_an_advantage_of_another_package_may_have_a_batchs_part() -> None:
@@ -124,13 +134,16 @@ def test_an_advantage_of_another_package_may_have_a_batchs_part() -> None:
         judged("planted_scorers:CENTRED", 1, [8.0, 8.0]),
     ]
 
-    assert [each.advantages.tolist() for each in settled(config, outcomes)] == [[-2.0, -4.0], [3.0, 3.0]]
+    assert [each.advantages.tolist() for each in compute_batch_advantages(config, outcomes)] == [
+        [-2.0, -4.0],
+        [3.0, 3.0],
+    ]
 
 
 def test_a_batchs_part_that_gives_no_finite_numbers_is_an_error_that_names_it() -> None:
     config = ScoreConfig(advantage="planted_scorers:OVERFLOWS")
     with pytest.raises(ScoreError, match="planted_scorers:OVERFLOWS"):
-        settled(config, [judged("planted_scorers:OVERFLOWS", 0, [3.0, 1.0])])
+        compute_batch_advantages(config, [judged("planted_scorers:OVERFLOWS", 0, [3.0, 1.0])])
 
 
 @pytest.mark.parametrize(("advantage", "expected"), [("none", [1.0, 1.0]), ("reinforce_pp", [0.0, 0.0])])

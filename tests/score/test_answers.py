@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tasks.errors import ScoreError
-from tasks.score.config import ScoreConfig
-from tasks.score.exact import ExactScorer
-from tasks.score.math_answer import MathScorer
-from tasks.score.outcome_reward import EnvironmentScorer
-from tasks.score.scorer import Candidate
-from tasks.score.scoring import Scoring
-from tasks.store.rows import Rows, values
+from rollmill.tasks.errors import ScoreError
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorers.built_in import EnvironmentScorer, ExactScorer, MathScorer
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.store.rows import Rows, column_values
 
 
 def candidate(answer: str, reference: object = "2", **outcome: object) -> Candidate:
@@ -56,10 +54,11 @@ def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
         MathScorer().score(candidate("1", ""))
 
 
+@pytest.mark.slow
 async def test_math_runs_in_a_worker_process(rollouts: Callable[[Sequence[str]], Rows]) -> None:
     async with Scoring(ScoreConfig(scorer="math"), "run") as scoring:
         scores = await scoring.score(rollouts([r"\boxed{\frac{4}{2}}", "3"]), step=0)
-    assert values(scores, "reward") == [1.0, 0.0]
+    assert column_values(scores, "reward") == [1.0, 0.0]
 
 
 async def test_environment_takes_the_reward_and_the_numbers_among_the_metrics() -> None:

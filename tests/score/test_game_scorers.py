@@ -2,9 +2,8 @@
 
 import pytest
 
-from tasks.score.calculator import CalculatorScorer
-from tasks.score.guess import GuessScorer
-from tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorers.built_in import CalculatorScorer, GuessScorer
 
 
 def candidate(answer: str, reference: str, *, is_complete: bool = True) -> Candidate:

@@ -8,15 +8,21 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ConfigError, JudgeUnparsableError
-from tasks.score.chat import parsed
-from tasks.score.check import check_scorer
-from tasks.score.config import ScoreConfig
-from tasks.score.judge import Judgement
-from tasks.score.ruler import AttemptScore, Ranking, ranking_prompt, scores_of, shared_messages
-from tasks.score.scoring import Scoring
-from tasks.serve.process import free_port
-from tasks.store.rows import Rows, values
+from rollmill.tasks.errors import ConfigError, JudgeUnparsableError
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scorers.judge import (
+    AttemptScore,
+    Judgement,
+    Ranking,
+    count_shared_messages,
+    parse_answer,
+    ranking_prompt,
+    scores_from_ranking,
+)
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.score.terms import check_scorer
+from rollmill.tasks.store.rows import Rows, column_values
 
 MakeRows = Callable[[Sequence[str]], Rows]
 
@@ -63,7 +69,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 def config(scorer: str, server: Server, **settings: object) -> ScoreConfig:
-    endpoint = {"url": server.url, "model": "judge", "retry_backoff_s": 0.001} | settings
+    endpoint = {"url": server.url, "model": "judge"} | settings
     section = "reward_model" if scorer == "reward_model" else "judge"
     return ScoreConfig.model_validate({"scorer": scorer, section: endpoint})
 
@@ -71,7 +77,7 @@ def config(scorer: str, server: Server, **settings: object) -> ScoreConfig:
 async def scored(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
     async with Scoring(settings, "run") as scoring:
         scores = await scoring.score(rows, step=3)
-    return {name: list(values(scores, name)) for name in scores.schema.names}
+    return {name: list(column_values(scores, name)) for name in scores.schema.names}
 
 
 async def test_a_judge_is_asked_with_the_conversation_and_the_reference(
@@ -119,8 +125,8 @@ async def test_transient_errors_are_sent_again(server: Server, rollouts: MakeRow
 
 async def test_errors_that_stay_are_rows_after_the_last_attempt(server: Server, rollouts: MakeRows) -> None:
     server.answers = [503]
-    rows = await scored(config("judge", server, max_attempts=3), rollouts(["two"]))
-    assert (rows["error_type"], len(server.requests)) == (["TransientRequestError"], 3)
+    rows = await scored(config("judge", server), rollouts(["two"]))
+    assert (rows["error_type"], len(server.requests)) == (["TransientRequestError"], 4)
 
 
 async def test_errors_that_would_come_again_are_not_sent_again(server: Server, rollouts: MakeRows) -> None:
@@ -184,9 +190,9 @@ async def test_a_ranking_with_attempts_missing_or_scores_out_of_range_fails_the_
 
 def test_what_attempts_share_is_told_once_but_each_keeps_its_last_message() -> None:
     question, answer, other = ({"role": "user", "content": text} for text in ("q", "a", "b"))
-    assert shared_messages([[question, answer], [question, other], [question, answer, other]]) == 1
-    assert shared_messages([[question, answer], [question, answer]]) == 1
-    assert shared_messages([[question]]) == 0
+    assert count_shared_messages([[question, answer], [question, other], [question, answer, other]]) == 1
+    assert count_shared_messages([[question, answer], [question, answer]]) == 1
+    assert count_shared_messages([[question]]) == 0
     assert "All attempts" not in ranking_prompt("", [[question], [other]])
 
 
@@ -197,7 +203,7 @@ def test_what_attempts_share_is_told_once_but_each_keeps_its_last_message() -> N
 )
 def test_scores_come_back_by_attempt_whatever_their_order(numbered: list[tuple[int, float]]) -> None:
     ranking = Ranking([AttemptScore(number, score) for number, score in numbered])
-    assert scores_of(ranking, len(numbered)) == [score for _, score in sorted(numbered)]
+    assert scores_from_ranking(ranking, len(numbered)) == [score for _, score in sorted(numbered)]
 
 
 @pytest.mark.parametrize(
@@ -213,13 +219,13 @@ def test_scores_come_back_by_attempt_whatever_their_order(numbered: list[tuple[i
     ],
 )
 def test_thoughts_and_a_fence_around_the_answer_are_taken_off(content: str) -> None:
-    assert parsed(content, Judgement).score == 1.0
+    assert parse_answer(content, Judgement).score == 1.0
 
 
 @given(st.text())
 def test_any_other_text_is_unparsable(content: str) -> None:
     with pytest.raises(JudgeUnparsableError):
-        parsed(content, Judgement)
+        parse_answer(content, Judgement)
 
 
 async def test_a_reward_model_gives_one_output_of_the_conversation(
@@ -258,7 +264,7 @@ JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m"}
         ({"scorer": "judge", "judge": JUDGE | {"prompt": "{{"}}, "score.judge.prompt"),
         ({"scorer": "judge", "judge": JUDGE | {"prompt_file": "absent"}}, "score.judge.prompt_file"),
         ({"sum": [{"scorer": "judge"}]}, "score.judge.model"),
-        ({"scorer": "judge", "judge": JUDGE | {"score_min": 1}}, "score.judge.score_max"),
+        ({"scorer": "judge", "judge": JUDGE | {"score_range": [1, 1]}}, "score.judge.score_range"),
     ],
 )
 def test_what_a_scorer_needs_is_missed_before_anything_starts(settings: dict, field: str) -> None:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tasks.score.advantages.mean import mean
-from tasks.score.advantages.mean_std import mean_std
-from tasks.score.config import ScoreConfig
-from tasks.score.outcome import (
+from rollmill.tasks.score.advantages.mean import mean
+from rollmill.tasks.score.advantages.mean_std import mean_std
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.group_outcomes import (
     DROPPED_BY_SCORER,
     NO_FINITE_ADVANTAGE,
     NO_REWARD_SPREAD,
@@ -15,7 +15,7 @@ from tasks.score.outcome import (
     GroupOutcome,
     Survivor,
     batch_rows,
-    judge_group,
+    compute_advantages,
 )
 
 
@@ -32,7 +32,9 @@ def judged_by_subgroup(
         for i, (reward, subgroup) in enumerate(scored)
     )
     config = ScoreConfig.model_validate(settings)
-    return judge_group(config, group=group, env="addition", expected=4, survivors=survivors, dropped=dropped)
+    return compute_advantages(
+        config, group=group, env="addition", expected=4, survivors=survivors, dropped=dropped
+    )
 
 
 def test_advantages_are_rewards_minus_the_mean_of_the_survivors() -> None:
@@ -64,8 +66,8 @@ def test_an_advantage_that_no_float32_holds_is_not_finite() -> None:
 
 
 def test_a_partial_group_is_left_out_when_whole_ones_are_asked_for() -> None:
-    assert judged([1.0, 0.0, 0.0], needs_whole_group=True).reason == NOT_WHOLE
-    assert judged([1.0, 0.0, 0.0, 0.0], needs_whole_group=True).reason == ""
+    assert judged([1.0, 0.0, 0.0], min_group_size=0).reason == NOT_WHOLE
+    assert judged([1.0, 0.0, 0.0, 0.0], min_group_size=0).reason == ""
 
 
 def test_a_group_that_its_scorer_dropped_says_so() -> None:

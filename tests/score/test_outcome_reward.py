@@ -2,9 +2,9 @@
 
 import pytest
 
-from tasks.errors import ScoreError
-from tasks.score.outcome_reward import EnvironmentScorer
-from tasks.score.scorer import Candidate
+from rollmill.tasks.errors import ScoreError
+from rollmill.tasks.score.scorer import Candidate
+from rollmill.tasks.score.scorers.built_in import EnvironmentScorer
 
 SAID = {"reward": 1.5, "rewards": {"right": 1.0, "short": 0.5}, "metrics": {"turns": 3, "unknown": None}}
 

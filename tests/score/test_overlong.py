@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from tasks.score.config import ScoreConfig
-from tasks.score.outcome import (
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.group_outcomes import (
     ALL_TRUNCATED,
     NO_REWARD_SPREAD,
     GroupOutcome,
     Survivor,
     batch_rows,
-    judge_group,
+    compute_advantages,
+    overlong_penalties,
 )
-from tasks.score.overlong import penalties
 
 
 def judged(rows: list[tuple[float, int, bool]], **settings: object) -> GroupOutcome:
@@ -22,26 +22,26 @@ def judged(rows: list[tuple[float, int, bool]], **settings: object) -> GroupOutc
         for i, (reward, n_tokens, is_truncated) in enumerate(rows)
     )
     config = ScoreConfig.model_validate(settings)
-    (outcome,) = judge_group(config, group=0, env="addition", expected=4, survivors=survivors)
+    (outcome,) = compute_advantages(config, group=0, env="addition", expected=4, survivors=survivors)
     return outcome
 
 
 def test_the_loss_of_reward_is_that_of_equation_13() -> None:
     # L_max 20480 and L_cache 4096, as in the paper: 0 to 16384, then a line to -1.
-    config = ScoreConfig(overlong_limit_tokens=20480, overlong_cache_tokens=4096)
+    config = ScoreConfig(overlong_tokens=(16384, 20480))
     lengths = np.array([0, 16384, 16385, 17408, 18432, 20479, 20480, 20481, 99999])
     expected = [0.0, 0.0, -1 / 4096, -0.25, -0.5, -4095 / 4096, -1.0, -1.0, -1.0]
-    assert penalties(config, lengths).tolist() == expected
+    assert overlong_penalties(config, lengths).tolist() == expected
 
 
 def test_without_a_limit_no_length_costs_anything() -> None:
-    assert penalties(ScoreConfig(), np.array([0, 10**9])).tolist() == [0.0, 0.0]
+    assert overlong_penalties(ScoreConfig(), np.array([0, 10**9])).tolist() == [0.0, 0.0]
 
 
 def test_advantages_are_taken_of_shaped_rewards_and_the_batch_keeps_the_scorers() -> None:
     # Rewards 1, 1, 0, 0 and losses 0, -.5, 0, -1 (limit 10, cache 4): 1, .5, 0, -1, whose mean is .125.
     rows = [(1.0, 6, False), (1.0, 8, False), (0.0, 2, False), (0.0, 10, False)]
-    outcome = judged(rows, overlong_limit_tokens=10, overlong_cache_tokens=4)
+    outcome = judged(rows, overlong_tokens=(6, 10))
     assert outcome.advantages.tolist() == [0.875, 0.375, -0.125, -1.125]
     batch = batch_rows("r", 0, [outcome], "addition@1")
     assert batch.column("reward").to_pylist() == [1.0, 1.0, 0.0, 0.0]
@@ -50,7 +50,7 @@ def test_advantages_are_taken_of_shaped_rewards_and_the_batch_keeps_the_scorers(
 def test_lengths_alone_can_give_a_group_spread() -> None:
     rows = [(1.0, 6, False), (1.0, 8, False)]
     assert judged(rows).reason == NO_REWARD_SPREAD
-    assert judged(rows, overlong_limit_tokens=10, overlong_cache_tokens=4).reason == ""
+    assert judged(rows, overlong_tokens=(6, 10)).reason == ""
 
 
 def test_truncated_trajectories_count_in_the_baseline_and_are_not_in_the_batch() -> None:

@@ -6,8 +6,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.score.rescoring import groups_to_score, standing_scores
-from tasks.store.rows import values
+from rollmill.tasks.score.stored_scores import groups_to_score, scores_to_keep
+from rollmill.tasks.store.rows import column_values
 
 STATUSES = ("complete", "truncated", "failed", "cancelled")
 COLUMNS = ("group", "sample", "trajectory_id", "status")
@@ -30,7 +30,7 @@ def rollouts(statuses: dict[tuple[int, int], str]) -> pa.RecordBatch:
 
 
 def ids(groups: list[Any]) -> list[list[object]]:
-    return [list(values(rows, "trajectory_id")) for rows in groups]
+    return [list(column_values(rows, "trajectory_id")) for rows in groups]
 
 
 STORED = st.dictionaries(
@@ -83,21 +83,21 @@ def test_a_group_with_a_survivor_that_was_sampled_after_it_was_scored_is_scored_
     rows = rollouts({(group, sample): "complete" for group in range(3) for sample in range(2)})
     stored = scores({(0, 0): "scored", (0, 1): "scored", (1, 0): "scored", (2, 0): "scored"})
 
-    stay = standing_scores(rows, stored, whole={0, 1})
-    left = groups_to_score(rows, values(stay, "trajectory_id"), whole={0: 0, 1: 0})
+    stay = scores_to_keep(rows, stored, whole={0, 1})
+    left = groups_to_score(rows, column_values(stay, "trajectory_id"), whole={0: 0, 1: 0})
 
-    assert list(values(stay, "trajectory_id")) == ["0.0", "0.1", "2.0"]
+    assert list(column_values(stay, "trajectory_id")) == ["0.0", "0.1", "2.0"]
     assert ids(left) == [["1.0", "1.1"]]
-    assert standing_scores(rows, stored, whole=None).equals(stored)
+    assert scores_to_keep(rows, stored, whole=None).equals(stored)
 
 
 def test_failed_scores_make_way_when_they_are_to_be_given_again() -> None:
     rows = rollouts({(0, 0): "complete", (0, 1): "complete", (1, 0): "complete"})
     stored = scores({(0, 0): "failed", (0, 1): "scored", (1, 0): "scored"})
 
-    alone = standing_scores(rows, stored, whole=None, redo_failed=True)
-    together = standing_scores(rows, stored, whole={0, 1}, redo_failed=True)
+    alone = scores_to_keep(rows, stored, whole=None, redo_failed=True)
+    together = scores_to_keep(rows, stored, whole={0, 1}, redo_failed=True)
 
-    assert list(values(alone, "trajectory_id")) == ["0.1", "1.0"]
-    assert list(values(together, "trajectory_id")) == ["1.0"]
-    assert standing_scores(rows, stored, whole={0, 1}).equals(stored)
+    assert list(column_values(alone, "trajectory_id")) == ["0.1", "1.0"]
+    assert list(column_values(together, "trajectory_id")) == ["1.0"]
+    assert scores_to_keep(rows, stored, whole={0, 1}).equals(stored)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from tasks.score.config import ScoreConfig
-from tasks.score.scoring import Scoring
-from tasks.serve import vllm
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.rows import Rows, values
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.rows import Rows, column_values
+from tests.stubs.toy_settings import TOY
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 REWARD = 1
@@ -31,20 +32,20 @@ def reward_model(save_tiny: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def url(reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    config, port = ServeConfig(), free_port()
+    config, port = ServeConfig(**TOY["serve"]), free_port()
     command = [
         config.python,
         *("-m", "vllm.entrypoints.openai.api_server", "--runner", "pooling"),
         *("--model", str(reward_model), "--served-model-name", "reward"),
-        *("--host", vllm.LOOPBACK, "--port", str(port)),
+        *("--host", vllm_launch.LOOPBACK, "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", "128", "--enforce-eager"),
     ]
     log = tmp_path_factory.mktemp("reward-model") / "vllm.log"
     process = LaunchedProcess.start(
-        "reward model", command, log=log, env=vllm.environment(config), stop_grace_s=2.0
+        "reward model", command, log=log, env=vllm_launch.vllm_environment(config), stop_grace_s=2.0
     )
     try:
-        address = f"http://{vllm.LOOPBACK}:{port}"
+        address = f"http://{vllm_launch.LOOPBACK}:{port}"
         asyncio.run(healthy(address, config, process))
         yield address
     finally:
@@ -64,9 +65,9 @@ async def test_the_reward_is_the_models_own_output_for_the_conversation(
     answers = ["2", "[1+1=2]2", "3"]
     async with Scoring(ScoreConfig.model_validate(settings), "run") as scoring:
         scores = await scoring.score(rollouts(answers), step=0)
-    assert values(scores, "error") == ["", "", ""]
+    assert column_values(scores, "error") == ["", "", ""]
     expected = [logits(reward_model, f"1+1={answer}")[REWARD] for answer in answers]
-    assert values(scores, "reward") == pytest.approx(expected, abs=1e-4)
+    assert column_values(scores, "reward") == pytest.approx(expected, abs=1e-4)
 
 
 def logits(folder: Path, text: str) -> list[float]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
-from tasks.score.advantages.registry import advantage_of
-from tasks.score.config import ScoreConfig
-from tasks.score.registry import REGISTERED
-from tasks.score.scoring import Scoring
-from tasks.store.rows import Rows, values
+from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.score.terms import SCORERS
+from rollmill.tasks.store.rows import Rows, column_values
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scorers.md").read_text()
 MODULE = "documented_rewards"
@@ -36,7 +36,7 @@ def documented(tmp_path: Path) -> Iterator[None]:
 async def test_the_functions_of_the_page_are_scorers(rollouts: Callable[[Sequence[str]], Rows]) -> None:
     async with Scoring(ScoreConfig(scorer=f"{MODULE}:concise"), "r") as scoring:
         scores = await scoring.score(rollouts(["2", "3"]), step=0)
-    assert values(scores, "reward") == [1.1, 0.1]
+    assert column_values(scores, "reward") == [1.1, 0.1]
 
 
 async def test_the_groups_scorer_of_the_page_scores_drops_and_drops_the_group(
@@ -45,14 +45,22 @@ async def test_the_groups_scorer_of_the_page_scores_drops_and_drops_the_group(
     async with Scoring(ScoreConfig(scorer=f"{MODULE}:shortest_right"), "r") as scoring:
         scores = await scoring.score(rollouts(["2", "3", ""]), step=0)
         none_right = await scoring.score(rollouts(["3"]), step=0)
-    assert values(scores, "status") == ["scored", "scored", "dropped"]
-    assert values(scores, "subgroup") == [1, 1, 0]
-    assert values(none_right, "error") == ["nobody was right"]
+    assert column_values(scores, "status") == ["scored", "scored", "dropped"]
+    assert column_values(scores, "subgroup") == [1, 1, 0]
+    assert column_values(none_right, "error") == ["nobody was right"]
 
 
 def test_the_advantage_of_the_page_is_one() -> None:
-    assert advantage_of(f"{MODULE}:ranks").of_group(np.array([5.0, 1.0, 9.0])).tolist() == [0.0, -1.0, 1.0]
-    assert advantage_of(f"{MODULE}:ranks").of_group(np.array([1.0, 0.0, 1.0])).tolist() == [0.5, -1.0, 0.5]
+    assert resolve_advantage(f"{MODULE}:ranks").of_group(np.array([5.0, 1.0, 9.0])).tolist() == [
+        0.0,
+        -1.0,
+        1.0,
+    ]
+    assert resolve_advantage(f"{MODULE}:ranks").of_group(np.array([1.0, 0.0, 1.0])).tolist() == [
+        0.5,
+        -1.0,
+        0.5,
+    ]
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
@@ -60,6 +68,6 @@ def test_the_settings_of_the_page_are_settings(text: str) -> None:
     ScoreConfig.model_validate(yaml.safe_load(text)["score"])
 
 
-@pytest.mark.parametrize("name", REGISTERED)
+@pytest.mark.parametrize("name", SCORERS)
 def test_every_registered_scorer_is_on_the_page(name: str) -> None:
     assert f"| `{name}`" in PAGE or f", `{name}`" in PAGE

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ConfigError, ScoreError
-from tasks.score.check import check_scorer
-from tasks.score.config import ScoreConfig
-from tasks.score.scoring import Scoring
-from tasks.score.verdict import verdicts_of
-from tasks.store.rows import Rows, values
+from rollmill.tasks.errors import ConfigError, ScoreError
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.score.terms import check_scorer
+from rollmill.tasks.score.verdict import verdicts_from_result
+from rollmill.tasks.store.rows import Rows, column_values
 
 MakeRows = Callable[[Sequence[str]], Rows]
 
@@ -33,7 +34,7 @@ def config(scorer: str, **settings: object) -> ScoreConfig:
 async def scored(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
     async with Scoring(settings, "run") as scoring:
         scores = await scoring.score(rows, step=3)
-    return {name: list(values(scores, name)) for name in scores.schema.names}
+    return {name: list(column_values(scores, name)) for name in scores.schema.names}
 
 
 def alive(pid: int) -> bool:
@@ -78,7 +79,7 @@ def test_a_class_says_its_name_and_version() -> None:
 
 
 async def test_a_class_may_be_made_from_the_settings_in_a_worker_too(rollouts: MakeRows) -> None:
-    rows = await scored(config("Configured", judge={"score_max": 7.0}), rollouts(["a"]))
+    rows = await scored(config("Configured", judge={"score_range": [0.0, 7.0]}), rollouts(["a"]))
     assert (rows["status"], rows["reward"]) == (["scored"], [7.0])
 
 
@@ -89,10 +90,10 @@ def test_an_evaluation_may_have_another_scorer() -> None:
 FAILURES = {
     "raise": ("failed", "KeyError", "planted_scorers.py:"),
     "hang": ("failed", "ScoreTimeoutError", "score.timeout_s = 3"),
-    "exit": ("failed", "ScoreWorkerError", "exit status 3"),
-    "segfault": ("failed", "ScoreWorkerError", "SIGSEGV"),
-    "sys.exit": ("failed", "ScoreWorkerError", "exit status 4"),
-    "real-time signal": ("failed", "ScoreWorkerError", "signal 35"),
+    "exit": ("failed", "WorkerDiedError", "exit status 3"),
+    "segfault": ("failed", "WorkerDiedError", "SIGSEGV"),
+    "sys.exit": ("failed", "WorkerDiedError", "exit status 4"),
+    "real-time signal": ("failed", "WorkerDiedError", "signal 35"),
     "nan": ("failed", "VerdictError", "finite"),
     "text": ("failed", "VerdictError", "'0.5'"),
     "nothing": ("failed", "VerdictError", "None"),
@@ -103,6 +104,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_scored(rollouts: MakeRows) -> None:
     answers = [each for answer in FAILURES for each in (answer, "fine")]
     rows = await scored(config("act", timeout_s=3), rollouts(answers))
@@ -142,6 +144,7 @@ async def test_a_scorer_that_does_not_close_is_given_up(rollouts: MakeRows) -> N
         await scored(config("ClosesSlowly", timeout_s=0.1), rollouts(["a"]))
 
 
+@pytest.mark.slow
 async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rollouts: MakeRows) -> None:
     bad = ["hang", *["exit", "segfault"] * 9, "sys.exit"]
     answers = bad * 10 + ["fine"] * 8
@@ -149,8 +152,8 @@ async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rol
         scores = await scoring.score(rollouts(answers), step=0)
         metrics = {metric.name: metric.value for metric in scoring.metrics()}
         again = await scoring.score(rollouts(["pid", "pid"]), step=0)
-    assert values(scores, "status") == ["failed"] * 200 + ["scored"] * 8
-    assert values(again, "status") == ["scored", "scored"]
+    assert column_values(scores, "status") == ["failed"] * 200 + ["scored"] * 8
+    assert column_values(again, "status") == ["scored", "scored"]
     assert metrics["score/workers_restarts"] == 200
     assert metrics["score/workers_timeouts"] >= answers.count("hang")
     assert (metrics["score/workers_active"], metrics["score/workers_depth"]) == (2, 208)
@@ -165,25 +168,26 @@ async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None
 
 
 def kill(pid: int) -> None:
-    """Kill a child, and return when it is dead, before the event loop is told."""
+    """Kill a process, and return when it is dead, before the event loop is told."""
     os.kill(pid, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    # A zombie whose other threads have not ended yet holds its sockets open; a process that was collected has none.
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.001)
 
 
 async def test_a_worker_that_dies_between_calls_is_replaced(rollouts: MakeRows) -> None:
     async with Scoring(config("act"), "run") as scoring:
-        pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
+        pid = int(column_values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
         kill(pid)
         scores = await scoring.score(rollouts(["fine"]), step=0)
-    assert values(scores, "status") == ["scored"]
+    assert column_values(scores, "status") == ["scored"]
 
 
 async def test_workers_and_what_scorers_started_end_with_scoring(rollouts: MakeRows) -> None:
     async with Scoring(config("act"), "run") as scoring:
         scores = await scoring.score(rollouts(["pid", "child"]), step=0)
-        worker = int(values(scores, "reward")[0])
-        child = int(json.loads(values(scores, "components")[1])["pid"])
+        worker = int(column_values(scores, "reward")[0])
+        child = int(json.loads(column_values(scores, "components")[1])["pid"])
         assert alive(worker)
         assert alive(child)
     assert await gone(worker)
@@ -194,7 +198,7 @@ async def test_a_cancelled_score_ends_its_worker_and_scoring_goes_on(
     rollouts: MakeRows, tmp_path: Path
 ) -> None:
     async with Scoring(config("act"), "run") as scoring:
-        pid = int(values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
+        pid = int(column_values(await scoring.score(rollouts(["pid"]), step=0), "reward")[0])
         hangs = tmp_path / "hangs"
         hanging = asyncio.create_task(scoring.score(rollouts([f"hang beside {hangs}"]), step=0))
         assert await soon(hangs.exists)
@@ -202,27 +206,29 @@ async def test_a_cancelled_score_ends_its_worker_and_scoring_goes_on(
         with pytest.raises(asyncio.CancelledError):
             await hanging
         assert await gone(pid)
-        assert values(await scoring.score(rollouts(["fine"]), step=0), "status") == ["scored"]
+        assert column_values(await scoring.score(rollouts(["fine"]), step=0), "status") == ["scored"]
 
 
 FLOW = """
     import asyncio, sys
-    from tasks.score.candidate import CandidateText
-    from tasks.score.config import ScoreConfig
-    from tasks.score.scoring import Scoring
+    from rollmill.tasks.score.scorer import CandidateText
+    from rollmill.tasks.score.config import ScoreConfig
+    from rollmill.tasks.score.scoring import Scoring
 
     def candidate(answer):
         return CandidateText("id", "env", "complete", "{}", '[{"role":"assistant","content":"%s"}]' % answer, "{}", 1)
 
     async def main():
         async with Scoring(ScoreConfig(scorer="planted_scorers:act"), "run") as scoring:
-            print(int((await scoring._verdicts([candidate("pid")]))[0].reward), flush=True)
-            await scoring._verdicts([candidate("hang")])
+            (pid,) = (await scoring._calls[0].call([[candidate("pid")]]))[0]
+            print(int(pid.reward), flush=True)
+            await scoring._calls[0].call([[candidate("hang")]])
 
     asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_a_hanging_worker_ends_with_a_flow_that_is_killed() -> None:
     flow = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", textwrap.dedent(FLOW)),
@@ -246,7 +252,7 @@ async def test_workers_that_cannot_start_stop_the_run() -> None:
 
 async def test_workers_that_start_too_slowly_stop_the_run() -> None:
     with pytest.raises(ScoreError, match="not ready within"):
-        async with Scoring(config("length", worker_start_timeout_s=0.001), "run"):
+        async with Scoring(config("length"), "run", start_timeout_s=0.001):
             pass
 
 
@@ -337,7 +343,7 @@ ANYTHING = st.recursive(
 
 @given(ANYTHING)
 def test_whatever_a_scorer_gives_is_one_verdict_and_only_finite_numbers_are_rewards(thing: object) -> None:
-    (verdict,) = verdicts_of(thing, 1, by_group=False)
+    (verdict,) = verdicts_from_result(thing, 1, by_group=False)
     is_reward = isinstance(thing, bool | int | float) and math.isfinite(thing)
     assert verdict.status == ("scored" if is_reward else "failed")
     assert math.isfinite(verdict.reward) == is_reward
@@ -352,5 +358,5 @@ def test_a_scorer_of_groups_is_refused_for_held_out_trajectories_which_have_none
     with pytest.raises(ConfigError, match=r"evaluate\.scorer.*one by one"):
         check_scorer(config("ranks"))
     with pytest.raises(ConfigError, match=r"evaluate\.scorer.*one by one"):
-        check_scorer(ScoreConfig(), config("ranks").scorer)
+        check_scorer(ScoreConfig(scorer="exact"), config("ranks").scorer)
     check_scorer(config("ranks"), "addition")

@@ -5,14 +5,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tasks.errors import ConfigError
-from tasks.score.config import ScoreConfig
-from tasks.score.outcome import Origin, batch_rows
-from tasks.score.stored import judged_groups
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.run import OpenRun
-from tasks.store.schemas import schema_of
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.group_outcomes import RolloutOrigin, batch_rows
+from rollmill.tasks.score.stored_scores import recompute_advantages
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import dataset_schema
 
 SCORER = "short@1"
 
@@ -21,9 +21,9 @@ def made(dataset: str, rows: list[dict[str, object]]) -> pa.RecordBatch:
     """Rows of a data set; 0, "" or [] in every column that is not given."""
     plain = {
         field.name: [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
-        for field in schema_of(dataset)
+        for field in dataset_schema(dataset)
     }
-    return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=schema_of(dataset))
+    return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=dataset_schema(dataset))
 
 
 async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_scored: int) -> RunFolder:
@@ -56,13 +56,13 @@ async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_sco
 async def test_survivors_get_the_advantages_of_the_scores_that_were_chosen(tmp_path: Path) -> None:
     folder = await stored_run(tmp_path, {4: [1.0, 0.0, None], 5: [0.5, 0.5, 0.5]}, 9)
 
-    judged = judged_groups(folder, 0, SCORER, ScoreConfig())
+    judged = recompute_advantages(folder, 0, SCORER, ScoreConfig())
 
     (trained,), (left_out,) = judged[4], judged[5]
     assert trained.advantages.tolist() == [0.5, -0.5]
     assert [survivor.trajectory_id for survivor in trained.survivors] == ["4.0", "4.1"]
     assert left_out.reason == "no_reward_spread"
-    assert judged_groups(folder, 0, SCORER, ScoreConfig(), only={5}).keys() == {5}
+    assert recompute_advantages(folder, 0, SCORER, ScoreConfig(), only={5}).keys() == {5}
 
 
 async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_score_is_left_out(
@@ -73,16 +73,16 @@ async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_sco
     half = await stored_run(tmp_path / "half", rewards, 2)
 
     with pytest.raises(ConfigError, match=r"1 trajectories of step 0 .* have no score"):
-        judged_groups(partly, 0, SCORER, ScoreConfig())
-    assert judged_groups(half, 0, SCORER, ScoreConfig()).keys() == {4}
+        recompute_advantages(partly, 0, SCORER, ScoreConfig())
+    assert recompute_advantages(half, 0, SCORER, ScoreConfig()).keys() == {4}
 
 
 async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> None:
     folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0]}, 9)
-    judged = judged_groups(folder, 0, SCORER, ScoreConfig())
+    judged = recompute_advantages(folder, 0, SCORER, ScoreConfig())
     outcomes = [outcome for each in judged.values() for outcome in each]
 
-    rows = batch_rows("r", 7, outcomes, SCORER, {5: Origin(folder.absolute, 0)}).to_pylist()
+    rows = batch_rows("r", 7, outcomes, SCORER, {5: RolloutOrigin(folder.absolute, 0)}).to_pylist()
 
     assert [(row["source"], row["source_step"]) for row in rows] == [("", 7), ("", 7)] + [
         (folder.absolute, 0)
@@ -93,6 +93,6 @@ async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> N
 async def test_a_group_is_whole_by_the_size_that_is_stored_with_it(tmp_path: Path) -> None:
     folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0, None]}, 9)
 
-    judged = judged_groups(folder, 0, SCORER, ScoreConfig(needs_whole_group=True))
+    judged = recompute_advantages(folder, 0, SCORER, ScoreConfig(min_group_size=0))
 
     assert [judged[group][0].reason for group in (4, 5)] == ["", "not_whole"]

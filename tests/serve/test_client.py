@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.errors import ConnectionLostError, RequestError, ServiceStartError, TransientRequestError
-from tasks.serve.answers import completion_of
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.process import LaunchedProcess, free_port
+from rollmill.tasks.errors import ConnectionLostError, RequestError, ServiceStartError, TransientRequestError
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.responses import decode_completion
+from rollmill.tasks.serve.vllm_client import ClientLimits, VllmClient
 
 PROMPT = np.array([5, 9, 40, 12], np.int32)
 SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "timeout_s": 60.0}
@@ -19,8 +19,8 @@ SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "timeout_s": 60.0}
 
 @pytest.fixture
 async def client(vllm_server) -> AsyncIterator[VllmClient]:
-    patient = vllm_server.config.model_copy(update={"abort_grace_s": 60.0})
-    async with VllmClient(vllm_server.url, patient) as client:
+    patient = ClientLimits(abort_grace_s=60.0)
+    async with VllmClient(vllm_server.url, vllm_server.config, limits=patient) as client:
         yield client
 
 
@@ -161,7 +161,9 @@ async def answering(request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig(control_backoff_s=0.01)) as client:
+    async with VllmClient(
+        f"http://127.0.0.1:{port}", ServeConfig(), limits=ClientLimits(control_backoff_s=0.01)
+    ) as client:
         yield client
     held.set()
     server.close()
@@ -179,8 +181,8 @@ async def test_no_answer_in_time_is_transient_and_names_the_time(answering) -> N
 
 @pytest.mark.parametrize("answering", [None], indirect=True)
 async def test_a_server_that_returns_nothing_of_a_cut_request_is_not_waited_for(answering) -> None:
-    config = ServeConfig(abort_grace_s=0.1)
-    async with VllmClient(answering.url, config) as client:
+    limits = ClientLimits(abort_grace_s=0.1)
+    async with VllmClient(answering.url, ServeConfig(), limits=limits) as client:
         with pytest.raises(TimeoutError):
             await client.generate(PROMPT, **SAMPLING, until=asyncio.get_running_loop().time() + 0.05)
 
@@ -225,7 +227,9 @@ async def test_a_control_call_that_may_be_repeated_is_sent_again() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with VllmClient(f"http://127.0.0.1:{port}", ServeConfig(control_backoff_s=0.01)) as client:
+        async with VllmClient(
+            f"http://127.0.0.1:{port}", ServeConfig(), limits=ClientLimits(control_backoff_s=0.01)
+        ) as client:
             assert await client.version() == "run:1:2"
 
 
@@ -237,7 +241,7 @@ async def test_a_control_call_that_may_be_repeated_is_sent_again() -> None:
 async def test_an_answer_that_cannot_be_read_is_transient_since_another_server_may_give_one(
     answering,
 ) -> None:
-    with pytest.raises(TransientRequestError, match="cannot read its answer"):
+    with pytest.raises(TransientRequestError, match="cannot read its response"):
         await answering.generate(PROMPT, **SAMPLING)
 
 
@@ -263,7 +267,7 @@ async def test_a_server_can_sample_when_it_answers_a_small_generation(answering,
 
 def test_a_completion_without_its_logprobs_is_refused() -> None:
     with pytest.raises(LookupError, match="2 tokens came with 0 log-probabilities"):
-        completion_of(b'{"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}')
+        decode_completion(b'{"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}')
 
 
 async def test_a_server_that_ends_while_starting_shows_its_last_lines(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tasks.errors import TransientRequestError
-from tasks.serve.answers import Completion, completion_of
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
+from rollmill.tasks.errors import TransientRequestError
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.responses import Completion, decode_completion
+from rollmill.tasks.serve.vllm_client import PATIENCE, VllmClient
 
 N_TOKENS = 4_000
 IDS = np.arange(N_TOKENS, dtype=np.int32)
@@ -75,12 +75,12 @@ async def test_a_large_answer_is_the_arrays_that_were_sent(body: bytes) -> None:
 async def test_large_answers_are_decoded_by_few_threads() -> None:
     await asyncio.gather(*(generated(as_arrays()) for _ in range(3)))
     decoders = [each for each in threading.enumerate() if each.name.startswith("decode-answer")]
-    assert len(decoders) <= 3 * ServeConfig().decode_threads
+    assert len(decoders) <= 3 * PATIENCE.decode_threads
 
 
 def test_arrays_are_views_on_the_answer() -> None:
     body = np.frombuffer(as_arrays(), np.uint8)
-    completion = completion_of(body.data)
+    completion = decode_completion(body.data)
     for each in (completion.token_ids, completion.logprobs, completion.routed_experts):
         assert np.shares_memory(each, body)
 
@@ -89,15 +89,15 @@ def test_arrays_are_views_on_the_answer() -> None:
 def test_routed_experts_in_any_order_of_axes_and_bytes_are_the_same_numbers(kind: str) -> None:
     for given in (EXPERTS.astype(kind), np.asfortranarray(EXPERTS.astype(kind))):
         np.testing.assert_array_equal(
-            completion_of(as_json(routed_experts=npy(given))).routed_experts, EXPERTS
+            decode_completion(as_json(routed_experts=npy(given))).routed_experts, EXPERTS
         )
 
 
 def test_no_routed_experts_are_none() -> None:
-    assert completion_of(as_json(routed_experts=None)).routed_experts is None
+    assert decode_completion(as_json(routed_experts=None)).routed_experts is None
 
 
 @pytest.mark.parametrize("experts", ["not base64", base64.b64encode(b"no array" * 99).decode()])
 async def test_routed_experts_that_cannot_be_read_are_transient(experts: str) -> None:
-    with pytest.raises(TransientRequestError, match="cannot read its answer"):
+    with pytest.raises(TransientRequestError, match="cannot read its response"):
         await generated(as_json(routed_experts=experts))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ConnectionLostError, TransientRequestError
-from tasks.serve.pool import ServerPool
+from rollmill.tasks.errors import ConnectionLostError, TransientRequestError
+from rollmill.tasks.serve.server_pool import ServerPool
 
 
 class Server(NamedTuple):
@@ -48,7 +48,7 @@ async def test_a_group_keeps_its_server() -> None:
 async def test_a_group_chooses_anew_when_its_server_is_set_aside() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 10) as first:
-        pool.set_aside(first)
+        pool.remove(first)
     async with pool.lease(0, 10) as second:
         assert {first, second} == {A, B}
 
@@ -70,7 +70,7 @@ async def test_a_request_goes_back_to_a_server_that_failed_it_when_there_is_no_o
 
 async def test_a_lost_connection_sets_a_server_aside_and_alarms_its_watcher() -> None:
     pool = await pool_of(A, B)
-    pool.report(A, ConnectionLostError("refused"))
+    pool.note_failure(A, ConnectionLostError("refused"))
     assert pool.alarm(A).is_set()
     assert not pool.alarm(B).is_set()
     async with pool.lease(0, 10) as first, pool.lease(1, 10) as second:
@@ -79,7 +79,7 @@ async def test_a_lost_connection_sets_a_server_aside_and_alarms_its_watcher() ->
 
 async def test_another_failure_alarms_the_watcher_and_the_server_goes_on_being_asked() -> None:
     pool = await pool_of(A)
-    pool.report(A, TransientRequestError("503"))
+    pool.note_failure(A, TransientRequestError("503"))
     assert pool.alarm(A).is_set()
     async with pool.lease(0, 10) as server:
         assert server is A
@@ -87,7 +87,7 @@ async def test_another_failure_alarms_the_watcher_and_the_server_goes_on_being_a
 
 def failed(pool: ServerPool, server: Server, n_times: int) -> None:
     for _ in range(n_times):
-        pool.report(server, TransientRequestError("500"))
+        pool.note_failure(server, TransientRequestError("500"))
 
 
 async def test_failures_in_a_row_set_a_server_aside_until_it_is_let_in_again() -> None:
@@ -101,7 +101,7 @@ async def test_failures_in_a_row_set_a_server_aside_until_it_is_let_in_again() -
 async def test_an_answer_ends_a_row_of_failures() -> None:
     pool = await pool_of(A)
     failed(pool, A, A.max_failures_in_a_row - 1)
-    pool.answered(A)
+    pool.note_success(A)
     failed(pool, A, A.max_failures_in_a_row - 1)
     assert not pool.is_suspect(A)
     async with pool.lease(0, 10) as server:
@@ -122,8 +122,8 @@ async def test_a_server_that_has_answered_nothing_since_it_was_let_in_is_set_asi
 async def test_metrics_count_from_the_last_call_on() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 30), pool.lease(1, 20), pool.lease(1, 5, avoid={B}):
-        pool.set_aside(A)
-        pool.set_aside(A)
+        pool.remove(A)
+        pool.remove(A)
     counted = {metric.name: metric.value for metric in pool.metrics()}
     assert counted == {
         "serve/requests": 3,
@@ -146,7 +146,7 @@ async def test_a_group_chooses_anew_when_it_is_forgotten() -> None:
 
 async def test_requests_wait_while_there_is_no_server() -> None:
     pool = await pool_of(A)
-    pool.set_aside(A)
+    pool.remove(A)
 
     async def asked() -> Server:
         async with pool.lease(0, 1) as server:
@@ -162,7 +162,7 @@ async def test_requests_wait_while_there_is_no_server() -> None:
 async def test_tokens_of_before_count_when_a_server_is_back() -> None:
     pool = await pool_of(A)
     async with pool.lease(0, 100):
-        pool.set_aside(A)
+        pool.remove(A)
         pool.admit(A)
         pool.admit(B)
         async with pool.lease(1, 1) as chosen:
@@ -196,30 +196,30 @@ def test_no_server_is_ahead_of_another_by_more_than_one_request(sizes: list[int]
 
 async def test_an_answer_by_weights_in_doubt_waits_until_they_are_known_to_be_right() -> None:
     pool = await pool_of(A, B)
-    pool.doubt(A, "run:1:2")
-    waiting = asyncio.ensure_future(pool.vouch(A, ["run:1:1", "run:1:2"]))
+    pool.mark_unverified(A, "run:1:2")
+    waiting = asyncio.ensure_future(pool.require_verified(A, ["run:1:1", "run:1:2"]))
     await asyncio.sleep(0)
     assert not waiting.done()
     pool.admit(A)
     await waiting
 
 
-@pytest.mark.parametrize("end", ["set_aside", "distrust"])
+@pytest.mark.parametrize("end", ["remove", "reject"])
 async def test_an_answer_by_wrong_weights_is_lost_also_when_it_came_first(end: str) -> None:
     pool = await pool_of(A, B)
-    pool.doubt(A, "run:1:2")
-    waiting = asyncio.ensure_future(pool.vouch(A, ["run:1:2"]))
+    pool.mark_unverified(A, "run:1:2")
+    waiting = asyncio.ensure_future(pool.require_verified(A, ["run:1:2"]))
     await asyncio.sleep(0)
     getattr(pool, end)(A)
-    for late in (waiting, pool.vouch(A, ["run:1:2"])):
+    for late in (waiting, pool.require_verified(A, ["run:1:2"])):
         with pytest.raises(
-            TransientRequestError, match="http://a: its weights run:1:2 are not known to be right"
+            TransientRequestError, match="http://a: its weights run:1:2 could not be verified"
         ):
             await late
 
 
 async def test_answers_by_other_weights_or_of_other_servers_do_not_wait() -> None:
     pool = await pool_of(A, B)
-    pool.doubt(A, "run:1:2")
-    await pool.vouch(A, ["run:1:1"])
-    await pool.vouch(B, ["run:1:2"])
+    pool.mark_unverified(A, "run:1:2")
+    await pool.require_verified(A, ["run:1:1"])
+    await pool.require_verified(B, ["run:1:2"])

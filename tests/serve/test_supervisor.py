@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.serve.supervisor import descendants
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.processes.supervisor import descendants
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -44,7 +44,7 @@ MEMBERS = ("child", "grandchild", "in_other_session", "orphan")
 OWNER = """
 import asyncio, os, subprocess, sys, time
 from pathlib import Path
-from tasks.serve.process import LaunchedProcess
+from rollmill.tasks.processes.launched_process import LaunchedProcess
 
 folder, *command = sys.argv[1:]
 process = LaunchedProcess.start("family", command, log=Path(folder, "log"), stop_grace_s=0.3)
@@ -193,7 +193,7 @@ def test_stop_now_ends_the_family(family: Family) -> None:
 async def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     command = ["sh", "-c", "setsid sleep 600 & echo $!; exit 3"]
     process = LaunchedProcess.start("shell", command, log=tmp_path / "log", stop_grace_s=5.0)
-    assert await asyncio.wait_for(process.ended(), WAIT_S) == 3
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 3
     assert not _is_alive(int(process.log_tail()))
 
 
@@ -208,37 +208,37 @@ def held(folder: Path) -> tuple[LaunchedProcess, Callable[[], None]]:
 async def test_every_waiter_learns_of_the_end(tmp_path: Path) -> None:
     process, end = held(tmp_path)
     assert process.returncode is None
-    waiters = asyncio.gather(process.ended(), process.ended())
+    waiters = asyncio.gather(process.wait(), process.wait())
     end()
     first, second = await asyncio.wait_for(waiters, WAIT_S)
-    assert first == second == process.returncode == await process.ended() == 0
+    assert first == second == process.returncode == await process.wait() == 0
 
 
 def test_waiting_for_the_end_polls_nothing(tmp_path: Path) -> None:
     process = LaunchedProcess.start("short", ["sleep", "0.5"], log=tmp_path / "log", stop_grace_s=0.3)
     selector = CountingSelector()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        assert runner.run(process.ended()) == 0
+        assert runner.run(process.wait()) == 0
         assert selector.n_looks < 10
 
 
 async def test_a_cancelled_waiter_does_no_harm(tmp_path: Path) -> None:
     process, end = held(tmp_path)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(process.ended(), 0.05)
+        await asyncio.wait_for(process.wait(), 0.05)
     end()
-    assert await asyncio.wait_for(process.ended(), WAIT_S) == 0
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
 
 
 async def test_a_command_ended_by_a_signal_says_so(tmp_path: Path) -> None:
     command = ["sh", "-c", "kill -SEGV $$"]
     process = LaunchedProcess.start("crash", command, log=tmp_path / "log", stop_grace_s=0.3)
-    assert await asyncio.wait_for(process.ended(), WAIT_S) == 128 + signal.SIGSEGV
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 128 + signal.SIGSEGV
 
 
 async def test_a_command_that_cannot_be_run_says_so_in_its_log(tmp_path: Path) -> None:
     process = LaunchedProcess.start("none", ["/no/such"], log=tmp_path / "deep" / "log", stop_grace_s=0.3)
-    assert await asyncio.wait_for(process.ended(), WAIT_S) == 127
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 127
     assert "/no/such" in process.log_tail()
 
 
@@ -246,7 +246,7 @@ async def test_log_tail_holds_the_last_lines_of_this_process_alone(tmp_path: Pat
     log = tmp_path / "log"
     log.write_text("of a former process\n")
     process = LaunchedProcess.start("count", ["sh", "-c", "seq 3; seq 4 >&2"], log=log, stop_grace_s=0.3)
-    await asyncio.wait_for(process.ended(), WAIT_S)
+    await asyncio.wait_for(process.wait(), WAIT_S)
     assert process.log_tail(2) == "3\n4"
     assert process.log_tail(50).splitlines() == ["1", "2", "3", "1", "2", "3", "4"]
     assert log.read_text().startswith("of a former process")
@@ -279,7 +279,7 @@ def test_a_free_port_can_be_listened_on_and_is_of_those_given_to_nobody_where_th
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first_given: int
 ) -> None:
     (tmp_path / "given").write_text(f"{first_given}\t60999\n")
-    monkeypatch.setattr("tasks.serve.process._PORTS_GIVEN", tmp_path / "given")
+    monkeypatch.setattr("rollmill.tasks.processes.launched_process._PORTS_GIVEN", tmp_path / "given")
     port = free_port()
     assert port < 32_768 or first_given == 1_024
     with socket.create_server(("127.0.0.1", port)) as server:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import RequestError
-from tasks.serve import vllm
-from tasks.serve.config import ServeConfig
-from tasks.serve.version import PolicyVersion
+from rollmill.tasks.errors import RequestError
+from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.policy_version import PolicyVersion
 
 
 @pytest.fixture
@@ -20,43 +20,56 @@ def config_of(tmp_path: Path):
 
 
 def test_the_cpu_build_computes_eagerly_in_the_engines_process(config_of) -> None:
-    words = vllm.command(config_of("vllm_cpu"), "model", 80)
+    words = vllm_launch.vllm_command(config_of("vllm_cpu"), "model", 80)
     assert "--enforce-eager" in words
     assert any("UniProcExecutor" in word for word in words)
 
 
 def test_the_gpu_build_keeps_its_own_ways(config_of) -> None:
     config = config_of("vllm")
-    assert "--enforce-eager" not in vllm.command(config, "model", 80)
-    assert "TORCHDYNAMO_DISABLE" not in vllm.environment(config, base={})
+    assert "--enforce-eager" not in vllm_launch.vllm_command(config, "model", 80)
+    assert "TORCHDYNAMO_DISABLE" not in vllm_launch.vllm_environment(config, base={})
+
+
+def test_a_plugin_that_vllm_could_not_load_is_found_in_its_log() -> None:
+    log = "INFO starting\nERROR 07-01 [__init__.py:80] Failed to load plugin rollmill\nTraceback: ..."
+    assert vllm_launch.has_plugin_failure(log)
+    assert vllm_launch.has_plugin_failure("ValueError: Invalid weight transfer backend: rollmill. Available")
+    assert not vllm_launch.has_plugin_failure("ERROR Failed to load plugin another")
+
+
+def test_the_working_folder_is_not_on_a_servers_path(config_of) -> None:
+    assert vllm_launch.vllm_command(config_of("vllm"), "model", 80)[1:3] == ["-P", "-m"]
 
 
 def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
     config = config_of("vllm", extra_args=("--max-num-seqs", "7"))
-    assert vllm.command(config, "model", 80)[-2:] == ["--max-num-seqs", "7"]
+    assert vllm_launch.vllm_command(config, "model", 80)[-2:] == ["--max-num-seqs", "7"]
 
 
 def test_a_server_knows_nothing_of_prefect_or_of_our_python(config_of) -> None:
     base = {"PREFECT_API_KEY": "secret", "PYTHONPATH": "here", "HOME": "/", "PATH": "bin"}
-    environment = vllm.environment(config_of("vllm"), base=base)
+    environment = vllm_launch.vllm_environment(config_of("vllm"), base=base)
     assert not {"PREFECT_API_KEY", "PYTHONPATH"} & set(environment)
     assert environment["HOME"] == "/"
 
 
 def test_a_server_asks_for_the_key_that_the_client_sends(config_of) -> None:
     config = config_of("vllm", api_key_env="KEY")
-    assert vllm.environment(config, base={"KEY": "k"})["VLLM_API_KEY"] == "k"
-    assert "VLLM_API_KEY" not in vllm.environment(config, base={})
+    assert vllm_launch.vllm_environment(config, base={"KEY": "k"})["VLLM_API_KEY"] == "k"
+    assert "VLLM_API_KEY" not in vllm_launch.vllm_environment(config, base={})
 
 
 def test_gpus_are_shared_out_evenly_between_the_servers(config_of) -> None:
     config = config_of("vllm", servers=2, gpus=("0", "1", "2", "3"))
-    seen = [vllm.environment(config, number, base={})["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    seen = [
+        vllm_launch.vllm_environment(config, number, base={})["CUDA_VISIBLE_DEVICES"] for number in range(2)
+    ]
     assert seen == ["0,1", "2,3"]
 
 
 def test_without_a_list_every_server_sees_the_gpus_that_we_see(config_of) -> None:
-    seen = vllm.environment(config_of("vllm", servers=2), 1, base={"CUDA_VISIBLE_DEVICES": "5"})
+    seen = vllm_launch.vllm_environment(config_of("vllm", servers=2), 1, base={"CUDA_VISIBLE_DEVICES": "5"})
     assert seen["CUDA_VISIBLE_DEVICES"] == "5"
 
 
@@ -74,11 +87,13 @@ def test_what_is_no_version_of_ours_is_refused(text: str) -> None:
 
 def test_our_plugin_is_named_beside_those_that_a_user_names(config_of) -> None:
     config = config_of("vllm")
-    assert vllm.environment(config, base={})["VLLM_PLUGINS"] == "rollmill"
-    assert vllm.environment(config, base={"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,rollmill"
+    assert vllm_launch.vllm_environment(config, base={})["VLLM_PLUGINS"] == "rollmill"
+    assert (
+        vllm_launch.vllm_environment(config, base={"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,rollmill"
+    )
 
 
 def test_a_server_returns_routed_experts_when_they_are_kept(config_of) -> None:
     config = config_of("vllm")
-    words = [vllm.command(config, "model", 80, returns_routing=each) for each in (True, False)]
-    assert [vllm.ROUTING_ARGUMENT in each for each in words] == [True, False]
+    words = [vllm_launch.vllm_command(config, "model", 80, returns_routing=each) for each in (True, False)]
+    assert [vllm_launch.ROUTING_ARGUMENT in each for each in words] == [True, False]

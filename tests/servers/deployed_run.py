@@ -15,11 +15,11 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.workers.process import ProcessWorker
 
-from flows.deploying.deployments import ENGINE
-from flows.settings import validate
-from flows.ui.belonging import own_and_steps
-from tasks.store.layout import RunFolder
-from tasks.store.partitions import stored_steps
+from rollmill.flows.prefect_integration.deployments import ENGINE
+from rollmill.flows.prefect_integration.flow_run import in_flow_run
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_steps
+from tests.stubs.toy_settings import validate_toy
 
 DEADLINE_S = 400.0
 LOOK_AGAIN_S = 0.2
@@ -45,7 +45,7 @@ class Deployed:
         assert answer.json()["status"] == SetStateStatus.ACCEPT.value, answer.text
 
     async def cancelled(self, flow_run: UUID) -> None:
-        """Cancel a run, and wait until it is, with its collectors, and nothing of it is left."""
+        """Cancel a run, and wait until it is cancelled and nothing of it is left."""
         await self.set(flow_run, "CANCELLING", "Cancelling")
         assert await self.when_over(flow_run) == StateType.CANCELLED
         of_deployment = FlowRunFilter.model_validate({"deployment_id": {"any_": [self.deployment]}})
@@ -85,7 +85,7 @@ class Deployed:
         await self.when_going(flow_run, lambda: self.steps() >= n)
 
     async def when_task_run(self, flow_run: UUID, name: str) -> None:
-        """Wait until a task of the run, its steps or its collectors is running."""
+        """Wait until a task of the run is running."""
         async with asyncio.timeout(DEADLINE_S):
             while not any(  # noqa: ASYNC110
                 name in each and state == "Running"
@@ -94,9 +94,8 @@ class Deployed:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def task_runs(self, flow_run: UUID) -> dict[str, str | None]:
-        """State of each task run of a run, its steps and its collectors, by name and number."""
-        collectors = {"deployment_id": {"any_": [self.deployment]}}
-        of_run = FlowRunFilter.model_validate(own_and_steps(flow_run) | collectors)
+        """State of each task run of a run, by name and number."""
+        of_run = FlowRunFilter.model_validate(in_flow_run(flow_run))
         found = await self.client.read_task_runs(flow_run_filter=of_run, limit=200)
         return {f"{each.name} {n}": each.state_name for n, each in enumerate(found)}
 
@@ -109,7 +108,7 @@ class Deployed:
         return {state for name, state in states.items() if any(each in name for each in WORK)}
 
     def steps(self) -> int:
-        return len(stored_steps(self.folder, "metrics"))
+        return len(list_steps(self.folder, "metrics"))
 
     def log(self) -> str:
         return str((self.place.folder / "worker.log").read_text(errors="replace")[-4000:])
@@ -120,18 +119,12 @@ class Deployed:
 
 
 @asynccontextmanager
-async def deployed(
-    place: Any, flow: Flow[Any, Any], n_collectors: int = 0, **values: Any
-) -> AsyncIterator[Deployed]:
-    """A deployment of a flow, with these settings in place of sections of the preset.
-
-    Its collectors are runs of the same deployment, so the flow is `collect` where there are any.
-    """
+async def deployed(place: Any, flow: Flow[Any, Any], **values: Any) -> AsyncIterator[Deployed]:
+    """A deployment of a flow, with these settings in place of sections of the preset."""
     pool = f"control-{uuid4().hex[:8]}"
     preset = yaml.safe_load((place.folder / "conf" / "small.yaml").read_text()) | values
     preset["train"] = {"max_skipped_steps": preset["steps"]} | preset["train"]
-    preset["rollout"] |= {"collectors": n_collectors, "collector_deployment": f"{flow.name}/{pool}"}
-    config, module = validate(preset), flow.fn.__module__
+    config, module = validate_toy(preset), flow.fn.__module__
     async with get_client() as client:
         template = ProcessWorker.get_default_base_job_template()
         await client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))

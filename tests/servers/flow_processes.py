@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flows.config import RunConfig
+from rollmill.flows.config import RunConfig
 
 DEADLINE_S = 300.0
 

@@ -2,39 +2,40 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+from prefect.client.schemas.objects import State
 
-from flows.config import RunConfig
-from flows.running.run import Run
-from flows.ui.artifacts import RunArtifacts
-from flows.ui.progress import RunProgress
-from flows.ui.recording import Recording
-from flows.ui.step_runs import StepRuns
-from flows.ui.turns import SampledPart, ScoredPart
-from tasks.observe.config import ObserveConfig
-from tasks.observe.metrics import Metric
-from tasks.rollout.addition import Addition
-from tasks.rollout.admission import Admission
-from tasks.rollout.environment import Environment
-from tasks.rollout.sampling import Player, Sampled
-from tasks.rollout.tokens import ChatTokenizer, save_character_tokenizer
-from tasks.rollout.trajectory import Work
-from tasks.serve.pool import ServerPool
-from tasks.store.compactor import Compactor
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.rows import Rows, values
-from tasks.store.run import OpenRun
-from tasks.store.schemas import batch_of
+from rollmill.flows.prefect_integration.artifacts import RunArtifacts
+from rollmill.flows.prefect_integration.progress import RunProgress
+from rollmill.flows.prefect_integration.recording import Recording
+from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
+from rollmill.flows.run.live_run import Run
+from rollmill.tasks.observe.config import ObserveConfig
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.rollout.admission import Admission
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.environment import Environment
+from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.task import rollout
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.score.task import score
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import Rows, column_values
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.store.shards.compactor import Compactor
+from tests.stubs.toy_settings import toy_config
 
-T = TypeVar("T")
 GROUP_SIZE = 4
 HAPPENS_WITHIN_S = 60.0
 
@@ -49,7 +50,7 @@ class PlannedSampler:
         self.plan = plan or {}
         self.sampled: list[int] = []
 
-    async def sample(self, work: Work, token_ids: np.ndarray, until: float) -> Sampled:
+    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
         self.sampled.append(work.sample)
         act = self.plan.get(work.sample, 0.0)
         if isinstance(act, Exception):
@@ -59,7 +60,7 @@ class PlannedSampler:
         else:
             await asyncio.sleep(act)
         ids = np.array([9, 1], np.int32)
-        return Sampled(ids, np.array([-0.5, -0.25], np.float32), [(0, 0)], "stop", "http://server")
+        return SampledTokens(ids, np.array([-0.5, -0.25], np.float32), [(0, 0)], "stop", "http://server")
 
 
 class PlannedScoring:
@@ -77,19 +78,19 @@ class PlannedScoring:
         self.has_scored = asyncio.Event()
 
     async def score(self, rollouts: Rows, *, step: int) -> Rows:
-        samples = [int(str(each)) for each in values(rollouts, "sample")]
+        samples = [int(str(each)) for each in column_values(rollouts, "sample")]
         self.calls.append(samples)
         n = len(samples)
-        groups = [int(str(each)) for each in values(rollouts, "group")]
+        groups = [int(str(each)) for each in column_values(rollouts, "group")]
         rewards = [self.reward(*each) for each in zip(groups, samples, strict=True)]
         statuses = [self.statuses.get(sample, "scored") for sample in samples]
         is_scored = [status == "scored" for status in statuses]
         self.has_scored.set()
-        return batch_of(
+        return make_batch(
             "scores",
             {
                 **{
-                    name: values(rollouts, name)
+                    name: column_values(rollouts, name)
                     for name in ("run", "step", "group", "sample", "trajectory_id")
                 },
                 "scorer": ["planned"] * n,
@@ -111,25 +112,31 @@ class PlannedScoring:
         return []
 
 
-class Diary:
-    """A picture that writes down when each part begins and ends."""
+class Diary(TaskRunRecorder):
+    """Runs tasks without Prefect, and writes down when each begins and ends."""
+
+    records_steps = False
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.rollout, self.score = self.written("rollout", rollout), self.written("score", score)
 
-    async def rollout(self, part: SampledPart, step: int, group: int, number: int | None = None) -> str:
-        self.lines.append(f"rollout {number}")
-        how = await part.sample()
-        self.lines.append(f"rollout {number} done")
-        return how
+    def written(self, name: str, task: Any) -> Any:
+        async def run(chunk: Any, step: int, label: str, wait_for: Sequence[State[Any]] = ()) -> State[Any]:
+            self.lines.append(f"{name} {label}")
+            state: State[Any] = await task.fn(chunk, step, label)
+            self.lines.append(f"{name} {label} done")
+            return state
 
-    async def score(self, part: ScoredPart, step: int, group: int, number: int | None = None) -> str:
-        self.lines.append(f"score {number}")
-        return await part.score()
+        return run
 
-    async def group(self, work: Callable[[], Awaitable[T]], step: int, group: int) -> T:
+    async def begin_task_run(self) -> None:
+        pass
+
+    @asynccontextmanager
+    async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:
         self.lines.append("group")
-        return await work()
+        yield
 
 
 @asynccontextmanager
@@ -142,21 +149,21 @@ async def opened(
 ) -> AsyncIterator[Run]:
     """A run without services."""
     rollout = {"group_size": GROUP_SIZE, "groups_per_step": 1} | settings.pop("rollout", {})
-    config = RunConfig.model_validate({"start_model": {"enabled": True}, "rollout": rollout} | settings)
+    config = toy_config({"rollout": rollout} | settings)
     store = OpenRun.open(
         RunFolder(folder / "run"),
         config=config.model_dump(mode="json"),
         fixed={},
         versions={},
         git_commit="",
-        config_of=StoreConfig(flush_s=0.0),
+        config_of=StoreConfig(),
     )
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
-    environment, recording = environment or Addition(), Recording(1000)
+    environment, recording = environment or Addition(), Recording()
     try:
         async with (
             store.writer,
-            Compactor(files_of(store.folder), store.writer, config.store, print) as compactor,
+            Compactor(open_files(store.folder), store.writer, config.store, print) as compactor,
         ):
             yield Run(
                 config=config,
@@ -166,13 +173,14 @@ async def opened(
                 environment=environment,
                 scoring=scoring,
                 held_out_scoring=scoring,
-                player=Player(environment, tokenizer, sampler, 256, config.rollout.trajectory_timeout_s, 0.1),
+                player=EpisodePlayer(
+                    environment, tokenizer, sampler, 256, config.rollout.trajectory_timeout_s, 0.1
+                ),
                 admission=Admission(config.rollout.max_in_flight),
                 pool=ServerPool(),
                 recording=recording,
-                picture=Diary(),
+                task_runs=Diary(),
                 progress=RunProgress("run", 1),
-                step_runs=StepRuns(ObserveConfig(step_runs=False), "run"),
                 artifacts=RunArtifacts(ObserveConfig(), store.folder, 1),
             )
     finally:
@@ -180,8 +188,8 @@ async def opened(
 
 
 def diary(run: Run) -> list[str]:
-    assert isinstance(run.picture, Diary)
-    return run.picture.lines
+    assert isinstance(run.task_runs, Diary)
+    return run.task_runs.lines
 
 
 def stored(run: Run, dataset: str) -> list[dict[str, Any]]:

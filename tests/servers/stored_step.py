@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tasks.store.digest import batch_digest
-from tasks.store.layout import RunFolder
-from tasks.store.names import ShardName
-from tasks.store.schemas import batch_of, ragged, schema_of
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
+from rollmill.tasks.store.stored_batch import batch_digest
 
 VOCABULARY = 57
 EMPTY_TEXT = ("example_id", "example", "error_type", "error", "messages", "server")
@@ -54,7 +55,7 @@ def write_step(
     rng = np.random.default_rng([seed, step])
     lengths = [row.n_prompt + row.n_completion for row in rows]
     masks = [np.arange(length) >= row.n_prompt for length, row in zip(lengths, rows, strict=True)]
-    kind = schema_of("rollouts")
+    kind = dataset_schema("rollouts")
     columns: dict[str, object] = {
         name: [0] * len(rows) if not pa.types.is_large_list(kind.field(name).type) else [[]] * len(rows)
         for name in kind.names
@@ -69,17 +70,17 @@ def write_step(
         "status": ["complete"] * len(rows),
         "finish_reason": ["stop"] * len(rows),
         "outcome": ["{}"] * len(rows),
-        "token_ids": ragged(
+        "token_ids": ragged_array(
             token_ids or [rng.integers(2, VOCABULARY, n) for n in lengths], kind.field("token_ids").type
         ),
-        "loss_mask": ragged(masks, kind.field("loss_mask").type),
-        "logprobs": ragged(
+        "loss_mask": ragged_array(masks, kind.field("loss_mask").type),
+        "logprobs": ragged_array(
             [np.where(mask, rng.normal(-4.0, 0.3, len(mask)), np.nan) for mask in masks],
             kind.field("logprobs").type,
         ),
     }
-    rollouts = batch_of("rollouts", columns)
-    batch = batch_of(
+    rollouts = make_batch("rollouts", columns)
+    batch = make_batch(
         "batches",
         {
             "run": [run] * len(rows),
@@ -96,16 +97,15 @@ def write_step(
             "scorer": ["addition@1"] * len(rows),
         },
     )
-    write_shard(folder, "rollouts", step, rollouts)
-    write_shard(folder, "batches", step, batch)
+    replace_shard(folder, "rollouts", step, rollouts)
+    replace_shard(folder, "batches", step, batch)
     return batch_digest(pa.Table.from_batches([batch]))
 
 
-def write_shard(folder: Path, dataset: str, step: int, rows: pa.RecordBatch) -> None:
+def replace_shard(folder: Path, dataset: str, step: int, rows: pa.RecordBatch) -> None:
     target = Path(RunFolder(folder).dataset(dataset, step=step))
     target.mkdir(parents=True, exist_ok=True)
-    with (
-        pa.OSFile(str(target / str(ShardName(1, 1))), "wb") as file,
-        pa.ipc.new_file(file, rows.schema) as writer,
-    ):
-        writer.write_batch(rows)
+    for before in target.glob("*.arrow"):
+        before.unlink()
+    name = write_shard(target / "shard", ShardName(1, 1), dataset, [rows])
+    (target / "shard").rename(target / name)

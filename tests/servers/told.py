@@ -7,9 +7,9 @@ from uuid import UUID
 from deployed_run import Deployed
 from prefect.client.orchestration import PrefectClient
 
-from flows.ui.belonging import own_and_steps
-from tasks.store.layout import RunFolder
-from tasks.store.objects import filesystem
+from rollmill.flows.prefect_integration.flow_run import in_flow_run
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.s3.s3_objects import s3_filesystem
 
 PAGE = 50
 """Fewer than there are log lines and task runs of a run of several steps, so that there is a second page."""
@@ -18,7 +18,7 @@ PAGE = 50
 async def everything_of(run: Deployed, flow_run: UUID) -> dict[str, list[bytes]]:
     """All that is kept of a run, by kind: logs, artifacts, events, flow runs, task runs, deployment, files, data sets."""
     client = run.client
-    runs = own_and_steps(flow_run)
+    runs = in_flow_run(flow_run)
     flow_runs = [each async for each in pages(client, "flow_runs", {"flow_runs": runs})]
     ids = [each["id"] for each in flow_runs]
     found: dict[str, list[Any]] = {
@@ -44,7 +44,7 @@ def contents_of(folder: RunFolder) -> list[bytes]:
     """Every file of a run, wherever it lies; shards are not compressed."""
     if folder.is_local:
         return [each.read_bytes() for each in folder.local.rglob("*") if each.is_file()]
-    s3 = filesystem()
+    s3 = s3_filesystem()
     return [s3.cat_file(each) for each in s3.find(folder.location)]
 
 

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from conftest import make_rows
 
-from tasks.store.compactor import Compactor
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.run import OpenRun
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.shards.compactor import Compactor
 
 
 async def work(folder: RunFolder, steps: int, rows: int, settings: dict[str, object]) -> None:
     acknowledged = os.open(folder.local.parent / "acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    config = StoreConfig.model_validate({"root": str(folder.local.parent), "flush_s": 0.0} | settings)
+    config = StoreConfig.model_validate({"root": str(folder.local.parent)} | settings)
     with OpenRun.open(folder, config={}, fixed={}, versions={}, git_commit="", config_of=config) as run:
-        async with run.writer as writer, Compactor(files_of(folder), writer, config, sys.exit) as compactor:
+        async with run.writer as writer, Compactor(open_files(folder), writer, config, sys.exit) as compactor:
             stored = set(read(folder, "rollouts", ["trajectory_id"])["trajectory_id"].to_pylist())
             for step in range(steps):
                 for each in (f"{step}.{n}" for n in range(rows)):
@@ -40,5 +40,5 @@ async def work(folder: RunFolder, steps: int, rows: int, settings: dict[str, obj
 
 
 if __name__ == "__main__":
-    given = {"compaction_grace_s": float(sys.argv[4]), "remove_superseded": sys.argv[5]}
+    given = {"compaction_grace_s": float(sys.argv[4]), "compact": sys.argv[5]}
     asyncio.run(work(RunFolder(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), given))

@@ -7,16 +7,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tasks.store.layout import SCRATCH_ENV, RunFolder
-from tasks.store.schemas import batch_of, schema_of
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
+from rollmill.tasks.store.schemas import dataset_schema, make_batch
 
 RowMaker = Callable[..., pa.RecordBatch]
 
 
 def make_rows(dataset: str, n: int = 1, **columns: object) -> pa.RecordBatch:
     """`n` rows with a plain value in every column but those given, each one value for all rows or a list."""
-    made = {field.name: columns.get(field.name, _plain(field.type)) for field in schema_of(dataset)}
-    return batch_of(
+    made = {field.name: columns.get(field.name, _plain(field.type)) for field in dataset_schema(dataset)}
+    return make_batch(
         dataset,
         {name: value if _is_column(name, value, columns) else [value] * n for name, value in made.items()},
     )

@@ -13,8 +13,8 @@ import duckdb
 import polars as pl
 import pyarrow.dataset
 
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read, shards
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_shards, read
 
 Ids = list[str]
 
@@ -39,8 +39,8 @@ def by_rollmill(run: Path) -> Ids:
 READERS: dict[str, Callable[[Path], Ids]] = {
     "polars": lambda run: by_polars(run / "rollouts/**/*.arrow"),
     "duckdb": lambda run: by_duckdb(run / "rollouts"),
-    "polars by names": lambda run: by_polars(shards(str(run), "rollouts")),
-    "duckdb by names": lambda run: by_duckdb(shards(str(run), "rollouts")),
+    "polars by names": lambda run: by_polars(list_shards(str(run), "rollouts")),
+    "duckdb by names": lambda run: by_duckdb(list_shards(str(run), "rollouts")),
     "rollmill": by_rollmill,
 }
 

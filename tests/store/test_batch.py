@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tasks.store.batch import stored_sequences
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.run import OpenRun
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.stored_batch import read_batch_sequences
 
 RowMaker = Callable[..., pa.RecordBatch]
 
@@ -40,5 +40,5 @@ async def test_sequences_come_from_the_run_that_sampled_them(rows: RowMaker, tmp
     )
     run = await stored_run(tmp_path / "run", {"rollouts": ours, "batches": batch}, 0)
 
-    assert [each.tolist() for each in stored_sequences(run, 0, 9)] == [[4, 5, 6], [7], [1, 2]]
-    assert [each.tolist() for each in stored_sequences(run, 0, 2)] == [[4, 5, 6], [1, 2]]
+    assert [each.tolist() for each in read_batch_sequences(run, 0, 9)] == [[4, 5, 6], [7], [1, 2]]
+    assert [each.tolist() for each in read_batch_sequences(run, 0, 2)] == [[4, 5, 6], [1, 2]]

@@ -7,21 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import LeaseLostError, ShardError, StoreError
-from tasks.store.checkpoint_files import check_bytes, describe
-from tasks.store.checkpoint_retention import expired_checkpoints, remove_checkpoints
-from tasks.store.checkpoints import (
+from rollmill.tasks.errors import LeaseLostError, ShardError, StoreError
+from rollmill.tasks.store.checkpoints.checkpoint_marker import check_bytes, describe_file
+from rollmill.tasks.store.checkpoints.checkpoint_retention import (
+    remove_checkpoints,
+    select_expired_checkpoints,
+)
+from rollmill.tasks.store.checkpoints.checkpoint_store import (
     clear_checkpoint,
     copy_checkpoint,
     fetch_checkpoint,
-    is_complete,
-    upload_file,
+    has_checkpoint,
+    upload_checkpoint_file,
 )
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text
-from tasks.store.layout import CHECKPOINT_MARKER, SCRATCH_ENV, RunFolder, checkpoint_key
-from tasks.store.resume import complete_checkpoints, stored_checkpoints
-from tasks.store.run import OpenRun
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files, publish_text
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, SCRATCH_ENV, RunFolder, checkpoint_key
+from rollmill.tasks.store.run.resume import list_checkpoints, list_complete_checkpoints
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 FILE = "rank-00000-of-00001.safetensors"
 
@@ -31,11 +34,11 @@ def written(folder: RunFolder, version: int, incarnation: int = 1, weights: byte
     clear_checkpoint(folder, version, incarnation)
     local = folder.checkpoint(version)
     (local / FILE).write_bytes(weights)
-    upload_file(folder, version, FILE, incarnation)
-    assert not is_complete(folder, version)
-    files = {FILE: describe(local / FILE).model_dump()}
+    upload_checkpoint_file(folder, version, FILE, incarnation)
+    assert not has_checkpoint(folder, version)
+    files = {FILE: describe_file(local / FILE).model_dump()}
     (local / CHECKPOINT_MARKER).write_text(json.dumps({"version": version, "files": files}))
-    upload_file(folder, version, CHECKPOINT_MARKER, incarnation)
+    upload_checkpoint_file(folder, version, CHECKPOINT_MARKER, incarnation)
     return local
 
 
@@ -55,11 +58,12 @@ def loaded(folder: RunFolder) -> OpenRun:
     return run
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_same_on_another_machine(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = written(run, 4)
-    assert complete_checkpoints(run) == [4]
+    assert list_complete_checkpoints(run) == [4]
     monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "elsewhere"))
     there = fetch_checkpoint(run.path(checkpoint_key(4)))
     assert there != here
@@ -68,12 +72,12 @@ def test_a_checkpoint_is_the_same_on_another_machine(
 
 
 def test_what_a_killed_upload_left_is_no_checkpoint_and_is_gone_with_the_next_one(run: RunFolder) -> None:
-    publish_text(files_of(run), f"{checkpoint_key(4)}/rank-00001-of-00002.safetensors", b"of other ranks")
-    assert complete_checkpoints(run) == []
+    publish_text(open_files(run), f"{checkpoint_key(4)}/rank-00001-of-00002.safetensors", b"of other ranks")
+    assert list_complete_checkpoints(run) == []
     with pytest.raises(ShardError, match=r"COMPLETE\.json: there is no such object"):
         fetch_checkpoint(run.path(checkpoint_key(4)))
     written(run, 4)
-    names = files_of(run).keys(f"{checkpoint_key(4)}/**")
+    names = open_files(run).keys(f"{checkpoint_key(4)}/**")
     assert [each.rpartition("/")[2] for each in names] == [CHECKPOINT_MARKER, FILE]
 
 
@@ -101,7 +105,7 @@ def test_a_machine_keeps_no_more_than_the_last_copy(run: RunFolder) -> None:
 
 def test_a_byte_that_is_not_what_was_written_is_found(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"weights")
-    told = {FILE: describe(tmp_path / FILE)}
+    told = {FILE: describe_file(tmp_path / FILE)}
     check_bytes(tmp_path, told)
     (tmp_path / FILE).write_bytes(b"wEights")
     with pytest.raises(StoreError, match=rf"the bytes of .*{FILE} are not those that were written"):
@@ -122,24 +126,24 @@ def test_a_reader_beside_the_trainer_leaves_what_that_is_writing(run: RunFolder,
 def test_a_trainer_leaves_the_checkpoint_of_a_newer_one_as_it_is(run: RunFolder) -> None:
     loaded(run).close()
     written(run, 4, incarnation=2)
-    stored = files_of(run).sizes(f"{checkpoint_key(4)}/**")
+    stored = open_files(run).sizes(f"{checkpoint_key(4)}/**")
     with pytest.raises(LeaseLostError, match=r"incarnation 1: one of incarnation 2 has loaded the run"):
-        upload_file(run, 4, FILE, incarnation=1)
+        upload_checkpoint_file(run, 4, FILE, incarnation=1)
     with pytest.raises(LeaseLostError, match=r"incarnation 1: one of incarnation 2 has loaded the run"):
         clear_checkpoint(run, 4, incarnation=1)
-    assert files_of(run).sizes(f"{checkpoint_key(4)}/**") == stored
+    assert open_files(run).sizes(f"{checkpoint_key(4)}/**") == stored
 
 
 def test_checkpoints_of_a_run_on_a_disk_stay_where_they_are(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     local = written(run, 4)
     assert fetch_checkpoint(run.path(checkpoint_key(4))) == local
-    assert is_complete(run, 4)
+    assert has_checkpoint(run, 4)
 
 
 @given(st.sets(st.integers(0, 200)), st.integers(0, 5), st.integers(0, 20))
 def test_the_newest_and_every_nth_are_kept(complete: set[int], keep: int, keep_every: int) -> None:
-    gone = expired_checkpoints(sorted(complete), keep=keep, keep_every=keep_every)
+    gone = select_expired_checkpoints(sorted(complete), keep=keep, keep_every=keep_every)
     for version in complete:
         n_newer = sum(each > version for each in complete)
         is_nth = keep_every > 0 and version % keep_every == 0
@@ -154,9 +158,9 @@ def test_old_checkpoints_and_what_kills_left_of_older_ones_go(
     folder.tmp.mkdir(parents=True, exist_ok=True)
     for version in (2, 4, 6, 8):
         written(folder, version)
-    publish_text(files_of(folder), f"{checkpoint_key(3)}/{FILE}", b"unfinished")
-    publish_text(files_of(folder), f"{checkpoint_key(9)}/{FILE}", b"being written")
-    assert remove_checkpoints(folder, files_of(folder), keep=2, keep_every=4) == [2, 3]
-    assert complete_checkpoints(folder) == [4, 6, 8]
-    assert stored_checkpoints(folder) == [4, 6, 8, 9]
-    assert remove_checkpoints(folder, files_of(folder), keep=2, keep_every=4) == []
+    publish_text(open_files(folder), f"{checkpoint_key(3)}/{FILE}", b"unfinished")
+    publish_text(open_files(folder), f"{checkpoint_key(9)}/{FILE}", b"being written")
+    assert remove_checkpoints(folder, open_files(folder), keep=2, keep_every=4) == [2, 3]
+    assert list_complete_checkpoints(folder) == [4, 6, 8]
+    assert list_checkpoints(folder) == [4, 6, 8, 9]
+    assert remove_checkpoints(folder, open_files(folder), keep=2, keep_every=4) == []

@@ -13,25 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import ShardError
-from tasks.store.compaction import is_worthwhile, pieces
-from tasks.store.compactor import Compactor
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text, read_text
-from tasks.store.layout import PARTITION_KEYS, RunFolder, partition_folder
-from tasks.store.names import current, superseded
-from tasks.store.reader import read
-from tasks.store.schemas import SCHEMAS
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import ShardError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
+from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder, partition_folder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.schemas import SCHEMAS
+from rollmill.tasks.store.shards.compactor import Compactor
+from rollmill.tasks.store.shards.shard_compaction import is_worthwhile, join_batches
+from rollmill.tasks.store.shards.shard_names import current_shards, superseded_shards
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
-SOON = StoreConfig(compaction_grace_s=0.1, remove_superseded="after_grace")
+SOON = StoreConfig(compaction_grace_s=0.1, compact="after_grace")
 ANY_SIZE = 1 << 40
 VALUES = {"policy": "trainer", "scorer": "addition@1", "env": "addition", "step": 0, "version": 0, "epoch": 1}
 
 
 def shards(folder: RunFolder) -> list[str]:
-    return files_of(folder).keys("*/**/*.arrow")
+    return open_files(folder).keys("*/**/*.arrow")
 
 
 def ids_of(folder: RunFolder, **partition: int) -> list[str]:
@@ -56,16 +56,16 @@ async def test_a_compacted_shard_has_the_rows_of_all_before_it_in_their_order(
     where = partition_folder(dataset, partition)
     columns = {"policy_version": 0} if dataset == "evaluations" else {}
     columns |= {"step": 0} if "step" in partition else {}
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for n in range(3):
             if "trajectory_id" in SCHEMAS[dataset].names:
                 columns["trajectory_id"] = [f"{n}.0", f"{n}.1"]
             await writer.append(dataset, rows(dataset, 2, **columns), **partition)
         before = read(folder, dataset)
         key = await writer.compact(where, ANY_SIZE)
-        assert current(files_of(folder).keys(f"{where}/*.arrow"))[-1:] == [key]
+        assert current_shards(open_files(folder).keys(f"{where}/*.arrow"))[-1:] == [key]
         assert read(folder, dataset).combine_chunks().equals(before.combine_chunks(), check_metadata=True)
-        await writer.remove(superseded(shards(folder)))
+        await writer.remove(superseded_shards(shards(folder)))
         assert [each for each in shards(folder) if each.startswith(where)] == [key]
         assert read(folder, dataset).combine_chunks().equals(before.combine_chunks(), check_metadata=True)
         assert not await writer.compact(where, ANY_SIZE)
@@ -74,7 +74,7 @@ async def test_a_compacted_shard_has_the_rows_of_all_before_it_in_their_order(
 async def test_rows_that_come_during_and_after_a_compaction_are_kept_beside_it(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await append_one_by_one(writer, rows, ["a", "b"])
         late = [writer.append("rollouts", rows("rollouts", step=0, trajectory_id="c"), step=0)]
         compacting = writer.compact("rollouts/step=000000", ANY_SIZE)
@@ -82,11 +82,11 @@ async def test_rows_that_come_during_and_after_a_compaction_are_kept_beside_it(
         await compacting
         await writer.flush()
         assert sorted(ids_of(folder)) == ["a", "b", "c", "d"]
-    async with RunWriter(files_of(folder), epoch=2, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=2, flush_s=0.0) as writer:
         await append_one_by_one(writer, rows, ["e"])
         await writer.compact("rollouts/step=000000", ANY_SIZE)
         await append_one_by_one(writer, rows, ["f"])
-        await writer.remove(superseded(shards(folder)))
+        await writer.remove(superseded_shards(shards(folder)))
     assert sorted(ids_of(folder)) == ["a", "b", "c", "d", "e", "f"]
     assert len(shards(folder)) == 2
 
@@ -94,6 +94,7 @@ async def test_rows_that_come_during_and_after_a_compaction_are_kept_beside_it(
 ACTIONS = st.lists(st.sampled_from(["append", "append", "late", "compact", "remove", "reopen"]), max_size=25)
 
 
+@pytest.mark.slow
 @given(ACTIONS)
 @settings(max_examples=60, deadline=None)
 def test_whatever_the_order_of_appends_compactions_and_removals_every_row_is_read_once_in_order(
@@ -109,7 +110,7 @@ async def carry_out(folder: RunFolder, rows: RowMaker, actions: Sequence[str]) -
     expected: list[str] = []
     lives = [list(life) for is_reopen, life in itertools.groupby(actions, "reopen".__eq__) if not is_reopen]
     for epoch, life in enumerate(lives, 1):
-        async with RunWriter(files_of(folder), epoch, flush_s=0.0) as writer:
+        async with RunWriter(open_files(folder), epoch, flush_s=0.0) as writer:
             for action in life:
                 if action in ("append", "late"):
                     expected.append(f"{len(expected)}")
@@ -120,7 +121,7 @@ async def carry_out(folder: RunFolder, rows: RowMaker, actions: Sequence[str]) -
                 elif action == "compact":
                     await writer.compact("rollouts/step=000000", ANY_SIZE)
                 else:
-                    await writer.remove(superseded(shards(folder)))
+                    await writer.remove(superseded_shards(shards(folder)))
                 stored = ids_of(folder)
                 assert stored == expected[: len(stored)]
         assert ids_of(folder) == expected
@@ -132,7 +133,7 @@ def test_pieces_are_all_the_rows_in_order_and_as_large_as_asked_for(sizes: list[
     batches = [
         pa.record_batch({"n": pa.array([next(numbers) for _ in range(size)], pa.int64())}) for size in sizes
     ]
-    made = list(pieces(batches, 8 * rows))
+    made = list(join_batches(batches, 8 * rows))
     assert [n for piece in made for n in piece["n"].to_pylist()] == list(range(sum(sizes)))
     assert all(max(left.num_rows, right.num_rows) >= rows for left, right in itertools.pairwise(made))
     assert all(piece.num_rows < rows + max(sizes) for piece in made)
@@ -145,7 +146,7 @@ def test_partitions_of_several_small_shards_alone_are_compacted(sizes: list[int]
 
 
 async def test_a_partition_of_large_shards_is_left_alone(folder: RunFolder, rows: RowMaker) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await append_one_by_one(writer, rows, ["a", "b"])
         before = shards(folder)
         assert not await writer.compact("rollouts/step=000000", large_bytes=1)
@@ -155,8 +156,8 @@ async def test_a_partition_of_large_shards_is_left_alone(folder: RunFolder, rows
 async def test_a_trajectory_that_is_there_twice_and_a_damaged_shard_stop_a_compaction_and_are_named(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    files = files_of(folder)
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    files = open_files(folder)
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await append_one_by_one(writer, rows, ["a", "b", "a"])
         before = shards(folder)
         with pytest.raises(ShardError, match="rollouts/step=000000: 3 rows of 2 trajectories"):
@@ -175,8 +176,8 @@ async def test_steps_below_a_checkpoint_are_compacted_beside_the_run_and_all_of_
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with (
-        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
-        Compactor(files_of(folder), writer, SOON, never) as compactor,
+        RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(open_files(folder), writer, SOON, never) as compactor,
     ):
         for step in range(4):
             await append_one_by_one(writer, rows, [f"{step}.{n}" for n in range(3)], step)
@@ -194,25 +195,25 @@ async def test_steps_below_a_checkpoint_are_compacted_beside_the_run_and_all_of_
 
 
 def read_shards(folder: RunFolder, step: int) -> list[str]:
-    return files_of(folder).keys(f"rollouts/step={step:06d}/*.arrow")
+    return open_files(folder).keys(f"rollouts/step={step:06d}/*.arrow")
 
 
 async def test_what_an_ended_process_left_superseded_goes_when_the_run_goes_on(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with (
-        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
-        Compactor(files_of(folder), writer, StoreConfig(compaction_grace_s=3600.0), never) as compactor,
+        RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(open_files(folder), writer, StoreConfig(compaction_grace_s=3600.0), never) as compactor,
     ):
         await append_one_by_one(writer, rows, ["a", "b"])
         compactor.begin(1)
         await append_one_by_one(writer, rows, ["c", "d"], step=1)
-        while not superseded(shards(folder)):
+        while not superseded_shards(shards(folder)):
             await append_one_by_one(writer, rows, [f"c{len(shards(folder))}"], step=1)
     assert len(read_shards(folder, 0)) == 3
     async with (
-        RunWriter(files_of(folder), epoch=2, flush_s=0.0) as writer,
-        Compactor(files_of(folder), writer, SOON, never) as compactor,
+        RunWriter(open_files(folder), epoch=2, flush_s=0.0) as writer,
+        Compactor(open_files(folder), writer, SOON, never) as compactor,
     ):
         compactor.begin(1)
         await compactor.settled()
@@ -225,8 +226,8 @@ async def test_what_cannot_be_compacted_is_told_and_the_run_goes_on(
 ) -> None:
     told: list[str] = []
     async with (
-        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
-        Compactor(files_of(folder), writer, SOON, told.append) as compactor,
+        RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(open_files(folder), writer, SOON, told.append) as compactor,
     ):
         await append_one_by_one(writer, rows, ["a", "a"])
         await append_one_by_one(writer, rows, ["b", "c"], step=1)
@@ -240,21 +241,21 @@ async def test_superseded_shards_stay_until_the_end_unless_they_are_to_go_after_
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with (
-        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
-        Compactor(files_of(folder), writer, StoreConfig(compaction_grace_s=0.1), never) as compactor,
+        RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(open_files(folder), writer, StoreConfig(compaction_grace_s=0.1), never) as compactor,
     ):
         await append_one_by_one(writer, rows, ["a", "b"])
         compactor.begin(1)
         await compactor.settled()
-        assert [len(found) for found in (shards(folder), superseded(shards(folder)))] == [3, 2]
+        assert [len(found) for found in (shards(folder), superseded_shards(shards(folder)))] == [3, 2]
         await compactor.finish()
         assert len(shards(folder)) == 1
 
 
 async def test_without_compaction_shards_stay(folder: RunFolder, rows: RowMaker) -> None:
     async with (
-        RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer,
-        Compactor(files_of(folder), writer, StoreConfig(compact=False), never) as compactor,
+        RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer,
+        Compactor(open_files(folder), writer, StoreConfig(compact="never"), never) as compactor,
     ):
         await append_one_by_one(writer, rows, ["a", "b"])
         compactor.begin(1)
@@ -265,7 +266,7 @@ async def test_without_compaction_shards_stay(folder: RunFolder, rows: RowMaker)
 async def test_plain_scans_see_every_row_once_by_its_id_while_superseded_shards_are_there(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await append_one_by_one(writer, rows, ["a", "b"])
         await writer.compact("rollouts/step=000000", ANY_SIZE)
         options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]} if not folder.is_local else None

@@ -6,12 +6,12 @@ from dataclasses import asdict
 import pyarrow as pa
 import pytest
 
-from tasks.errors import StoreError
-from tasks.store.deliveries import Delivery, clear, hand_over, take_in
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import StoreError
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.writer import RunWriter
+from rollmill.tasks.store.staged_rows import StagedRows, ingest_rows, remove_staged_rows, stage_rows
 
 RowMaker = Callable[..., pa.RecordBatch]
 IDS = ["a", "b", "c"]
@@ -19,13 +19,13 @@ IDS = ["a", "b", "c"]
 
 @pytest.fixture
 async def writer(folder: RunFolder) -> AsyncIterator[RunWriter]:
-    async with RunWriter(files_of(folder), 1, 0.0) as opened:
+    async with RunWriter(open_files(folder), 1, 0.0) as opened:
         yield opened
 
 
-def handed_over(folder: RunFolder, rows: RowMaker, ids: list[str] = IDS) -> Delivery:
+def handed_over(folder: RunFolder, rows: RowMaker, ids: list[str] = IDS) -> StagedRows:
     made = rows("logprobs", len(ids), step=3, trajectory_id=ids)
-    return hand_over(folder, "logprobs", made, "name", policy="trainer", step=3)
+    return stage_rows(folder, "logprobs", made, "name", policy="trainer", step=3)
 
 
 def stored(folder: RunFolder) -> list[str]:
@@ -37,10 +37,10 @@ async def test_rows_that_were_handed_over_twice_are_stored_once(
     folder: RunFolder, writer: RunWriter, rows: RowMaker
 ) -> None:
     """As when a process dies between storing them and removing the file, and they are made again."""
-    files = files_of(folder)
-    assert await take_in(folder, files, writer, handed_over(folder, rows, IDS[:2])) == 2
+    files = open_files(folder)
+    assert await ingest_rows(folder, files, writer, handed_over(folder, rows, IDS[:2])) == 2
     again = handed_over(folder, rows)
-    assert await take_in(folder, files, writer, again) == 1
+    assert await ingest_rows(folder, files, writer, again) == 1
     assert stored(folder) == IDS
     assert not files.keys(".tmp/deliveries/*")
 
@@ -51,7 +51,7 @@ async def test_rows_that_are_stored_need_no_file_any_more(
     """As when a delivery is told of again, by an answer that came twice."""
     told = asdict(handed_over(folder, rows))
     for n_new in (len(IDS), 0):
-        assert await take_in(folder, files_of(folder), writer, Delivery.parse(told)) == n_new
+        assert await ingest_rows(folder, open_files(folder), writer, StagedRows.parse(told)) == n_new
     assert stored(folder) == IDS
 
 
@@ -59,6 +59,6 @@ async def test_rows_that_are_neither_there_nor_stored_are_an_error(
     folder: RunFolder, writer: RunWriter, rows: RowMaker
 ) -> None:
     delivery = handed_over(folder, rows)
-    clear(files_of(folder))
-    with pytest.raises(StoreError, match=r"name\.arrow, and cannot be read"):
-        await take_in(folder, files_of(folder), writer, delivery)
+    remove_staged_rows(open_files(folder))
+    with pytest.raises(StoreError, match=r"name\.arrow, which cannot be read"):
+        await ingest_rows(folder, open_files(folder), writer, delivery)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pyarrow as pa
 import pytest
 
-from tasks.store.digest import batch_digest
+from rollmill.tasks.store.stored_batch import batch_digest
 
 RowMaker = Callable[..., pa.RecordBatch]
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.store.draw import StoredGroup, drawn, steps_of_a_pass
+from rollmill.tasks.store.group_draw import StoredGroup, draw_groups, steps_per_pass
 
 GROUPS = [StoredGroup("runs/a", step, group) for step in range(4) for group in range(6)]
 
@@ -15,12 +15,12 @@ GROUPS = [StoredGroup("runs/a", step, group) for step in range(4) for group in r
 def test_no_group_comes_twice_in_a_pass_and_fewer_than_a_step_are_left_over(
     groups: list[StoredGroup], seed: int, groups_per_step: int, number: int
 ) -> None:
-    n_steps = steps_of_a_pass(len(groups), groups_per_step)
+    n_steps = steps_per_pass(len(groups), groups_per_step)
     steps = range(number * n_steps, (number + 1) * n_steps)
     found = [
         each
         for step in steps
-        for each in drawn(groups, seed=seed, step=step, groups_per_step=groups_per_step)
+        for each in draw_groups(groups, seed=seed, step=step, groups_per_step=groups_per_step)
     ]
 
     assert len(set(found)) == len(found)
@@ -30,14 +30,15 @@ def test_no_group_comes_twice_in_a_pass_and_fewer_than_a_step_are_left_over(
 
 @given(order=st.permutations(GROUPS), step=st.integers(0, 50))
 def test_what_is_drawn_depends_on_seed_and_step_alone(order: list[StoredGroup], step: int) -> None:
-    ours = drawn(order, seed=3, step=step, groups_per_step=5)
+    ours = draw_groups(order, seed=3, step=step, groups_per_step=5)
 
-    assert ours == drawn(GROUPS, seed=3, step=step, groups_per_step=5)
+    assert ours == draw_groups(GROUPS, seed=3, step=step, groups_per_step=5)
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     first, later, other = (
-        drawn(GROUPS, seed=seed, step=step, groups_per_step=24) for seed, step in ((0, 0), (0, 1), (1, 0))
+        draw_groups(GROUPS, seed=seed, step=step, groups_per_step=24)
+        for seed, step in ((0, 0), (0, 1), (1, 0))
     )
 
     assert sorted(first) == sorted(later) == sorted(other) == sorted(GROUPS)

@@ -5,9 +5,9 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from tasks.store.filesystem import files_of
-from tasks.store.flow_runs import MAX_KEPT, read_flow_runs, write_flow_runs
-from tasks.store.layout import RunFolder
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.flow_runs import MAX_KEPT, read_flow_runs, write_flow_runs
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_what_was_written_is_read(folder: RunFolder) -> None:
     assert read_flow_runs(folder) == []
     ids = [uuid4(), uuid4()]
-    write_flow_runs(files_of(folder), ids)
+    write_flow_runs(open_files(folder), ids)
     assert read_flow_runs(folder) == ids
 
 
 def test_the_latest_are_kept(folder: RunFolder) -> None:
     ids = [UUID(int=number) for number in range(MAX_KEPT + 5)]
-    write_flow_runs(files_of(folder), ids)
+    write_flow_runs(open_files(folder), ids)
     assert read_flow_runs(folder) == ids[5:]
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tasks.errors import ConfigError, StoreError
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text, read_text
-from tasks.store.fork import fork
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest, write_manifest
-from tasks.store.reader import read
-from tasks.store.resume import ResumePoint, resume_point
-from tasks.store.run import OpenRun
+from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.fork_copy import fork_run
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.resume import ResumePoint, find_resume_point
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 RowMaker = Callable[..., pa.RecordBatch]
 CONFIG: dict[str, Any] = {"seed": 0, "steps": 9}
-CONFIG_OF = StoreConfig(flush_s=0.0, lock_timeout_s=0.0)
+CONFIG_OF = StoreConfig(lock_timeout_s=0.0)
 
 
 def opened(folder: RunFolder, config: dict[str, Any] = CONFIG) -> OpenRun:
@@ -48,16 +48,16 @@ async def trained(folder: RunFolder, rows: RowMaker) -> OpenRun:
 async def test_a_fork_has_the_rows_before_its_step_and_the_last_checkpoint(root: str, rows: RowMaker) -> None:
     source, target = RunFolder(f"{root}/source"), RunFolder(f"{root}/target")
     with await trained(source, rows) as run:
-        fork(source, 2, target, CONFIG | {"seed": 1}, CONFIG_OF)  # while the source is written to
+        fork_run(source, 2, target, CONFIG | {"seed": 1}, CONFIG_OF)  # while the source is written to
         manifest = read_manifest(target)
-        assert manifest.run_of(1) == manifest.origins[0].run == run.manifest.run
-        assert manifest.run_of(2) == manifest.run != run.manifest.run
+        assert manifest.run_at_step(1) == manifest.origins[0].run == run.manifest.run
+        assert manifest.run_at_step(2) == manifest.run != run.manifest.run
     for dataset in ("rollouts", "batches", "metrics", "scores", "evaluations"):
         brought = read(target, dataset)
         assert sorted(brought["step"].to_pylist()) == [0, 1]
         assert brought.equals(read(source, dataset).slice(0, 2))
-    assert resume_point(target) == ResumePoint(checkpoint_version=1, stored_batches=2)
-    marker = json.loads(read_text(files_of(target), "checkpoints/version=000001/COMPLETE.json"))
+    assert find_resume_point(target) == ResumePoint(checkpoint_version=1, stored_batches=2)
+    marker = json.loads(read_text(open_files(target), "checkpoints/version=000001/COMPLETE.json"))
     assert marker == {"run": manifest.run, "version": 1, "digest": "d"}
     with opened(target, CONFIG | {"seed": 1}) as forked:
         assert forked.manifest.epoch > run.manifest.epoch
@@ -70,8 +70,11 @@ def inode(folder: RunFolder, key: str) -> int:
 async def test_what_is_on_one_disk_is_not_copied(tmp_path: Path, rows: RowMaker) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
     (await trained(source, rows)).close()
-    fork(source, 4, target, CONFIG, CONFIG_OF)
-    for key in (*files_of(source).keys("rollouts/**/*.arrow"), "checkpoints/version=000003/state/weights.pt"):
+    fork_run(source, 4, target, CONFIG, CONFIG_OF)
+    for key in (
+        *open_files(source).keys("rollouts/**/*.arrow"),
+        "checkpoints/version=000003/state/weights.pt",
+    ):
         assert inode(source, key) == inode(target, key)
 
 
@@ -80,39 +83,39 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_
 ) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
     (await trained(source, rows)).close()
-    fork(source, 2, target, CONFIG, CONFIG_OF)
+    fork_run(source, 2, target, CONFIG, CONFIG_OF)
     whole = read_manifest(target)
     write_manifest_of_a_killed_one(target)
     with pytest.raises(StoreError, match="not forked to the end"):
         opened(target)
     with pytest.raises(ConfigError, match=r"none forked from .* at step 3"):
-        fork(source, 3, target, CONFIG, CONFIG_OF)
-    fork(source, 2, target, CONFIG, CONFIG_OF)
+        fork_run(source, 3, target, CONFIG, CONFIG_OF)
+    fork_run(source, 2, target, CONFIG, CONFIG_OF)
     assert read_manifest(target) == whole
     assert sorted(read(target, "rollouts")["step"].to_pylist()) == [0, 1]
 
 
 def write_manifest_of_a_killed_one(target: RunFolder) -> None:
     whole = read_manifest(target)
-    write_manifest(files_of(target), replace(whole, status="forking"), whole)
-    files_of(target).remove(files_of(target).keys("rollouts/step=000001/*"))
+    write_manifest(open_files(target), replace(whole, status="forking"), whole)
+    open_files(target).remove(open_files(target).keys("rollouts/step=000001/*"))
 
 
 async def test_a_fork_of_a_fork_knows_whose_rows_it_has(tmp_path: Path, rows: RowMaker) -> None:
     first, second, third = (RunFolder(tmp_path / name) for name in ("first", "second", "third"))
     (await trained(first, rows)).close()
-    fork(first, 3, second, CONFIG, CONFIG_OF)
-    fork(second, 2, third, CONFIG, CONFIG_OF)
+    fork_run(first, 3, second, CONFIG, CONFIG_OF)
+    fork_run(second, 2, third, CONFIG, CONFIG_OF)
     manifest = read_manifest(third)
     assert [(each.run, each.step) for each in manifest.origins] == [
         (read_manifest(first).run, 2),
         (read_manifest(second).run, 2),
     ]
-    assert manifest.run_of(0) == read_manifest(first).run
+    assert manifest.run_at_step(0) == read_manifest(first).run
 
 
 async def test_a_step_that_is_not_trained_cannot_be_forked_at(tmp_path: Path, rows: RowMaker) -> None:
     source = RunFolder(tmp_path / "source")
     (await trained(source, rows)).close()
     with pytest.raises(ConfigError, match=r"STEP = 5: .*has 4 trained steps"):
-        fork(source, 5, RunFolder(tmp_path / "target"), CONFIG, CONFIG_OF)
+        fork_run(source, 5, RunFolder(tmp_path / "target"), CONFIG, CONFIG_OF)

@@ -11,11 +11,11 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.shard import joined_batches
-from tasks.store.writer import RunWriter
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.shard import join_small_batches
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 Action = tuple[str, int, int]
@@ -44,7 +44,7 @@ async def carry_out(
 ) -> dict[tuple[str, int], list[int]]:
     """Append rows with running group numbers; what was acknowledged is checked on the spot."""
     numbers, expected = itertools.count(), defaultdict[tuple[str, int], list[int]](list)
-    async with RunWriter(files_of(folder), 1, flush_s) as writer:
+    async with RunWriter(open_files(folder), 1, flush_s) as writer:
         last: asyncio.Future[None] | None = None
         for kind, step, n in actions:
             if kind in ("rollouts", "groups"):
@@ -80,7 +80,7 @@ def test_joining_pieces_keeps_every_row_and_the_order_and_copies_no_large_piece(
         )
         for i, (n, is_large) in enumerate(pieces)
     ]
-    joined = list(joined_batches(batches))
+    joined = list(join_small_batches(batches))
     rows_in_order = [n for batch in batches for n in batch.column("n").to_pylist()]
     assert [n for batch in joined for n in batch.column("n").to_pylist()] == rows_in_order
     assert [batch for batch in joined if batch.nbytes > 1 << 22] == [

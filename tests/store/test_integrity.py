@@ -11,12 +11,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ShardError
-from tasks.store.footer import places_of
-from tasks.store.integrity import BLOCK_BYTES, WHOLE_BYTES, CheckedShard
-from tasks.store.names import ShardName
-from tasks.store.schemas import SCHEMAS, batch_of, schema_of
-from tasks.store.shard import write_shard
+from rollmill.tasks.errors import ShardError
+from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema, make_batch
+from rollmill.tasks.store.shards.integrity import BLOCK_BYTES, WHOLE_BYTES, CheckedShard, read_shard_layout
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
 
 RowMaker = Callable[..., pa.RecordBatch]
 WHERE = "RUN/a.arrow"
@@ -60,7 +59,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, str]:
     experts = [pa.array([np.full(6_000_000, n, np.uint8).tobytes()], pa.large_binary()) for n in range(3)]
     plain = {"run": ["r"], "step": [0], "shape": [[1, 1, 1]], "dtype": ["uint8"]}
     pieces = [
-        batch_of("routing", plain | {"trajectory_id": [f"t{n}"], "experts": each})
+        make_batch("routing", plain | {"trajectory_id": [f"t{n}"], "experts": each})
         for n, each in enumerate(experts)
     ]
     return written(tmp_path_factory.mktemp("large"), "routing", *pieces)
@@ -99,7 +98,7 @@ def test_of_a_large_shard_whoever_reads_the_damaged_column_sees_it_and_a_check_s
     changed = bytearray(content)
     changed[experts + 3_000_000] ^= 1
     shard = CheckedShard(pa.BufferReader(bytes(changed)), digest, WHERE)
-    fields = schema_of("routing")
+    fields = dataset_schema("routing")
     assert shard.read([fields.get_field_index("trajectory_id")]).num_rows == 3
     with pytest.raises(ShardError, match=r"bytes \d+ to \d+ are not what was written"):
         shard.read([fields.get_field_index("experts")])
@@ -148,7 +147,7 @@ def test_the_name_and_the_last_batch_lead_to_every_byte(large: tuple[bytes, str]
     last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
     assert last.batch.num_rows == 0
     assert int(last.custom_metadata[b"block_bytes"]) == BLOCK_BYTES
-    tail = places_of(pa.BufferReader(content), len(content)).tail
+    tail = read_shard_layout(pa.BufferReader(content), len(content)).tail
     assert xxhash.xxh3_64_hexdigest(content[tail:]) == digest
     (tmp_path / "a.arrow").write_bytes(content)
     assert pyarrow.dataset.dataset(tmp_path, format="ipc").count_rows() == 3

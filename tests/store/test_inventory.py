@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.inventory import all_shards, is_noted, read_notes
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read_shard
-from tasks.store.run import OpenRun
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read_shard
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.shards.inventory import is_recorded, list_shard_sizes, read_inventory
 
 RowMaker = Callable[..., pa.RecordBatch]
 
@@ -23,8 +23,8 @@ def opened(root: Path) -> OpenRun:
 
 
 def unknown(folder: RunFolder) -> list[str]:
-    notes = read_notes(folder)
-    return [key for key in all_shards(files_of(folder)) if not is_noted(notes, key)]
+    notes = read_inventory(folder)
+    return [key for key in list_shard_sizes(open_files(folder)) if not is_recorded(notes, key)]
 
 
 async def test_a_step_costs_the_inventory_one_shard_and_only_its_newest_is_noted_nowhere(
@@ -37,12 +37,12 @@ async def test_a_step_costs_the_inventory_one_shard_and_only_its_newest_is_noted
                     await writer.append("rollouts", rows("rollouts", step=step, group=group), step=step)
                 await writer.note()
             await writer.note()
-    files = files_of(run.folder)
+    files = open_files(run.folder)
     inventory = files.keys("shards/epoch=000001/*.arrow")
     assert len(inventory) == 3
     assert unknown(run.folder) == inventory[-1:]
-    notes = read_notes(run.folder)
-    for key, size in all_shards(files).items():
+    notes = read_inventory(run.folder)
+    for key, size in list_shard_sizes(files).items():
         if key in notes:
             assert notes[key].bytes == size
             assert notes[key].rows == read_shard(run.folder, key).num_rows
@@ -56,7 +56,7 @@ async def test_the_next_writer_notes_what_a_killed_one_did_not(tmp_path: Path, r
         assert len(left) == 1
     with opened(tmp_path) as run:
         async with run.writer:
-            assert all(is_noted(read_notes(run.folder), key) for key in left)
+            assert all(is_recorded(read_inventory(run.folder), key) for key in left)
     assert [key.partition("/")[0] for key in unknown(run.folder)] == ["shards"]
 
 
@@ -66,10 +66,10 @@ async def test_what_was_compacted_and_removed_is_noted(tmp_path: Path, rows: Row
             for group in range(3):
                 made = rows("rollouts", step=0, group=group, trajectory_id=f"t{group}")
                 await writer.append("rollouts", made, step=0)
-            small = files_of(run.folder).keys("rollouts/step=000000/*.arrow")
+            small = open_files(run.folder).keys("rollouts/step=000000/*.arrow")
             compacted = await writer.compact("rollouts/step=000000", 1 << 30)
             await writer.remove(small)
-    notes = read_notes(run.folder)
+    notes = read_inventory(run.folder)
     assert {notes[key].event for key in small} == {"removed"}
     assert (notes[compacted].event, notes[compacted].rows) == ("written", 3)
     assert {key.partition("/")[0] for key in unknown(run.folder)} == {"shards"}
@@ -92,5 +92,5 @@ async def test_compacted_shards_of_the_inventory_itself_are_noted(tmp_path: Path
                     await writer.note()
                 for each in range(1, epoch * (epoch - 1) + 1):  # the second writer compacts both
                     assert await writer.compact(f"shards/epoch={each:06d}", 1 << 30)
-    newest = files_of(run.folder).keys("shards/epoch=000002/*.arrow")[-1]
+    newest = open_files(run.folder).keys("shards/epoch=000002/*.arrow")[-1]
     assert unknown(run.folder) == [newest]

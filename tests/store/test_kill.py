@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import polars as pl
+import pytest
 
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
 
 REPOSITORY = Path(__file__).parents[2]
 N_KILLS = 4
@@ -24,17 +25,17 @@ from pathlib import Path
 sys.path.insert(0, "tests/store")
 from conftest import make_rows
 
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.run import OpenRun
-from tasks.store.step import StoredStep, plan_step
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.run.step_plan import StoredStep, plan_step
 
 CHAINS = 7
 
 async def work(root, groups, dies_at, most):
     acknowledged = itertools.count(1)
     folder = RunFolder(Path(root) / "run")
-    config_of = StoreConfig(root=root, flush_s=0.0)
+    config_of = StoreConfig(root=root)
     with OpenRun.open(
         folder, config={}, fixed={}, versions={}, git_commit="", config_of=config_of
     ) as run:
@@ -75,6 +76,7 @@ def killed_after(n_acknowledged: int, root: Path, *, by_itself: bool) -> list[in
     return acknowledged
 
 
+@pytest.mark.slow
 def test_whatever_was_acknowledged_before_a_kill_is_there_and_nothing_is_there_twice(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     acknowledged: set[int] = set()

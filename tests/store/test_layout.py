@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import SchemaError
-from tasks.store.layout import RunFolder, partition_folder, partition_pattern
+from rollmill.tasks.errors import SchemaError
+from rollmill.tasks.store.folders import RunFolder, partition_folder, partition_pattern
 
 RUN = RunFolder(Path("runs/a"))
 

@@ -12,33 +12,33 @@ from pathlib import Path
 import pytest
 from s3_proxy import FailingProxy
 
-from tasks.errors import LeaseLostError, RunLockedError, StoreError
-from tasks.store import objects
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text, read_text
-from tasks.store.layout import SCRATCH_ENV, RunFolder
-from tasks.store.lease import CLOCK_S, LOCK, Terms
-from tasks.store.lock import RunLock, lock_run
-from tasks.store.manifest import read_manifest, write_manifest
-from tasks.store.run import OpenRun
+from rollmill.tasks.errors import LeaseLostError, RunLockedError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
+from rollmill.tasks.store.run.lock import RunLock, lock_run
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.s3 import s3_objects
+from rollmill.tasks.store.s3.s3_lease import CLOCK_RESOLUTION_S, LOCK_KEY, LeaseRecord
 
 REPOSITORY = Path(__file__).parents[2]
 LEASE_S = 4.0
 
 HOLDER = """
 import sys
-from tasks.errors import RollmillError
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text
-from tasks.store.layout import RunFolder
-from tasks.store.lock import lock_run
+from rollmill.tasks.errors import RollmillError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files, publish_text
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.lock import lock_run
 
 folder = RunFolder(sys.argv[1])
 lock = lock_run(folder, StoreConfig(lease_s=float(sys.argv[2])))
 print("held", flush=True)
 for line in sys.stdin:
     try:
-        publish_text(files_of(folder, lock.check), line.strip(), b"written")
+        publish_text(open_files(folder, lock.check), line.strip(), b"written")
         print("written", flush=True)
     except RollmillError as error:
         print(type(error).__name__, error, flush=True)
@@ -98,6 +98,7 @@ def test_a_run_that_is_held_is_refused_naming_its_holder_and_free_once_given_bac
     locked(run).release()
 
 
+@pytest.mark.slow
 def test_the_run_of_a_process_that_was_killed_on_this_machine_is_free_at_once(run: RunFolder) -> None:
     with holder(run, lease_s=3600.0) as other:
         os.kill(other.pid, signal.SIGKILL)
@@ -105,23 +106,25 @@ def test_the_run_of_a_process_that_was_killed_on_this_machine_is_free_at_once(ru
         locked(run).release()
 
 
+@pytest.mark.slow
 def test_a_holder_that_lives_keeps_the_run_beyond_its_lease(run: RunFolder) -> None:
     with holder(run) as other:
         with pytest.raises(RunLockedError):
-            locked(run, timeout_s=2 * LEASE_S + CLOCK_S)
+            locked(run, timeout_s=2 * LEASE_S + CLOCK_RESOLUTION_S)
         assert answer(other, "a") == "written\n"
 
 
+@pytest.mark.slow
 def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder) -> None:
     with holder(run) as other:
         os.kill(other.pid, signal.SIGSTOP)
         ours = locked(run, timeout_s=60.0)
-        publish_text(files_of(run, ours.check), "ours", b"")
+        publish_text(open_files(run, ours.check), "ours", b"")
         os.kill(other.pid, signal.SIGCONT)
         refused = answer(other, "theirs")
         assert refused.startswith("LeaseLostError ")
         assert f"process {os.getpid()} on " in refused
-        assert files_of(run).keys("*") == [LOCK, "ours"]
+        assert open_files(run).keys("*") == [LOCK_KEY, "ours"]
         ours.check()
         ours.release()
 
@@ -133,7 +136,7 @@ def opened(run: RunFolder, steps: int = 1) -> OpenRun:
 
 def taken_over(run: RunFolder) -> OpenRun:
     """The run, opened by another who holds it by now, though the first one's lease has not run out by its own clock."""
-    files_of(run).remove([LOCK])
+    open_files(run).remove([LOCK_KEY])
     return opened(run, steps=2)
 
 
@@ -159,13 +162,14 @@ def test_a_new_run_is_begun_by_one_of_two(run: RunFolder) -> None:
 
 def test_a_writer_whose_lock_was_removed_stops(run: RunFolder) -> None:
     ours = locked(run)
-    files_of(run).remove([LOCK])
+    open_files(run).remove([LOCK_KEY])
     with pytest.raises(LeaseLostError, match="has removed its lock"):
         check_for_half_a_minute(ours)
     ours.release()
-    assert files_of(run).keys("*") == []
+    assert open_files(run).keys("*") == []
 
 
+@pytest.mark.slow
 def test_an_outage_beyond_the_lease_stops_writing_and_ends_without_a_loss(
     run: RunFolder, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,18 +190,18 @@ def test_an_outage_beyond_the_lease_stops_writing_and_ends_without_a_loss(
 
 def fresh() -> None:
     """Let requests be made as in a process begun with the environment as it is now."""
-    objects._filesystem.cache_clear()
-    objects._attempts.cache_clear()
+    s3_objects._filesystem.cache_clear()
+    s3_objects._read_attempts.cache_clear()
 
 
 def test_an_answer_that_was_lost_is_no_lost_lease(run: RunFolder) -> None:
     ours = locked(run, lease_s=3600.0)
-    files = files_of(run)
-    terms = Terms.model_validate_json(read_text(files, LOCK))
+    files = open_files(run)
+    terms = LeaseRecord.model_validate_json(read_text(files, LOCK_KEY))
     as_if_unanswered = terms.model_copy(update={"renewals": terms.renewals + 1})
-    publish_text(files, LOCK, as_if_unanswered.model_dump_json().encode())
+    publish_text(files, LOCK_KEY, as_if_unanswered.model_dump_json().encode())
     ours._renew()  # type: ignore[attr-defined]
-    assert Terms.model_validate_json(read_text(files, LOCK)).renewals == terms.renewals + 2
+    assert LeaseRecord.model_validate_json(read_text(files, LOCK_KEY)).renewals == terms.renewals + 2
     ours.release()
 
 
@@ -218,5 +222,5 @@ def test_a_forked_child_neither_holds_nor_gives_back_the_run_of_its_parent(run: 
 
 
 def test_a_lock_that_says_nothing_readable_is_replaced(run: RunFolder) -> None:
-    publish_text(files_of(run), LOCK, b"{}")
+    publish_text(open_files(run), LOCK_KEY, b"{}")
     locked(run).release()

@@ -10,20 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
+import pytest
 
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.names import superseded
-from tasks.store.reader import read
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.shard_names import superseded_shards
 
 HERE = Path(__file__).parent
 STEPS, ROWS = 24, 8
 N_KILLS = 5
 
 
-def running(run: Path, grace_s: float, remove_superseded: str) -> "subprocess.Popen[str]":
+def running(run: Path, grace_s: float, compact: str) -> "subprocess.Popen[str]":
     """A run in a process of its own."""
-    words = [HERE / "compacting_run.py", run, STEPS, ROWS, grace_s, remove_superseded]
+    words = [HERE / "compacting_run.py", run, STEPS, ROWS, grace_s, compact]
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *map(str, words)], stdin=pipe, stdout=pipe, text=True)
 
@@ -70,7 +71,7 @@ def wait_for_acknowledgements(run: Path, n: int) -> None:
 
 
 def shards_in(run: Path) -> list[str]:
-    return files_of(RunFolder(run)).keys("rollouts/*/*.arrow")
+    return open_files(RunFolder(run)).keys("rollouts/*/*.arrow")
 
 
 def check_finished(run: Path) -> None:
@@ -79,9 +80,10 @@ def check_finished(run: Path) -> None:
     assert sorted(read(RunFolder(run), "rollouts")["trajectory_id"].to_pylist()) == everything
     scanned = pl.scan_ipc(run / "rollouts/**/*.arrow", hive_partitioning=True).collect()
     assert sorted(scanned["trajectory_id"]) == everything
-    assert (len(shards_in(run)), superseded(shards_in(run))) == (STEPS, [])
+    assert (len(shards_in(run)), superseded_shards(shards_in(run))) == (STEPS, [])
 
 
+@pytest.mark.slow
 def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_never_fail(
     tmp_path: Path,
 ) -> None:
@@ -90,11 +92,12 @@ def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_
         process = running(run, 0.1, "at_end")
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
-    assert superseded(shards_in(run))
+    assert superseded_shards(shards_in(run))
     assert process.communicate(timeout=120) == ("", None)
     check_finished(run)
 
 
+@pytest.mark.slow
 def test_readers_that_go_by_names_never_fail_while_superseded_shards_are_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with polled(run, ["polars by names", "duckdb by names", "rollmill"]):
@@ -102,6 +105,7 @@ def test_readers_that_go_by_names_never_fail_while_superseded_shards_are_removed
     check_finished(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_compacts_shows_every_acknowledged_row_once_all_the_while(
     tmp_path: Path,
 ) -> None:

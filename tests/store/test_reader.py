@@ -6,12 +6,13 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from tasks.errors import SchemaError, ShardError, ShardGoneError
-from tasks.store.filesystem import files_of, publish_text, read_text
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read, read_listed, read_trajectories, scan
-from tasks.store.schemas import schema_of
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
+from rollmill.tasks.store import schemas
+from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read, read_listed, read_trajectories, scan
+from rollmill.tasks.store.schemas import dataset_schema
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 
@@ -19,7 +20,7 @@ RowMaker = Callable[..., pa.RecordBatch]
 @pytest.fixture
 async def filled(folder: RunFolder, rows: RowMaker) -> RunFolder:
     """Two steps of two rollouts each, scored by two scorers."""
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for step in (0, 1):
             ids = [f"r.{step}.0", f"r.{step}.1"]
             made = rows("rollouts", 2, step=step, group=[10 * step, 10 * step + 1], trajectory_id=ids)
@@ -31,13 +32,13 @@ async def filled(folder: RunFolder, rows: RowMaker) -> RunFolder:
 
 
 def shard_of(folder: RunFolder, step: int = 0) -> str:
-    return files_of(folder).keys(f"rollouts/step={step:06d}/*.arrow")[0]
+    return open_files(folder).keys(f"rollouts/step={step:06d}/*.arrow")[0]
 
 
 def test_a_folder_without_rows_reads_as_an_empty_table_with_the_schema(folder: RunFolder) -> None:
-    assert read(folder, "rollouts", step=5).schema.equals(schema_of("rollouts"), check_metadata=True)
+    assert read(folder, "rollouts", step=5).schema.equals(dataset_schema("rollouts"), check_metadata=True)
     assert read(folder, "rollouts", ["group"]).schema.names == ["group"]
-    assert scan(folder, "rollouts").collect().columns == schema_of("rollouts").names
+    assert scan(folder, "rollouts").collect().columns == dataset_schema("rollouts").names
     assert scan(RunFolder(folder.path("nowhere")), "groups").collect().is_empty()
 
 
@@ -57,7 +58,7 @@ def test_trajectories_come_in_the_order_of_their_ids_and_may_repeat(filled: RunF
     table = read_trajectories(filled, 1, ["r.1.1", "r.1.0", "r.1.1"], ["group"])
     assert table.to_pydict() == {"group": [11, 10, 11]}
     assert read_trajectories(filled, 1, [], ["group"]).num_rows == 0
-    assert read_trajectories(filled, 1, ["r.1.0"]).schema.names == schema_of("rollouts").names
+    assert read_trajectories(filled, 1, ["r.1.0"]).schema.names == dataset_schema("rollouts").names
 
 
 def test_missing_trajectories_are_named(filled: RunFolder) -> None:
@@ -77,8 +78,8 @@ def test_unknown_columns_and_data_sets_are_refused(filled: RunFolder) -> None:
 @pytest.mark.parametrize("n_bytes", [0, 1, 100, -1])
 def test_a_shard_that_was_cut_off_is_an_error_that_names_it(filled: RunFolder, n_bytes: int) -> None:
     shard = shard_of(filled)
-    content = read_text(files_of(filled), shard)
-    publish_text(files_of(filled), shard, content[:n_bytes])
+    content = read_text(open_files(filled), shard)
+    publish_text(open_files(filled), shard, content[:n_bytes])
     with pytest.raises(ShardError, match=filled.path(shard)):
         read(filled, "rollouts")
     assert read(filled, "rollouts", step=1).num_rows == 2
@@ -86,26 +87,43 @@ def test_a_shard_that_was_cut_off_is_an_error_that_names_it(filled: RunFolder, n
 
 def test_offsets_that_point_outside_a_shard_are_an_error_that_names_it(filled: RunFolder) -> None:
     shard = shard_of(filled)
-    content = bytearray(read_text(files_of(filled), shard))
+    content = bytearray(read_text(open_files(filled), shard))
     offsets = bytes(pa.array([0, 3, 6], pa.int64()).buffers()[1])[:24]
     place = content.find(offsets)
     assert place > 0
     content[place + 8 : place + 16] = (1 << 40).to_bytes(8, "little")
-    publish_text(files_of(filled), shard, bytes(content))
+    publish_text(open_files(filled), shard, bytes(content))
     with pytest.raises(ShardError, match=filled.path(shard)):
         read(filled, "rollouts", step=0)
 
 
 def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) -> None:
-    (sealed,) = files_of(filled).keys("rollouts/step=000000/*.arrow")
-    files_of(filled).remove([sealed])
-    shard = "rollouts/step=000000/000001-000000.arrow"
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema_of("groups")):
-        pass
-    publish_text(files_of(filled), shard, sink.getvalue().to_pybytes())
+    (scores,) = open_files(filled).keys("scores/scorer=length@1/step=000000/*.arrow")
+    (rollouts,) = open_files(filled).keys("rollouts/step=000000/*.arrow")
+    open_files(filled).remove([rollouts])
+    shard = f"rollouts/step=000000/{scores.rpartition('/')[2]}"
+    publish_text(open_files(filled), shard, open_files(filled).open(scores).read())
     with pytest.raises(ShardError, match=f"{filled.path(shard)} has another schema than rollouts"):
         read(filled, "rollouts")
+
+
+@pytest.mark.parametrize(("version", "remedy"), [(1, "a newer"), (3, "an older")])
+def test_a_shard_of_another_schema_version_is_refused_by_name(
+    filled: RunFolder, monkeypatch: pytest.MonkeyPatch, version: int, remedy: str
+) -> None:
+    monkeypatch.setattr(schemas, "SCHEMA_VERSION", version)
+    (shard,) = open_files(filled).keys("rollouts/step=000000/*.arrow")
+    expected = (
+        f"{filled.path(shard)}: it has schema version 2, and this Rollmill reads {version}; use {remedy} one"
+    )
+    with pytest.raises(ShardError, match=expected):
+        read(filled, "rollouts", step=0)
+
+
+def test_a_file_that_is_not_named_as_a_shard_is_refused_by_name(filled: RunFolder) -> None:
+    publish_text(open_files(filled), "groups/step=000000/000001-000000.arrow", b"ARROW1")
+    with pytest.raises(ShardError, match=r"000001-000000\.arrow is not named EPOCH-NUMBER-DIGEST\.arrow"):
+        read(filled, "groups")
 
 
 def test_a_plain_polars_scan_opens_every_data_set_in_the_middle_of_a_run(filled: RunFolder) -> None:

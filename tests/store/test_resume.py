@@ -6,25 +6,25 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.store.filesystem import files_of, publish_text
-from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
-from tasks.store.plan import (
+from rollmill.tasks.store.filesystem import open_files, publish_text
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key
+from rollmill.tasks.store.run.group_ranges import (
     GroupRange,
+    count_refills,
+    ensure_plan,
     group_numbers,
-    n_refills,
-    plan_rows,
+    make_plan_rows,
+    plan_groups,
+    plan_refill,
     read_plan,
-    refill_after,
-    settled_plan,
-    step_plan,
 )
-from tasks.store.resume import (
+from rollmill.tasks.store.run.resume import (
     ResumePoint,
-    complete_checkpoints,
+    find_resume_point,
+    list_complete_checkpoints,
     plan_resume,
-    resume_point,
 )
-from tasks.store.writer import RunWriter
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 
@@ -33,7 +33,7 @@ RowMaker = Callable[..., pa.RecordBatch]
 def test_the_plans_of_all_steps_number_the_groups_without_gap_or_overlap(
     steps: int, groups_per_step: int
 ) -> None:
-    plans = [step_plan(step, groups_per_step) for step in range(steps)]
+    plans = [plan_groups(step, groups_per_step) for step in range(steps)]
     assert group_numbers(plans) == tuple(range(steps * groups_per_step))
 
 
@@ -43,41 +43,41 @@ def test_no_group_is_of_two_steps_however_many_refills_each_takes_of_those_it_ma
 ) -> None:
     every: list[int] = []
     for step, n in enumerate(taken):
-        ranges = [step_plan(step, groups_per_step, max_refill_groups)]
+        ranges = [plan_groups(step, groups_per_step, max_refill_groups)]
         for _ in range(min(n, max_refill_groups)):
-            ranges.append(refill_after(ranges))
-        assert n_refills(ranges) == min(n, max_refill_groups)
+            ranges.append(plan_refill(ranges))
+        assert count_refills(ranges) == min(n, max_refill_groups)
         every += group_numbers(ranges)
     assert every == sorted(set(every))
 
 
 async def test_a_stored_plan_and_its_refills_are_gone_by_and_not_made_again(folder: RunFolder) -> None:
     assert read_plan(folder, 3) == ()
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
-        first = await settled_plan(folder, writer, run="r", step=3, groups_per_step=2)
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
+        first = await ensure_plan(folder, writer, run="r", step=3, groups_per_step=2)
         assert first == (GroupRange(6, 2),)
-        await writer.append("plans", plan_rows("r", 3, [GroupRange(100, 1, "refill")]), step=3)
-        again = await settled_plan(folder, writer, run="r", step=3, groups_per_step=99)
+        await writer.append("plans", make_plan_rows("r", 3, [GroupRange(100, 1, "refill")]), step=3)
+        again = await ensure_plan(folder, writer, run="r", step=3, groups_per_step=99)
     assert again == (GroupRange(6, 2), GroupRange(100, 1, "refill"))
     assert group_numbers(again) == (6, 7, 100)
 
 
 def test_an_empty_folder_begins_at_step_0_without_a_checkpoint(folder: RunFolder) -> None:
-    assert resume_point(folder) == ResumePoint(checkpoint_version=None, stored_batches=0)
+    assert find_resume_point(folder) == ResumePoint(checkpoint_version=None, stored_batches=0)
 
 
 async def test_a_run_goes_on_from_its_last_complete_checkpoint_and_its_stored_batches(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for step in (0, 1, 2, 4):
             writer.append("batches", rows("batches", 0 if step == 1 else 2, step=step), step=step)
     for version, is_complete in ((0, True), (2, True), (3, False)):
-        publish_text(files_of(folder), f"{checkpoint_key(version)}/state/weights", b"some")
+        publish_text(open_files(folder), f"{checkpoint_key(version)}/state/weights", b"some")
         if is_complete:
-            publish_text(files_of(folder), f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}", b"{}")
-    assert complete_checkpoints(folder) == [0, 2]
-    assert resume_point(folder) == ResumePoint(checkpoint_version=2, stored_batches=3)
+            publish_text(open_files(folder), f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}", b"{}")
+    assert list_complete_checkpoints(folder) == [0, 2]
+    assert find_resume_point(folder) == ResumePoint(checkpoint_version=2, stored_batches=3)
 
 
 @given(st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)))

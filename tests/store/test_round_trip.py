@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tasks.store.filesystem import files_of
-from tasks.store.layout import PARTITION_KEYS, RunFolder
-from tasks.store.reader import read
-from tasks.store.schemas import SCHEMAS, batch_of
-from tasks.store.writer import RunWriter
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.schemas import SCHEMAS, make_batch
+from rollmill.tasks.store.shards.writer import RunWriter
 
 N = 4
 NAN_PAYLOADS_64 = np.array(
@@ -59,12 +59,12 @@ async def test_every_column_comes_back_bit_for_bit(folder: RunFolder, dataset: s
     schema = SCHEMAS[dataset]
     values = {field.name: extremes(field.type) for field in schema}
     values |= {name: [place] * N for name, place in PLACES.items() if name in schema.names}
-    rows = batch_of(dataset, values)
+    rows = make_batch(dataset, values)
     key = PARTITION_KEYS[dataset][-1]
     outer: dict[str, str] = {"scorer": "a@1", "policy": "trainer"}
     partition: dict[str, int | str] = {key: 3}
     partition |= {each: outer[each] for each in PARTITION_KEYS[dataset][:-1] if each in outer}
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await writer.append(dataset, rows.slice(0, 3), **partition)
         await writer.append(dataset, rows.slice(3), **partition)
     stored = read(folder, dataset, **partition)

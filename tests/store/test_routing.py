@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ShardError, StoreError
-from tasks.store.commit import commit
-from tasks.store.filesystem import LocalFiles, files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.routing import expired_routing, expired_steps, read_routing, routing_row
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import ShardError, StoreError
+from rollmill.tasks.store.expert_routing import (
+    list_expired_routing,
+    make_routing_row,
+    read_routing,
+    select_expired_steps,
+)
+from rollmill.tasks.store.filesystem import LocalFiles, open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.writer import RunWriter, commit_rows
 
 
 def experts(n_tokens: int, seed: int = 0, dtype: type = np.uint8) -> np.ndarray:
@@ -23,9 +27,9 @@ def experts(n_tokens: int, seed: int = 0, dtype: type = np.uint8) -> np.ndarray:
 
 
 async def stored(folder: RunFolder, rows: dict[str, list[np.ndarray]], step: int = 0, epoch: int = 1) -> None:
-    async with RunWriter(files_of(folder), epoch, 0.0) as writer:
+    async with RunWriter(open_files(folder), epoch, 0.0) as writer:
         for trajectory, parts in rows.items():
-            await writer.append("routing", routing_row("run", step, trajectory, parts), step=step)
+            await writer.append("routing", make_routing_row("run", step, trajectory, parts), step=step)
 
 
 async def test_experts_come_back_equal_as_views_on_the_shard(folder: RunFolder) -> None:
@@ -42,7 +46,7 @@ async def test_experts_come_back_equal_as_views_on_the_shard(folder: RunFolder) 
 
 def test_a_row_of_one_turn_is_a_view_on_what_was_received() -> None:
     given = experts(100)
-    row = routing_row("run", 0, "a", [given])
+    row = make_routing_row("run", 0, "a", [given])
     assert np.shares_memory(np.frombuffer(row.column("experts").buffers()[2], np.uint8), given)
 
 
@@ -89,9 +93,9 @@ def test_a_rollout_whose_experts_cannot_be_stored_is_not_stored(tmp_path: Path, 
     gathered = {
         "rollouts/step=000000": [rows("rollouts", step=0)],
         "rollouts/step=000001": [rows("rollouts", step=1)],
-        "routing/step=000000": [routing_row("run", 0, "a", [experts(4)])],
+        "routing/step=000000": [make_routing_row("run", 0, "a", [experts(4)])],
     }
-    failed = commit(FullOfBulk(Path(folder.location), folder.tmp), 1, 0, gathered).failed
+    failed = commit_rows(FullOfBulk(Path(folder.location), folder.tmp), 1, 0, gathered).failed
     assert set(failed) == {"rollouts/step=000000", "routing/step=000000"}
     assert read(folder, "rollouts").num_rows == 1
 
@@ -105,7 +109,7 @@ def test_a_rollout_whose_experts_cannot_be_stored_is_not_stored(tmp_path: Path, 
 def test_what_a_resumed_run_trains_again_and_the_last_steps_never_expire(
     stored: set[int], done: int, checkpoint: int, keep: int
 ) -> None:
-    expired = set(expired_steps(sorted(stored), done=done, checkpoint=checkpoint, keep=keep))
+    expired = set(select_expired_steps(sorted(stored), done=done, checkpoint=checkpoint, keep=keep))
     assert not {step for step in expired if step >= checkpoint or step >= done - keep}
     kept = {step for step in stored - expired if step < checkpoint}
     assert len(kept & set(range(done))) <= keep or not keep
@@ -114,7 +118,7 @@ def test_what_a_resumed_run_trains_again_and_the_last_steps_never_expire(
 async def test_old_experts_are_removed_and_newer_ones_stay(folder: RunFolder) -> None:
     for step in range(4):
         await stored(folder, {f"{step}": [experts(4)]}, step, epoch=step + 1)
-    gone = expired_routing(files_of(folder), done=4, checkpoint=3, keep=2)
-    files_of(folder).remove(gone)
+    gone = list_expired_routing(open_files(folder), done=4, checkpoint=3, keep=2)
+    open_files(folder).remove(gone)
     assert [key.split("/")[1] for key in gone] == ["step=000000", "step=000001"]
     assert read(folder, "routing")["step"].to_pylist() == [2, 3]

@@ -3,8 +3,18 @@
 import pyarrow as pa
 import pytest
 
-from tasks.store.rows import Rows, in_order, joined, last_by, no_rows, values, where, where_in, without
-from tasks.store.schemas import schema_of
+from rollmill.tasks.store.rows import (
+    Rows,
+    column_values,
+    concat_rows,
+    last_rows_by,
+    no_rows,
+    rows_where,
+    rows_where_in,
+    rows_without,
+    sort_rows,
+)
+from rollmill.tasks.store.schemas import dataset_schema
 
 
 def attempts(*rows: tuple[int, int]) -> Rows:
@@ -17,38 +27,38 @@ THREE = attempts((0, 0), (1, 0), (0, 1))
 
 
 def test_rows_are_chosen_by_value() -> None:
-    assert values(where(THREE, "sample", 0), "attempt") == [0, 1]
-    assert values(where_in(THREE, "sample", [1, 2]), "attempt") == [0]
-    assert values(without(THREE, "sample", [1]), "attempt") == [0, 1]
+    assert column_values(rows_where(THREE, "sample", 0), "attempt") == [0, 1]
+    assert column_values(rows_where_in(THREE, "sample", [1, 2]), "attempt") == [0]
+    assert column_values(rows_without(THREE, "sample", [1]), "attempt") == [0, 1]
 
 
 def test_rows_in_order_are_not_copied_and_others_are_put_so() -> None:
-    assert values(in_order(THREE, "sample"), "sample") == [0, 0, 1]
-    assert in_order(THREE, "attempt") is THREE
-    assert not in_order(THREE.slice(0, 0), "sample").num_rows
+    assert column_values(sort_rows(THREE, "sample"), "sample") == [0, 0, 1]
+    assert sort_rows(THREE, "attempt") is THREE
+    assert not sort_rows(THREE.slice(0, 0), "sample").num_rows
 
 
 def test_nothing_that_is_chosen_has_the_columns_all_the_same() -> None:
     for nothing in (
-        where(THREE, "sample", 2),
-        where_in(THREE, "sample", []),
-        without(THREE, "sample", [0, 1]),
+        rows_where(THREE, "sample", 2),
+        rows_where_in(THREE, "sample", []),
+        rows_without(THREE, "sample", [0, 1]),
     ):
         assert nothing.num_rows == 0
         assert nothing.schema.equals(THREE.schema)
 
 
 def test_the_last_attempt_of_each_sample_is_kept() -> None:
-    assert last_by(THREE, ["sample"], "attempt").to_pylist() == attempts((0, 1), (1, 0)).to_pylist()
+    assert last_rows_by(THREE, ["sample"], "attempt").to_pylist() == attempts((0, 1), (1, 0)).to_pylist()
 
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_of_few_rows_all_are_last(n: int) -> None:
-    assert last_by(THREE.slice(0, n), ["sample"], "attempt").equals(THREE.slice(0, n))
+    assert last_rows_by(THREE.slice(0, n), ["sample"], "attempt").equals(THREE.slice(0, n))
 
 
 def test_rows_are_joined_in_order_whether_there_are_some_or_none() -> None:
     nothing = THREE.slice(0, 0)
-    assert joined(nothing, THREE.slice(0, 1), nothing, THREE.slice(1)).equals(THREE)
-    assert joined(nothing, THREE, nothing).equals(THREE)
-    assert joined(no_rows("scores"), no_rows("scores")).schema.equals(schema_of("scores"))
+    assert concat_rows(nothing, THREE.slice(0, 1), nothing, THREE.slice(1)).equals(THREE)
+    assert concat_rows(nothing, THREE, nothing).equals(THREE)
+    assert concat_rows(no_rows("scores"), no_rows("scores")).schema.equals(dataset_schema("scores"))

@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tasks.errors import ConfigError, RunFinishedError, RunLockedError, RunMismatchError, StoreError
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text, read_text
-from tasks.store.layout import RunFolder
-from tasks.store.lock import lock_run, unwritable
-from tasks.store.manifest import has_manifest, read_manifest
-from tasks.store.reader import read
-from tasks.store.run import OpenRun
+from rollmill.tasks.errors import ConfigError, RunFinishedError, RunLockedError, RunMismatchError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.lock import lock_run, unwritable_error
+from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 RowMaker = Callable[..., pa.RecordBatch]
 CONFIG = {"seed": 0, "steps": 4, "train": {"lr": 1e-3, "dtype": "fp32"}}
@@ -42,7 +42,7 @@ def test_a_new_run_has_a_random_id_and_its_settings_in_run_json(root: str) -> No
     with opened(root) as run, opened(f"{root}/other") as other:
         assert run.manifest.run != other.manifest.run
         assert (run.manifest.epoch, run.manifest.incarnation, run.manifest.status) == (1, 0, "running")
-        stored = json.loads(read_text(files_of(run.folder), "run.json"))
+        stored = json.loads(read_text(open_files(run.folder), "run.json"))
         assert stored["config"] == CONFIG
         assert stored["git_commit"] == "abc"
         assert read_manifest(run.folder) == run.manifest
@@ -101,9 +101,8 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_
     owner = os.fork()
     if owner == 0:
         held = lock_run(folder, StoreConfig(lock_timeout_s=0.0))
-        grandchild = os.fork()
-        if grandchild:
-            os.write(tell, str(grandchild).encode())
+        if os.fork() == 0:
+            os.write(tell, str(os.getpid()).encode())  # from the child: the fork is complete for it too
         signal.pause()
         held.release()
         os._exit(0)
@@ -164,7 +163,7 @@ def test_a_path_that_cannot_be_written_is_a_wrong_setting_that_names_store_root(
 
 def test_a_full_disk_is_no_wrong_setting(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "lock"))
-    error = unwritable(full, RunFolder(tmp_path), "runs")
+    error = unwritable_error(full, RunFolder(tmp_path), "runs")
     assert isinstance(error, StoreError)
     assert str(error) == f"cannot write {tmp_path}/lock: No space left on device"
 
@@ -175,24 +174,27 @@ def test_a_full_disk_is_no_wrong_setting(tmp_path: Path) -> None:
 )
 def test_a_damaged_run_json_is_an_error_that_names_it(root: str, text: str, reason: str) -> None:
     opened(root).close()
-    publish_text(files_of(RunFolder(f"{root}/a")), "run.json", text.encode())
+    publish_text(open_files(RunFolder(f"{root}/a")), "run.json", text.encode())
     with pytest.raises(StoreError, match=reason):
         opened(root)
 
 
-def test_a_run_of_a_newer_rollmill_is_refused(root: str) -> None:
+@pytest.mark.parametrize(("version", "remedy"), [(99, "a newer"), (1, "an older")])
+def test_a_run_of_another_schema_version_is_refused(root: str, version: int, remedy: str) -> None:
     with opened(root) as run:
         files = run.files
-        text = read_text(files, "run.json").replace(b'"schema_version": 2', b'"schema_version": 99')
+        text = read_text(files, "run.json").replace(b'"schema_version": 2', b'"schema_version": %d' % version)
         publish_text(files, "run.json", text)
-    with pytest.raises(StoreError, match="schema version 99, this Rollmill reads up to 2"):
+    with pytest.raises(
+        StoreError, match=f"schema version {version}, this Rollmill reads 2; use {remedy} one"
+    ):
         read_manifest(run.folder)
 
 
 def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(root: str) -> None:
     folder = RunFolder(f"{root}/a")
     folder.tmp.mkdir(parents=True)
-    publish_text(files_of(folder), "rollouts/step=000000/some.arrow", b"rows")
+    publish_text(open_files(folder), "rollouts/step=000000/some.arrow", b"rows")
     with pytest.raises(StoreError, match=r"data sets \(rollouts\) but no run\.json"):
         opened(root)
 
@@ -200,4 +202,4 @@ def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(root
 def test_a_folder_that_holds_no_run_says_so(root: str) -> None:
     with pytest.raises(StoreError, match=r"holds no run: there is no run\.json"):
         read_manifest(RunFolder(f"{root}/nowhere"))
-    assert files_of(RunFolder(f"{root}/nowhere")).keys("**/*.arrow") == []
+    assert open_files(RunFolder(f"{root}/nowhere")).keys("**/*.arrow") == []

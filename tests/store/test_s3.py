@@ -11,16 +11,16 @@ import pyarrow as pa
 import pytest
 from s3_proxy import FailingProxy
 
-from tasks.errors import ConfigError, ShardError, StoreError
-from tasks.store import objects
-from tasks.store.filesystem import files_of, publish_text, read_text
-from tasks.store.layout import SCRATCH_ENV, RunFolder
-from tasks.store.objects import Objects, filesystem
-from tasks.store.reader import read
-from tasks.store.s3 import AHEAD_BYTES, TAIL_BYTES, check_s3
-from tasks.store.s3_errors import MissingObjectError, ObjectChangedError
-from tasks.store.schemas import batch_of
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import ConfigError, ShardError, StoreError
+from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.s3 import s3_objects
+from rollmill.tasks.store.s3.s3_errors import MissingObjectError, ObjectChangedError
+from rollmill.tasks.store.s3.s3_files import AHEAD_BYTES, TAIL_BYTES, check_s3
+from rollmill.tasks.store.s3.s3_objects import S3Objects, s3_filesystem
+from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 
@@ -38,13 +38,13 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def begin(**variables: str | None) -> None:
         for name, value in variables.items():
             monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-        objects._filesystem.cache_clear()
-        objects._attempts.cache_clear()
+        s3_objects._filesystem.cache_clear()
+        s3_objects._read_attempts.cache_clear()
 
     yield begin
     monkeypatch.undo()
-    objects._filesystem.cache_clear()
-    objects._attempts.cache_clear()
+    s3_objects._filesystem.cache_clear()
+    s3_objects._read_attempts.cache_clear()
 
 
 @contextmanager
@@ -54,11 +54,12 @@ def proxied(endpoint: str, anew: Callable[..., None], share: float) -> Iterator[
         yield proxy
 
 
+@pytest.mark.slow
 async def test_rows_are_stored_once_though_a_third_of_the_requests_fails(
     run: RunFolder, rows: RowMaker, s3_endpoint: str, anew: Callable[..., None]
 ) -> None:
     with proxied(s3_endpoint, anew, 1 / 3) as proxy:
-        async with RunWriter(files_of(run), epoch=1, flush_s=0.0) as writer:
+        async with RunWriter(open_files(run), epoch=1, flush_s=0.0) as writer:
             for group in range(20):
                 await writer.append("rollouts", rows("rollouts", step=0, group=group), step=0)
         found = await asyncio.to_thread(read, run, "rollouts", ["group"])
@@ -74,7 +75,7 @@ def test_a_server_that_goes_on_failing_is_an_error_that_says_how_often_it_was_tr
         proxied(s3_endpoint, anew, 1.0),
         pytest.raises(StoreError, match=r"cannot list s3://.*, tried 2 times: .*AWS_ENDPOINT_URL"),
     ):
-        files_of(run).keys("run.json")
+        open_files(run).keys("run.json")
 
 
 def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
@@ -92,14 +93,14 @@ def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
     }
 
     async def store() -> None:
-        async with RunWriter(files_of(run), epoch=1, flush_s=0.0) as writer:
-            await writer.append("annotations", batch_of("annotations", columns), step=0)
+        async with RunWriter(open_files(run), epoch=1, flush_s=0.0) as writer:
+            await writer.append("annotations", make_batch("annotations", columns), step=0)
 
     asyncio.run(store())
-    (key,) = files_of(run).keys("annotations/**/*.arrow")
-    (size,) = Objects(run.location.removeprefix("s3://")).keys(key).values()
+    (key,) = open_files(run).keys("annotations/**/*.arrow")
+    (size,) = S3Objects(run.location.removeprefix("s3://")).keys(key).values()
     with proxied(s3_endpoint, anew, 0.0) as proxy:
-        source = files_of(run).open(key)
+        source = open_files(run).open(key)
         fields = [source_field("annotations", "trajectory_id")]
         table = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields)).read_all()
     assert table["trajectory_id"].to_pylist() == list("abcd")
@@ -108,14 +109,14 @@ def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
 
 
 def source_field(dataset: str, name: str) -> int:
-    from tasks.store.schemas import schema_of
+    from rollmill.tasks.store.schemas import dataset_schema
 
-    return int(schema_of(dataset).get_field_index(name))
+    return int(dataset_schema(dataset).get_field_index(name))
 
 
 def test_a_large_file_goes_in_parts_and_is_there_whole_or_not_at_all(run: RunFolder) -> None:
-    files = files_of(run)
-    content = os.urandom(2 * objects.PART_BYTES + 1)
+    files = open_files(run)
+    content = os.urandom(2 * s3_objects.PART_BYTES + 1)
     publish_text(files, "big", content)
     assert read_text(files, "big") == content
 
@@ -130,7 +131,7 @@ def test_a_large_file_goes_in_parts_and_is_there_whole_or_not_at_all(run: RunFol
 
 
 def test_an_object_is_made_and_replaced_by_the_one_who_knows_what_is_there(run: RunFolder) -> None:
-    below = Objects(run.location.removeprefix("s3://"))
+    below = S3Objects(run.location.removeprefix("s3://"))
     first = below.put("lock", b"one")
     assert below.get("lock").etag == first
     with pytest.raises(ObjectChangedError):
@@ -144,7 +145,7 @@ def test_an_object_is_made_and_replaced_by_the_one_who_knows_what_is_there(run: 
 
 
 def test_what_is_removed_is_gone_and_what_is_not_there_is_no_error(run: RunFolder) -> None:
-    files = files_of(run)
+    files = open_files(run)
     publish_text(files, "a/b", b"1")
     files.remove(["a/b", "a/c"])
     files.remove([])
@@ -154,24 +155,24 @@ def test_what_is_removed_is_gone_and_what_is_not_there_is_no_error(run: RunFolde
 
 
 def test_listings_are_never_those_of_a_moment_ago(run: RunFolder) -> None:
-    files = files_of(run)
+    files = open_files(run)
     assert files.keys("a/*") == []
-    other = Objects(run.location.removeprefix("s3://"))
+    other = S3Objects(run.location.removeprefix("s3://"))
     other.put("a/b", b"")
     assert files.keys("a/*") == ["a/b"]
     assert files.keys("*") == []
 
 
 def test_a_forked_child_makes_connections_of_its_own(run: RunFolder) -> None:
-    files = files_of(run)
+    files = open_files(run)
     publish_text(files, "of", b"the parent")
-    ours = filesystem()
+    ours = s3_filesystem()
     child = os.fork()
     if child == 0:
         try:
-            text = read_text(files_of(run), "of")
-            publish_text(files_of(run), "child", text)
-            os._exit(0 if filesystem() is not ours else 1)
+            text = read_text(open_files(run), "of")
+            publish_text(open_files(run), "child", text)
+            os._exit(0 if s3_filesystem() is not ours else 1)
         except BaseException:  # noqa: BLE001 - a child must not go on with the parent's tests
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -192,24 +193,24 @@ def test_endpoint_and_credentials_are_found_where_every_aws_tool_looks(
     else:
         variables = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: s3_endpoint}
     anew(**variables)
-    publish_text(files_of(run), "a", b"1")
-    assert files_of(run).keys("*") == ["a"]
+    publish_text(open_files(run), "a", b"1")
+    assert open_files(run).keys("*") == ["a"]
 
 
 def test_errors_say_where_and_what_to_do(run: RunFolder, anew: Callable[..., None], tmp_path: Path) -> None:
     nowhere = RunFolder("s3://no-such-bucket/run")
     with pytest.raises(ShardError, match=r"cannot read s3://no-such-bucket/run/run.json: .*make the bucket"):
-        files_of(nowhere).open("run.json")
+        open_files(nowhere).open("run.json")
     nothing = str(tmp_path / "none")
     anew(AWS_ACCESS_KEY_ID=None, AWS_CONFIG_FILE=nothing, AWS_SHARED_CREDENTIALS_FILE=nothing)
     with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"):
-        files_of(run).keys("run.json")
+        open_files(run).keys("run.json")
     anew(AWS_PROFILE="nobody")
     with pytest.raises(StoreError, match=r"nobody.*AWS_PROFILE names a profile"):
-        files_of(run).keys("run.json")
+        open_files(run).keys("run.json")
     anew(AWS_PROFILE=None, AWS_ACCESS_KEY_ID="a", AWS_ENDPOINT_URL="http://127.0.0.1:9", AWS_MAX_ATTEMPTS="1")
     with pytest.raises(StoreError, match=r"Could not connect.*AWS_ENDPOINT_URL"):
-        files_of(run).keys("run.json")
+        open_files(run).keys("run.json")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_settings_that_cannot_be_understood_are_errors_in_words(
     anew(**{"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: value})
     remedy = r"AWS_ENDPOINT_URL begins with http:// or https://, AWS_MAX_ATTEMPTS is a whole number from 1"
     with pytest.raises(StoreError, match=remedy):
-        files_of(RunFolder("s3://bucket/run")).keys("run.json")
+        open_files(RunFolder("s3://bucket/run")).keys("run.json")
     with pytest.raises(ConfigError, match=remedy):
         check_s3("s3://bucket/run")
 
@@ -231,11 +232,11 @@ def test_a_place_for_runs_is_tried_before_anything_is_started_and_left_as_it_was
     s3_root: str, s3_endpoint: str, anew: Callable[..., None]
 ) -> None:
     check_s3(s3_root)
-    assert Objects(s3_root.removeprefix("s3://")).keys("") == {}
+    assert S3Objects(s3_root.removeprefix("s3://")).keys("") == {}
     with pytest.raises(ConfigError, match=r"store\.root = 's3://no-such-bucket/runs': .*make the bucket"):
         check_s3("s3://no-such-bucket/runs")
     with proxied(s3_endpoint, anew, 0.0) as proxy:
         proxy.taken_away = {"if-none-match", "if-match"}
-        with pytest.raises(ConfigError, match="does not heed If-None-Match and If-Match"):
+        with pytest.raises(ConfigError, match="ignores If-None-Match and If-Match"):
             check_s3(s3_root)
-        assert Objects(s3_root.removeprefix("s3://")).keys("") == {}
+        assert S3Objects(s3_root.removeprefix("s3://")).keys("") == {}

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.running.folder import check_movable
-from tasks.errors import ConfigError
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest, write_manifest
-from tasks.store.run import OpenRun
-from tasks.store.sources import check_sources, sources_of
-from tasks.store.verification import verify_run
+from rollmill.flows.run.folder import check_movable
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.training_sources import check_sources, read_sources
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.verify.run_verification import verify_run
 
 
 def begin(folder: Path) -> RunFolder:
@@ -33,7 +33,7 @@ def retrained(tmp_path: Path, source: RunFolder) -> RunFolder:
     """A run that is trained from the source."""
     folder = begin(tmp_path / "retrained")
     with OpenRun.extend(folder, config_of=StoreConfig()) as run:
-        run.keep_sources(sources_of([source]))
+        run.keep_sources(read_sources([source]))
     return folder
 
 
@@ -53,7 +53,7 @@ def test_another_run_in_the_place_of_a_source_is_refused_with_both_ids(
     source: RunFolder, retrained: RunFolder
 ) -> None:
     manifest = read_manifest(source)
-    write_manifest(files_of(source), replace(manifest, run="other"), manifest)
+    write_manifest(open_files(source), replace(manifest, run="other"), manifest)
 
     with pytest.raises(ConfigError, match=f"expected run {manifest.run} .* run other is there"):
         check_sources(retrained)

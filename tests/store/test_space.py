@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import DiskSpaceError
-from tasks.store.filesystem import files_of, publish_text
-from tasks.store.layout import CHECKPOINT_MARKER, RunFolder, checkpoint_key
-from tasks.store.space import LOOKED_AT, Need, Space, check_room, plan_need
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import DiskSpaceError
+from rollmill.tasks.store.filesystem import open_files, publish_text
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key
+from rollmill.tasks.store.free_space import LOOKED_AT, DiskSpaceGuard, SpaceNeed, check_room, plan_need
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 SIZES = st.integers(0, 1 << 40)
@@ -26,13 +26,13 @@ def test_a_step_needs_what_the_largest_of_the_last_ones_took_and_a_checkpoint(
     naive = 0
     for each in range(step - LOOKED_AT, step):
         naive = max(naive, stored.get(each, 0))
-    assert need == Need(naive, checkpoint, reserve)
+    assert need == SpaceNeed(naive, checkpoint, reserve)
     assert need.total == naive + checkpoint + reserve
 
 
 @pytest.mark.parametrize(("free", "is_enough"), [(6_000_000, True), (5_999_999, False)])
 def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, is_enough: bool) -> None:
-    need = Need(rows=1_000_000, checkpoint=2_000_000, reserve=3_000_000)
+    need = SpaceNeed(rows=1_000_000, checkpoint=2_000_000, reserve=3_000_000)
     if is_enough:
         check_room(need, free, 3, folder)
         return
@@ -43,7 +43,7 @@ def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, i
 async def test_a_step_that_would_not_fit_is_refused_before_it_begins(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for step in (0, 1):
             writer.append("rollouts", rows("rollouts", 100, step=step), step=step)
     asked: list[Path] = []
@@ -52,7 +52,7 @@ async def test_a_step_that_would_not_fit_is_refused_before_it_begins(
         asked.append(where)
         return room
 
-    space = Space(folder, reserve_bytes=1000, first_checkpoint_bytes=1 << 30, free=free)
+    space = DiskSpaceGuard(folder, reserve_bytes=1000, first_checkpoint_bytes=1 << 30, free=free)
     room = 1000
     space.check(0)
     with pytest.raises(DiskSpaceError, match=r"step 2 was not begun.*for rows"):
@@ -60,10 +60,10 @@ async def test_a_step_that_would_not_fit_is_refused_before_it_begins(
     space.check(2, is_collected=True)
     room = 1 << 20
     space.check(2)
-    with pytest.raises(DiskSpaceError, match=r"1\.1 GB for a checkpoint.*the same command goes on"):
+    with pytest.raises(DiskSpaceError, match=r"1\.1 GB for a checkpoint.*give the same command to resume"):
         space.check(2, due=[2])
-    publish_text(files_of(folder), f"{checkpoint_key(2)}/state/weights", bytes(1000))
-    publish_text(files_of(folder), f"{checkpoint_key(2)}/{CHECKPOINT_MARKER}", b"{}")
+    publish_text(open_files(folder), f"{checkpoint_key(2)}/state/weights", bytes(1000))
+    publish_text(open_files(folder), f"{checkpoint_key(2)}/{CHECKPOINT_MARKER}", b"{}")
     space.check(2, due=[2, 3])
     room = 3000
     with pytest.raises(DiskSpaceError, match=r"2\.0 kB for a checkpoint"):

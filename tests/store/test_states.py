@@ -6,13 +6,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tasks.errors import RunMismatchError, SchemaError
-from tasks.store.export import export
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.states import TYPES, check_columns, check_stored_columns, state_row
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import RunMismatchError, SchemaError
+from rollmill.tasks.look.export.dataset_export import export_datasets
+from rollmill.tasks.store.environment_states import TYPES, check_columns, check_stored_columns, state_row
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.writer import RunWriter
 
 VALUES = {
     "bool": True,
@@ -32,7 +32,7 @@ def row(columns, values, env="game", sample=0, **given):
 
 
 async def stored(folder: RunFolder, env: str, *rows) -> None:
-    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+    async with RunWriter(open_files(folder), 1, 0.0) as writer:
         for each in rows:
             await writer.append("states", each, env=env, step=0)
 
@@ -106,7 +106,7 @@ async def test_a_plain_scan_of_one_environment_reads_its_name_whatever_it_is(tmp
     folder.tmp.mkdir(parents=True)
     env = "verifiers:owner/some game"
     await stored(folder, env, row({"n": "int64"}, {"n": 1}, env), row({"n": "int64"}, {}, env, sample=1))
-    (shards,) = {path.rpartition("/step=")[0] for path in files_of(folder).keys("states/*/*/*.arrow")}
+    (shards,) = {path.rpartition("/step=")[0] for path in open_files(folder).keys("states/*/*/*.arrow")}
     frame = pl.scan_ipc(f"{folder.location}/{shards}/**/*.arrow", hive_partitioning=True).collect()
     assert frame["n"].to_list() == [1, None]
     assert frame["env"].unique().to_list() == [env]
@@ -114,7 +114,7 @@ async def test_a_plain_scan_of_one_environment_reads_its_name_whatever_it_is(tmp
 
 async def test_states_of_an_environment_of_a_library_are_exported(folder: RunFolder, tmp_path: Path) -> None:
     await stored(folder, "verifiers:game", row({"n": "int64"}, {"n": 1}, "verifiers:game"))
-    (made,) = export(folder, tmp_path / "out", "parquet", ["states"])
+    (made,) = export_datasets(folder, tmp_path / "out", "parquet", ["states"])
     assert pl.read_parquet(tmp_path / "out" / "states-verifiers%3Agame.parquet", glob=False)[
         "n"
     ].to_list() == [1]

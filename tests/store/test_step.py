@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ShardError
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.rows import no_rows, values
-from tasks.store.step import Attempt, StoredStep, plan_step, unscored
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import ShardError
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.rows import column_values, no_rows
+from rollmill.tasks.store.run.step_plan import Attempt, StoredStep, plan_step, select_unscored
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 KEYS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True, max_size=30)
@@ -38,7 +38,7 @@ def test_planned_work_is_stored_or_to_be_done_and_never_both(
     plan = plan_step(groups, group_size, stored)
     planned = [(group, sample) for group in groups for sample in range(group_size)]
     assert [each[:2] for each in plan.to_sample] == [key for key in planned if key not in finished]
-    to_score = {id_ for group in plan.groups for id_ in values(group.to_score, "trajectory_id")}
+    to_score = {id_ for group in plan.groups for id_ in column_values(group.to_score, "trajectory_id")}
     assert to_score == {f"r.{g}.{s}.0" for g, s in finished if (g, s) not in scored and g in groups}
     assert plan.to_judge == tuple(groups)
     done = StoredStep(
@@ -62,7 +62,7 @@ def test_failed_and_cancelled_ones_are_attempted_once_more_when_a_user_asks(rows
     stored = StoredStep(made, no_rows("scores"), frozenset({4}))
     plan = plan_step([4], 3, stored, redo_failed=True)
     assert plan.to_sample == (Attempt(4, 0, 1), Attempt(4, 1, 1))
-    assert (values(plan.groups[0].rollouts, "sample"), plan.to_judge) == ([2], (4,))
+    assert (column_values(plan.groups[0].rollouts, "sample"), plan.to_judge) == ([2], (4,))
 
 
 def test_of_several_attempts_the_last_one_counts(rows: RowMaker) -> None:
@@ -74,7 +74,7 @@ def test_of_several_attempts_the_last_one_counts(rows: RowMaker) -> None:
         ]
     )
     (group,) = plan_step([4], 1, StoredStep(made, no_rows("scores"), frozenset())).groups
-    assert values(group.to_score, "trajectory_id") == ["r.4.0.1"]
+    assert column_values(group.to_score, "trajectory_id") == ["r.4.0.1"]
     assert group.to_sample == ()
 
 
@@ -88,11 +88,11 @@ def test_rows_that_were_stored_and_are_gone_are_named_and_not_sampled_again(rows
 
 
 async def test_only_one_scorers_scores_count(folder: RunFolder, rows: RowMaker) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         writer.append("rollouts", keyed(rows, "rollouts", [(4, 1), (5, 0)], step=2), step=2)
         writer.append("scores", keyed(rows, "scores", [(4, 1)], step=2), scorer="addition@1", step=2)
         writer.append("scores", keyed(rows, "scores", [(5, 0)], step=2), scorer="addition@2", step=2)
         writer.append("groups", rows("groups", step=2, group=4), step=2)
     stored = StoredStep.read(folder, 2, "addition@1")
-    assert values(unscored(stored.rollouts, stored.scores), "trajectory_id") == ["r.5.0.0"]
+    assert column_values(select_unscored(stored.rollouts, stored.scores), "trajectory_id") == ["r.5.0.0"]
     assert (stored.judged, stored.has_batch) == (frozenset({4}), False)

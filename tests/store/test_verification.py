@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import ShardError, StoreError
-from tasks.store.checkpoint_files import check_sizes, describe, read_marker
-from tasks.store.config import StoreConfig
-from tasks.store.filesystem import files_of, publish_text
-from tasks.store.fork import fork
-from tasks.store.inventory import all_shards
-from tasks.store.layout import RunFolder
-from tasks.store.manifest import read_manifest, write_manifest
-from tasks.store.reader import read_shard
-from tasks.store.run import OpenRun
-from tasks.store.states import state_row
-from tasks.store.verification import verify_run
+from rollmill.tasks.errors import ShardError, StoreError
+from rollmill.tasks.store.checkpoints.checkpoint_marker import check_sizes, describe_file, parse_marker
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.environment_states import state_row
+from rollmill.tasks.store.filesystem import open_files, publish_text
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read_shard
+from rollmill.tasks.store.run.fork_copy import fork_run
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.shards.inventory import list_shard_sizes
+from rollmill.tasks.store.verify.run_verification import verify_run
 
 RowMaker = Callable[..., pa.RecordBatch]
 REPOSITORY = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ class Story:
         self.chosen = {step: list(range(GROUPS * SIZE)) for step in range(STEPS)}
 
     async def told(self, *, finish: bool = True) -> RunFolder:
-        config_of = StoreConfig(root=str(self._root), flush_s=0.0)
+        config_of = StoreConfig(root=str(self._root))
         given = {"config": CONFIG, "fixed": {}, "versions": {}, "git_commit": "", "config_of": config_of}
         with OpenRun.open(self.folder, **given) as run:
             async with run.writer as writer:
@@ -102,7 +102,7 @@ class Story:
         checkpoint = self.folder.checkpoint(STEPS)
         checkpoint.mkdir(parents=True)
         (checkpoint / FILE).write_bytes(b"weights and moments")
-        listed = {FILE: describe(checkpoint / FILE).model_dump()}
+        listed = {FILE: describe_file(checkpoint / FILE).model_dump()}
         (checkpoint / "COMPLETE.json").write_text(json.dumps({"files": listed}))
 
     def _step(self, step: int) -> Iterator[tuple[str, pa.RecordBatch, dict[str, str]]]:
@@ -144,7 +144,7 @@ async def test_damage_to_any_shard_and_its_loss_are_found_and_reading_it_names_i
     story: Story, tmp_path: Path
 ) -> None:
     intact = await story.told()
-    keys = sorted(all_shards(files_of(intact)))
+    keys = sorted(list_shard_sizes(open_files(intact)))
 
     @settings(max_examples=25)
     @given(st.sampled_from(keys), st.floats(0, 1, exclude_max=True), st.sampled_from(["flip", "cut", "lose"]))
@@ -166,6 +166,29 @@ async def test_damage_to_any_shard_and_its_loss_are_found_and_reading_it_names_i
         assert str(path) in [each.where for each in verify_run(folder).findings]
 
     check()
+
+
+async def test_a_damaged_shard_leaves_one_note_and_hides_no_other_fault_of_its_step(
+    story: Story, rows: RowMaker
+) -> None:
+    folder = await story.told()
+    await appended(folder, "groups", rows("groups", step=1, group=2, run=read_manifest(folder).run), step=1)
+    (key,) = open_files(folder).keys("scores/*/step=000001/*.arrow")
+    (folder.local / key).write_bytes(b"ARROW1")
+
+    found = verify_run(folder)
+
+    assert [each.where for each in found.findings] == [folder.path(key), folder.dataset("groups", step=1)]
+    (note,) = found.notes
+    assert note.startswith("step 1 could not be fully checked: ")
+
+
+async def test_a_damaged_batch_does_not_hide_that_a_group_of_its_step_is_missing(story: Story) -> None:
+    story.leave_out.add(("groups", 1))
+    folder = await story.told()
+    (key,) = open_files(folder).keys("batches/step=000001/*.arrow")
+    (folder.local / key).write_bytes(b"ARROW1")
+    assert "/groups/step=000001: 2 planned groups have no row: 2, 3" in findings(folder)
 
 
 def no_logprob(columns: dict[str, Any]) -> None:
@@ -359,7 +382,7 @@ async def test_a_run_json_that_is_not_of_these_data_is_found(
 ) -> None:
     folder = await story.told()
     stored = read_manifest(folder)
-    write_manifest(files_of(folder), replace(stored, **changed), stored)
+    write_manifest(open_files(folder), replace(stored, **changed), stored)
     assert any(expected in each for each in findings(folder))
 
 
@@ -373,7 +396,7 @@ async def test_a_gap_in_the_middle_of_the_steps_is_found(story: Story, rows: Row
 
 async def test_a_file_that_is_no_shard_and_a_shard_that_nobody_wrote_are_found(story: Story) -> None:
     folder = await story.told()
-    key = files_of(folder).keys("groups/step=000000/*.arrow")[0]
+    key = open_files(folder).keys("groups/step=000000/*.arrow")[0]
     (folder.local / key).with_name("mine.arrow").write_bytes(b"ARROW1")
     shutil.copy(folder.local / key, (folder.local / key).with_name(f"000001-000900-{key[-22:-6]}.arrow"))
     found = findings(folder)
@@ -385,9 +408,9 @@ async def test_an_evaluation_that_is_not_whole_and_a_checkpoint_of_another_batch
     story: Story,
 ) -> None:
     folder = await story.told()
-    (evaluation,) = files_of(folder).keys("evaluations/version=000002/*.arrow")
+    (evaluation,) = open_files(folder).keys("evaluations/version=000002/*.arrow")
     (folder.local / evaluation).unlink()
-    publish_text(files_of(folder), "checkpoints/version=000002/COMPLETE.json", b'{"digest": "ab"}')
+    publish_text(open_files(folder), "checkpoints/version=000002/COMPLETE.json", b'{"digest": "ab"}')
     found = findings(folder)
     assert any("evaluations/version=000002: 0 of 2 held-out trajectories are there" in each for each in found)
     assert any("COMPLETE.json: it applied batch ab..., stored for step 1 is" in each for each in found)
@@ -410,7 +433,7 @@ async def test_a_version_that_was_not_due_when_it_was_made_is_not_missed(story: 
     folder = await story.told()
     manifest = read_manifest(folder)
     config = manifest.config | {"evaluate": {"every": 1, "n_prompts": 1}}
-    write_manifest(files_of(folder), replace(manifest, config=config), manifest)
+    write_manifest(open_files(folder), replace(manifest, config=config), manifest)
 
     assert findings(folder) == []
 
@@ -422,10 +445,10 @@ async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_sc
     source, target, again = await story.told(), RunFolder(tmp_path / "fork"), RunFolder(tmp_path / "again")
     manifest = read_manifest(source)
     loose = manifest.config | {"rollout": {"group_size": SIZE, "max_staleness": 1}}
-    write_manifest(files_of(source), replace(manifest, config=loose), manifest)
-    config_of = StoreConfig(root=str(tmp_path), flush_s=0.0)
+    write_manifest(open_files(source), replace(manifest, config=loose), manifest)
+    config_of = StoreConfig(root=str(tmp_path))
     config = loose | {"steps": STEPS + 1, "rollout": {"group_size": 1, "max_staleness": 0}}
-    fork(source, STEPS, target, config, config_of)
+    fork_run(source, STEPS, target, config, config_of)
     own = sampled(STEPS) | {"trajectory_id": [f"f.{each}" for each in range(4)]}
     own |= {"group": [4, 5, 6, 7], "sample": 0, "run": read_manifest(target).run}
     with OpenRun.extend(target, config_of=config_of) as run:
@@ -442,7 +465,7 @@ async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_sc
             batch |= {"run": own["run"], "step": STEPS, "source_step": STEPS, "scorer": "other@1"}
             writer.append("batches", rows("batches", 4, **batch), step=STEPS)
             writer.append("metrics", rows("metrics", step=STEPS), step=STEPS)
-    fork(target, STEPS, again, config | {"rollout": {"group_size": 3, "max_staleness": 0}}, config_of)
+    fork_run(target, STEPS, again, config | {"rollout": {"group_size": 3, "max_staleness": 0}}, config_of)
 
     assert findings(target) == []
     assert findings(again) == []
@@ -450,16 +473,17 @@ async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_sc
 
 async def test_a_lost_inventory_is_found(story: Story) -> None:
     folder = await story.told()
-    for key in files_of(folder).keys("shards/*/*.arrow"):
+    for key in open_files(folder).keys("shards/*/*.arrow"):
         (folder.local / key).unlink()
     assert any("there is no inventory" in each for each in findings(folder))
 
 
+@pytest.mark.slow
 async def test_the_command_says_it_and_its_exit_status_does_too(story: Story) -> None:
     folder = await story.told()
 
     def verify(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "flows.cli", "verify", folder.location, *words]
+        command = [sys.executable, "-m", "rollmill.flows.cli", "verify", folder.location, *words]
         environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         return subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
@@ -468,7 +492,7 @@ async def test_the_command_says_it_and_its_exit_status_does_too(story: Story) ->
     whole = verify()
     assert (whole.returncode, whole.stderr.strip()) == (0, "")
     assert "2 steps verified, nothing is wrong" in whole.stdout
-    files_of(folder).remove(files_of(folder).keys("scores/*/step=000001/*.arrow"))
+    open_files(folder).remove(open_files(folder).keys("scores/*/step=000001/*.arrow"))
     lost = verify("--json")
     assert lost.returncode == 1
     said = json.loads(lost.stdout)
@@ -488,9 +512,9 @@ async def test_a_run_that_goes_on_is_verified_as_far_as_it_is(story: Story) -> N
 @pytest.mark.parametrize(
     ("key", "what"),
     [
-        ("rollouts/SHARD", "it does not lie in a partition, rollouts/step=..."),
-        ("rollouts/step=000000/copy/SHARD", "it does not lie in a partition, rollouts/step=..."),
-        ("rollouts/step=0/SHARD", "it does not lie in a partition, rollouts/step=..."),
+        ("rollouts/SHARD", "it is not in a partition, rollouts/step=..."),
+        ("rollouts/step=000000/copy/SHARD", "it is not in a partition, rollouts/step=..."),
+        ("rollouts/step=0/SHARD", "it is not in a partition, rollouts/step=..."),
         ("rollouts/x.arrow", "it is not named as a shard is"),
         ("rollouts/a/b/c/x.arrow", "it is not named as a shard is"),
         ("rollouts/step=000000/junk.txt", "it is not named as a shard is"),
@@ -499,7 +523,7 @@ async def test_a_run_that_goes_on_is_verified_as_far_as_it_is(story: Story) -> N
 )
 async def test_a_file_is_found_wherever_it_lies_in_a_data_set(story: Story, key: str, what: str) -> None:
     folder = await story.told()
-    (shard,) = files_of(folder).keys("rollouts/step=000000/*.arrow")
+    (shard,) = open_files(folder).keys("rollouts/step=000000/*.arrow")
     key = key.replace("SHARD", shard.rpartition("/")[2])
     (folder.local / key).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(folder.local / shard, folder.local / key)
@@ -509,7 +533,7 @@ async def test_a_file_is_found_wherever_it_lies_in_a_data_set(story: Story, key:
 @pytest.mark.parametrize("marker", [b"[]", b"null", b"{", b"\xff"])
 async def test_a_marker_that_is_no_object_is_found(story: Story, marker: bytes) -> None:
     folder = await story.told()
-    publish_text(files_of(folder), "checkpoints/version=000002/COMPLETE.json", marker)
+    publish_text(open_files(folder), "checkpoints/version=000002/COMPLETE.json", marker)
     assert any("version=000002/COMPLETE.json: it is damaged" in each for each in findings(folder))
 
 
@@ -526,13 +550,14 @@ async def test_a_setting_of_run_json_that_cannot_be_is_found(
     assert found.startswith(f"/run.json: damaged: config.{section}: Input should be")
 
 
+@pytest.mark.slow
 async def test_a_damaged_run_json_is_found_and_a_run_that_is_not_there_could_not_be_checked(
     story: Story,
 ) -> None:
     folder = await story.told()
 
     def status(location: str) -> int:
-        command = [sys.executable, "-m", "flows.cli", "verify", location]
+        command = [sys.executable, "-m", "rollmill.flows.cli", "verify", location]
         ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert "Traceback" not in ended.stderr
         return ended.returncode
@@ -542,8 +567,9 @@ async def test_a_damaged_run_json_is_found_and_a_run_that_is_not_there_could_not
     assert status(f"{folder.location}/nothing") == 2
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there_could_not_be_checked(s3_root: str) -> None:
-    command = [sys.executable, "-m", "flows.cli", "verify", "s3://no-such-bucket-of-ours/run"]
+    command = [sys.executable, "-m", "rollmill.flows.cli", "verify", "s3://no-such-bucket-of-ours/run"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("rollmill: cannot list s3://no-such-bucket-of-ours/run")
@@ -574,7 +600,7 @@ async def test_a_checkpoint_without_a_whole_file_is_refused_before_it_is_loaded(
 ) -> None:
     folder = await story.told()
     checkpoint = folder.checkpoint(STEPS)
-    marker = read_marker((checkpoint / "COMPLETE.json").read_bytes(), "it")
+    marker = parse_marker((checkpoint / "COMPLETE.json").read_bytes(), "it")
     assert marker.files
     check_sizes(checkpoint, marker.files)
     (checkpoint / FILE).unlink()
@@ -596,7 +622,7 @@ async def test_the_inventory_of_an_unfinished_run_is_missed_from_a_batch_that_fo
     story: Story, n_left: int
 ) -> None:
     folder = await story.told(finish=False)
-    for key in files_of(folder).keys("shards/*/*.arrow")[n_left:]:
+    for key in open_files(folder).keys("shards/*/*.arrow")[n_left:]:
         (folder.local / key).unlink()
     what = "there is no inventory, so that shards that are missing are seen by their rows alone"
     assert findings(folder) == ([] if n_left else [f"/shards: {what}"])
@@ -604,7 +630,7 @@ async def test_the_inventory_of_an_unfinished_run_is_missed_from_a_batch_that_fo
 
 async def test_good_shards_that_a_lost_shard_of_the_inventory_noted_are_to_be_kept(story: Story) -> None:
     folder = await story.told()
-    newest = files_of(folder).keys("shards/*/*.arrow")[-1]
+    newest = open_files(folder).keys("shards/*/*.arrow")[-1]
     (folder.local / newest).unlink()
     found = verify_run(folder).findings
     assert found

@@ -5,8 +5,14 @@ from urllib.request import urlopen
 
 import pytest
 
-from tasks.store.layout import RunFolder
-from tasks.store.weights import addresses, publish_part, remove_weights, weights_place, whole_weights
+from rollmill.tasks.store.checkpoints.weight_snapshots import (
+    list_complete_weights,
+    publish_rank_weights,
+    remove_weights,
+    weight_urls,
+    weights_location,
+)
+from rollmill.tasks.store.folders import RunFolder
 
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.service)])
@@ -18,14 +24,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def publish(place: str, name: str, rank: int, content: bytes = b"w") -> str:
-    return publish_part(place, name, rank, 2, lambda path: path.write_bytes(content) and None)
+    return publish_rank_weights(place, name, rank, 2, lambda path: path.write_bytes(content) and None)
 
 
 def test_weights_are_there_when_every_rank_s_file_is(place: str) -> None:
     second = publish(place, "1-000003", 1)
-    assert whole_weights(place, "1-000003") == []
+    assert list_complete_weights(place, "1-000003") == []
     first = publish(place, "1-000003", 0)
-    assert whole_weights(place, "1-000003") == [first, second]
+    assert list_complete_weights(place, "1-000003") == [first, second]
 
 
 def test_other_weights_are_removed(place: str) -> None:
@@ -33,18 +39,18 @@ def test_other_weights_are_removed(place: str) -> None:
         for rank in range(2):
             publish(place, name, rank)
     remove_weights(place, but="1-000004")
-    assert [bool(whole_weights(place, name)) for name in ("1-000003", "1-000004", "2-000004")] == [
+    assert [bool(list_complete_weights(place, name)) for name in ("1-000003", "1-000004", "2-000004")] == [
         False,
         True,
         False,
     ]
     remove_weights(place)
-    assert whole_weights(place, "1-000004") == []
+    assert list_complete_weights(place, "1-000004") == []
 
 
 def test_a_file_is_read_by_its_address_without_credentials(place: str) -> None:
     path = publish(place, "1-000003", 0, b"some weights")
-    (address,) = addresses([path], lifetime_s=60.0)
+    (address,) = weight_urls([path], lifetime_s=60.0)
     if address.startswith("http"):
         with urlopen(address) as answer:
             assert answer.read() == b"some weights"
@@ -54,6 +60,6 @@ def test_a_file_is_read_by_its_address_without_credentials(place: str) -> None:
 
 
 def test_weights_lie_below_the_run_or_by_its_id_below_the_configured_folder(tmp_path: Path) -> None:
-    assert weights_place(RunFolder(tmp_path), "id", "") == f"{tmp_path}/.tmp/weights"
-    assert weights_place(RunFolder("s3://bucket/run"), "id", "") == "s3://bucket/run/.tmp/weights"
-    assert weights_place(RunFolder(tmp_path / "run"), "id", f"{tmp_path}/") == f"{tmp_path}/id"
+    assert weights_location(RunFolder(tmp_path), "id", "") == f"{tmp_path}/.tmp/weights"
+    assert weights_location(RunFolder("s3://bucket/run"), "id", "") == "s3://bucket/run/.tmp/weights"
+    assert weights_location(RunFolder(tmp_path / "run"), "id", f"{tmp_path}/") == f"{tmp_path}/id"

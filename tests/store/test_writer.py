@@ -11,12 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tasks.errors import SchemaError, StoreError
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.names import ShardName
-from tasks.store.reader import read
-from tasks.store.writer import RunWriter
+from rollmill.tasks.errors import SchemaError, StoreError
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.shards.shard_names import ShardName
+from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 REPOSITORY = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ class GatedFiles:
     """Local files of which each waits to be published until the gate is opened."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._files = files_of(folder)
+        self._files = open_files(folder)
         self.gate = threading.Event()
         self.began = threading.Event()
 
@@ -51,7 +51,7 @@ class GatedFiles:
 
 def shards(folder: RunFolder) -> list[str]:
     """Without their digests."""
-    return [key.rpartition("-")[0] for key in files_of(folder).keys("**/*.arrow")]
+    return [key.rpartition("-")[0] for key in open_files(folder).keys("**/*.arrow")]
 
 
 def groups_of(folder: RunFolder, dataset: str = "rollouts", **partition: int) -> list[int]:
@@ -59,14 +59,14 @@ def groups_of(folder: RunFolder, dataset: str = "rollouts", **partition: int) ->
 
 
 async def test_acknowledged_rows_are_in_the_data_set(folder: RunFolder, rows: RowMaker) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await writer.append("rollouts", rows("rollouts", 2, step=3, group=[7, 8]), step=3)
         assert groups_of(folder, step=3) == [7, 8]
     assert shards(folder) == ["rollouts/step=000003/000001-000000"]
 
 
 async def test_a_batch_of_zero_rows_is_stored(folder: RunFolder, rows: RowMaker) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await writer.append("batches", rows("batches", 0), step=3)
     assert shards(folder) == ["batches/step=000003/000001-000000"]
     assert read(folder, "batches").num_rows == 0
@@ -92,7 +92,7 @@ async def test_what_gathers_while_a_commit_runs_becomes_one_shard_for_each_parti
 async def test_a_commit_waits_for_more_rows_and_a_flush_cuts_the_wait_short(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    async with asyncio.timeout(30), RunWriter(files_of(folder), epoch=1, flush_s=3600.0) as writer:
+    async with asyncio.timeout(30), RunWriter(open_files(folder), epoch=1, flush_s=3600.0) as writer:
         waiting = [writer.append("rollouts", rows("rollouts", step=0, group=n), step=0) for n in range(5)]
         await asyncio.sleep(0.05)
         assert shards(folder) == []
@@ -120,7 +120,7 @@ async def test_leaving_by_an_error_stores_everything_and_keeps_the_error(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async def work() -> None:
-        async with RunWriter(files_of(folder), epoch=1, flush_s=3600.0) as writer:
+        async with RunWriter(open_files(folder), epoch=1, flush_s=3600.0) as writer:
             writer.append("rollouts", rows("rollouts", step=0), step=0)
             raise ZeroDivisionError
 
@@ -157,7 +157,7 @@ async def test_a_partition_that_cannot_be_written_fails_its_own_rows_alone(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     (folder.local / "scores").write_text("a file where a folder should be")
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         good = writer.append("rollouts", rows("rollouts", step=0), step=0)
         bad = writer.append("scores", rows("scores", step=0), scorer="addition@1", step=0)
         also_good = writer.append("groups", rows("groups", step=0), step=0)
@@ -177,7 +177,7 @@ async def test_rows_that_nobody_waits_for_and_that_cannot_be_stored_fail_the_exi
 ) -> None:
     (folder.local / "rollouts").write_text("a file where a folder should be")
     with pytest.raises(StoreError, match="Not a directory"):
-        async with RunWriter(files_of(folder), epoch=1, flush_s=3600.0) as writer:
+        async with RunWriter(open_files(folder), epoch=1, flush_s=3600.0) as writer:
             acknowledgement = writer.append("rollouts", rows("rollouts", step=0), step=0)
     assert isinstance(acknowledgement.exception(), StoreError)
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_an_error_that_names_path_and_reason_and_leaves_nothing(f
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(StoreError, match=r"cannot write .*/run/rollouts: No space left on device"):
-        files_of(folder).publish("rollouts", fill)
+        open_files(folder).publish("rollouts", fill)
     assert list(folder.local.rglob("*")) == [folder.tmp]
 
 
@@ -198,8 +198,8 @@ def test_a_file_that_outgrows_what_the_system_allows_is_such_an_error_too(folder
     program = """
 import resource, sys
 from pathlib import Path
-from tasks.errors import StoreError
-from tasks.store.filesystem import LocalFiles, publish_text
+from rollmill.tasks.errors import StoreError
+from rollmill.tasks.store.filesystem import LocalFiles, publish_text
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 root = Path(sys.argv[1])
@@ -218,7 +218,7 @@ async def test_rows_of_another_schema_are_refused_when_they_are_appended(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     made = rows("rollouts", step=0)
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         with pytest.raises(SchemaError, match="rollouts: rows do not fit the schema at token_ids"):
             writer.append("rollouts", made.drop_columns(["token_ids"]), step=0)
         with pytest.raises(SchemaError, match="reward_bonus"):
@@ -232,7 +232,7 @@ async def test_rows_of_another_schema_are_refused_when_they_are_appended(
 
 
 async def test_rows_of_another_partition_are_refused(folder: RunFolder, rows: RowMaker) -> None:
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         with pytest.raises(SchemaError, match=r"rollouts\.step is 3 to 4 in rows of step=4"):
             writer.append("rollouts", rows("rollouts", 2, step=[3, 4]), step=4)
         with pytest.raises(SchemaError, match=r"evaluations\.policy_version is 1 to 1 in rows of version=2"):
@@ -240,7 +240,7 @@ async def test_rows_of_another_partition_are_refused(folder: RunFolder, rows: Ro
 
 
 async def test_a_writer_that_is_not_open_takes_nothing(folder: RunFolder, rows: RowMaker) -> None:
-    writer = RunWriter(files_of(folder), epoch=1, flush_s=0.0)
+    writer = RunWriter(open_files(folder), epoch=1, flush_s=0.0)
     with pytest.raises(StoreError, match="not open; 1 rows of rollouts were not taken"):
         writer.append("rollouts", rows("rollouts", step=0), step=0)
     async with writer:
@@ -255,7 +255,7 @@ async def test_every_data_set_comes_back_as_it_was_appended(folder: RunFolder, r
         "evaluations": {"version": 1},
     }
     datasets = ["plans", "rollouts", "routing", "groups", "batches", "annotations", "metrics", *partitions]
-    async with RunWriter(files_of(folder), epoch=1, flush_s=0.0) as writer:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         for dataset in datasets:
             writer.append(dataset, rows(dataset, 3), **partitions.get(dataset, {"step": 1}))
     for dataset in datasets:
@@ -265,11 +265,13 @@ async def test_every_data_set_comes_back_as_it_was_appended(folder: RunFolder, r
 @ON_A_DISK
 async def test_no_score_is_stored_without_its_rollout(folder: RunFolder, rows: RowMaker) -> None:
     score = {"scorer": "addition@1", "step": 0}
-    async with RunWriter(files_of(folder), 1, 0.0) as writer:
+    async with RunWriter(open_files(folder), 1, 0.0) as writer:
         scores = writer.append("scores", rows("scores", step=0), **score)
         rollouts = writer.append("rollouts", rows("rollouts", step=0), step=0)
         await asyncio.gather(scores, rollouts)
-        (first,), (second,) = (files_of(folder).keys(f"{name}/**/*.arrow") for name in ("rollouts", "scores"))
+        (first,), (second,) = (
+            open_files(folder).keys(f"{name}/**/*.arrow") for name in ("rollouts", "scores")
+        )
         assert ShardName.of(first) < ShardName.of(second)
         (folder.local / "rollouts" / "step=000001").write_text("in the way")
         scores = writer.append("scores", rows("scores", step=1), scorer="addition@1", step=1)
@@ -277,4 +279,4 @@ async def test_no_score_is_stored_without_its_rollout(folder: RunFolder, rows: R
         for lost in (scores, rollouts):
             with pytest.raises(StoreError, match="rollouts/step=000001"):
                 await lost
-    assert not files_of(folder).keys("scores/scorer=addition@1/step=000001/*")
+    assert not open_files(folder).keys("scores/scorer=addition@1/step=000001/*")

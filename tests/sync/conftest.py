@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tasks.serve.answers import Completion
-from tasks.serve.client import VllmClient
-from tasks.sync.config import SyncConfig
-from tasks.sync.order import Sent, Target, WeightOffer
-from tasks.train.config import LoraConfig, TrainConfig
-from tasks.train.lora import add_adapters
-from tasks.train.policy import load_policy
-from tasks.train.protocol import ServiceConfig
-from tasks.train.transfer import Transfer
+from rollmill.tasks.serve.responses import Completion
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOffer
+from rollmill.tasks.train.config import LoraConfig, TrainConfig
+from rollmill.tasks.train.engine.lora import add_adapters
+from rollmill.tasks.train.engine.policy_model import load_policy
+from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.weight_transfer import WeightTransfer
 
 SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
 REPAIRS = ("repack_heads", "repack_experts")
@@ -40,7 +40,7 @@ class ModelSource:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         config = ServiceConfig(train=TrainConfig(lora=self.lora), sync=SYNC, port=0, log_dir="")
-        self._transfer = Transfer(config, 0, 1)
+        self._transfer = WeightTransfer(config, 0, 1)
         self._transfer.prepare(Loaded(self.model))
 
     def change(self, seed: int) -> None:
@@ -61,7 +61,7 @@ class ModelSource:
     async def offer(self) -> WeightOffer:
         return self._transfer.offer()
 
-    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
+    async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tasks.sync.repairs import CPU_REPAIRS
+from rollmill.tasks.sync.vllm_plugin.private_vllm import CPU_REPAIRS
 
 
 class RepairSwitch:

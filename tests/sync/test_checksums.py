@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ChecksumError
-from tasks.sync.checksums import compare_checksums, names_in_turn
+from rollmill.tasks.errors import ChecksumError
+from rollmill.tasks.sync.weight_parity import compare_checksums, select_names
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 1000))
 def test_every_tensor_comes_by_within_as_many_versions_as_it_takes(n_tensors, n, first) -> None:
     names = [f"tensor.{i}" for i in range(n_tensors)]
     versions = range(first, first + ceil(n_tensors / n))
-    assert {name for version in versions for name in names_in_turn(names, version, n)} == set(names)
+    assert {name for version in versions for name in select_names(names, version, n)} == set(names)
 
 
 @given(st.integers(0, 40), st.integers(0, 50), st.integers(0, 1000))
 def test_a_version_has_as_many_as_asked_for_and_none_twice(n_tensors, n, version) -> None:
-    found = names_in_turn([f"tensor.{i}" for i in range(n_tensors)], version, n)
+    found = select_names([f"tensor.{i}" for i in range(n_tensors)], version, n)
     assert len(found) == len(set(found)) == min(n, n_tensors)
 
 

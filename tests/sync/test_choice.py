@@ -1,17 +1,19 @@
 """Which transport a server gets: a table of places."""
 
+from dataclasses import asdict
+
 import pytest
 
-from tasks.sync.choice import choose
-from tasks.sync.order import Place, ServerPlace
+from rollmill.tasks.sync.broadcast import choose_transport
+from rollmill.tasks.sync.weight_messages import ProcessLocation, ServerLocation
 
-CPU = Place("m1", "cpu")
-GPU = Place("m1", "cuda", ("g0", "g1"))
-UNKNOWN_GPU = Place("m1", "cuda")
+CPU = ProcessLocation("m1", "cpu")
+GPU = ProcessLocation("m1", "cuda", ("g0", "g1"))
+UNKNOWN_GPU = ProcessLocation("m1", "cuda")
 
 
-def server(place: Place, **changes: object) -> ServerPlace:
-    return ServerPlace(**(place.to_json() | changes))
+def server(place: ProcessLocation, **changes: object) -> ServerLocation:
+    return ServerLocation(**(asdict(place) | changes))
 
 
 @pytest.mark.parametrize(
@@ -32,16 +34,16 @@ def server(place: Place, **changes: object) -> ServerPlace:
     ],
 )
 def test_auto_takes_the_fastest_way_that_is_possible(
-    trainer: Place, served: ServerPlace, shares: bool, expected: str
+    trainer: ProcessLocation, served: ServerLocation, shares: bool, expected: str
 ) -> None:
-    choice = choose("auto", trainer, served, shares_memory=shares)
-    assert choice.transport == expected
-    assert choice.reason
+    transport, reason = choose_transport("auto", trainer, served, shares_memory=shares)
+    assert transport == expected
+    assert reason
 
 
-@pytest.mark.parametrize("setting", ["tcp", "gloo", "files"])
+@pytest.mark.parametrize("setting", ["tcp", "files"])
 def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
-    assert choose(setting, GPU, server(CPU, machine="m2"), shares_memory=False).transport == setting
+    assert choose_transport(setting, GPU, server(CPU, machine="m2"), shares_memory=False)[0] == setting
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
     ],
 )
 def test_what_is_set_and_impossible_says_why_and_what_to_do(
-    setting: str, trainer: Place, served: ServerPlace, shares: bool, why: str
+    setting: str, trainer: ProcessLocation, served: ServerLocation, shares: bool, why: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"{why}.*; give tcp, or auto"):
-        choose(setting, trainer, served, shares_memory=shares)
+        choose_transport(setting, trainer, served, shares_memory=shares)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from tasks.errors import (
+from rollmill.tasks.errors import (
     ConfigError,
     ParityError,
     RequestsHeldError,
@@ -16,14 +17,22 @@ from tasks.errors import (
     SyncError,
     TransientRequestError,
 )
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.config import SyncConfig
-from tasks.sync.drive import Dispatch, Route, check_parity, find_route, send_weights
-from tasks.sync.order import Place, Sent, ServerPlace, Target, WeightAnswer, WeightOffer
+from rollmill.tasks.sync.broadcast import Broadcast, check_parity, find_route
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.transfer_plan import TransferPlan
+from rollmill.tasks.sync.weight_messages import (
+    ProcessLocation,
+    SendResult,
+    SendTarget,
+    ServerLocation,
+    WeightOffer,
+    WeightUpdateResponse,
+)
+from tests.stubs.one_server_sync import send_to_server
 
 SOON, PATIENT = SyncConfig(timeout_s=0.2, stall_timeout_s=0.1), SyncConfig(timeout_s=60.0)
 VERSION = "run:1:2"
-HERE = Place("here", "cpu")
+HERE = ProcessLocation("here", "cpu")
 
 
 @dataclass(eq=False)
@@ -51,16 +60,16 @@ class Trainer(Part):
     """A trainer that sends nothing; `errors` are those of its transfers, by server."""
 
     errors: dict[str, str] = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[SendTarget] = field(default_factory=list)
 
     async def offer(self) -> WeightOffer:
         await self.note("offer")
-        return WeightOffer(TransferPlan((), 0, ((),)).to_json(), "127.0.0.1", 1, HERE.to_json())
+        return WeightOffer(TransferPlan((), 0, ((),)), "127.0.0.1", 1, HERE)
 
-    async def send(self, targets: Sequence[Target], report: Any, every_s: float) -> list[Sent]:
+    async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         self.targets += targets
         await self.note("send")
-        return [Sent(each.server, 8, 0.0, self.errors.get(each.server, "")) for each in targets]
+        return [SendResult(each.server, 8, 0.0, self.errors.get(each.server, "")) for each in targets]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         await self.note("logprobs")
@@ -76,33 +85,33 @@ class Server(Part):
     shift: float = 0.0
     orders: list[dict[str, Any]] = field(default_factory=list)
 
-    async def place(self) -> dict[str, Any]:
+    async def read_location(self) -> bytes:
         await self.note("place")
-        return ServerPlace(self.machine, "cpu", (), 2).to_json()
+        return msgspec.json.encode(ServerLocation(self.machine, "cpu", (), 2))
 
-    async def take_weights(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self.orders.append(order)
+    async def update_weights(self, request: bytes, timeout_s: float) -> bytes:
+        self.orders.append(msgspec.json.decode(request))
         await self.note("take")
-        return WeightAnswer(8, 0.0, 0.0).to_json()
+        return msgspec.json.encode(WeightUpdateResponse(8, 0.0, 0.0))
 
     async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
         await self.note("prompt_logprobs")
         return np.full(len(sequence) - 1, -1.0 + self.shift, np.float32)
 
 
-async def send(trainer: Trainer, server: Server, config: SyncConfig = PATIENT) -> WeightAnswer:
-    return await send_weights(trainer, server, VERSION, config, "a")
+async def send(trainer: Trainer, server: Server, config: SyncConfig = PATIENT) -> WeightUpdateResponse:
+    return await send_to_server(trainer, server, VERSION, config, "a")
 
 
 async def send_to_all(
     trainer: Trainer, *servers: Server, config: SyncConfig = PATIENT
-) -> list[WeightAnswer | SyncError]:
+) -> list[WeightUpdateResponse | SyncError]:
     """What each server says, or how it failed."""
-    routes = {server: Route("gloo", 1, f"to {server.url}") for server in servers}
-    dispatch = Dispatch(trainer, await trainer.offer(), routes, VERSION, config)
-    sending = asyncio.ensure_future(dispatch.send())
+    routes = {server: SendTarget(server.url, "tcp", f"to {server.url}") for server in servers}
+    broadcast = Broadcast(trainer, await trainer.offer(), routes, VERSION, config)
+    sending = asyncio.ensure_future(broadcast.send())
     try:
-        return await asyncio.gather(*map(dispatch.take, servers), return_exceptions=True)
+        return await asyncio.gather(*map(broadcast.update_server, servers), return_exceptions=True)
     finally:
         sending.cancel()
 
@@ -115,7 +124,7 @@ async def parity(trainer: Trainer, server: Server, config: SyncConfig = PATIENT)
 async def test_sender_and_receiver_work_at_the_same_time_and_under_one_name() -> None:
     both = asyncio.Barrier(2)
     trainer, server = Trainer(meeting={"send": both}), Server(meeting={"take": both})
-    assert await send(trainer, server) == WeightAnswer(8, 0.0, 0.0)
+    assert await send(trainer, server) == WeightUpdateResponse(8, 0.0, 0.0)
     (target,), (order,) = trainer.targets, server.orders
     assert (target.transport, target.prefix, target.workers) == (order["transport"], order["prefix"], 2)
     assert order["version"] == VERSION
@@ -132,18 +141,22 @@ async def test_a_sync_of_several_servers_is_one_command_to_the_trainer_and_one_r
 async def test_a_server_that_is_done_does_not_wait_for_a_slower_one() -> None:
     quick, slow = Server(url="http://quick"), Server(url="http://slow", slow={"take"})
     answer, error = await send_to_all(Trainer(slow={"send"}), quick, slow, config=SOON)
-    assert answer == WeightAnswer(8, 0.0, 0.0)
-    assert "http://slow: taking version run:1:2 by gloo took longer than sync.timeout_s = 0.2 s" in str(error)
+    assert answer == WeightUpdateResponse(8, 0.0, 0.0)
+    assert "http://slow: receiving version run:1:2 by tcp took longer than sync.timeout_s = 0.2 s" in str(
+        error
+    )
 
 
+@pytest.mark.slow
 async def test_a_server_that_the_trainer_gave_up_is_told_by_that_reason_and_the_others_go_on() -> None:
     gone, other = Server(url="http://gone", slow={"take"}), Server(url="http://other")
     trainer = Trainer(errors={"http://gone": "no byte for 20 s"})
     error, answer = await send_to_all(trainer, gone, other)
-    assert answer == WeightAnswer(8, 0.0, 0.0)
-    assert "http://gone: taking version run:1:2 by gloo: no byte for 20 s" in str(error)
+    assert answer == WeightUpdateResponse(8, 0.0, 0.0)
+    assert "http://gone: receiving version run:1:2 by tcp: no byte for 20 s" in str(error)
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_cannot_send_fails_every_server_that_has_not_taken() -> None:
     trainer = Trainer(failing={"send": SyncError("rank 1: out of memory")})
     errors = await send_to_all(trainer, *(Server(url=f"http://{n}", slow={"take"}) for n in range(2)))
@@ -152,13 +165,15 @@ async def test_a_trainer_that_cannot_send_fails_every_server_that_has_not_taken(
 
 @pytest.mark.parametrize("slow", ["send", "take"])
 async def test_whatever_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
-    with pytest.raises(SyncError, match=r"http://server: taking version run:1:2.* sync\.timeout_s = 0\.2 s"):
+    with pytest.raises(
+        SyncError, match=r"http://server: receiving version run:1:2.* sync\.timeout_s = 0\.2 s"
+    ):
         await send(Trainer(slow={slow}), Server(slow={"take"}), SOON)
 
 
 async def test_a_server_that_does_not_say_where_it_runs_ends_at_the_deadline_by_name() -> None:
     with pytest.raises(
-        SyncError, match=r"http://server: saying where it runs took .* sync\.timeout_s = 0\.2"
+        SyncError, match=r"http://server: reporting where it runs took .* sync\.timeout_s = 0\.2"
     ):
         await send(Trainer(), Server(slow={"place"}), SOON)
 
@@ -172,7 +187,7 @@ async def test_a_comparison_that_takes_too_long_ends_at_the_deadline_by_name(slo
 async def test_a_failure_on_the_way_says_which_server_was_taking_what() -> None:
     server = Server(failing={"take": TransientRequestError("500 the old weights serve: out of memory")})
     with pytest.raises(
-        SyncError, match=r"http://server: taking version run:1:2 by tcp: 500 .* out of memory"
+        SyncError, match=r"http://server: receiving version run:1:2 by tcp: 500 .* out of memory"
     ) as error:
         await send(Trainer(), server)
     assert not isinstance(error.value, RequestsHeldError)
@@ -206,7 +221,7 @@ async def test_log_probabilities_within_the_threshold_pass() -> None:
 @pytest.mark.parametrize("shift", [2**-10, -1.0, float("nan")])
 async def test_log_probabilities_beyond_it_name_server_version_difference_and_threshold(shift: float) -> None:
     with pytest.raises(
-        ParityError, match=r"http://server at version run:1:2: .* by .* nats, allowed are 0\.0001"
+        ParityError, match=r"http://server at version run:1:2: .* by .* nats; the limit is 0\.0001"
     ):
         await parity(Trainer(), Server(shift=shift))
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tasks.serve.answers import ARRAYS, completion_of
-from tasks.serve.client import VllmClient
-from tasks.serve.config import ServeConfig
-from tasks.serve.connection import Connection
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.serve.http_connection import HttpConnection
+from rollmill.tasks.serve.responses import ARRAYS, decode_completion
+from rollmill.tasks.serve.vllm_client import VllmClient
 
 REPOSITORY = Path(__file__).parents[2]
 ROUTE = "/inference/v1/generate"
@@ -29,7 +29,7 @@ from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import SamplingParams
 from vllm.utils.serial_utils import numpy2base64
 
-from tasks.sync import endpoint
+from rollmill.tasks.sync.vllm_plugin import server_routes
 
 ids, logprobs = [7, 9, 1], [-0.5, -1.25, -0.125]
 experts = np.arange(5 * 3 * 2, dtype=np.uint16).reshape(5, 3, 2)
@@ -48,8 +48,8 @@ asked = GenerateRequest.model_validate(
 )
 print("ANSWER" + json.dumps({
     "json": whole.model_dump_json(),
-    "arrays": base64.b64encode(endpoint.arrays_of(output)).decode(),
-    "media_type": endpoint.ARRAYS,
+    "arrays": base64.b64encode(server_routes.encode_arrays(output)).decode(),
+    "media_type": server_routes.ARRAYS,
     "start": asked.sampling_params.routed_experts_prompt_start,
 }))
 """
@@ -69,7 +69,7 @@ def test_vllms_own_encoding_and_ours_decode_to_the_same_completion() -> None:
     answer = json.loads(done.stdout.partition("ANSWER")[2])
     assert (answer["media_type"], answer["start"]) == (ARRAYS, 2)
     for body in (answer["json"].encode(), base64.b64decode(answer["arrays"])):
-        completion = completion_of(body)
+        completion = decode_completion(body)
         assert completion.token_ids.tolist() == [7, 9, 1]
         assert completion.logprobs.tolist() == [-0.5, -1.25, -0.125]
         assert completion.finish_reason == "stop"
@@ -84,14 +84,14 @@ def test_vllms_own_encoding_and_ours_decode_to_the_same_completion() -> None:
 async def test_a_server_answers_with_arrays_what_it_answers_with_json(vllm_server) -> None:
     sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "logprobs": 0, "detokenize": False}
     asked = msgspec.json.encode({"token_ids": [5, 9, 40, 12], "sampling_params": sampling})
-    connection = Connection(vllm_server.url, api_key="", connect_timeout_s=10.0)
+    connection = HttpConnection(vllm_server.url, api_key="", connect_timeout_s=10.0)
     try:
         arrays, text = [await connection.send("POST", ROUTE, asked, 60.0, each) for each in (ARRAYS, "")]
     finally:
         await connection.close()
     assert bytes(arrays[:1]) != b"{"
     assert bytes(text[:1]) == b"{"
-    one, other = completion_of(arrays), completion_of(text)
+    one, other = decode_completion(arrays), decode_completion(text)
     np.testing.assert_array_equal(one.token_ids, other.token_ids)
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
     assert (one.finish_reason, one.version_spans) == (other.finish_reason, other.version_spans)

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tasks.sync.guard import OPEN_PATHS, Guard, keys_of
+from rollmill.tasks.sync.vllm_plugin.key_guard import OPEN_PATHS, KeyGuard, read_keys
 
 ROUTES = ["/pause", "/collective_rpc", "/rollmill/weights", "/inference/v1/generate", "/server_info"]
 
@@ -16,7 +16,7 @@ def app() -> FastAPI:
     app = FastAPI()
     for path in [*ROUTES, *OPEN_PATHS]:
         app.add_api_route(path, lambda: "done", methods=["GET", "POST"])
-    app.add_middleware(Guard)
+    app.add_middleware(KeyGuard)
     return app
 
 
@@ -47,7 +47,7 @@ async def test_a_server_without_a_key_is_open(app: FastAPI) -> None:
 
 def test_keys_are_those_that_vllm_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of the environment")
-    assert keys_of(Namespace(api_key=["given", ""])) == ("given",)
-    assert keys_of(Namespace(api_key=None)) == ("of the environment",)
+    assert read_keys(Namespace(api_key=["given", ""])) == ("given",)
+    assert read_keys(Namespace(api_key=None)) == ("of the environment",)
     monkeypatch.delenv("VLLM_API_KEY")
-    assert keys_of(Namespace()) == ()
+    assert read_keys(Namespace()) == ()

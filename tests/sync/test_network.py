@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import RequestError, SyncError
-from tasks.serve.client import VllmClient
-from tasks.serve.supervisor import descendants
-from tasks.sync.config import SyncConfig
-from tasks.sync.drive import Dispatch, Route, check_parity, new_prefix
-from tasks.sync.link import join_store, link_name, serve_store
-from tasks.sync.order import WeightOffer
-from tasks.sync.parity import FLOAT32_THRESHOLD
+from rollmill.tasks.errors import RequestError, SyncError
+from rollmill.tasks.processes.supervisor import descendants
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.sync.broadcast import Broadcast, check_parity, create_prefix
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.link import join_store, link_name, serve_store
+from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer
+from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD
 
 pytestmark = pytest.mark.service
 
@@ -37,13 +37,13 @@ class Relay:
     """
 
     def __init__(self, offer: WeightOffer) -> None:
-        self._trainer, self._streams = (offer.host, offer.port), offer.plan["streams"]
+        self._trainer, self._streams = (offer.host, offer.port), offer.plan.streams
         self._store = serve_store(HOST, TIMEOUT_S)
         self.offer = replace(offer, port=self._store.port)
 
-    def carry(self, spoil: Spoil | None = None) -> Route:
+    def carry(self, server: VllmClient, spoil: Spoil | None = None) -> SendTarget:
         """A route to one server, whose bytes are spoiled."""
-        route, are_open = Route("tcp", 1, new_prefix()), threading.Barrier(self._streams)
+        route, are_open = SendTarget(server.url, "tcp", create_prefix()), threading.Barrier(self._streams)
         for stream in range(self._streams):
             name = link_name(route.prefix, 0, 0, stream)
             threading.Thread(target=self._carry, args=(name, spoil, are_open), daemon=True).start()
@@ -96,17 +96,17 @@ async def difference(source: Any, client: VllmClient, sequences: Any, version: s
 async def send(
     source: Any,
     offer: WeightOffer,
-    routes: dict[VllmClient, Route],
+    routes: dict[VllmClient, SendTarget],
     version: str,
     mode: str = "keep",
     stall_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """What each server says, or how it failed."""
     config = SyncConfig(timeout_s=TIMEOUT_S, stall_timeout_s=stall_s, mode=mode)
-    dispatch = Dispatch(source, offer, routes, version, config)
+    broadcast = Broadcast(source, offer, routes, version, config)
     async with asyncio.timeout(TIMEOUT_S):
         _, *answers = await asyncio.gather(
-            dispatch.send(), *map(dispatch.take, routes), return_exceptions=True
+            broadcast.send(), *map(broadcast.update_server, routes), return_exceptions=True
         )
     return answers
 
@@ -121,15 +121,15 @@ async def test_a_network_that_fails_half_way_leaves_the_old_weights_serving(
     old.change(seed=70)
     new.change(seed=71)
     relay = Relay(await old.offer())
-    (taken,) = await send(old, relay.offer, {client: relay.carry()}, "run:1:0", mode)
+    (taken,) = await send(old, relay.offer, {client: relay.carry(client)}, "run:1:0", mode)
     assert taken.bytes > 2 * AT
     relay = Relay(await new.offer())
-    (failed,) = await send(new, relay.offer, {client: relay.carry(spoil)}, "run:1:1", mode, STALL_S)
+    (failed,) = await send(new, relay.offer, {client: relay.carry(client, spoil)}, "run:1:1", mode, STALL_S)
     assert isinstance(failed, SyncError), failed
     assert "the old weights serve: bucket" in str(failed)
     assert await client.version() == "run:1:0"
     assert await difference(old, client, sequences, "run:1:0") <= 1e-4
-    await send(new, relay.offer, {client: relay.carry()}, "run:1:2", mode)
+    await send(new, relay.offer, {client: relay.carry(client)}, "run:1:2", mode)
     assert await client.version() == "run:1:2"
     assert await difference(new, client, sequences, "run:1:2") <= 1e-4
 
@@ -152,7 +152,7 @@ async def test_a_server_killed_while_weights_travel_does_not_hold_another(
             for pid in descendants(lone_server.process.pid):
                 os.kill(pid, signal.SIGKILL)
 
-        routes = {dying: relay.carry(kill), client: relay.carry()}
+        routes = {dying: relay.carry(dying, kill), client: relay.carry(client)}
         failed, taken = await send(source, relay.offer, routes, "run:1:1")
         assert isinstance(failed, SyncError | RequestError), failed
         assert not await dying.is_healthy()

@@ -10,19 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.errors import RequestError
-from tasks.serve.client import VllmClient
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.drive import check_parity, new_prefix
-from tasks.sync.link import Meeting, join_store, link_name
-from tasks.sync.order import Target, WeightAnswer, WeightOrder
-from tasks.sync.parity import FLOAT32_THRESHOLD
-from tasks.sync.tcp_link import TcpSender
+from rollmill.tasks.errors import RequestError
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.sync.broadcast import check_parity, create_prefix
+from rollmill.tasks.sync.links.link import Rendezvous, join_store, link_name
+from rollmill.tasks.sync.links.tcp_link import TcpSender
+from rollmill.tasks.sync.weight_messages import (
+    SendTarget,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+    encode_plan,
+)
+from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD
 
 pytestmark = pytest.mark.service
 
@@ -36,31 +41,37 @@ async def client(vllm_server, use_repairs) -> AsyncIterator[VllmClient]:
         yield client
 
 
-async def order_of(source, version: str, **changes: Any) -> WeightOrder:
+async def order_of(source, version: str, **changes: Any) -> WeightUpdateRequest:
     offer = await source.offer()
     settings = {"mode": "keep", "transport": "tcp", "timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
-    places = {"host": offer.host, "port": offer.port, "prefix": new_prefix(), "plan": offer.plan}
-    return WeightOrder(**{"version": version} | settings | places | changes)
+    places = {
+        "host": offer.host,
+        "port": offer.port,
+        "prefix": create_prefix(),
+        "plan": encode_plan(offer.plan),
+    }
+    return WeightUpdateRequest(**{"version": version} | settings | places | changes)
 
 
-async def give(client: VllmClient, order: WeightOrder) -> WeightAnswer:
-    return WeightAnswer.from_json(await client.take_weights(order.to_json(), TIMEOUT_S))
+async def give(client: VllmClient, order: WeightUpdateRequest) -> WeightUpdateResponse:
+    response = await client.update_weights(msgspec.json.encode(order), TIMEOUT_S)
+    return msgspec.json.decode(response, type=WeightUpdateResponse)
 
 
-async def send(source, client: VllmClient, version: str, **changes: Any) -> WeightAnswer:
+async def send(source, client: VllmClient, version: str, **changes: Any) -> WeightUpdateResponse:
     order = await order_of(source, version, **changes)
     answer, (sent,) = await asyncio.gather(
-        give(client, order), source.send([Target(client.url, "tcp", order.prefix)], print, TIMEOUT_S)
+        give(client, order), source.send([SendTarget(client.url, "tcp", order.prefix)], print, TIMEOUT_S)
     )
     assert not sent.error
     return answer
 
 
-def opened(order: WeightOrder) -> list[TcpSender]:
+def opened(order: WeightUpdateRequest) -> list[TcpSender]:
     """A sender's links, which the server has joined: it takes the order."""
     store = join_store(order.host, order.port, TIMEOUT_S)
-    names = [link_name(order.prefix, 0, 0, stream) for stream in range(order.plan["streams"])]
-    links = [TcpSender(Meeting(store, name, order.host, TIMEOUT_S, TIMEOUT_S)) for name in names]
+    names = [link_name(order.prefix, 0, 0, stream) for stream in range(order.decode_plan().streams)]
+    links = [TcpSender(Rendezvous(store, name, order.host, TIMEOUT_S, TIMEOUT_S)) for name in names]
     for link in links:
         link.open()
     return links
@@ -152,7 +163,7 @@ async def test_a_sender_that_dies_half_way_leaves_the_old_weights_serving(
 
     def send_half() -> None:
         links = opened(order)
-        bucket = TransferPlan.from_json(**order.plan).senders[0][0]
+        bucket = order.decode_plan().senders[0][0]
         links[0].send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)])
         for link in links:
             link.close()
@@ -171,7 +182,7 @@ async def test_a_server_serves_while_it_waits_for_weights_and_takes_one_order_at
     order = await order_of(source, "run:1:1")
     waiting = asyncio.ensure_future(give(client, order))
     links = await asyncio.to_thread(opened, order)
-    with pytest.raises(RequestError, match=r"version run:1:1 is still being taken"):
+    with pytest.raises(RequestError, match=r"still receiving version run:1:1"):
         await give(client, await order_of(source, "run:1:2"))
     assert await client.is_healthy()
     assert await difference(source, client, sequences, "run:1:0") <= 1e-4
@@ -205,12 +216,12 @@ async def test_an_order_ends_with_the_connection_of_who_gave_it(client, source):
     assert await client.version() == "run:1:2"
 
 
-async def until_nothing_is_taken(client: VllmClient, order: WeightOrder) -> None:
+async def until_nothing_is_taken(client: VllmClient, order: WeightUpdateRequest) -> None:
     """Give an order of no files, until it is refused for its own sake."""
     while True:
         with pytest.raises(RequestError) as refused:
             await give(client, order)
-        if "still being taken" not in str(refused.value):
+        if "still receiving version" not in str(refused.value):
             return
 
 
@@ -225,13 +236,13 @@ async def test_a_server_that_failed_half_way_holds_requests_and_has_no_policy_ve
     async with VllmClient(lone_server.url, lone_server.config) as client:
         source = source_of(lone_server.model)
         order = await order_of(source, "run:1:1")
-        names = [each["name"].replace("layers.1.", "layers.9.") for each in order.plan["tensors"]]
-        tensors = [each | {"name": name} for each, name in zip(order.plan["tensors"], names, strict=True)]
-        unknown = replace(order, plan={**order.plan, "tensors": tensors})
+        plan = order.decode_plan()
+        tensors = [replace(each, name=each.name.replace("layers.1.", "layers.9.")) for each in plan.tensors]
+        unknown = replace(order, plan=encode_plan(replace(plan, tensors=tuple(tensors))))
         with pytest.raises(RequestError, match="requests stay held, start this server again"):
             await asyncio.gather(
                 give(client, unknown),
-                source.send([Target(client.url, "tcp", order.prefix)], print, TIMEOUT_S),
+                source.send([SendTarget(client.url, "tcp", order.prefix)], print, TIMEOUT_S),
             )
         assert await client.version() == "unusable"
         with pytest.raises(RequestError, match="an earlier update failed"):
@@ -262,6 +273,6 @@ async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
             order = await order_of(source, f"run:1:{number}", mode=mode)
             await asyncio.gather(
                 give(client, order),
-                source.send([Target(client.url, "tcp", order.prefix, 2)], print, TIMEOUT_S),
+                source.send([SendTarget(client.url, "tcp", order.prefix, 2)], print, TIMEOUT_S),
             )
             assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tasks.sync.parity import FLOAT32_THRESHOLD, largest_difference, threshold_of
+from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD, choose_threshold, largest_difference
 
 
 def test_the_difference_is_that_of_the_worst_token_of_all_sequences() -> None:
@@ -30,12 +30,12 @@ def test_a_missing_sequence_is_an_error() -> None:
 
 
 def test_float32_has_a_fixed_threshold() -> None:
-    assert threshold_of("float32", 0.0, [0.5, 0.5]) == FLOAT32_THRESHOLD == 1e-4
+    assert choose_threshold("float32", 0.0, [0.5, 0.5]) == FLOAT32_THRESHOLD == 1e-4
 
 
 def test_other_types_are_allowed_five_times_the_median_at_version_0() -> None:
-    assert threshold_of("bfloat16", 0.0, [0.01, 0.5, 0.02]) == pytest.approx(0.1)
+    assert choose_threshold("bfloat16", 0.0, [0.01, 0.5, 0.02]) == pytest.approx(0.1)
 
 
 def test_a_configured_threshold_holds() -> None:
-    assert threshold_of("bfloat16", 0.3, [0.01]) == 0.3
+    assert choose_threshold("bfloat16", 0.3, [0.01]) == 0.3

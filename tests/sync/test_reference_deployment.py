@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from flows.running.reference_deployment import ReferenceDeployment
-from tasks.serve.client import VllmClient
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.store.run import OpenRun
-from tasks.store.schemas import ragged
-from tasks.sync.config import SyncConfig
-from tasks.sync.drive import new_prefix, send_weights
-from tasks.train.config import KLConfig, TrainConfig
-from tasks.train.reference import FrozenPolicy
-from tasks.train.samples import Samples
+from rollmill.flows.run.rollout_logprobs import ReferenceDeployment
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import ragged_array
+from rollmill.tasks.sync.broadcast import create_prefix
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.config import KLConfig, TrainConfig
+from rollmill.tasks.train.engine.reference_policy import FrozenPolicy
+from rollmill.tasks.train.samples import Samples
+from tests.stubs.one_server_sync import send_to_server
 
 pytestmark = pytest.mark.service
 
@@ -30,7 +31,7 @@ async def test_a_deployment_says_what_the_frozen_copy_says(
     import pyarrow as pa
 
     masks = [np.arange(len(each)) > 1 for each in sequences]
-    samples = Samples.known(sequences, masks)
+    samples = Samples.from_tokens(sequences, masks)
     config = TrainConfig(kl=KLConfig(reference="frozen"))
     frozen = FrozenPolicy(config, str(vllm_server.model), torch.device("cpu"))
     with torch.no_grad():
@@ -39,16 +40,16 @@ async def test_a_deployment_says_what_the_frozen_copy_says(
         {
             "trajectory_id": ["a", "b", "c"],
             "temperature": pa.array([1.0] * 3, pa.float32()),
-            "token_ids": ragged(sequences, pa.large_list(pa.int32())),
-            "loss_mask": ragged(masks, pa.large_list(pa.bool_())),
+            "token_ids": ragged_array(sequences, pa.large_list(pa.int32())),
+            "loss_mask": ragged_array(masks, pa.large_list(pa.bool_())),
         }
     )
-    config = StoreConfig(root=str(tmp_path), flush_s=0.0)
+    config = StoreConfig(root=str(tmp_path))
     given = {"config": {}, "fixed": {}, "versions": {}, "git_commit": "", "config_of": config}
     async with VllmClient(vllm_server.url, vllm_server.config) as client:
         await use_repairs(client)
         source = source_of(vllm_server.model)
-        await send_weights(source, client, "run:9:0", SYNC, new_prefix())
+        await send_to_server(source, client, "run:9:0", SYNC, create_prefix())
         with OpenRun.open(RunFolder(tmp_path / "run"), **given) as run:
             async with run.writer:
                 await ReferenceDeployment(run, [client], 8, print).ask(0, rollouts)

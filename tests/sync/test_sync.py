@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.errors import ParityError, SyncError
-from tasks.serve.client import VllmClient
-from tasks.sync import drive
-from tasks.sync.config import SyncConfig
-from tasks.sync.drive import check_parity, new_prefix
-from tasks.sync.parity import FLOAT32_THRESHOLD
-from tasks.train.config import LoraConfig
+from rollmill.tasks.errors import ParityError, SyncError
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.sync.broadcast import check_parity, create_prefix
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD
+from rollmill.tasks.train.config import LoraConfig
+from tests.stubs.one_server_sync import send_to_server
 
 pytestmark = pytest.mark.service
 
@@ -23,7 +23,7 @@ SYNC = SyncConfig(timeout_s=60.0)
 async def send_weights(source, client, version: str, mode: str = "keep") -> Any:
     """Send over links of its own."""
     config = SYNC.model_copy(update={"mode": mode})
-    return await drive.send_weights(source, client, version, config, new_prefix())
+    return await send_to_server(source, client, version, config, create_prefix())
 
 
 @pytest.fixture

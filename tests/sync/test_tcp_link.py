@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import SyncError
-from tasks.sync.link import Meeting, join_store, serve_store
-from tasks.sync.tcp_link import TcpReceiver, TcpSender, checksum
+from rollmill.tasks.errors import SyncError
+from rollmill.tasks.sync.links.link import Rendezvous, join_store, serve_store
+from rollmill.tasks.sync.links.tcp_link import TcpReceiver, TcpSender, checksum
 
 HOST, TIMEOUT_S, STALL_S, AT = "127.0.0.1", 20.0, 0.5, 100_000
 SIZE = 1 << 20
@@ -64,9 +64,9 @@ def stop(_: bytes) -> None:
 )
 def test_what_a_network_loses_or_withholds_never_passes_for_whole(spoil: Any, complaint: str) -> None:
     store = serve_store(HOST, TIMEOUT_S)
-    sender = TcpSender(Meeting(store, "link", HOST, TIMEOUT_S, STALL_S))
+    sender = TcpSender(Rendezvous(store, "link", HOST, TIMEOUT_S, STALL_S))
     joined = Relayed(join_store(HOST, store.port, TIMEOUT_S), spoil)
-    receiver = TcpReceiver(Meeting(joined, "link", HOST, TIMEOUT_S, STALL_S))  # type: ignore[arg-type]
+    receiver = TcpReceiver(Rendezvous(joined, "link", HOST, TIMEOUT_S, STALL_S))  # type: ignore[arg-type]
 
     def send() -> None:
         sender.open()

@@ -8,12 +8,14 @@ from contextvars import copy_context
 
 import torch
 
-from tasks.observe.spans import Recorder, Span, recording, span
-from tasks.sync.buckets import TransferPlan, lay_out, plan_transfer
-from tasks.sync.link import serve_store
-from tasks.sync.order import Target, WeightOrder
-from tasks.sync.receiver import arriving, open_links
-from tasks.sync.sender import Piece, WeightSender
+from rollmill.tasks.observe.spans import Recorder, Span, recording, span
+from rollmill.tasks.sync.bucket_writer import Piece
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.link import serve_store
+from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.weight_messages import SendTarget, WeightUpdateRequest, encode_plan
+from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
+from rollmill.tasks.sync.weight_sender import WeightSender
 
 HOST, TIMEOUT_S = "127.0.0.1", 30.0
 SERVER = "http://server"
@@ -33,13 +35,19 @@ def transferred(
 ) -> tuple:
     """Spans of the trainer and of the server, of a transfer with delays planted on either side, in seconds."""
     weights = torch.zeros(n_bytes, dtype=torch.uint8)
-    plan = plan_transfer(lay_out([("all", (n_bytes // 4,), "float32")]), [[(0, n_bytes)]], 1 << 22)
-    plan = TransferPlan.from_json(**plan.to_json())
-    store, target = serve_store(HOST, TIMEOUT_S), Target(SERVER, "tcp", uuid.uuid4().hex)
+    plan = plan_transfer(lay_out_tensors([("all", (n_bytes // 4,), "float32")]), [[(0, n_bytes)]], 1 << 22)
+    store, target = serve_store(HOST, TIMEOUT_S), SendTarget(SERVER, "tcp", uuid.uuid4().hex)
     limits = {"timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
-    sender = WeightSender(0, HOST, store.port, **limits, straggler_s=TIMEOUT_S)
-    order = WeightOrder(
-        "run:1:1", "keep", "tcp", plan.to_json(), **limits, host=HOST, port=store.port, prefix=target.prefix
+    sender = WeightSender(0, HOST, store.port, SyncConfig(**limits), TIMEOUT_S)
+    order = WeightUpdateRequest(
+        "run:1:1",
+        "keep",
+        "tcp",
+        encode_plan(plan),
+        **limits,
+        host=HOST,
+        port=store.port,
+        prefix=target.prefix,
     )
 
     def pieces() -> Iterator[Piece]:
@@ -51,9 +59,9 @@ def transferred(
     def receive() -> None:
         time.sleep(before_links)
         with span("receiving"):
-            links = open_links(order, 0)
+            links = open_links(order, plan, 0)
             time.sleep(before_bytes)
-            list(arriving(links, plan, torch.empty(n_bytes, dtype=torch.uint8)))
+            list(receive_tensors(links, plan, torch.empty(n_bytes, dtype=torch.uint8)))
             for link in links:
                 link.close()
 

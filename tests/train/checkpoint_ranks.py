@@ -13,13 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tasks.store.layout import RunFolder
-from tasks.train.checkpoints import Progress, begin_checkpoint, restore_checkpoint
-from tasks.train.config import TrainConfig
-from tasks.train.digests import tensor_digests
-from tasks.train.engine import Engine
-from tasks.train.process_group import join_ranks
-from tasks.train.samples import Samples
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.train.checkpoints.tensor_digests import tensor_digests
+from rollmill.tasks.train.checkpoints.trainer_checkpoints import (
+    Progress,
+    begin_checkpoint,
+    restore_checkpoint,
+)
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine
+from rollmill.tasks.train.samples import Samples
+from rollmill.tasks.train.service.ranks import join_ranks
 
 
 def main() -> None:
@@ -51,7 +55,7 @@ def run(model: str, step: dict[str, Any], device: torch.device) -> None:
 def update(engine: Engine, number: int) -> None:
     """An update whose loss differs by rank and number."""
     tokens = np.array([2 + (number * 7 + dist.get_rank() * 3 + place) % 50 for place in range(12)])
-    samples = Samples.known([tokens], [np.arange(12) > 0])
+    samples = Samples.from_tokens([tokens], [np.arange(12) > 0])
     forward = engine.forward(engine.packer.micro_batch(samples, [0], [""]))
     loss = -forward.logprobs.mean()
     engine.backward(loss, is_last=True)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from stored_step import Row, uneven_rows, write_shard, write_step
+from stored_step import Row, replace_shard, uneven_rows, write_step
 
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.sync.config import SyncConfig
-from tasks.sync.order import WeightOffer
-from tasks.train import launch
-from tasks.train.client import TrainerClient
-from tasks.train.config import TrainConfig
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_messages import WeightOffer
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service import launch
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 VOCABULARY = 57
 RECEIVE_S = 60.0
@@ -56,14 +56,16 @@ def run_trainer(
     """Launch a trainer service, and end it afterwards."""
 
     @asynccontextmanager
-    async def running(config: TrainConfig, sync: SyncConfig | None = None) -> AsyncIterator[RunningTrainer]:
-        port, token = config.port or free_port(), secrets.token_hex(8)
-        path = launch.write_config(config, sync or SyncConfig(), port, tmp_path / "logs")
+    async def running(
+        config: TrainConfig, sync: SyncConfig | None = None, **more: float
+    ) -> AsyncIterator[RunningTrainer]:
+        port, token = free_port(), secrets.token_hex(8)
+        path = launch.write_config(config, sync or SyncConfig(), port, tmp_path / "logs", **more)
         process = LaunchedProcess.start(
             "trainer",
-            launch.command(config, path),
+            launch.build_command(config, path),
             log=tmp_path / "logs" / "trainer.log",
-            env=launch.environment(config, token),
+            env=launch.build_environment(config, token),
             stop_grace_s=2.0,
         )
         try:
@@ -107,21 +109,30 @@ def receive_weights() -> Callable[..., dict[str, Any]]:
     """Take what a trainer sends to the only worker of a server, as a server's worker does; not before `may_begin` is set."""
     import torch
 
-    from tasks.sync.buckets import TransferPlan
-    from tasks.sync.order import WeightOrder
-    from tasks.sync.receiver import arriving, open_links
+    from rollmill.tasks.sync.weight_messages import WeightUpdateRequest, encode_plan
+    from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
 
     def receive(
         offer: WeightOffer, prefix: str, may_begin: threading.Event | None = None
     ) -> dict[str, torch.Tensor]:
-        plan = TransferPlan.from_json(**offer.plan)
-        order = WeightOrder(
-            "run:1:1", "keep", "tcp", offer.plan, RECEIVE_S, RECEIVE_S, None, offer.host, offer.port, prefix
+        order = WeightUpdateRequest(
+            "run:1:1",
+            "keep",
+            "tcp",
+            encode_plan(offer.plan),
+            RECEIVE_S,
+            RECEIVE_S,
+            None,
+            offer.host,
+            offer.port,
+            prefix,
         )
-        links = open_links(order, 0)
+        links = open_links(order, offer.plan, 0)
         if may_begin:
             assert may_begin.wait(RECEIVE_S)
-        return dict(arriving(links, plan, torch.empty(plan.total_bytes, dtype=torch.uint8)))
+        return dict(
+            receive_tensors(links, offer.plan, torch.empty(offer.plan.total_bytes, dtype=torch.uint8))
+        )
 
     return receive
 
@@ -137,7 +148,7 @@ class Batches(NamedTuple):
 
 @pytest.fixture(scope="session")
 def batches() -> Batches:
-    return Batches(Row, uneven_rows, write_step, write_shard)
+    return Batches(Row, uneven_rows, write_step, replace_shard)
 
 
 @pytest.fixture
@@ -147,10 +158,10 @@ def run_ranks(tmp_path: Path) -> Callable[[str, int, dict[str, object]], None]:
     def run(script: str, n_ranks: int, job: dict[str, object]) -> None:
         path = tmp_path / f"{script}-{n_ranks}.json"
         path.write_text(json.dumps(job))
-        words = [*launch.torchrun(n_ranks), str(Path(__file__).with_name(script)), str(path)]
+        words = [*launch.torchrun_command(n_ranks), str(Path(__file__).with_name(script)), str(path)]
         done = subprocess.run(
             words,
-            env=launch.environment(TrainConfig(), "-"),
+            env=launch.build_environment(TrainConfig(), "-") | {"PYTHONPATH": str(Path(__file__).parent)},
             capture_output=True,
             text=True,
             timeout=500,

@@ -15,15 +15,14 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
-from tasks.observe.metrics import MetricTable
-from tasks.train.annotations import Annotations
-from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine, Forward, Update
-from tasks.train.micro_batch import MicroBatch
-from tasks.train.objective import Objective
-from tasks.train.process_group import Ranks, join_ranks
-from tasks.train.samples import Samples, read_samples
-from tasks.train.step import StepTraining
+from rollmill.tasks.observe.metrics import MetricTable
+from rollmill.tasks.train.batch_training import Annotations, UpdateLoop
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward, Update
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.packing.micro_batch import MicroBatch
+from rollmill.tasks.train.samples import Samples, read_samples
+from rollmill.tasks.train.service.ranks import Ranks, join_ranks
 
 
 class RecordingEngine(Engine):
@@ -43,7 +42,7 @@ class RecordingEngine(Engine):
         return super().update(lr)
 
 
-class RankByRank(StepTraining):
+class RankByRank(UpdateLoop):
     """The wrong way: each rank divides by its own tokens, and the ranks' gradients are averaged."""
 
     def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
@@ -69,7 +68,7 @@ def trained(case: dict[str, Any], ranks: Ranks, samples: Samples) -> tuple[dict[
     """Gradient and facts of a case; a collective."""
     config = TrainConfig(ranks=ranks.world_size, max_grad_norm=0.0, **case["config"])
     engine = RecordingEngine.load(config, case["model"], ranks.device)
-    kind = RankByRank if case["rank_by_rank"] else StepTraining
+    kind = RankByRank if case["rank_by_rank"] else UpdateLoop
     annotations = Annotations(samples) if case["annotated"] else None
     training = kind(config, engine, samples, 0, Objective(config), annotations)
     training.run()

@@ -14,18 +14,17 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
-from tasks.train.adapterless import WithoutAdapters
-from tasks.train.config import KLConfig, LoraConfig, TrainConfig
-from tasks.train.engine import Engine, Update
-from tasks.train.lora import add_adapters
-from tasks.train.objective import Objective
-from tasks.train.policy import load_policy
-from tasks.train.process_group import join_ranks
-from tasks.train.reference import load_reference
-from tasks.train.row_logprobs import row_logprobs
-from tasks.train.samples import read_samples
-from tasks.train.step import StepTraining
-from tasks.train.weights import named_weights
+from rollmill.tasks.train.batch_training import UpdateLoop
+from rollmill.tasks.train.checkpoints.hf_export import gather_weights
+from rollmill.tasks.train.config import KLConfig, LoraConfig, TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Update
+from rollmill.tasks.train.engine.lora import add_adapters
+from rollmill.tasks.train.engine.policy_model import load_policy
+from rollmill.tasks.train.engine.reference_policy import BaseModelPolicy, load_reference
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.policy_logprobs import compute_row_logprobs, gather_rows
+from rollmill.tasks.train.samples import read_samples
+from rollmill.tasks.train.service.ranks import join_ranks
 
 
 class RecordingEngine(Engine):
@@ -63,14 +62,14 @@ def main() -> None:
         engine = RecordingEngine(config, model, ranks.device)
         frozen = config.model_copy(update={"kl": KLConfig(reference="frozen")})
         reference = load_reference(frozen, engine, job["model"])
-        assert isinstance(reference, WithoutAdapters), "the start model is not loaded again"
+        assert isinstance(reference, BaseModelPolicy), "the start model is not loaded again"
         (rows,) = samples.split(1)
         plan = reference.packer.plan(samples, rows, ranks.world_size)[ranks.rank]
-        said = row_logprobs(reference, samples, plan)
-        training = StepTraining(config, engine, samples, 0, Objective(config))
+        said = gather_rows(compute_row_logprobs(reference, samples, plan))
+        training = UpdateLoop(config, engine, samples, 0, Objective(config))
         training.run()
         assert not training.reason
-        weights = {name: each.clone() for name, each in named_weights(engine.model)}
+        weights = {name: each.clone() for name, each in gather_weights(engine.model)}
         if ranks.rank == 0:
             stored = {samples.trajectory_ids[row]: each for row, each in said.items()}
             np.savez(Path(job["output"]) / f"{case['name']}.reference.npz", **stored)

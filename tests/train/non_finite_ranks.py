@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine, Update
-from tasks.train.objective import Objective
-from tasks.train.process_group import Ranks, join_ranks
-from tasks.train.samples import Samples
-from tasks.train.step import StepTraining
-from tasks.train.weights import named_weights
+from rollmill.tasks.train.batch_training import UpdateLoop
+from rollmill.tasks.train.checkpoints.hf_export import gather_weights
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Update
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.samples import Samples
+from rollmill.tasks.train.service.ranks import Ranks, join_ranks
 
 
 def updated(engine: Engine, ranks: Ranks, factor: float) -> Update:
     """Two micro-batches of the same rows; the last rank's second one has its loss multiplied by `factor`."""
     token_ids = np.arange(2, 20).reshape(2, 9)
     masks = np.isin(np.arange(18).reshape(2, 9), (4, 5, 13))
-    batch = engine.packer.micro_batch(Samples.known(list(token_ids), list(masks)), [0, 1], [""])
+    batch = engine.packer.micro_batch(Samples.from_tokens(list(token_ids), list(masks)), [0, 1], [""])
     for is_last in (False, True):
         logprobs = engine.forward(batch).logprobs
         is_hit = is_last and ranks.rank == ranks.world_size - 1
@@ -37,7 +37,7 @@ def updated(engine: Engine, ranks: Ranks, factor: float) -> Update:
 
 def state(engine: Engine) -> list[torch.Tensor]:
     """Every weight, master weight and moment, and the number of updates the optimizer counts."""
-    whole = [each.clone() for _, each in named_weights(engine.model)]
+    whole = [each.clone() for _, each in gather_weights(engine.model)]
     optimizer = engine._engine.optimizer
     if hasattr(optimizer, "dp_process_group") or hasattr(optimizer, "real_dp_process_group"):
         for parameter in engine.model.parameters():
@@ -88,9 +88,10 @@ def skipped(job: dict[str, str], ranks: Ranks) -> dict[str, object]:
     engine = Engine.load(config, job["model"], ranks.device)
     before = state(engine)
     samples = replace(
-        Samples.known([np.arange(2, 11)] * 4, [np.arange(9) > 4] * 4), advantages=np.array([1.0, -1.0] * 2)
+        Samples.from_tokens([np.arange(2, 11)] * 4, [np.arange(9) > 4] * 4),
+        advantages=np.array([1.0, -1.0] * 2),
     )
-    training = StepTraining(config, engine, samples, 0, Objective(config))
+    training = UpdateLoop(config, engine, samples, 0, Objective(config))
     training.run()
     is_untouched = is_same(state(engine), before)
     engine.close()

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tasks.train.losses.token_loss import TokenLoss, Tokens
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens
 
 
 def signed(tokens: Tokens, *, power: float = 1.0, sides: tuple[str, ...] = ()) -> TokenLoss:

@@ -17,18 +17,13 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 
-from tasks.store.digest import batch_digest
-from tasks.store.layout import RunFolder
-from tasks.store.reader import read
-from tasks.train.batch_rows import BatchRows
-from tasks.train.config import TrainConfig
-from tasks.train.engine import Engine, Forward, Update
-from tasks.train.micro_batch import MicroBatch
-from tasks.train.objective import Objective
-from tasks.train.process_group import join_ranks
-from tasks.train.protocol import TrainStep
-from tasks.train.samples import Samples
-from tasks.train.step import StepTraining
+from rollmill.tasks.train.batch_training import UpdateLoop
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward, Update
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.packing.micro_batch import MicroBatch
+from rollmill.tasks.train.samples import Samples, read_samples
+from rollmill.tasks.train.service.ranks import join_ranks
 
 
 class WatchedEngine(Engine):
@@ -71,15 +66,13 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     ranks = join_ranks(120.0)
-    digest = batch_digest(read(RunFolder(job["folder"]), "batches", step=0).sort_by("order"))
-    command = TrainStep(folder=job["folder"], run="r", step=0, digest=digest)
     for case in job["cases"]:
         config = TrainConfig(**case["config"], ranks=ranks.world_size, max_grad_norm=0.0)
-        samples = BatchRows.read(command, config.model_copy(update={"replay_routing": True})).samples
+        samples = read_samples(job["folder"], 0, with_routing=True)[1]
         engine = WatchedEngine.load(config, job["model"], ranks.device)
         engine.check_routing(samples)
         engine.watch(samples)
-        training = StepTraining(config, engine, samples, 0, Objective(config))
+        training = UpdateLoop(config, engine, samples, 0, Objective(config))
         training.run()
         assert not training.reason
         assert engine.same > 0

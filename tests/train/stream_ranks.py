@@ -18,20 +18,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tasks.sync.buckets import TransferPlan
-from tasks.sync.config import SyncConfig
-from tasks.sync.link import ReceivingLink
-from tasks.sync.order import Target, WeightOffer, WeightOrder
-from tasks.sync.receiver import arriving, open_links
-from tasks.sync.shared_memory import open_shared
-from tasks.train.config import LoraConfig, TrainConfig
-from tasks.train.engine import Engine
-from tasks.train.lora import adapters_of
-from tasks.train.process_group import Ranks, join_ranks
-from tasks.train.protocol import ServiceConfig
-from tasks.train.samples import Samples
-from tasks.train.transfer import Transfer
-from tasks.train.weights import named_weights
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.link import ReceivingLink
+from rollmill.tasks.sync.links.shm_link import open_shared
+from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer, WeightUpdateRequest, encode_plan
+from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
+from rollmill.tasks.train.checkpoints.hf_export import gather_weights
+from rollmill.tasks.train.config import LoraConfig, TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine
+from rollmill.tasks.train.engine.lora import select_adapters
+from rollmill.tasks.train.samples import Samples
+from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.ranks import Ranks, join_ranks
+from rollmill.tasks.train.weight_transfer import WeightTransfer
 
 TIMEOUT_S = 60.0
 
@@ -42,17 +41,17 @@ class Receiver:
     """A server's only worker, on a thread of rank 0; its links are opened once for each transport."""
 
     def __init__(self, offer: WeightOffer) -> None:
-        self._offer, self._plan = offer, TransferPlan.from_json(**offer.plan)
+        self._offer, self._plan = offer, offer.plan
         self._links: dict[str, list[ReceivingLink]] = {}
 
     def receive(self, transport: str) -> Tensors:
         offer, size = self._offer, self._plan.total_bytes
         if transport not in self._links:
-            order = WeightOrder(
+            order = WeightUpdateRequest(
                 "run:1:1",
                 "keep",
                 transport,
-                offer.plan,
+                encode_plan(offer.plan),
                 TIMEOUT_S,
                 TIMEOUT_S,
                 None,
@@ -60,12 +59,12 @@ class Receiver:
                 offer.port,
                 transport,
             )
-            self._links[transport] = open_links(order, 0)
+            self._links[transport] = open_links(order, offer.plan, 0)
         if transport == "shm":
             buffer = open_shared(offer.shared, size, is_writable=False)
         else:
             buffer = torch.empty(size, dtype=torch.uint8)
-        return dict(arriving(self._links[transport], self._plan, buffer))
+        return dict(receive_tensors(self._links[transport], self._plan, buffer))
 
 
 def main() -> None:
@@ -84,7 +83,7 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     )
     service = ServiceConfig(train=config, sync=SyncConfig(bucket_mib=1), port=0, log_dir="")
     engine = Engine.load(config, case["model"], ranks.device)
-    transfer = Transfer(service, ranks.rank, ranks.world_size)
+    transfer = WeightTransfer(service, ranks.rank, ranks.world_size)
     transfer.prepare(engine)
     receiver = Receiver(transfer.offer()) if ranks.rank == 0 else None
     for version in range(2):
@@ -105,11 +104,11 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
 
 
 def check_arrival(
-    transfer: Transfer, engine: Engine, receiver: Receiver | None, expected: Tensors, transport: str
+    transfer: WeightTransfer, engine: Engine, receiver: Receiver | None, expected: Tensors, transport: str
 ) -> None:
     with ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(receiver.receive, transport) if receiver else None
-        sent = transfer.send(engine, [Target(f"server by {transport}", transport, transport)])
+        sent = transfer.send(engine, [SendTarget(f"server by {transport}", transport, transport)])
         if receiving:
             assert_same(receiving.result(), expected)
             n_bytes = sum(each.nbytes for each in expected.values())
@@ -129,9 +128,9 @@ def check_files(files: list[str], folder: Path, expected: Tensors) -> None:
 def whole_tensors(engine: Engine, lora: str) -> Tensors:
     """Gathered one by one on every rank."""
     if lora != "adapters":
-        return {name: each.clone() for name, each in named_weights(engine.model)}
+        return {name: each.clone() for name, each in gather_weights(engine.model)}
     found = {}
-    for name, each in adapters_of(dict(engine.model.named_parameters())).items():
+    for name, each in select_adapters(dict(engine.model.named_parameters())).items():
         stem, kind = name.removesuffix(".weight").rsplit(".", 1)
         with deepspeed.zero.GatheredParameters([each]):
             found[f"{stem}.weight.{kind}"] = each.detach().clone()
@@ -152,7 +151,7 @@ def digest(tensor: torch.Tensor) -> str:
 def update(engine: Engine) -> None:
     """An update whose loss differs by rank."""
     tokens = np.array([2 + (dist.get_rank() * 3 + place) % 50 for place in range(12)])
-    samples = Samples.known([tokens], [np.arange(12) > 0])
+    samples = Samples.from_tokens([tokens], [np.arange(12) > 0])
     forward = engine.forward(engine.packer.micro_batch(samples, [0], [""]))
     engine.backward(-forward.logprobs.mean(), is_last=True)
     assert engine.update(1e-1).updated

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from tasks.train.adapterless import adapters_off
-from tasks.train.config import LoraConfig
-from tasks.train.lora import add_adapters
-from tasks.train.policy import load_policy
+from rollmill.tasks.train.config import LoraConfig
+from rollmill.tasks.train.engine.lora import add_adapters
+from rollmill.tasks.train.engine.policy_model import load_policy
+from rollmill.tasks.train.engine.reference_policy import disable_adapters
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def test_a_model_without_its_adapters_is_the_one_they_were_added_to(tiny_model: 
             each.normal_()
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     adapted = model(tokens).logits
-    with adapters_off(model):
+    with disable_adapters(model):
         torch.testing.assert_close(model(tokens).logits, expected)
     assert not torch.allclose(adapted, expected, atol=0.1)
     assert torch.equal(model(tokens).logits, adapted)

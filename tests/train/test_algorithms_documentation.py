@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.presets import ALGORITHMS
-from flows.settings import load
-from tasks.score.advantages.registry import ADVANTAGES
-from tasks.train.config import TrainConfig
-from tasks.train.loss import LOSSES, loss_of
+from rollmill.flows.presets import ALGORITHMS
+from rollmill.flows.settings import load
+from rollmill.tasks.score.advantage_registry import ADVANTAGES
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.objective.objective import LOSSES, build_loss
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -19,7 +19,7 @@ def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "documented_losses.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    loss_of(TrainConfig(loss="documented_losses:soft_clip", loss_options=("temperature=2",)))
+    build_loss(TrainConfig(loss="documented_losses:soft_clip", loss_options=("temperature=2",)))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in ALGORITHMS.glob("*.yaml")))

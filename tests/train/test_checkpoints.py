@@ -16,13 +16,21 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import StoreError
-from tasks.store.layout import RunFolder, checkpoint_key
-from tasks.store.resume import complete_checkpoints, resume_point
-from tasks.train.client import TrainerClient
-from tasks.train.config import TrainConfig
-from tasks.train.export_checkpoint import ExportConfig
-from tasks.train.state_files import StateFiles
+from rollmill.tasks.errors import StoreError
+from rollmill.tasks.store.folders import RunFolder, checkpoint_key
+from rollmill.tasks.store.run.resume import find_resume_point, list_complete_checkpoints
+from rollmill.tasks.train.checkpoints.hf_export import ExportConfig
+from rollmill.tasks.train.checkpoints.state_files import StateFiles
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    BeginCheckpoint,
+    DigestState,
+    ExportPolicy,
+    LoadPolicy,
+    TrainStep,
+)
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 STEPS = 6
 
@@ -121,59 +129,61 @@ async def test_a_killed_trainer_ends_where_one_did_that_was_not_killed_and_fewer
         ]
 
     async def load(client: TrainerClient, run: RunFolder) -> int:
-        version = resume_point(run).checkpoint_version
+        version = find_resume_point(run).checkpoint_version
         checkpoint = None if version is None else run.path(checkpoint_key(version))
-        await client.load(
-            run="r",
-            incarnation=1,
-            model=str(tiny_model),
-            folder=run.location,
-            checkpoint=checkpoint,
-            version=version or 0,
+        await client.do(
+            LoadPolicy(
+                run_id="r",
+                incarnation=1,
+                model=str(tiny_model),
+                folder=run.location,
+                checkpoint=checkpoint,
+                version=version or 0,
+            )
         )
         return version or 0
 
     async def train(client: TrainerClient, run: RunFolder, steps: range) -> None:
         for step in steps:
-            await client.train_step(folder=run.location, run="r", step=step, digest=stored[step])
+            await client.do(TrainStep(folder=run.location, run_id="r", step=step, digest=stored[step]))
             if step % 2:
-                await client.checkpoint(run.location, step + 1)
+                await client.do(BeginCheckpoint(folder=run.location, version=step + 1))
 
     async with run_trainer(config) as (client, process):
         await load(client, whole)
         await train(client, whole, range(STEPS))
-        straight = await client.digests()
+        straight = await client.do(DigestState())
         assert await load(client, killed) == 0
         await train(client, killed, range(4))
         await asyncio.sleep(random.Random(0).uniform(0.0, 0.02))
         for pid in rank_pids(process).values():
             with suppress(ProcessLookupError):  # it has ended with the other one
                 os.kill(pid, signal.SIGKILL)
-    assert complete_checkpoints(killed)[:1] == [2]
+    assert list_complete_checkpoints(killed)[:1] == [2]
 
     async with run_trainer(config) as (client, process):
         first = await load(client, killed)
         assert first in (2, 4)
         await train(client, killed, range(first, STEPS))
-        assert await client.digests() == straight
-        await client.await_checkpoint(STEPS)
+        assert await client.do(DigestState()) == straight
+        await client.do(AwaitCheckpoint(version=STEPS))
         await load(client, whole)
         pid = rank_pids(process)[1]
         shutil.rmtree(whole.checkpoint(STEPS))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
-        assert (await client.checkpoint(whole.location, STEPS)).is_new
+        assert (await client.do(BeginCheckpoint(folder=whole.location, version=STEPS))).is_new
         with pytest.raises(StoreError, match=r"cannot write .*rank-00001-of-00002.*make room"):
-            await client.await_checkpoint(STEPS)
-        assert complete_checkpoints(whole) == [2, 4]
+            await client.do(AwaitCheckpoint(version=STEPS))
+        assert list_complete_checkpoints(whole) == [2, 4]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        await client.checkpoint(whole.location, STEPS)
-        await client.await_checkpoint(STEPS)
+        await client.do(BeginCheckpoint(folder=whole.location, version=STEPS))
+        await client.do(AwaitCheckpoint(version=STEPS))
 
     shutil.rmtree(killed.checkpoint(STEPS))
     async with run_trainer(config.model_copy(update={"ranks": 1, "zero_stage": 0})) as (client, _):
         await load(client, whole)
-        assert await client.digests() == straight
-        await client.export_policy(str(tmp_path / "exported"))
+        assert await client.do(DigestState()) == straight
+        await client.do(ExportPolicy(path=str(tmp_path / "exported")))
         assert await load(client, killed) == 4
         await train(client, killed, range(4, STEPS))
     exported = offline(config, tiny_model, whole.checkpoint(STEPS), tmp_path / "offline")
@@ -186,5 +196,7 @@ def offline(config: TrainConfig, model: Path, checkpoint: Path, output: Path) ->
         train=config, model=str(model), run="r", version=STEPS, checkpoint=str(checkpoint), output=str(output)
     )
     settings.write_text(told.model_dump_json())
-    subprocess.run([sys.executable, "-m", "tasks.train.export_checkpoint", str(settings)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "rollmill.tasks.train.checkpoints.hf_export", str(settings)], check=True
+    )
     return (output / "model.safetensors").read_bytes()

@@ -4,17 +4,17 @@ import time
 
 import httpx
 
-from tasks.observe.loop import LoopMonitor
-from tasks.serve.process import free_port
-from tasks.train.control import ControlServer, control_app
-from tasks.train.operations import Operations
+from rollmill.tasks.observe.loop_monitor import LoopMonitor
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.train.service.control_api import ControlServer, Operations, build_control_app
+from tests.stubs.trainer import StubTrainer
 
 LONGEST_S = 60.0
 
 
 def test_the_control_apis_loop_has_metrics_of_its_own() -> None:
     monitor, port = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), free_port()
-    app = control_app(Operations(), {}, {}, lambda: None, "token", monitor)  # type: ignore[arg-type, return-value]
+    app = build_control_app(Operations(), StubTrainer(0.0, 0.0), "token", monitor)
     server = ControlServer(app, "127.0.0.1", port)
     try:
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/health", headers={"Authorization": "Bearer token"})

@@ -10,14 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from flows.config import RunConfig
-from flows.policies.exporting import export_policy_here
-from tasks.errors import ConfigError
-from tasks.rollout.tokens import save_character_tokenizer
-from tasks.store.config import StoreConfig
-from tasks.store.layout import RunFolder
-from tasks.store.run import OpenRun
-from tasks.train.config import TrainConfig
+from rollmill.flows.policies.policy_export import export_policy_here
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    BeginCheckpoint,
+    LoadPolicy,
+    StorePolicy,
+    TrainStep,
+)
+from tests.stubs.toy_settings import toy_config
 
 pytestmark = pytest.mark.service
 
@@ -40,7 +47,7 @@ async def test_a_policy_is_the_same_from_the_trainer_from_the_command_and_from_t
     run = RunFolder(tmp_path / "run")
     opened = OpenRun.open(
         run,
-        config=RunConfig(model=str(start), train=train).model_dump(mode="json"),
+        config=toy_config({"model": str(start), "train": train}).model_dump(mode="json"),
         fixed={},
         versions={},
         git_commit="",
@@ -50,21 +57,23 @@ async def test_a_policy_is_the_same_from_the_trainer_from_the_command_and_from_t
     name = opened.manifest.run
     digest = batches.write_step(run.local, 0, batches.uneven_rows(8), run=name)
     async with run_trainer(train) as (client, _):
-        await client.load(
-            run=name, incarnation=1, model=str(start), folder=run.location, checkpoint=None, version=0
+        await client.do(
+            LoadPolicy(
+                run_id=name, incarnation=1, model=str(start), folder=run.location, checkpoint=None, version=0
+            )
         )
-        assert (await client.train_step(folder=run.location, run=name, step=0, digest=digest)).updated
-        await client.checkpoint(run.location, 1)
-        stored = Path(await client.store_policy(run.location, 1))
+        assert (await client.do(TrainStep(folder=run.location, run_id=name, step=0, digest=digest))).updated
+        await client.do(BeginCheckpoint(folder=run.location, version=1))
+        stored = Path(await client.do(StorePolicy(folder=run.location, version=1)))
         (said,) = await client.logprobs([SEQUENCE])
-        await client.await_checkpoint(1)
+        await client.do(AwaitCheckpoint(version=1))
     assert stored == run.local / "policies" / "version=000001"
 
     exported = tmp_path / "exported"
     done = export(run, exported)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"version 1 of {run.location} is in {exported}" in done.stdout
-    with pytest.raises(ConfigError, match="it is there already"):
+    with pytest.raises(ConfigError, match="it exists already"):
         export_policy_here(run, None, exported)
 
     before = logprobs(AutoModelForCausalLM.from_pretrained(start))

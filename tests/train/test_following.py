@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tasks.errors import ConfigError
-from tasks.train.protocol import Command, Digests, Shutdown
-from tasks.train.ranks import CommandChannel
-from tasks.train.service import follow
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.service.commands import Command, DigestState, Shutdown
+from rollmill.tasks.train.service.ranks import CommandChannel
+from rollmill.tasks.train.service.trainer_process import follow
 
 WAIT_S = 0.5
 
@@ -17,10 +18,10 @@ WAIT_S = 0.5
 class Failing:
     """A rank that refuses everything."""
 
-    def asked(self, _command: Command, _taken_ns: int) -> AbstractContextManager[None]:
+    def attribute_to_step(self, _command: Command[Any], _taken_ns: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, _command: Command) -> None:
+    def run(self, _command: Command[Any]) -> None:
         raise ConfigError("train.loss", "gpso", "there is no such loss")
 
 
@@ -32,14 +33,14 @@ def channels() -> tuple[CommandChannel, CommandChannel]:
 
 def test_a_rank_goes_on_after_an_error_that_rank_0_answers_with() -> None:
     leading, following = channels()
-    leading.publish(Digests())
-    leading.tell(refused=True)
+    leading.publish(DigestState())
+    leading.report_outcome(refused=True)
     leading.publish(Shutdown())
     follow(Failing(), following)
 
 
 def done(leading: CommandChannel) -> None:
-    leading.tell(refused=False)
+    leading.report_outcome(refused=False)
 
 
 def waits(leading: CommandChannel) -> None:
@@ -49,7 +50,7 @@ def waits(leading: CommandChannel) -> None:
 @pytest.mark.parametrize("rank_0", [done, waits])
 def test_an_error_of_one_rank_alone_is_its_end(rank_0: Callable[[CommandChannel], None]) -> None:
     leading, following = channels()
-    leading.publish(Digests())
+    leading.publish(DigestState())
     rank_0(leading)
     with pytest.raises(ConfigError):
         follow(Failing(), following)

@@ -16,8 +16,8 @@ from hypothesis import Phase, given, settings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from tasks.train.config import TrainConfig
-from tasks.train.samples import Samples, read_samples
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.samples import Samples, read_samples
 
 Gradient = dict[str, torch.Tensor]
 Metrics = dict[tuple[str, str, str], float]
@@ -39,7 +39,6 @@ WAYS = st.fixed_dictionaries(
     {
         "layout": st.sampled_from(["padded", "varlen"]),
         "micro_batch_tokens": st.sampled_from([120, 300, 700, 10_000]),
-        "micro_batch_overhead_tokens": st.sampled_from([0, 64]),
         "head_chunk_mib": st.sampled_from([1, 512]),
         "gradient_checkpointing": st.booleans(),
     }

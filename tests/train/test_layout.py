@@ -15,11 +15,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tasks.errors import ConfigError
-from tasks.train.config import TrainConfig
-from tasks.train.layout import Packer, choose_layout
-from tasks.train.policy import Policy
-from tasks.train.samples import Samples
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.policy_model import PolicyModel
+from rollmill.tasks.train.packing.packer import Packer, choose_layout
+from rollmill.tasks.train.samples import Samples
 
 V, CPU = 1024, torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -53,7 +53,7 @@ def rows_with_prompts(seed: int = 0) -> Samples:
     completions = [rng.integers(0, V, n) for n in (30, 7, 7, 20, 1, 50, 60, 3, 3)]
     token_ids = [np.concatenate(both) for both in zip(prompts, completions, strict=True)]
     masks = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
-    return Samples.known(token_ids, masks)
+    return Samples.from_tokens(token_ids, masks)
 
 
 def outcome(
@@ -61,7 +61,7 @@ def outcome(
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
     """Log-probabilities by row, and the gradient of a weighted sum of them and of the entropies."""
     packer = Packer(config, choose_layout(model, config, CPU), CPU)
-    policy, found = Policy(model, config.head_chunk_mib, is_partitioned=False), {}
+    policy, found = PolicyModel(model, config.head_chunk_mib, is_partitioned=False), {}
     model.zero_grad()
     for rows in cuts:
         batch = packer.micro_batch(samples, rows, [""])
@@ -121,7 +121,7 @@ def test_head_in_chunks_gives_what_it_gives_at_once(layout: Any) -> None:
     samples = rows_with_prompts()
     samples.token_ids.extend(rows_with_prompts(1).token_ids)
     samples.loss_masks.extend(rows_with_prompts(1).loss_masks)
-    both = Samples.known(samples.token_ids, samples.loss_masks)
+    both = Samples.from_tokens(samples.token_ids, samples.loss_masks)
     cuts = [list(range(18))]
     whole = outcome(model_of(CONFIGS["grouped heads"]), both, cuts, TrainConfig(layout=layout))
     parts = outcome(
@@ -135,7 +135,7 @@ def test_head_in_chunks_gives_what_it_gives_at_once(layout: Any) -> None:
 
 def test_what_a_model_does_to_its_logits_is_done_in_every_chunk() -> None:
     first, second = rows_with_prompts(), rows_with_prompts(1)
-    samples = Samples.known(first.token_ids + second.token_ids, first.loss_masks + second.loss_masks)
+    samples = Samples.from_tokens(first.token_ids + second.token_ids, first.loss_masks + second.loss_masks)
     cuts = [list(range(18))]
     whole = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded"))
     parts = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded", head_chunk_mib=1))
@@ -146,7 +146,7 @@ def test_what_a_model_does_to_its_logits_is_done_in_every_chunk() -> None:
 
 def test_models_that_cannot_have_rows_in_a_line_are_padded_or_refused() -> None:
     states = Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1)
-    for config, cause in ((CAPPED, "caps the scores"), (states, "an attention of its own")):
+    for config, cause in ((CAPPED, "caps the scores"), (states, "a custom attention")):
         model = model_of(config)
         assert choose_layout(model, TrainConfig(), CPU) == "padded"
         with pytest.raises(ConfigError, match=cause):

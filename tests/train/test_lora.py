@@ -11,12 +11,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
-from tasks.errors import ConfigError
-from tasks.train.checkpoint_form import weight_layers
-from tasks.train.config import LoraConfig, TrainConfig
-from tasks.train.lora import add_adapters
-from tasks.train.samples import Samples, read_samples
-from tasks.train.weights import export_policy, named_weights
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.checkpoints.hf_export import export_policy, gather_weights
+from rollmill.tasks.train.checkpoints.hf_layout import weight_layers
+from rollmill.tasks.train.config import LoraConfig, TrainConfig
+from rollmill.tasks.train.engine.lora import add_adapters
+from rollmill.tasks.train.samples import Samples, read_samples
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    BeginCheckpoint,
+    DigestState,
+    LoadPolicy,
+    TrainStep,
+)
 
 SIZES = {
     "vocab_size": 31,
@@ -69,7 +76,7 @@ def test_version_0_is_the_start_model_and_the_same_at_every_start(start: Path) -
 
 def test_merged_weights_have_the_names_shapes_and_types_of_the_start_model(start: Path) -> None:
     model = adapted(start)
-    weights, stored = dict(named_weights(model)), load_file(start / "model.safetensors")
+    weights, stored = dict(gather_weights(model)), load_file(start / "model.safetensors")
     described = {name: (tuple(each.shape), each.dtype) for name, each in weights.items()}
     assert described == {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
     assert described == {
@@ -87,7 +94,7 @@ def test_what_is_exported_is_the_merged_model_and_beside_it_an_adapter_that_peft
     assert not torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(start)), atol=1e-3)
     assert all(
         torch.equal(each, merged.state_dict()[name])
-        for name, each in named_weights(model)
+        for name, each in gather_weights(model)
         if name in merged.state_dict()
     )
     base = AutoModelForCausalLM.from_pretrained(start)
@@ -197,17 +204,17 @@ async def test_a_checkpoint_holds_adapters_alone_and_gives_the_same_policy_again
     tiny_model: Path, batches: Any, run_trainer: Callable[[TrainConfig], Any], tmp_path: Path
 ) -> None:
     digest = batches.write_step(tmp_path, 0, batches.uneven_rows(8))
-    stands = {"run": "r", "model": str(tiny_model), "folder": str(tmp_path)}
+    stands = {"run_id": "r", "model": str(tiny_model), "folder": str(tmp_path)}
     async with run_trainer(TrainConfig(ranks=2, zero_stage=3, lora=LORA)) as trainer:
         client = trainer.client
-        await client.load(**stands, incarnation=1, checkpoint=None, version=0)
-        await client.train_step(folder=str(tmp_path), run="r", step=0, digest=digest)
-        await client.checkpoint(str(tmp_path), 1)
-        await client.await_checkpoint(1)
-        before = await client.digests()
+        await client.do(LoadPolicy(**stands, incarnation=1, checkpoint=None, version=0))
+        await client.do(TrainStep(folder=str(tmp_path), run_id="r", step=0, digest=digest))
+        await client.do(BeginCheckpoint(folder=str(tmp_path), version=1))
+        await client.do(AwaitCheckpoint(version=1))
+        before = await client.do(DigestState())
         checkpoint = tmp_path / "checkpoints" / "version=000001"
-        await client.load(**stands, incarnation=2, checkpoint=str(checkpoint), version=1)
-        assert await client.digests() == before
+        await client.do(LoadPolicy(**stands, incarnation=2, checkpoint=str(checkpoint), version=1))
+        assert await client.do(DigestState()) == before
     stored = {name for file in checkpoint.glob("*.safetensors") for name in load_file(file)}
     weights = {name for name in stored if name.startswith("weight/")}
     assert weights

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.checks.preflight import preflight
-from flows.settings import load
-from tasks.errors import ConfigError
-from tasks.train.config import TrainConfig
-from tasks.train.loss import LOSSES, loss_of
-from tasks.train.losses.token_loss import Tokens
-from tasks.train.objective import Objective
-from tasks.train.rules import HAS_RATIO, options_of
+from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.settings import load
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.objective.losses.token_loss import Tokens
+from rollmill.tasks.train.objective.objective import LOSSES, Objective, build_loss
+from rollmill.tasks.train.setting_rules import HAS_RATIO, parse_loss_options
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def test_a_loss_of_another_package_is_called_with_its_options_by_name() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(logprobs, logprobs, logprobs, torch.tensor([2.0, -3.0]), torch.tensor([0, 0]), 1)
 
-    loss, has_ratio = loss_of(
+    loss, has_ratio = build_loss(
         TrainConfig(loss="planted_losses:signed", loss_options=("power=2", "sides=[a]"))
     )
 
@@ -40,14 +39,14 @@ def test_a_loss_of_another_package_may_say_that_it_has_no_ratio() -> None:
     truncated = {"mode": "truncated"}
     config = {"importance": truncated, "loss": "planted_losses:without_ratio"}
 
-    assert not Objective(TrainConfig.model_validate(config)).is_recomputed
+    assert not Objective(TrainConfig.model_validate(config)).uses_trainer_logprobs
     with pytest.raises(ConfigError, match="would count it twice"):
         Objective(TrainConfig.model_validate(config | {"loss": "planted_losses:signed"}))
 
 
 def test_options_are_read_as_yaml() -> None:
     config = TrainConfig(loss="a:b", loss_options=("beta=1.5", "sides=[1, 2]", "name=left", "on=true"))
-    assert options_of(config) == {"beta": 1.5, "sides": [1, 2], "name": "left", "on": True}
+    assert parse_loss_options(config) == {"beta": 1.5, "sides": [1, 2], "name": "left", "on": True}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +73,7 @@ def test_a_wrong_loss_is_a_wrong_setting_that_says_what_to_do(settings: dict[str
     assert told in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_of_another_package_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

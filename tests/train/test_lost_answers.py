@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from enum import Enum
+from typing import Any
 
 import pytest
 
-from tasks.errors import ServiceDiedError
-from tasks.serve.process import free_port
-from tasks.train.client import TrainerClient
-from tasks.train.control import ControlServer, control_app
-from tasks.train.operations import Operations
-from tasks.train.protocol import Digests
+from rollmill.tasks.errors import ServiceDiedError
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.train.service.commands import Command, DigestState, TrainerHealth
+from rollmill.tasks.train.service.control_api import ControlServer, Operations, build_control_app
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 SOME_BYTES = 1 << 16
 
@@ -30,14 +30,22 @@ class Trainer:
 
     def __init__(self) -> None:
         self.port, self.done = free_port(), 0
-        commands = {Digests.name: self._carry_out}
-        app = control_app(Operations(), commands, {}, lambda: None, "token")  # type: ignore[arg-type, return-value]
+        app = build_control_app(Operations(), self, "token")
         self._server = ControlServer(app, "127.0.0.1", self.port)
 
     def stop(self) -> None:
         self._server.stop()
 
-    def _carry_out(self, _: Digests) -> dict[str, str]:
+    def health(self) -> TrainerHealth:
+        raise NotImplementedError
+
+    def answers_at_once(self, _command: Command[Any]) -> bool:
+        return True
+
+    def progress(self, _command: Command[Any]) -> dict[str, int]:
+        return {}
+
+    def run(self, _command: Command[Any]) -> dict[str, str]:
         self.done += 1
         return {"weight": "digest"}
 
@@ -87,8 +95,8 @@ async def client_through(trainer: Trainer, breaks: list[Break]) -> AsyncIterator
 @pytest.mark.parametrize("lost", [[Break.BEFORE], [Break.AFTER], [Break.AFTER, Break.BEFORE, Break.AFTER]])
 async def test_a_command_that_gets_lost_is_carried_out_once(trainer: Trainer, lost: list[Break]) -> None:
     async with client_through(trainer, lost) as client:
-        assert await client.digests() == {"weight": "digest"}
-        assert await client.digests() == {"weight": "digest"}
+        assert await client.do(DigestState()) == {"weight": "digest"}
+        assert await client.do(DigestState()) == {"weight": "digest"}
     assert trainer.done == 2, "the same command asked for again is carried out again"
 
 
@@ -96,4 +104,4 @@ async def test_a_trainer_that_is_gone_is_told_of(trainer: Trainer) -> None:
     trainer.stop()
     async with TrainerClient(f"http://127.0.0.1:{trainer.port}", "token", timeout_s=60.0) as client:
         with pytest.raises(ServiceDiedError, match=f"does not answer at http://127.0.0.1:{trainer.port}"):
-            await client.digests()
+            await client.do(DigestState())

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.observe.metrics import ALL, Metric, MetricTable
-from tasks.train.measures import add_metrics
+from rollmill.tasks.observe.metrics import ALL, Metric, MetricTable
+from rollmill.tasks.train.objective.token_metrics import add_metrics
 
 ENVS = ("addition", "chess", "go")
 values_of_tokens = st.lists(

@@ -7,10 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from tasks.train.config import KLConfig, LoraConfig, TrainConfig
-from tasks.train.lora import add_adapters
-from tasks.train.memory_plan import ModelSizes, activation_items, plan_memory
-from tasks.train.memory_table import MODELS, table
+from rollmill.tasks.train.config import KLConfig, LoraConfig, TrainConfig
+from rollmill.tasks.train.engine.lora import add_adapters
+from rollmill.tasks.train.engine.memory_plan import (
+    MODELS,
+    ModelSizes,
+    activation_items,
+    memory_table,
+    plan_memory,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "scale.md"
 SIZES = {
@@ -97,4 +102,4 @@ def test_a_frozen_reference_is_the_weights_again_but_not_those_that_adapters_are
 
 
 def test_the_documents_table_is_the_computed_one() -> None:
-    assert "\n".join(table()) in DOCUMENT.read_text()
+    assert "\n".join(memory_table()) in DOCUMENT.read_text()

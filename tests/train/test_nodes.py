@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import ConfigError, ServiceDiedError
-from tasks.serve.process import LaunchedProcess, free_port
-from tasks.store.config import StoreConfig
-from tasks.store.layout import SCRATCH_ENV, RunFolder, checkpoint_key
-from tasks.store.run import OpenRun
-from tasks.sync.config import SyncConfig
-from tasks.train import launch
-from tasks.train.client import TrainerClient
-from tasks.train.config import TrainConfig
-from tasks.train.launch import Nodes
+from rollmill.tasks.errors import ConfigError, ServiceDiedError
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder, checkpoint_key
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service import launch
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    BeginCheckpoint,
+    DigestState,
+    LoadPolicy,
+    TrainStep,
+)
+from rollmill.tasks.train.service.launch import Nodes
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 END_S = 120.0
 
@@ -53,9 +60,9 @@ async def two_nodes(
     processes = []
     for number in range(2):
         logs = folder / f"node-{number}"
-        file = launch.write_config(config, SyncConfig(), port, logs)
-        command = launch.command(config, file, Nodes(2, number, meeting))
-        environment = launch.environment(config, token) | {SCRATCH_ENV: str(logs / "scratch")}
+        file = launch.write_config(config, SyncConfig(), port, logs, heartbeat_timeout_s=6.0)
+        command = launch.build_command(config, file, Nodes(2, number, meeting))
+        environment = launch.build_environment(config, token) | {SCRATCH_ENV: str(logs / "scratch")}
         log = logs / "trainer.log"
         processes.append(
             LaunchedProcess.start(f"node {number}", command, log=log, env=environment, stop_grace_s=2.0)
@@ -72,21 +79,23 @@ async def two_nodes(
 async def test_two_nodes_train_write_one_checkpoint_and_end_with_each_other(
     tiny_model: Path, batches: Any, tmp_path: Path
 ) -> None:
-    config, run = TrainConfig(ranks=2, zero_stage=3, heartbeat_timeout_s=6.0), tmp_path / "run"
+    config, run = TrainConfig(ranks=2, zero_stage=3), tmp_path / "run"
     digest = batches.write_step(run, 0, batches.uneven_rows(8))
     async with two_nodes(config, tmp_path) as (client, processes):
-        await client.load(
-            run="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
+        await client.do(
+            LoadPolicy(
+                run_id="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
+            )
         )
-        assert (await client.train_step(folder=str(run), run="r", step=0, digest=digest)).updated
-        await client.checkpoint(str(run), 1)
-        await client.await_checkpoint(1)
+        assert (await client.do(TrainStep(folder=str(run), run_id="r", step=0, digest=digest))).updated
+        await client.do(BeginCheckpoint(folder=str(run), version=1))
+        await client.do(AwaitCheckpoint(version=1))
         names = sorted(path.name for path in (run / "checkpoints" / "version=000001").iterdir())
         assert names == ["COMPLETE.json", *(f"rank-0000{rank}-of-00002.safetensors" for rank in range(2))]
         await processes[1].stop()
         with pytest.raises(ServiceDiedError, match="trainer"):
             await until_it_is_gone(client)
-        assert await asyncio.wait_for(processes[0].ended(), END_S) != 0
+        assert await asyncio.wait_for(processes[0].wait(), END_S) != 0
         log = (tmp_path / "node-0" / "trainer.log").read_text()
         assert "rank 1 has been silent" in log
 
@@ -97,7 +106,7 @@ async def test_nodes_keep_their_files_of_the_last_checkpoint_alone_and_fetch_the
 ) -> None:
     run = RunFolder(f"{s3_root}/run")
     begun = OpenRun.open(run, config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig())
-    here = {"run": "r", "model": str(tiny_model), "folder": run.location}
+    here = {"run_id": "r", "model": str(tiny_model), "folder": run.location}
 
     def kept() -> list[list[str]]:
         folders = [tmp_path / f"node-{number}" / "scratch" for number in range(2)]
@@ -106,13 +115,17 @@ async def test_nodes_keep_their_files_of_the_last_checkpoint_alone_and_fetch_the
     names = [f"version=000001/rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
     async with two_nodes(TrainConfig(ranks=2), tmp_path) as (client, _):
         for version in range(2):
-            await client.load(**here, incarnation=begun.next_incarnation(), checkpoint=None, version=version)
-            await client.checkpoint(run.location, version)
-            await client.await_checkpoint(version)
+            await client.do(
+                LoadPolicy(**here, incarnation=begun.next_incarnation(), checkpoint=None, version=version)
+            )
+            await client.do(BeginCheckpoint(folder=run.location, version=version))
+            await client.do(AwaitCheckpoint(version=version))
         assert kept() == [[names[0]], [names[1]]]
-        before = await client.digests()
+        before = await client.do(DigestState())
         stored = run.path(checkpoint_key(1))
-        await client.load(**here, incarnation=begun.next_incarnation(), checkpoint=stored, version=1)
+        await client.do(
+            LoadPolicy(**here, incarnation=begun.next_incarnation(), checkpoint=stored, version=1)
+        )
         assert kept() == [names, names]
-        assert await client.digests() == before
+        assert await client.do(DigestState()) == before
     begun.close()

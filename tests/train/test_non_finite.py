@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.train.step import NON_FINITE_LOSS
+from rollmill.tasks.train.batch_training import NON_FINITE_LOSS
 
 
 @pytest.mark.service

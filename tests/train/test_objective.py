@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.errors import BatchRefusedError
-from tasks.train.config import TrainConfig
-from tasks.train.divergence import DIVERGENCES
-from tasks.train.engine import Forward
-from tasks.train.measures import token_metrics
-from tasks.train.micro_batch import MicroBatch
-from tasks.train.objective import Objective
-from tasks.train.rules import HAS_RATIO
+from rollmill.tasks.errors import BatchRefusedError
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Forward
+from rollmill.tasks.train.objective.kl import KL_ESTIMATORS
+from rollmill.tasks.train.objective.objective import Objective
+from rollmill.tasks.train.objective.token_metrics import token_metrics
+from rollmill.tasks.train.packing.micro_batch import MicroBatch
+from rollmill.tasks.train.setting_rules import HAS_RATIO
 
 SAMPLER = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
 OLD = torch.tensor([-1.1, -1.2, -0.6, -3.1], dtype=torch.float64)
@@ -29,7 +29,7 @@ def micro_batch(**columns: Any) -> MicroBatch:
         MicroBatch(
             row_numbers=[0, 1],
             token_ids=torch.zeros(2, 4),
-            line=None,
+            packed=None,
             places=[np.arange(4), np.arange(4, 8)],
             positions=torch.arange(4),
             rows=torch.tensor([0, 0, 0, 1]),
@@ -68,7 +68,7 @@ def test_the_estimators_of_the_divergence_are_schulmans() -> None:
     by_hand = {"k1": x, "k2": 0.5 * x**2, "k3": np.exp(-x) - (-x) - 1.0}
 
     for name, values in by_hand.items():
-        assert DIVERGENCES[name](SAMPLER, REFERENCE).tolist() == pytest.approx(values.tolist())
+        assert KL_ESTIMATORS[name](SAMPLER, REFERENCE).tolist() == pytest.approx(values.tolist())
 
 
 @pytest.mark.parametrize(("name", "direction"), [("k1", "none"), ("k2", "reverse"), ("k3", "forward")])
@@ -82,7 +82,7 @@ def test_the_gradient_in_expectation_is_the_one_that_is_documented(name: str, di
         "reverse": (log_p.exp() * (log_p - reference)).sum(),
         "forward": (reference.exp() * (reference - log_p)).sum(),
     }
-    sampled = (log_p.exp().detach() * DIVERGENCES[name](log_p, reference)).sum()
+    sampled = (log_p.exp().detach() * KL_ESTIMATORS[name](log_p, reference)).sum()
 
     (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
     (wanted,) = torch.autograd.grad(divergences[direction], logits)
@@ -101,7 +101,7 @@ def test_a_divergence_in_the_loss_is_added_with_its_gradient() -> None:
 
 def test_a_divergence_in_the_advantage_is_taken_from_it_without_a_gradient() -> None:
     said = forward()
-    kl = {"coef": 0.5, "estimator": "k1", "reference": "frozen", "place": "advantage"}
+    kl = {"coef": 0.5, "estimator": "k1", "reference": "frozen", "apply_to": "advantage"}
     log_ratio = (said.logprobs - REFERENCE).detach()
 
     found = gradient_of(objective(kl=kl), micro_batch(), said)
@@ -169,7 +169,7 @@ def test_with_a_recomputed_behaviour_the_ratio_is_against_it_and_the_weight_make
 ):
     """Yao et al. 2025: min(pi_old / mu, C) min(r A, clip(r) A), r against pi_old."""
     said, batch = forward(), micro_batch(old_logprobs=OLD)
-    settings = {"loss": "ppo_clip", "behaviour": "recomputed", "importance": {"mode": "truncated"}}
+    settings = {"loss": "ppo_clip", "old_logprobs": "trainer", "importance": {"mode": "truncated"}}
     terms = objective(**settings)(batch, said)
     ratio = torch.exp(said.logprobs.detach() - OLD)
     clipped = torch.minimum(ratio * ADVANTAGES, ratio.clamp(0.8, 1.28) * ADVANTAGES)
@@ -184,7 +184,7 @@ def test_with_a_recomputed_behaviour_the_ratio_is_against_it_and_the_weight_make
     [
         ({}, False),
         ({"loss": "ppo_clip"}, True),
-        ({"loss": "ppo_clip", "behaviour": "recomputed"}, False),
+        ({"loss": "ppo_clip", "old_logprobs": "trainer"}, False),
         ({"importance": {"mode": "truncated"}}, True),
     ],
 )
@@ -193,7 +193,7 @@ def test_tokens_without_the_samplers_log_probability_are_trained_on_where_nothin
 ) -> None:
     what = objective(**settings)
     unknown = torch.full_like(SAMPLER, torch.nan)
-    old = OLD if what.is_recomputed else unknown
+    old = OLD if what.uses_trainer_logprobs else unknown
     total = what(micro_batch(sampler_logprobs=unknown, old_logprobs=old), forward()).total
 
     assert what.needs_sampler is needs_sampler
@@ -208,7 +208,7 @@ def test_a_row_without_an_advantage_has_no_gradient_in_any_loss_of_ours(
 ) -> None:
     advantages = torch.tensor([0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     importance = {"mode": mode, "level": level, "cap": 100.0}
-    what = objective(loss=loss, behaviour="recomputed", importance=importance)
+    what = objective(loss=loss, old_logprobs="trainer", importance=importance)
     batch = micro_batch(advantages=advantages, old_logprobs=OLD)
 
     assert what.skips_without_advantage
@@ -221,7 +221,7 @@ def test_a_row_without_an_advantage_has_no_gradient_in_any_loss_of_ours(
     "settings",
     [
         {"kl": {"coef": 0.1, "reference": "frozen"}},
-        {"kl": {"coef": 0.1, "reference": "frozen", "place": "advantage"}},
+        {"kl": {"coef": 0.1, "reference": "frozen", "apply_to": "advantage"}},
         {"entropy_coef": 0.1},
     ],
 )
@@ -234,7 +234,7 @@ def test_rows_without_an_advantage_are_computed_where_something_else_has_a_gradi
 def test_the_divergence_that_is_measured_is_by_token_when_the_ratio_is_an_answers() -> None:
     said = forward()
     batch = micro_batch(old_logprobs=OLD)
-    terms = objective(loss="gspo", behaviour="recomputed")(batch, said)
+    terms = objective(loss="gspo", old_logprobs="trainer")(batch, said)
     found = token_metrics(batch, said, terms, None, is_first=False)["train/kl_nats"]
 
     log_ratio = (said.logprobs.detach() - OLD).numpy()

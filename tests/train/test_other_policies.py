@@ -10,18 +10,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.errors import BatchRefusedError
-from tasks.store.deliveries import Delivery, take_in
-from tasks.store.filesystem import files_of
-from tasks.store.layout import RunFolder
-from tasks.store.logprobs import at_trained
-from tasks.store.reader import read, scan
-from tasks.store.writer import RunWriter
-from tasks.train.client import TrainerClient
-from tasks.train.config import KLConfig, TrainConfig
-from tasks.train.protocol import StepResult
-from tasks.train.row_logprobs import row_by_row
-from tasks.train.samples import Samples, read_samples
+from rollmill.tasks.errors import BatchRefusedError
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.logprob_rows import scatter_to_trained
+from rollmill.tasks.store.reader import read, scan
+from rollmill.tasks.store.shards.writer import RunWriter
+from rollmill.tasks.store.staged_rows import StagedRows, ingest_rows
+from rollmill.tasks.train.config import KLConfig, TrainConfig
+from rollmill.tasks.train.policy_logprobs import plan_single_rows
+from rollmill.tasks.train.samples import Samples, read_samples
+from rollmill.tasks.train.service.commands import (
+    ComputeOldLogprobs,
+    DigestState,
+    LoadPolicy,
+    StepResult,
+    TrainStep,
+)
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 pytestmark = pytest.mark.service
 
@@ -48,8 +54,8 @@ def naive(folder: Path, samples: Samples) -> Naive:
         each = torch.log_softmax(scaled, 1)
         entropy = -(each.exp() * each).sum(1).numpy()
         chosen = each.gather(1, ids[1:, None])[:, 0].numpy()
-        logprobs.append(at_trained(mask, chosen[mask[1:]]))
-        entropies.append(at_trained(mask, entropy[mask[1:]]))
+        logprobs.append(scatter_to_trained(mask, chosen[mask[1:]]))
+        entropies.append(scatter_to_trained(mask, entropy[mask[1:]]))
     return Naive(logprobs, entropies)
 
 
@@ -59,11 +65,11 @@ def by_id(folder: Path, dataset: str, column: str, **partition: Any) -> dict[str
     return {name: np.array(each) for name, each in zip(ids, values, strict=True)}
 
 
-async def store(folder: Path, *deliveries: Delivery) -> list[int]:
+async def store(folder: Path, *deliveries: StagedRows) -> list[int]:
     """As the flow does; returns how many rows each had that were not stored."""
-    run, epoch = RunFolder(folder), 1 + len(files_of(RunFolder(folder)).keys("**/*.arrow"))
-    async with RunWriter(files_of(run), epoch, 0.0) as writer:
-        return [await take_in(run, files_of(run), writer, each) for each in deliveries]
+    run, epoch = RunFolder(folder), 1 + len(open_files(RunFolder(folder)).keys("**/*.arrow"))
+    async with RunWriter(open_files(run), epoch, 0.0) as writer:
+        return [await ingest_rows(run, open_files(run), writer, each) for each in deliveries]
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 3), pytest.param(1, 0, marks=pytest.mark.long)])
@@ -79,13 +85,13 @@ async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
         zero_stage=zero_stage,
         micro_batch_tokens=512,
         kl=KLConfig(reference="frozen"),
-        behaviour="recomputed",
+        old_logprobs="trainer",
         annotate_every=1,
     )
 
     async with run_trainer(config) as (client, _):
         await load(client, tiny_model, run)
-        with pytest.raises(BatchRefusedError, match="stands at step 0 of run r"):
+        with pytest.raises(BatchRefusedError, match="is at step 0 of run r"):
             await score(client, run, 1, ids)
         first, again = [await score(client, run, 0, each) for each in (ids[:5], ids[2:4])]
         assert await score(client, run, 0, ids[-1:]) is None, "its row has no sampled token"
@@ -96,14 +102,14 @@ async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
         assert await store(run, first, again) == [5, 0]
 
         result = await train(client, run, digest)
-        assert await store(run, *result.deliveries) == [11, 6, 11]
+        assert await store(run, *result.staged) == [11, 6, 11]
         divergence = [each.value for each in result.metrics if each.name == "train/kl_reference_nats"]
         assert np.abs(divergence).max() < 1e-6, "the reference is the start model"
         trained = await weights(client)
         await load(client, tiny_model, run)
         resumed = await train(client, run, digest)
-        assert [each.dataset for each in resumed.deliveries] == ["annotations"]
-        assert await store(run, *resumed.deliveries) == [0]
+        assert [each.dataset for each in resumed.staged] == ["annotations"]
+        assert await store(run, *resumed.staged) == [0]
         assert await weights(client) == trained
 
     assert not list((run / ".tmp/deliveries").iterdir())
@@ -126,27 +132,31 @@ async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
 
 
 def test_rows_one_by_one_are_as_many_on_every_rank() -> None:
-    assert row_by_row([0, 1, 2], [5, 9, 7], 2) == [[[1], [0]], [[2], []]]
-    assert row_by_row([], [], 2) == [[], []]
+    assert plan_single_rows([0, 1, 2], [5, 9, 7], 2) == [[[1], [0]], [[2], []]]
+    assert plan_single_rows([], [], 2) == [[], []]
 
 
 async def load(client: TrainerClient, model: Path, run: Path) -> None:
-    await client.load(run="r", incarnation=1, model=str(model), folder=str(run), checkpoint=None, version=0)
+    await client.do(
+        LoadPolicy(run_id="r", incarnation=1, model=str(model), folder=str(run), checkpoint=None, version=0)
+    )
 
 
 async def train(client: TrainerClient, run: Path, digest: str) -> StepResult:
-    return await client.train_step(folder=str(run), run="r", step=0, digest=digest)
+    return await client.do(TrainStep(folder=str(run), run_id="r", step=0, digest=digest))
 
 
-async def score(client: TrainerClient, run: Path, step: int, ids: list[str]) -> Delivery | None:
-    return await client.score_rows(folder=str(run), run="r", step=step, trajectory_ids=ids)
+async def score(client: TrainerClient, run: Path, step: int, ids: list[str]) -> StagedRows | None:
+    return await client.do(ComputeOldLogprobs(folder=str(run), run_id="r", step=step, trajectory_ids=ids))
 
 
 async def weights(client: TrainerClient) -> dict[str, str]:
-    return {name: each for name, each in (await client.digests()).items() if name.startswith("weights/")}
+    return {
+        name: each for name, each in (await client.do(DigestState())).items() if name.startswith("weights/")
+    }
 
 
-def rows_of(run: Path, delivery: Delivery | None) -> dict[str, np.ndarray]:
+def rows_of(run: Path, delivery: StagedRows | None) -> dict[str, np.ndarray]:
     assert delivery is not None
     rows = pl.read_ipc((run / delivery.key).read_bytes())
     return {name: np.array(each) for name, each in rows.select("trajectory_id", "logprobs").iter_rows()}

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tasks.errors import BatchRefusedError, ConfigError, ShardError
-from tasks.store.routing import routing_row
-from tasks.train.config import TrainConfig
-from tasks.train.model_check import check_model
-from tasks.train.routing import NO_EXPERT, RoutingReplay, experts_at, routers_of
-from tasks.train.samples import Samples, read_batch_routing, read_samples
+from rollmill.tasks.errors import BatchRefusedError, ConfigError, ShardError
+from rollmill.tasks.store.expert_routing import make_routing_row
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import check_model
+from rollmill.tasks.train.engine.routing_replay import NO_EXPERT, RoutingReplay, experts_at, find_routers
+from rollmill.tasks.train.samples import Samples, read_samples
 
 SIZES = {
     "vocab_size": 31,
@@ -56,7 +55,7 @@ TOKENS = torch.arange(2, 14)[None]
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
-    for router in routers_of(model).values():
+    for router in find_routers(model).values():
         torch.nn.init.normal_(router.weight)
     return model
 
@@ -123,7 +122,7 @@ def test_every_weight_has_the_gradient_through_the_stored_experts() -> None:
     stored = (recorded(model)[1] + 1) % 4
     replay = RoutingReplay(model)
     replay.experts = stored.to(torch.int16)
-    for place, router in enumerate(routers_of(naive).values()):
+    for place, router in enumerate(find_routers(naive).values()):
         router.forward = by_hand(router, stored[:, place])
     for each in (model, naive):
         recorded(each)[0].log_softmax(-1)[0, :, 5].sum().backward()
@@ -208,7 +207,7 @@ def sampled(model: PreTrainedModel, n_prompt: int, n_new: int, seed: int) -> tup
     def record(name: str) -> Callable[..., None]:
         return lambda _, __, output: found.setdefault(name, []).append(output[2])
 
-    hooks = [each.register_forward_hook(record(name)) for name, each in routers_of(model).items()]
+    hooks = [each.register_forward_hook(record(name)) for name, each in find_routers(model).items()]
     torch.manual_seed(seed)
     prompt = torch.randint(2, 57, (1, n_prompt))
     tokens = model.generate(
@@ -220,7 +219,7 @@ def sampled(model: PreTrainedModel, n_prompt: int, n_new: int, seed: int) -> tup
     )
     for hook in hooks:
         hook.remove()
-    experts = torch.stack([torch.cat(found[name]) for name in routers_of(model)], 1)
+    experts = torch.stack([torch.cat(found[name]) for name in find_routers(model)], 1)
     return tokens[0].numpy(), experts.numpy().astype(np.uint8)
 
 
@@ -231,7 +230,7 @@ def replayed_gradient(folder: Path, samples: Samples) -> dict[str, torch.Tensor]
     for row, mask in enumerate(samples.loss_masks):
         stored = torch.from_numpy(samples.routing[row].astype(np.int64))
         whole = torch.cat([stored, stored[-1:]])  # the last token's experts reach no logits that count
-        for place, router in enumerate(routers_of(policy).values()):
+        for place, router in enumerate(find_routers(policy).values()):
             router.forward = by_hand(router, whole[:, place])
         ids = torch.from_numpy(samples.token_ids[row].astype(np.int64))
         log_p = policy(input_ids=ids[None]).logits[0].log_softmax(-1)
@@ -268,7 +267,7 @@ def test_a_step_uses_the_experts_stored_with_the_rollouts_at_every_token_and_lay
     drawn = [sampled(sampler, *each, seed) for seed, each in enumerate(lengths)]
     rows = [batches.row(*each, advantage=(-1.0) ** row) for row, each in enumerate(lengths)]
     batches.write_step(tmp_path, 0, rows, token_ids=[tokens for tokens, _ in drawn])
-    routing = [routing_row("r", 0, f"r-0-{row}", [experts]) for row, (_, experts) in enumerate(drawn)]
+    routing = [make_routing_row("r", 0, f"r-0-{row}", [experts]) for row, (_, experts) in enumerate(drawn)]
     batches.write_shard(tmp_path, "routing", 0, pa.concat_batches(routing))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -305,7 +304,7 @@ def test_a_step_uses_the_experts_stored_with_the_rollouts_at_every_token_and_lay
     job = {"model": str(tmp_path / "model"), "folder": str(tmp_path), "output": str(output), "cases": cases}
     run_ranks("routing_ranks.py", n_ranks, job)
 
-    samples = replace(read_samples(str(tmp_path), 0)[1], routing=read_batch_routing(str(tmp_path), 0))
+    samples = read_samples(str(tmp_path), 0, with_routing=True)[1]
     expected = replayed_gradient(tmp_path / "model", samples)
     exact = [file for file in output.iterdir() if file.stem not in ("several-updates", "bfloat16")]
     assert len(exact) >= 2
@@ -322,4 +321,4 @@ def test_routing_that_is_not_stored_any_more_names_the_settings(batches: Any, tm
     with pytest.raises(
         ShardError, match=r"0 of 3 trajectories.*rollout\.keep_routing.*store\.keep_routing_steps"
     ):
-        read_batch_routing(str(tmp_path), 0)
+        read_samples(str(tmp_path), 0, with_routing=True)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import ConfigError
-from tasks.train.config import TrainConfig
-from tasks.train.rules import check_objective, check_offload
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.setting_rules import check_objective, check_offload
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from tasks.train.rules import check_objective, check_offload
         ),
         ({"lr_decay": "linear"}, "train.lr_decay_updates = 0: lr_decay linear needs"),
         ({"lr_decay_updates": 40}, "train.lr_decay_updates = 40: the rate falls with train.lr_decay"),
-        ({"min_lr_share": 0.1}, "train.min_lr_share = 0.1: the rate falls with train.lr_decay"),
+        ({"min_lr_ratio": 0.1}, "train.min_lr_ratio = 0.1: the rate falls with train.lr_decay"),
         ({"importance": {"floor": 0.5}}, "train.importance.floor = 0.5: is for train.importance.mode masked"),
         ({"kl": {"model": "models/a"}}, "train.kl.model = 'models/a': is the model of a frozen reference"),
         ({"kl": {"urls": ["http://a:1"]}}, "train.kl.urls = ['http://a:1']: are servers of a reference"),
@@ -36,10 +36,10 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
     "settings",
     [
         {"importance": {"mode": "masked", "floor": 0.5}},
-        {"importance": {"mode": "truncated"}, "behaviour": "recomputed"},
+        {"importance": {"mode": "truncated"}, "old_logprobs": "trainer"},
         {"importance": {"mode": "truncated"}, "loss": "reinforce"},
         {"normalization": "fixed_length", "normalization_tokens": 24},
-        {"lr_decay": "cosine", "lr_decay_updates": 40, "min_lr_share": 0.1},
+        {"lr_decay": "cosine", "lr_decay_updates": 40, "min_lr_ratio": 0.1},
     ],
 )
 def test_settings_that_go_together_are_not(settings: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.errors import BatchRefusedError, ShardError
-from tasks.train.micro_batch import micro_batch
-from tasks.train.samples import Samples, check_lengths, check_samples, read_samples
+from rollmill.tasks.errors import BatchRefusedError, ShardError
+from rollmill.tasks.train.packing.micro_batch import build_micro_batch
+from rollmill.tasks.train.samples import Samples, check_lengths, check_samples, read_samples
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_unknown_log_probabilities_of_the_sampler_are_refused_only_where_they_ar
 ) -> None:
     unknown = dataclasses.replace(samples, logprobs=[np.full_like(each, np.nan) for each in samples.logprobs])
     check_samples(unknown, needs_sampler=False)
-    with pytest.raises(BatchRefusedError, match=r"r-0-0: .*train\.behaviour=recomputed"):
+    with pytest.raises(BatchRefusedError, match=r"r-0-0: .*train\.old_logprobs=trainer"):
         check_samples(unknown)
 
     infinite = dataclasses.replace(
@@ -93,7 +93,7 @@ def test_a_row_longer_than_a_micro_batch_is_refused_by_name(samples: Samples) ->
 
 def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) -> None:
     rows = [4, 8, 0]
-    batch = micro_batch(samples, rows, sorted(set(samples.envs)), torch.device("cpu"), "padded")
+    batch = build_micro_batch(samples, rows, sorted(set(samples.envs)), torch.device("cpu"), "padded")
     flat = batch.token_ids.flatten()
     expected = np.concatenate([samples.token_ids[row][samples.loss_masks[row]] for row in rows])
 
@@ -102,7 +102,7 @@ def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) 
 
 
 def test_a_micro_batch_without_rows_trains_nothing(samples: Samples) -> None:
-    batch = micro_batch(samples, [], ["addition"], torch.device("cpu"), "padded")
+    batch = build_micro_batch(samples, [], ["addition"], torch.device("cpu"), "padded")
 
     assert batch.token_ids.shape == (1, 2)
     assert batch.positions.numel() == batch.targets.numel() == batch.advantages.numel() == 0

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tasks.errors import (
+from rollmill.tasks.errors import (
     BatchRefusedError,
     RequestError,
     ServiceDiedError,
@@ -26,11 +26,18 @@ from tasks.errors import (
     StoreError,
     SyncError,
 )
-from tasks.sync.config import SyncConfig
-from tasks.sync.order import Target
-from tasks.train.client import TrainerClient
-from tasks.train.config import TrainConfig
-from tasks.train.protocol import StepResult
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_messages import SendTarget
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import (
+    AwaitCheckpoint,
+    BeginCheckpoint,
+    ExportPolicy,
+    LoadPolicy,
+    StepResult,
+    TrainStep,
+)
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 pytestmark = pytest.mark.service
 
@@ -49,18 +56,20 @@ class RunTrainer(Protocol):
 
 async def load(client: TrainerClient, model: Path, run: Path, version: int = 0, incarnation: int = 1) -> None:
     checkpoint = str(run / "checkpoints" / f"version={version:06d}") if version else None
-    await client.load(
-        run="r",
-        incarnation=incarnation,
-        model=str(model),
-        folder=str(run),
-        checkpoint=checkpoint,
-        version=version,
+    await client.do(
+        LoadPolicy(
+            run_id="r",
+            incarnation=incarnation,
+            model=str(model),
+            folder=str(run),
+            checkpoint=checkpoint,
+            version=version,
+        )
     )
 
 
 async def exported(client: TrainerClient, folder: Path) -> bytes:
-    await client.export_policy(str(folder))
+    await client.do(ExportPolicy(path=str(folder)))
     return (folder / "model.safetensors").read_bytes()
 
 
@@ -92,14 +101,14 @@ async def test_resumed_trainer_reaches_the_same_bytes(
     digests = [batches.write_step(run, step, batches.uneven_rows(16, seed=step)) for step in range(4)]
 
     async def train(client: TrainerClient, step: int) -> StepResult:
-        return await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])
+        return await client.do(TrainStep(folder=str(run), run_id="r", step=step, digest=digests[step]))
 
     async with run_trainer(config) as (client, _):
         await load(client, tiny_model, run)
         results = [await train(client, step) for step in range(2)]
-        assert (await client.checkpoint(str(run), 2)).is_new
+        assert (await client.do(BeginCheckpoint(folder=str(run), version=2))).is_new
         results += [await train(client, step) for step in range(2, 4)]
-        assert (await client.await_checkpoint(2)).n_bytes > 0
+        assert (await client.do(AwaitCheckpoint(version=2))).n_bytes > 0
         straight = await exported(client, tmp_path / "straight")
 
     async with run_trainer(config) as (client, _):
@@ -123,10 +132,10 @@ async def check_weights_arrive(client: TrainerClient, receive: Receive, tmp_path
     """What a receiver gets is what is exported."""
     offer = await client.offer()
     receiving = asyncio.create_task(asyncio.to_thread(receive, offer, "first"))
-    (sent,) = await client.send([Target("server", "tcp", "first")])
+    (sent,) = await client.send([SendTarget("server", "tcp", "first")])
     arrived = await receiving
     assert (sent.server, sent.error) == ("server", "")
-    await client.export_policy(str(tmp_path / "exported"))
+    await client.do(ExportPolicy(path=str(tmp_path / "exported")))
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert sent.bytes == sum(each.nbytes for each in exported.values())
     assert arrived.keys() == exported.keys()
@@ -143,7 +152,7 @@ async def test_a_batch_is_applied_once_and_anything_else_is_refused(
     async with run_trainer(TrainConfig(micro_batch_tokens=512)) as (client, process):
 
         async def train(step: int, digest: str, run_id: str = "r", folder: Path = run) -> StepResult:
-            return await client.train_step(folder=str(folder), run=run_id, step=step, digest=digest)
+            return await client.do(TrainStep(folder=str(folder), run_id=run_id, step=step, digest=digest))
 
         with pytest.raises(RequestError, match="nothing loaded"):
             await train(0, digests[0])
@@ -158,30 +167,33 @@ async def test_a_batch_is_applied_once_and_anything_else_is_refused(
 
         for step, digest, run_id in [(0, digests[1], "r"), (2, digests[2], "r"), (1, digests[1], "other")]:
             with pytest.raises(
-                BatchRefusedError, match=f"stands at step 1 of run r, after the batch {digests[0]}"
+                BatchRefusedError, match=f"is at step 1 of run r, after the batch {digests[0]}"
             ):
                 await train(step, digest, run_id)
-        with pytest.raises(BatchRefusedError, match=f"stored batch is {digests[1]}, asked was {digests[2]}"):
+        with pytest.raises(
+            BatchRefusedError, match=f"stored batch is {digests[1]}, requested was {digests[2]}"
+        ):
             await train(1, digests[2])
         with pytest.raises(
             BatchRefusedError, match=r"r-1-1: it has 540 tokens, and train\.micro_batch_tokens is 512"
         ):
             await train(1, too_long, folder=tmp_path / "long")
-        (run / "rollouts" / "step=000001" / "000001-000001.arrow").write_bytes(b"torn")
-        with pytest.raises(ShardError, match="cannot read"):
+        (shard,) = (run / "rollouts" / "step=000001").glob("*.arrow")
+        shard.write_bytes(b"torn")
+        with pytest.raises(ShardError, match="is damaged"):
             await train(1, digests[1])
 
         assert await exported(client, tmp_path / "after-refusals") == weights
         batches.write_step(run, 1, batches.uneven_rows(6, seed=1))
         assert (await train(1, digests[1])).version == 2
-        with pytest.raises(RequestError, match="stands at version 2, not 1"):
-            await client.checkpoint(str(run), 1)
+        with pytest.raises(RequestError, match="is at version 2, not 1"):
+            await client.do(BeginCheckpoint(folder=str(run), version=1))
         health = await client.health()
         assert (health.run, health.incarnation, health.version, health.digest) == ("r", 1, 2, digests[1])
         with pytest.raises(RequestError, match="401"):
-            await TrainerClient(str(client._http.base_url), "guess", timeout_s=10.0).health()
+            await TrainerClient(client.url, "guess", timeout_s=10.0).health()
         await client.shutdown()
-        assert await asyncio.wait_for(process.ended(), END_S) == 0
+        assert await asyncio.wait_for(process.wait(), END_S) == 0
 
 
 async def test_weights_arrive_from_partitioned_ranks_and_steps_without_update_keep_them(
@@ -197,18 +209,18 @@ async def test_weights_arrive_from_partitioned_ranks_and_steps_without_update_ke
     ]
     digests = [batches.write_step(run, step, each) for step, each in enumerate(rows)]
 
-    async with run_trainer(TrainConfig(ranks=2, zero_stage=3, heartbeat_timeout_s=5.0)) as (client, _):
+    async with run_trainer(TrainConfig(ranks=2, zero_stage=3), heartbeat_timeout_s=5.0) as (client, _):
         await load(client, tiny_model, run)
         await check_weights_arrive(client, receive_weights, tmp_path)
         before = await exported(client, tmp_path / "before")
         results = [
-            await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])
+            await client.do(TrainStep(folder=str(run), run_id="r", step=step, digest=digests[step]))
             for step in range(4)
         ]
         assert await exported(client, tmp_path / "after") == before
         await asyncio.sleep(2 * 5.0)  # idle for several heartbeats' time
         assert max((await client.health()).heartbeats) < 5.0
-        last = await client.train_step(folder=str(run), run="r", step=4, digest=digests[4])
+        last = await client.do(TrainStep(folder=str(run), run_id="r", step=4, digest=digests[4]))
         assert last.updated
         assert await exported(client, tmp_path / "trained") != before
 
@@ -241,14 +253,16 @@ async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
         await load(client, tiny_model, run)
         ranks = rank_pids(process)
         before = {rank: cpu_s(pid) for rank, pid in ranks.items()}
-        training = asyncio.create_task(client.train_step(folder=str(run), run="r", step=0, digest=digest))
+        training = asyncio.create_task(
+            client.do(TrainStep(folder=str(run), run_id="r", step=0, digest=digest))
+        )
         while any(cpu_s(pid) < before[rank] + DEEP_IN_A_STEP_S for rank, pid in ranks.items()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # a rank that waits for the other one would tell of a broken connection
         assert not training.done()
         os.kill(ranks[victim], signal.SIGKILL)
         with pytest.raises(ServiceDiedError, match="SIGKILL"):
             await asyncio.wait_for(training, END_S)
-        assert await asyncio.wait_for(process.ended(), END_S) != 0
+        assert await asyncio.wait_for(process.wait(), END_S) != 0
         assert rank_pids(process) == {}
 
 
@@ -277,25 +291,25 @@ async def test_a_rank_that_is_killed_while_it_sends_ends_the_service_and_all_rec
     may_begin, reports = threading.Event(), asyncio.Queue[dict[str, int]]()
     config, sync = (
         TrainConfig(ranks=2, zero_stage=3),
-        SyncConfig(report_s=0.2, stall_timeout_s=END_S, bucket_mib=1),
+        SyncConfig(stall_timeout_s=END_S, bucket_mib=1),
     )
-    async with run_trainer(config, sync) as (client, process):
+    async with run_trainer(config, sync, progress_interval_s=0.2) as (client, process):
         await load(client, larger_model, tmp_path / "run")
         offer = await client.offer()
         receiving = asyncio.create_task(asyncio.to_thread(receive_weights, offer, "held", may_begin))
-        targets = [Target("server", "tcp", "held")]
+        targets = [SendTarget("server", "tcp", "held")]
         sending = asyncio.create_task(client.send(targets, reports.put_nowait, every_s=0.2))
         n_bytes = 0
         while not n_bytes:
             n_bytes = (await asyncio.wait_for(reports.get(), END_S)).get("server", 0)
-        assert n_bytes < offer.plan["total_bytes"], "it is in the middle of the transfer"
+        assert n_bytes < offer.plan.total_bytes, "it is in the middle of the transfer"
         os.kill(rank_pids(process)[1], signal.SIGKILL)
         with pytest.raises(ServiceDiedError, match="SIGKILL"):
             await asyncio.wait_for(sending, END_S)
         may_begin.set()
         with pytest.raises(SyncError, match="did not arrive"):
             await asyncio.wait_for(receiving, END_S)
-        assert await asyncio.wait_for(process.ended(), END_S) != 0
+        assert await asyncio.wait_for(process.wait(), END_S) != 0
         assert rank_pids(process) == {}
 
 
@@ -305,12 +319,12 @@ async def test_service_ends_when_a_rank_falls_silent(
     run = tmp_path / "run"
     digest = batches.write_step(run, 0, batches.uneven_rows(6))
 
-    async with run_trainer(TrainConfig(ranks=2, heartbeat_timeout_s=6.0)) as (client, process):
+    async with run_trainer(TrainConfig(ranks=2), heartbeat_timeout_s=6.0) as (client, process):
         await load(client, tiny_model, run)
         os.kill(rank_pids(process)[1], signal.SIGSTOP)
         with pytest.raises(ServiceDiedError, match="rank 1 has been silent"):
             await asyncio.wait_for(
-                client.train_step(folder=str(run), run="r", step=0, digest=digest), 2 * END_S
+                client.do(TrainStep(folder=str(run), run_id="r", step=0, digest=digest)), 2 * END_S
             )
 
 
@@ -324,7 +338,7 @@ async def test_an_error_in_a_rank_ends_the_service_with_its_traceback(
     async with run_trainer(TrainConfig()) as (client, process):
         with pytest.raises(ServiceDiedError, match="OSError"):
             await load(client, broken, tmp_path / "run")
-        assert await asyncio.wait_for(process.ended(), END_S) != 0
+        assert await asyncio.wait_for(process.wait(), END_S) != 0
 
 
 async def test_a_taken_port_is_said_at_the_start(run_trainer: RunTrainer) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tasks.observe.spans import Recorder, Span, recording
-from tasks.train.config import TrainConfig
-from tasks.train.rank_spans import starts_of
-from tasks.train.timeline import owned_seconds
+from rollmill.tasks.observe.spans import Recorder, Span, recording
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import AwaitCheckpoint, BeginCheckpoint, LoadPolicy, TrainStep
+from rollmill.tasks.train.service.rank_spans import command_starts
+from rollmill.tasks.train.service.rank_timeline import exclusive_seconds
 
 SLOW_S = 0.8
 """How much longer the last rank takes for each micro-batch."""
@@ -30,7 +31,7 @@ def owned(spans: Sequence[Span], step: int) -> Owned:
         if each.step == step:
             name = f"{each.name} of {each.cause}" if each.cause else each.name
             of_ranks[each.process].append(each._replace(name=name))
-    return {process: owned_seconds(found) for process, found in of_ranks.items()}
+    return {process: exclusive_seconds(found) for process, found in of_ranks.items()}
 
 
 def unattributed(spans: Sequence[Span], process: str) -> float:
@@ -64,17 +65,26 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
     digests = [batches.write_step(run, step, batches.uneven_rows(16, seed=step)) for step in range(2)]
     with recording(recorder):
         async with run_trainer(config) as (client, _):
-            await client.load(
-                run="r", incarnation=1, model=str(tiny_model), folder=str(run), checkpoint=None, version=0
+            await client.do(
+                LoadPolicy(
+                    run_id="r",
+                    incarnation=1,
+                    model=str(tiny_model),
+                    folder=str(run),
+                    checkpoint=None,
+                    version=0,
+                )
             )
             for step in range(2):
                 await asyncio.sleep(PAUSE_S)
                 asked_ns = time.time_ns()
-                result = await client.train_step(folder=str(run), run="r", step=step, digest=digests[step])
+                starts = dict[str, int]()
+                command = TrainStep(folder=str(run), run_id="r", step=step, digest=digests[step])
+                result = await client.do(command, starts=starts)
             answered_ns = time.time_ns()
             assert await client.logprobs([[1, 2, 3]])
-            await client.checkpoint(str(run), 2)
-            await client.await_checkpoint(2)
+            await client.do(BeginCheckpoint(folder=str(run), version=2))
+            await client.do(AwaitCheckpoint(version=2))
     spans = recorder.take()
 
     step = [each for each in spans if each.started_ns >= asked_ns and each.process == "trainer/0"]
@@ -93,12 +103,11 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
         assert {"parity", "checkpointing"} <= set(found)
         assert unattributed(spans, process) < 0.02, spans
 
-    assert result.starts_ns.keys() == {"trainer/0", "trainer/1"}
-    assert all(asked_ns <= each < answered_ns for each in result.starts_ns.values())
+    assert starts.keys() == {"trainer/0", "trainer/1"}
+    assert all(asked_ns <= each < answered_ns for each in starts.values())
 
     values = {each.name: each.value for each in result.metrics if each.env == "all"}
-    starts = result.starts_ns.values()
-    assert values["train/start_skew_s"] == pytest.approx(1e-9 * (max(starts) - min(starts)))
+    assert values["train/start_skew_s"] == pytest.approx(1e-9 * (max(starts.values()) - min(starts.values())))
     assert values["train/slowest_rank"] == 1.0
     spread_s = forward_s - of_ranks["trainer/0"]["forward"]
     assert values["train/forward_spread_s"] == pytest.approx(spread_s, rel=0.1)
@@ -118,4 +127,4 @@ def test_a_rank_began_with_its_last_command_when_it_first_did_something_but_wait
         Span("trainer/1", "main", "handing_over", 1, 6, 1),
         Span("trainer/2", "main", "idle", 1, 3, 2, "no command"),
     ]
-    assert starts_of(spans) == {"trainer/0": 5, "trainer/1": 6}
+    assert command_starts(spans) == {"trainer/0": 5, "trainer/1": 6}

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import pytest
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from tasks.errors import SyncError
-from tasks.sync.config import SyncConfig
-from tasks.train.config import TrainConfig
-from tasks.train.protocol import ServiceConfig
-from tasks.train.transfer import Transfer
+from rollmill.tasks.errors import SyncError
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.weight_transfer import WeightTransfer
 
 
 class Loaded(NamedTuple):
@@ -25,4 +25,4 @@ def test_an_address_of_another_machine_is_refused_with_what_to_set(host: str) ->
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads))
     config = ServiceConfig(train=TrainConfig(), sync=SyncConfig(host=host), port=0, log_dir="")
     with pytest.raises(SyncError, match=r"cannot listen at sync\.host=.*; set sync\.host"):
-        Transfer(config, 0, 1).prepare(Loaded(model))  # type: ignore[arg-type]  # all that it asks for
+        WeightTransfer(config, 0, 1).prepare(Loaded(model))  # type: ignore[arg-type]  # all that it asks for

@@ -20,11 +20,11 @@ from transformers import (
 )
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from tasks.sync.link import as_bytes
-from tasks.sync.sender import Piece
-from tasks.train.checkpoint_form import weight_layers
-from tasks.train.weight_stream import WeightStream
-from tasks.train.weights import named_weights
+from rollmill.tasks.sync.bucket_writer import Piece
+from rollmill.tasks.sync.links.link import as_bytes
+from rollmill.tasks.train.checkpoints.hf_export import gather_weights
+from rollmill.tasks.train.checkpoints.hf_layout import weight_layers
+from rollmill.tasks.train.weight_stream import WeightStream
 
 SIZES = {
     "vocab_size": 57,
@@ -74,7 +74,8 @@ def give_shard(model: PreTrainedModel, rank: int, world_size: int) -> None:
         size = -(-parameter.numel() // world_size)
         padded = torch.full((size * world_size,), torch.nan)
         padded[: parameter.numel()] = parameter.detach().flatten()
-        parameter.ds_shape = parameter.shape
+        parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+        parameter.partition_numel = lambda size=size: size
         parameter.ds_tensor = padded[rank * size : (rank + 1) * size]
 
 
@@ -89,7 +90,7 @@ def test_the_pieces_of_ranks_that_have_everything_are_all_weights_once(name: str
     model = model_of(name)
     streams = [stream_of(model, rank, world_size) for rank in range(world_size)]
     pieces = [list(stream.pieces(model)) for stream in streams]
-    assert_same(put_together(streams[0], list(itertools.chain(*pieces))), dict(named_weights(model)))
+    assert_same(put_together(streams[0], list(itertools.chain(*pieces))), dict(gather_weights(model)))
     ranges = [[(each.offset, each.offset + each.data.nbytes) for each in some] for some in pieces]
     assert all(
         some == stream.shares[rank] for rank, (some, stream) in enumerate(zip(ranges, streams, strict=True))
@@ -102,7 +103,7 @@ def test_the_pieces_of_ranks_that_have_everything_are_all_weights_once(name: str
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(["dense", "tied", "experts", "mixtral"]), st.integers(1, 5))
 def test_the_pieces_of_ranks_with_shards_are_all_weights_once(name: str, world_size: int) -> None:
-    expected = dict(named_weights(model_of(name)))
+    expected = dict(gather_weights(model_of(name)))
     pieces = []
     for rank in range(world_size):
         model = model_of(name)
@@ -125,7 +126,7 @@ def store_transposed(model: PreTrainedModel) -> None:
 def test_layers_in_another_order_than_in_memory_are_made_and_shared_out() -> None:
     model = model_of("dense")
     store_transposed(model)
-    expected = dict(named_weights(model))
+    expected = dict(gather_weights(model))
     streams = [stream_of(model, rank, 3) for rank in range(3)]
     pieces = [list(stream.pieces(model)) for stream in streams]
     assert_same(put_together(streams[0], list(itertools.chain(*pieces))), expected)

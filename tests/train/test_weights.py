@@ -13,8 +13,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tasks.train.checkpoint_form import weight_layers
-from tasks.train.weights import export_policy, named_weights
+from rollmill.tasks.train.checkpoints.hf_export import export_policy, gather_weights
+from rollmill.tasks.train.checkpoints.hf_layout import weight_layers
 
 SIZES = {
     "vocab_size": 31,
@@ -50,11 +50,11 @@ def test_weights_have_the_names_and_values_of_a_saved_checkpoint(
     stored = load_file(tmp_path / "start" / "model.safetensors")
     export_policy(model, str(tmp_path / "exported"), is_writer=True)
 
-    for found in (dict(named_weights(model)), load_file(tmp_path / "exported" / "model.safetensors")):
+    for found in (dict(gather_weights(model)), load_file(tmp_path / "exported" / "model.safetensors")):
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)
     assert [tuple(each) for layer in weight_layers(model) for each in layer.tensors] == [
-        (name, tuple(each.shape), each.dtype) for name, each in named_weights(model)
+        (name, tuple(each.shape), each.dtype) for name, each in gather_weights(model)
     ]
     assert ("lm_head.weight" in stored) == (not config.tie_word_embeddings)
     assert (tmp_path / "exported" / "tokenizer.json").is_file()

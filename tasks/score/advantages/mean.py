@@ -10,5 +10,5 @@ import numpy as np
 
 
 def mean(rewards: np.ndarray) -> np.ndarray:
-    """[G] reward minus the group's mean. Example: [1, 0, 0, 1] gives [.5, -.5, -.5, .5]."""
+    """Return [G] rewards minus their mean. Example: [1, 0, 0, 1] gives [.5, -.5, -.5, .5]."""
     return np.asarray(rewards - rewards.mean())

@@ -12,5 +12,8 @@ STD_EPSILON = 1e-6
 
 
 def mean_std(rewards: np.ndarray) -> np.ndarray:
-    """[G] reward minus the group's mean, over its deviation. Example: [1, 0, 0, 1] gives [1, -1, -1, 1]."""
+    """Return [G] rewards minus their mean, divided by their standard deviation plus 1e-6.
+
+    Example: [1, 0, 0, 1] gives about [1, -1, -1, 1].
+    """
     return np.asarray((rewards - rewards.mean()) / (rewards.std() + STD_EPSILON))

@@ -10,5 +10,8 @@ import numpy as np
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
-    """[G] reward minus the mean of the others', G at least 2. Example: [1, 0, 0, 1] gives [2/3, -2/3, -2/3, 2/3]."""
+    """Return [G] rewards, each minus the mean of the group's other rewards; G is at least 2.
+
+    Example: [1, 0, 0, 1] gives [2/3, -2/3, -2/3, 2/3].
+    """
     return np.asarray((rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1))

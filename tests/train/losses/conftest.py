@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tasks.train.losses.token_loss import Tokens
+from rollmill.tasks.train.objective.losses.token_loss import Tokens
 
 
 @pytest.fixture

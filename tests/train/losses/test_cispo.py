@@ -4,9 +4,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tasks.train.losses.cispo import cispo
-from tasks.train.losses.ppo_clip import ppo_clip
-from tasks.train.losses.token_loss import Tokens
+from rollmill.tasks.train.objective.losses.cispo import cispo
+from rollmill.tasks.train.objective.losses.ppo_clip import ppo_clip
+from rollmill.tasks.train.objective.losses.token_loss import Tokens
 
 MakeTokens = Callable[..., Tokens]
 

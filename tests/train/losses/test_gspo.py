@@ -4,8 +4,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tasks.train.losses.gspo import gspo
-from tasks.train.losses.token_loss import Tokens
+from rollmill.tasks.train.objective.losses.gspo import gspo
+from rollmill.tasks.train.objective.losses.token_loss import Tokens
 
 MakeTokens = Callable[..., Tokens]
 ROWS = [0, 0, 0, 1, 2, 2]

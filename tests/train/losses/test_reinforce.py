@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import torch
 
-from tasks.train.losses.ppo_clip import ppo_clip
-from tasks.train.losses.reinforce import reinforce
-from tasks.train.losses.token_loss import Tokens
+from rollmill.tasks.train.objective.losses.ppo_clip import ppo_clip
+from rollmill.tasks.train.objective.losses.reinforce import reinforce
+from rollmill.tasks.train.objective.losses.token_loss import Tokens
 
 MakeTokens = Callable[..., Tokens]
 

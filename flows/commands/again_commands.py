@@ -1,0 +1,164 @@
+"""The panel "Again" of `rollmill --help`: commands that use stored rollouts, batches and checkpoints again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmill.flows.commands.options import Again, AsJson, Overrides, RunLocation
+
+PANEL = "Again"
+commands = typer.Typer()
+
+
+@commands.command(rich_help_panel=PANEL)
+def rescore(
+    run: RunLocation,
+    scorer: Annotated[
+        str, typer.Option(help="Registered name, or package.module:attribute; default: the run's own.")
+    ] = "",
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Only steps A to B - 1.")] = "",
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Score stored held-out trajectories too.")
+    ] = False,
+    redo_failed: Annotated[
+        bool, typer.Option("--redo-failed", help="Score again what the scorer failed on.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Score a run's stored rollouts with another scorer; existing scores are kept."""
+    from rollmill.flows.commands.stored_runs import rescore_config, rescore_here
+    from rollmill.flows.run.folder import find_run
+
+    folder = find_run(run)
+    config = rescore_config(
+        folder, tuple(overrides or ()), scorer, steps, evaluations=evaluations, redo_failed=redo_failed
+    )
+    rescore_here(folder, config)
+
+
+@commands.command(rich_help_panel=PANEL)
+def evaluate(
+    origin: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|PRESET", help="A run; or a preset, whose model is evaluated as a new run's."
+        ),
+    ],
+    version: Annotated[
+        int,
+        typer.Option(min=-1, help="Policy version with a checkpoint; 0: the start model; -1: the last."),
+    ] = -1,
+    name: Annotated[
+        str, typer.Option(help="For a preset: folder of the run below store.root; default: its name.")
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a version of a run's policy, or a model, on held-out prompts; existing results are kept."""
+    from rollmill.flows.commands.stored_runs import evaluate_config, evaluate_here
+
+    run_name, config = evaluate_config(origin, tuple(overrides or ()), name)
+    evaluate_here(run_name, config, version)
+
+
+@commands.command(rich_help_panel=PANEL)
+def retrain(
+    origin: Annotated[
+        str, typer.Argument(metavar="PRESET|RUN", help="Where settings come from: a preset, or a run.")
+    ],
+    name: Annotated[str, typer.Option(help="Folder of the new run below store.root.")],
+    scores: Annotated[str, typer.Option(metavar="NAME@VERSION", help="Scores to train on.")] = "",
+    sources: Annotated[
+        list[str] | None, typer.Option("--from", metavar="RUN", help="Run to train from; repeatable.")
+    ] = None,
+    overrides: Overrides = None,
+    again: Again = False,
+) -> None:
+    """Train a new run from stored rollouts and their scores; resumes an unfinished run of the same name."""
+    from rollmill.flows.commands.new_runs import retrain_here
+    from rollmill.flows.commands.stored_runs import retrain_config
+
+    config = retrain_config(origin, tuple(overrides or ()), sources or (), scores)
+    retrain_here(config, name, again=again)
+
+
+@commands.command(rich_help_panel=PANEL)
+def replay(
+    run: RunLocation,
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--from", metavar="VERSION", help="Start version; default: the last checkpoint but one."
+        ),
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option("--to", metavar="VERSION", help="End version; default: the last checkpoint.")
+    ] = None,
+    attribute: Annotated[
+        bool,
+        typer.Option(
+            "--attribute", help="Measure the phases after a step's rollouts instead, one by one and together."
+        ),
+    ] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="With --attribute: this step.")] = None,
+    traffic: Annotated[
+        int,
+        typer.Option(
+            "--synthetic-traffic",
+            metavar="K",
+            min=0,
+            help="With --attribute: K tasks run concurrently, in place of live generation.",
+        ),
+    ] = 0,
+    trainer: Annotated[
+        str,
+        typer.Option(
+            metavar="launch|none", help="With --attribute: none leaves out the phases that need a trainer."
+        ),
+    ] = "launch",
+    as_json: AsJson = False,
+) -> None:
+    """Apply a run's stored batches again and compare with its checkpoint byte for byte; writes nothing to the run.
+
+    With --attribute: measure the seconds, CPU, event loop lag and memory of each phase of a step after its rollouts.
+    """
+    from rollmill.flows.commands.stored_runs import attribute_here, check_replay_options, replay_here
+    from rollmill.flows.run.folder import find_run
+
+    check_replay_options(
+        attribute=attribute, step=step, versions=(first, last), traffic=traffic, as_json=as_json
+    )
+    folder = find_run(run)
+    if attribute:
+        assert step is not None
+        attribute_here(folder, step, traffic, trainer, as_json=as_json)
+    else:
+        replay_here(folder, first, last)
+
+
+@commands.command(rich_help_panel=PANEL)
+def verify_sync(run: RunLocation, overrides: Overrides = None) -> None:
+    """Send a run's weights to its servers, and compare every tensor and the live models; exit status 1: they differ.
+
+    The run is locked meanwhile; only its incarnation changes. Try another transport or mode with --set
+    sync.transport=files, --set sync.mode=second_copy.
+    """
+    from rollmill.flows.commands.stored_runs import verify_sync_here
+    from rollmill.flows.run.folder import find_run
+
+    verify_sync_here(find_run(run), tuple(overrides or ()))
+
+
+@commands.command(rich_help_panel=PANEL)
+def export_policy(
+    run: RunLocation,
+    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.")],
+    version: Annotated[
+        int | None, typer.Option(help="Policy version with a checkpoint; default: the last one.")
+    ] = None,
+) -> None:
+    """Write a policy version of a run as a Hugging Face folder, with its tokenizer; needs no trainer and no GPU."""
+    from rollmill.flows.policies.policy_export import export_policy_here
+    from rollmill.flows.run.folder import find_run
+
+    typer.echo(export_policy_here(find_run(run), version, output))

@@ -1,0 +1,264 @@
+"""The panel "Look" of `rollmill --help`: commands that read a run and change nothing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmill.flows.commands.options import AsJson, RunLocation
+from rollmill.tasks.errors import ConfigError
+
+PANEL = "Look"
+commands = typer.Typer()
+
+Steps = Annotated[str, typer.Option(metavar="A[:B]", help="Only these steps, both included.")]
+Statuses = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="complete, truncated, failed, cancelled, unscored; for groups: trained, or the reason why not.",
+    ),
+]
+Rewards = Annotated[
+    str, typer.Option(metavar="LOW:HIGH", help="Only these rewards, both included; for groups their means.")
+]
+SortColumn = Annotated[
+    str,
+    typer.Option(
+        metavar="[-]COLUMN",
+        help="Sort by this column, with - largest first; an unknown one lists the columns.",
+    ),
+]
+
+
+@commands.command(rich_help_panel=PANEL)
+def inspect(
+    run: RunLocation,
+    steps: Annotated[bool, typer.Option("--steps", help="One row per step; the default.")] = False,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="One row per group; the default with --step 3.")
+    ] = False,
+    trajectories: Annotated[
+        bool,
+        typer.Option(
+            "--trajectories", help="One row per trajectory; the default with --group, --status, --reward."
+        ),
+    ] = False,
+    step: Steps = "",
+    group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
+    status: Statuses = "",
+    env: Annotated[str, typer.Option(help="Only this environment.")] = "",
+    reward: Rewards = "",
+    scorer: Annotated[
+        str, typer.Option(metavar="NAME@VERSION", help="Rewards by this scorer; default: the run's own.")
+    ] = "",
+    evaluations: Annotated[
+        bool,
+        typer.Option("--evaluations", help="Held-out trajectories; --step selects their policy version."),
+    ] = False,
+    sort: SortColumn = "",
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Maximum number of rows; 0: all; default for trajectories: 100.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show steps, groups or trajectories, filtered and sorted."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.tables.run_tables import select_view
+    from rollmill.tasks.look.tables.selection import Interval, Selection, parse_level, parse_names
+    from rollmill.tasks.look.terminal.output import print_json, print_view
+
+    selection = Selection(
+        level=parse_level(steps=steps, groups=groups, trajectories=trajectories),
+        steps=Interval.parse("--step", step) if step else None,
+        group=group,
+        status=parse_names("--status", status),
+        env=env,
+        reward=Interval.parse("--reward", reward) if reward else None,
+        scorer=scorer,
+        evaluations=evaluations,
+        sort=sort,
+        limit=0 if limit is None and as_json else limit,
+    )
+    shown = select_view(find_run(run), selection)
+    if as_json:
+        print_json(shown.values)
+    else:
+        print_view(shown)
+
+
+@commands.command(rich_help_panel=PANEL)
+def show(
+    run: RunLocation,
+    trajectory: Annotated[
+        str,
+        typer.Argument(metavar="TRAJECTORY", help="GROUP.SAMPLE such as 12.3, v10.0.greedy, or a whole id."),
+    ],
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show its tokens too, coloured by log-probability.")
+    ] = False,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="advantage|logprob|entropy|ratio",
+            help="Show its tokens, coloured by this; the last two come from the trainer.",
+        ),
+    ] = "",
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Model folder with the tokenizer; default: the run's model.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show one trajectory: its outcome, the conversation, its tokens."""
+    from dataclasses import asdict
+
+    from rollmill.flows.recipe import run_tokenizer
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.errors import ConfigError
+    from rollmill.tasks.look.tables.trajectory_record import find_trajectory
+    from rollmill.tasks.look.terminal.output import open_console, print_json
+    from rollmill.tasks.look.terminal.trajectory_print import print_trajectory
+    from rollmill.tasks.look.terminal.trajectory_tokens import list_tokens, parse_measure, print_tokens
+
+    shown_by = parse_measure(by)
+    folder = find_run(run)
+    found = find_trajectory(folder, trajectory)
+    with_tokens, tokenizer = tokens or bool(by), None
+    if with_tokens:
+        try:
+            tokenizer = run_tokenizer(folder, model)
+        except ConfigError as error:
+            # A model folder that was named must have a tokenizer.
+            if model:
+                raise
+            typer.echo(f"rollmill: tokens are shown without text: {error}", err=True)
+    listed = list_tokens(found, tokenizer) if with_tokens else []
+    if as_json:
+        print_json(found.values() | ({"tokens": [asdict(each) for each in listed]} if with_tokens else {}))
+        return
+    console = open_console()
+    print_trajectory(console, found)
+    if with_tokens:
+        print_tokens(console, folder, found, listed, shown_by)
+
+
+@commands.command(rich_help_panel=PANEL)
+def view(
+    run: RunLocation,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Loopback port; default: 4300, or the next free one.", min=0, max=65535),
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    refresh_s: Annotated[
+        float, typer.Option(help="Seconds between two checks for new data.", min=0.2, max=3600)
+    ] = 2.0,
+) -> None:
+    """Open a local web page of a run: curves, tables, trajectories by token, comparisons of scorers or policies."""
+    from rollmill.flows.recipe import run_tokenizer
+    from rollmill.flows.run.folder import find_run
+
+    folder = find_run(run)
+    try:
+        from rollmill.tasks.look.web.app import serve_viewer
+    except ModuleNotFoundError as error:
+        remedy = f"the viewer needs {error.name}: pip install 'rollmill[viewer]'"
+        raise ConfigError("view", folder.location, remedy) from error
+    serve_viewer(folder, run_tokenizer, port, refresh_s, opens_browser=browser)
+
+
+@commands.command(rich_help_panel=PANEL)
+def plot(
+    run: RunLocation,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A .png, .svg, .pdf or .jpg file; default: RUN/plot.png, for a run on S3 in its local folder.",
+        ),
+    ] = None,
+) -> None:
+    """Plot a run by step: reward, length, entropy, staleness, drops, seconds."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.terminal.plot import plot_run
+
+    typer.echo(plot_run(find_run(run), output))
+
+
+@commands.command(rich_help_panel=PANEL)
+def spans(
+    run: RunLocation,
+    step: Steps = "",
+    otlp: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Send the spans to an OpenTelemetry receiver instead, by OTLP over HTTP, such as http://127.0.0.1:4318.",
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of steps went: owners, waits and causes, the critical path, what would shorten it."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.export.span_export import send_otlp
+    from rollmill.tasks.look.ledger.run_ledger import read_ledger
+    from rollmill.tasks.look.tables.ledger_tables import ledger_values, make_ledger_views
+    from rollmill.tasks.look.tables.selection import Interval
+    from rollmill.tasks.look.terminal.output import print_json, print_view
+
+    folder = find_run(run)
+    interval = Interval.parse("--step", step) if step else None
+    if as_json and otlp:
+        raise ConfigError("--json", "true", "it prints the tables; leave it out with --otlp")
+    if otlp:
+        typer.echo(send_otlp(folder, interval, otlp))
+        return
+    ledger = read_ledger(folder, interval)
+    if as_json:
+        print_json(ledger_values(folder.location, ledger))
+        return
+    for table in make_ledger_views(folder.name, ledger):
+        print_view(table)
+
+
+@commands.command(rich_help_panel=PANEL)
+def export(
+    run: RunLocation,
+    to: Annotated[str, typer.Option("--to", metavar="parquet|jsonl", help="Format of the files.")],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dataset", metavar="NAME", help="Only this data set; repeatable; default: all that have rows."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="New folder for the files; default: NAME-FORMAT in the working folder."
+        ),
+    ] = None,
+) -> None:
+    """Write data sets as Parquet or JSON lines, one file each."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.export.dataset_export import export_datasets, parse_form
+    from rollmill.tasks.look.terminal.output import print_exported_files
+
+    form, folder = parse_form(to), find_run(run)
+    target = output or Path(f"{folder.name}-{to}")
+    print_exported_files(export_datasets(folder, target, form, datasets or ()))
+
+
+@commands.command(rich_help_panel=PANEL)
+def verify(run: RunLocation, as_json: AsJson = False) -> None:
+    """Check every byte and row of a run; exit status 1: something is wrong, 2: the run could not be checked."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.errors import StoreError
+    from rollmill.tasks.look.terminal.findings_table import verify_and_print
+
+    try:
+        is_right = verify_and_print(find_run(run), as_json=as_json)
+    except StoreError as error:
+        typer.echo(f"rollmill: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not is_right:
+        raise typer.Exit(1)

@@ -1,0 +1,180 @@
+"""The commands `run`, `collect`, `retrain` and `fork`: flows that begin a run in a folder, or resume the one there."""
+
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.commands.flow_process import run_flow
+from rollmill.flows.config import RunConfig
+from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, steps_of_sources
+from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
+from rollmill.flows.settings import apply_overrides, find_fixed_settings, validate
+from rollmill.tasks.errors import ConfigError, RunMismatchError
+from rollmill.tasks.observe.spans import span
+from rollmill.tasks.observe.step_clock import record_command
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.fork_copy import fork_run
+from rollmill.tasks.store.run.immutable_settings import get_setting, list_differences
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.training_sources import check_sources
+
+# Fixed settings, or sections of them, that determine a checkpoint; a fork keeps its source's.
+WEIGHT_SETTINGS = ("model", "start_model.", "train.dtype", "train.lora.")
+# Fixed settings that determine the numbers of groups; a fork keeps its source's.
+NUMBERING_SETTINGS = ("rollout.groups_per_step",)
+# It determines the numbers of groups too; a fork may raise it.
+REFILLS = "rollout.max_refill_groups"
+
+
+def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
+    """Run the flow post-train in this process.
+
+    Args:
+        config: all settings.
+        name: folder of the run below `store.root`.
+        again: move a finished run of that name to NAME-N and start a new one.
+        redo_failed: sample failed trajectories of the steps without a batch again.
+
+    Raises:
+        ConfigError: something is missing; nothing was started.
+        RunFinishedError, RunMismatchError: the run in the folder cannot be resumed with these settings.
+    """
+    preflight(config)
+
+    def start() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.post_train import post_train
+
+        return post_train(name, config, redo_failed)
+
+    run_in_folder(config, name, start, again=again)
+
+
+def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
+    """Run the flow collect in this process; arguments and errors as for `run_here`."""
+    preflight(config, trains=False)
+
+    def start() -> Coroutine[Any, Any, object]:
+        from rollmill.flows.collect import collect
+
+        return collect(name, config, redo_failed)
+
+    run_in_folder(config, name, start, again=again, trains=False)
+
+
+def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
+    """Run the flow retrain in this process; arguments and errors as for `run_here`."""
+    if not again:
+        check_sources(run_folder(name, config))
+    steps_of_sources(config)
+    check_offline(config)
+    check_tokenizers(config)
+    # Both would write to the folder that they read.
+    if run_folder(name, config).absolute in config.retrain.sources:
+        raise ConfigError("--name", name, "a run cannot train from itself; give another name")
+    preflight(config, samples=config.evaluate.every > 0)
+
+    def start() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.retrain import retrain
+
+        return retrain(name, config)
+
+    run_in_folder(config, name, start, again=again)
+
+
+def run_in_folder(
+    config: RunConfig,
+    name: str,
+    start: Callable[[], Coroutine[Any, Any, object]],
+    *,
+    again: bool,
+    trains: bool = True,
+) -> None:
+    """Run, in this process, a flow that creates the run `name` below `store.root` or resumes it.
+
+    Args:
+        config: all settings.
+        name: folder of the run below `store.root`.
+        start: imports the flow and calls it; see `run_flow`.
+        again: move a finished run of that name to NAME-N and start a new one.
+        trains: False for the flow collect.
+    """
+    folder = run_folder(name, config)
+    is_replaced = again and is_finished(folder)
+
+    def start_in_folder() -> Coroutine[Any, Any, object]:
+        # Only now: without a Prefect server the finished run keeps its name.
+        if is_replaced:
+            move_aside(folder)
+        return start()
+
+    with record_command():
+        with span("checking"):
+            if is_replaced:
+                check_movable(folder)
+            else:
+                check_resumable(folder, config, trains=trains)
+        run_flow(start_in_folder, is_done=lambda: is_finished(folder))
+
+
+def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:
+    """Create the run `name` from the rows of `source` before `step` and its last checkpoint; returns the settings.
+
+    Args:
+        source: the run to fork.
+        step: first step of the new run.
+        name: folder of the new run below `store.root`.
+        overrides: key=value, for settings that differ from those of `source`.
+
+    Raises:
+        ConfigError: the step was not trained, the name belongs to another run, or a setting is wrong.
+        RunMismatchError: an override would change what the weights or the groups' numbers depend on.
+        RunLockedError: another process writes to the new run.
+        StoreError: something could not be read or written.
+    """
+    config = fork_config(source, overrides)
+    fork_run(source, step, run_folder(name, config), config.model_dump(mode="json"), config.store)
+    return config
+
+
+def fork_config(source: RunFolder, overrides: Sequence[str]) -> RunConfig:
+    """Return the settings of a fork: those of `source` with `overrides`, and with the folder of its start model as `model`.
+
+    Raises:
+        RunMismatchError: an override would change what the weights or the groups' numbers depend on.
+    """
+    stored = read_manifest(source).config
+    config = validate(apply_overrides(stored, overrides))
+    kept = {
+        name: default
+        for name, default in find_fixed_settings().items()
+        if name.startswith(WEIGHT_SETTINGS) or name in NUMBERING_SETTINGS
+    }
+    if lines := list_differences(stored, config.model_dump(mode="json"), kept):
+        raise RunMismatchError(
+            f"a fork of {source.location} keeps these settings, which its weights and groups depend on:\n"
+            + "\n".join(lines)
+        )
+    _check_refills(stored, config, source)
+    if config.model:
+        return config
+    # A start model depends on the seed, which the fork may change; so it is named by its folder, absolute since the fork may be
+    # resumed from another folder.
+    model = start_model_folder(validate(stored))
+    start_model = config.start_model.model_copy(update={"steps": 0})
+    return config.model_copy(update={"model": str(Path(model).absolute()), "start_model": start_model})
+
+
+def _check_refills(stored: dict[str, Any], config: RunConfig, source: RunFolder) -> None:
+    """Raise RunMismatchError if a fork has fewer `rollout.max_refill_groups` than its source.
+
+    The fork would then use the numbers of the source's refill groups a second time.
+    """
+    before, now = get_setting(stored, REFILLS, 0), config.rollout.max_refill_groups
+    if not isinstance(before, int) or now >= before:
+        return
+    raise RunMismatchError(
+        f"{REFILLS} = {now}: the groups that a fork of {source.location} begins with are numbered for {before} refills "
+        "a step; give at least as many"
+    )

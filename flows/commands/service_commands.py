@@ -1,0 +1,83 @@
+"""The panel "Services" of `rollmill --help`: commands that start and stop what flows connect to."""
+
+from typing import Annotated
+
+import typer
+
+from rollmill.flows.commands.options import Overrides, Preset
+from rollmill.tasks.errors import ConfigError
+
+PANEL = "Services"
+commands = typer.Typer()
+
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")]
+
+
+@commands.command(rich_help_panel=PANEL)
+def up(
+    port: Annotated[
+        int | None, typer.Option(help="Loopback port of the server; default: 4200.", show_default=False)
+    ] = None,
+) -> None:
+    """Start the local Prefect server in the background."""
+    from rollmill.flows.prefect_integration import local_server
+
+    running = local_server.status()
+    if running and port not in (None, running.port):
+        remedy = f"the Prefect server of this folder runs at {running.ui_url}; use it, or stop it first: `rollmill down`"
+        raise ConfigError("--port", port, remedy)
+    typer.echo(f"Prefect UI: {local_server.up(port=port or local_server.PORT)}")
+
+
+@commands.command(rich_help_panel=PANEL)
+def down() -> None:
+    """Stop the local Prefect server."""
+    from rollmill.flows.prefect_integration import local_server
+
+    typer.echo("stopped" if local_server.down() else "no local Prefect server was running")
+
+
+@commands.command(rich_help_panel=PANEL)
+def deploy(
+    pool: Annotated[
+        str, typer.Option(metavar="process|docker|kubernetes", help="Kind of the work pool for the runs.")
+    ] = "process",
+    overrides: Overrides = None,
+) -> None:
+    """Create a work pool and every deployment of prefect.yaml on the Prefect server."""
+    from rollmill.flows.prefect_integration.deployments import deploy_all
+
+    deploy_all(pool, tuple(overrides or ()))
+
+
+@commands.command(rich_help_panel=PANEL)
+def trainer(
+    preset: Preset,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Machines that share the ranks; run this command on each.")
+    ] = 1,
+    node: Annotated[
+        int, typer.Option(min=0, help="Number of this machine, from 0; flows connect to number 0.")
+    ] = 0,
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address on machine 0 where the machines meet.")
+    ] = "127.0.0.1:0",
+    host: Annotated[str, typer.Option(help="Address that the control API listens on.")] = "127.0.0.1",
+    port: Port = 0,
+) -> None:
+    """Run a trainer, or one machine's ranks of it, in the foreground, for flows to attach to."""
+    from rollmill.flows.commands.foreground import trainer_here
+    from rollmill.flows.settings import load
+    from rollmill.tasks.train.service.launch import Nodes
+
+    trainer_here(load(preset, tuple(overrides or ())), Nodes(nodes, node, rendezvous), host, port)
+
+
+@commands.command(rich_help_panel=PANEL)
+def vllm(preset: Preset, overrides: Overrides = None, port: Port = 0) -> None:
+    """Run a vLLM server in the foreground, for flows to attach to."""
+    from rollmill.flows.commands.foreground import vllm_here
+    from rollmill.flows.settings import load
+
+    vllm_here(load(preset, tuple(overrides or ())), port)

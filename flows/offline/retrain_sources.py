@@ -1,0 +1,104 @@
+"""The source runs of the flow retrain: which of their steps are used, and checks before anything starts."""
+
+import json
+from pathlib import Path
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.run.folder import find_run
+from rollmill.flows.settings import parse_settings
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.terms import check_scorer, resolve_terms
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_scorers, list_steps
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.run_kind import list_done_steps
+
+
+def check_offline(config: RunConfig) -> None:
+    """Check the settings of the flow retrain.
+
+    Raises:
+        ConfigError: there are no sources, the routed experts to replay are not stored, or held-out trajectories would be
+            scored by another scorer than the training scores, without evaluate.scorer naming it.
+    """
+    if not config.retrain.sources:
+        raise ConfigError("retrain.sources", (), "name the runs to train from")
+    resolve_advantage(config.score.advantage)
+    if config.train.replay_routing:
+        _check_routing(config)
+    if not config.evaluate.every:
+        return
+    check_scorer(config.score, config.evaluate.scorer)
+    scorer = resolve_terms(config.score)
+    key = f"{scorer.name}@{scorer.version}"
+    if not config.evaluate.scorer and key != config.retrain.scores:
+        remedy = (
+            f"held-out trajectories would be scored by {key}: set score.scorer to the scorer of these scores, name "
+            "another one in evaluate.scorer, or set evaluate.every=0"
+        )
+        raise ConfigError("retrain.scores", config.retrain.scores, remedy)
+
+
+def _check_routing(config: RunConfig) -> None:
+    for source, steps in steps_of_sources(config):
+        if missing := sorted({*steps} - {*list_steps(source, "routing")}):
+            remedy = (
+                f"{source.location} has no routed experts of step {missing[0]}, nor of {len(missing) - 1} more steps: use "
+                "other steps (retrain.first_step, retrain.last_step), or set it to false"
+            )
+            raise ConfigError("train.replay_routing", True, remedy)
+
+
+def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
+    """Return each source with its finished steps from retrain.first_step to retrain.last_step.
+
+    A step is finished when it was trained on; in a run of the flow collect, when all its groups are collected.
+
+    Raises:
+        ConfigError: a source is not a run or lacks the scores, or no step is within the bounds.
+    """
+    scores, first, last = config.retrain.scores, config.retrain.first_step, config.retrain.last_step
+    found, done = [], []
+    for source in map(find_run, config.retrain.sources):
+        if scores not in (there_are := list_scorers(source)):
+            remedy = f"{source.location} has no such scores, but {', '.join(there_are) or 'none'}; `rollmill rescore` makes them"
+            raise ConfigError("retrain.scores", scores, remedy)
+        steps = list_done_steps(source, read_manifest(source))
+        done.append(f"{source.location} has done {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}")
+        found.append((source, [step for step in steps if first <= step and (last < 0 or step <= last)]))
+    if found and not any(steps for _, steps in found):
+        bounds = f"no step is from retrain.first_step = {first} to retrain.last_step = {last}"
+        raise ConfigError("retrain.first_step", first, f"{bounds}: {', '.join(done)}")
+    return found
+
+
+def check_tokenizers(config: RunConfig) -> None:
+    """Refuse sources whose vocabulary differs from the start model's; missing models are not compared.
+
+    Raises:
+        ConfigError: names the source, and both models.
+    """
+    ours = start_model_folder(config)
+    for source in map(find_run, config.retrain.sources):
+        try:
+            theirs = start_model_folder(parse_settings(RunConfig, read_manifest(source).config))
+        except ConfigError:
+            # Settings of another version of Rollmill: the source's model is unknown.
+            continue
+        vocabularies = [_vocabulary(folder / "tokenizer.json") for folder in (ours, theirs)]
+        # Tokenizers with other pre-tokenization or templates are fine: stored token ids are used as they are.
+        if all(vocabularies) and vocabularies[0] != vocabularies[1]:
+            remedy = f"its rollouts have tokens of {theirs}, whose vocabulary differs from that of the start model {ours}"
+            raise ConfigError("retrain.sources", source.location, remedy)
+
+
+def _vocabulary(path: Path) -> list[object]:
+    """Return the vocabulary in a tokenizer.json: its model's, and (id, token) of added tokens; [] if the file is missing."""
+    try:
+        stored = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    added = [(each["id"], each["content"]) for each in stored.get("added_tokens", [])]
+    return [stored["model"]["vocab"], added]

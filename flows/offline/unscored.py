@@ -1,0 +1,155 @@
+"""The trajectories of a run that a scorer has not scored yet, step by step, read from the run's folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rollmill.flows.config import RescoreConfig
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.score.stored_scores import (
+    SCORING_COLUMNS,
+    groups_to_score,
+    read_group_sizes,
+    scores_to_keep,
+)
+from rollmill.tasks.score.terms import resolve_terms
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_steps, read
+from rollmill.tasks.store.rows import Rows, column_values, rows_from_table, rows_where
+
+SCORES = ("group", "trajectory_id", "status", "error")
+IDS = ("group", "sample", "trajectory_id", "status")
+
+
+@dataclass(frozen=True, slots=True)
+class UnscoredStep:
+    """Counts of the trajectories of one step that a scorer has scored and has not scored.
+
+    Attributes:
+        dataset: holds the trajectories.
+        step: their step; for held-out trajectories the policy version.
+        n_trajectories: trajectories without a score.
+        n_scored: trajectories with a score, failed ones included.
+        n_failed: trajectories with a failed score.
+        first_error: of the failed scores; empty if there are none.
+    """
+
+    dataset: Literal["rollouts", "evaluations"]
+    step: int
+    n_trajectories: int = 0
+    n_scored: int = 0
+    n_failed: int = 0
+    first_error: str = ""
+
+    @property
+    def scores(self) -> str:
+        """Name of the data set for the scores: "scores" of rollouts, "evaluation_scores" of held-out trajectories."""
+        return "scores" if self.dataset == "rollouts" else "evaluation_scores"
+
+
+def check_rescoring(folder: RunFolder, config: RescoreConfig) -> None:
+    """Raise ConfigError for a scorer that cannot be loaded, a group scorer of held-out trajectories, or bounds without a step.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if resolve_terms(config.score).by_group and config.evaluations:
+        remedy = "held-out trajectories are scored one by one, and this scorer compares the trajectories of a group"
+        raise ConfigError("evaluations", True, remedy)
+    if not _list_steps(folder, config):
+        stored = list_steps(folder, "rollouts")
+        there_are = f"steps {stored[0]} to {stored[-1]}" if stored else "no step"
+        bounds = f"no step is from first_step = {config.first_step} to last_step = {config.last_step}"
+        raise ConfigError(
+            "--steps", config.first_step, f"{bounds}; {folder.location} has rollouts of {there_are}"
+        )
+
+
+def is_rescored(folder: RunFolder, config: RescoreConfig) -> bool:
+    """True if every trajectory that `config` selects has a score by its scorer; failed scores count."""
+    config = config.model_copy(update={"redo_failed": False})
+    unscored = UnscoredRows(folder, config, Scoring(config.score, run=""))
+    return not any(step.n_trajectories for step in unscored.count_steps())
+
+
+class UnscoredRows:
+    """Reads the trajectories of a run that one scorer has not scored yet, and that scorer's scores of the others.
+
+    Args:
+        folder: of the run.
+        config: bounds of the steps, and whether failed scores are replaced.
+        scoring: the scorer.
+    """
+
+    def __init__(self, folder: RunFolder, config: RescoreConfig, scoring: Scoring) -> None:
+        self._folder, self._config, self._scoring = folder, config, scoring
+
+    def count_steps(self) -> list[UnscoredStep]:
+        """Count scored and unscored trajectories of each stored step that `config` selects, fully scored steps included."""
+        return [self._count(step) for step in _list_steps(self._folder, self._config)]
+
+    def read_groups(self, step: UnscoredStep, columns: Sequence[str] = SCORING_COLUMNS) -> list[Rows]:
+        """Return the trajectories of a step that are to be scored, one table for each group.
+
+        A failed score that is to be replaced counts as none. The default columns are those that a scorer reads.
+        """
+        rows = rows_from_table(read(self._folder, step.dataset, columns, **_partition(step)))
+        scored = self._split_scores(step, SCORES)[0]
+        return groups_to_score(
+            rows, set(column_values(scored, "trajectory_id")), whole=self._group_sizes(step)
+        )
+
+    def read_kept_scores(self, step: UnscoredStep) -> tuple[Rows, int]:
+        """Return a step's scores that are kept, with all columns, and the number of its scores that are to be replaced."""
+        return self._split_scores(step, None)
+
+    def _count(self, step: UnscoredStep) -> UnscoredStep:
+        scores = self._split_scores(step, SCORES)[0]
+        failed = rows_where(scores, "status", "failed")
+        return replace(
+            step,
+            n_trajectories=sum(rows.num_rows for rows in self.read_groups(step, IDS)),
+            n_scored=scores.num_rows,
+            n_failed=failed.num_rows,
+            first_error=str(next(iter(column_values(failed, "error")), "")),
+        )
+
+    def _split_scores(self, step: UnscoredStep, columns: Sequence[str] | None) -> tuple[Rows, int]:
+        rollouts = rows_from_table(read(self._folder, step.dataset, IDS, **_partition(step)))
+        stored = read(self._folder, step.scores, columns, scorer=self._scoring.key, step=step.step)
+        scores = rows_from_table(stored)
+        kept = scores_to_keep(
+            rollouts, scores, whole=self._group_sizes(step), redo_failed=self._config.redo_failed
+        )
+        return kept, scores.num_rows - kept.num_rows
+
+    def _group_sizes(self, step: UnscoredStep) -> dict[int, int] | None:
+        """Return how many survivors each finished group needs to be scored, by group number, for a group scorer.
+
+        None for scorers of single trajectories.
+        """
+        if not self._scoring.by_group:
+            return None
+        sizes = read_group_sizes(self._folder, step.step)
+        return {group: size if self._config.score.needs_full_group else 0 for group, size in sizes.items()}
+
+
+def _list_steps(folder: RunFolder, config: RescoreConfig) -> list[UnscoredStep]:
+    """Return the stored steps from first_step to last_step, not counted yet.
+
+    If `config.evaluations` is set, the policy versions of held-out trajectories within these bounds follow.
+    """
+    datasets: list[Literal["rollouts", "evaluations"]] = ["rollouts"]
+    if config.evaluations:
+        datasets.append("evaluations")
+    return [
+        UnscoredStep(dataset, step)
+        for dataset in datasets
+        for step in list_steps(folder, dataset)
+        if step >= config.first_step and (config.last_step < 0 or step <= config.last_step)
+    ]
+
+
+def _partition(step: UnscoredStep) -> dict[str, int]:
+    return {"version" if step.dataset == "evaluations" else "step": step.step}

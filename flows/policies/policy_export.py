@@ -1,0 +1,90 @@
+"""A stored policy version as a Hugging Face folder, without a trainer."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.run.trainer_program import run_trainer_program
+from rollmill.flows.settings import validate
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.checkpoints.checkpoint_store import copy_checkpoint
+from rollmill.tasks.store.folders import RunFolder, checkpoint_key
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
+
+PROGRAM = "rollmill.tasks.train.checkpoints.hf_export"
+
+
+async def export_policy(
+    config: RunConfig, model: Path, folder: RunFolder, run: str, version: int, output: Path, log: Path
+) -> None:
+    """Write a policy version as a Hugging Face folder, in a separate process.
+
+    Args:
+        config: all settings of the run.
+        model: folder of the start model, whose tokenizer is copied.
+        folder: of the run.
+        run: id of the run.
+        version: policy version with a checkpoint.
+        output: the new folder.
+        log: file for the process's output.
+
+    Raises:
+        StoreError: the checkpoint cannot be read.
+        TrainError: the export failed; has the last lines of the log.
+    """
+    # A checkpoint on S3 is copied to the disk of `output`: both are as large as a model.
+    parent = output.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
+        location = folder.path(checkpoint_key(version))
+        checkpoint = await asyncio.to_thread(copy_checkpoint, location, Path(scratch))
+        await run_trainer_program(
+            f"export of version {version}",
+            PROGRAM,
+            {
+                "train": config.train.model_dump(mode="json"),
+                "model": str(model),
+                "run": run,
+                "version": version,
+                "checkpoint": str(checkpoint),
+                "output": str(output),
+            },
+            log=log,
+            timeout_s=config.train.command_timeout_s,
+            timeout_setting="train.command_timeout_s",
+        )
+
+
+def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> str:
+    """Write a policy version of a run as a Hugging Face folder; returns a sentence with the version and the folder.
+
+    Args:
+        folder: of the run.
+        version: policy version; None: the last one with a checkpoint.
+        output: the new folder.
+
+    Raises:
+        ConfigError: the version has no checkpoint, the start model is missing, or `output` exists.
+        StoreError, TrainError: as `export_policy`.
+    """
+    complete = list_complete_checkpoints(folder)
+    chosen = max(complete, default=None) if version is None else version
+    if chosen is None or chosen not in complete:
+        there_are = ", ".join(map(str, complete)) or "no version"
+        raise ConfigError(
+            "--version", version, f"{folder.location} has checkpoints of {there_are}; give one of them"
+        )
+    if output.exists():
+        raise ConfigError("FOLDER", str(output), "it exists already; give the path of a new folder")
+    manifest = read_manifest(folder)
+    config = validate(manifest.config)
+    model = start_model_folder(config)
+    if not (model / "config.json").is_file():
+        raise ConfigError("model", str(model), "the run's start model is missing; restore its folder")
+    with tempfile.TemporaryDirectory() as logs:
+        export = export_policy(config, model, folder, manifest.run, chosen, output, Path(logs) / "export.log")
+        asyncio.run(export)
+    return f"version {chosen} of {folder.location} is in {output}"

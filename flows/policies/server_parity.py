@@ -1,0 +1,309 @@
+"""Parity of servers and trainer: the same tokenizer, and the same log-probabilities of known tokens."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Generic, Self, TypeVar
+
+import numpy as np
+import polars as pl
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.run.live_run import Run
+from rollmill.tasks.errors import ConfigError, EpisodeError, EpisodeTimeoutError, ServiceError, describe_error
+from rollmill.tasks.observe.metrics import ALL, Metric
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.environment import Environment, Message
+from rollmill.tasks.rollout.environment_calls import (
+    check_example,
+    check_messages,
+    guard_environment_code,
+)
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.stored_batch import read_batch_sequences
+from rollmill.tasks.sync.broadcast import LogprobSource, check_parity
+from rollmill.tasks.sync.weight_parity import choose_threshold
+
+Value = TypeVar("Value")
+
+# Problems that may fail before the environment counts as failing.
+MAX_PASSED_OVER = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first messages of an episode, as text and as token ids.
+
+    Attributes:
+        messages: what the environment says before the first answer.
+        token_ids: [T] int32, the tokenized messages.
+    """
+
+    messages: tuple[Message, ...]
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Openings:
+    """Gives the first messages of the training problems, as prompts on which servers are checked.
+
+    Attributes:
+        environment: of the run.
+        tokenizer: of the policy.
+        max_tokens: an opening has fewer tokens than this.
+        timeout_s: seconds for a problem, for its opening, and for closing the episode.
+    """
+
+    environment: Environment
+    tokenizer: ChatTokenizer
+    max_tokens: int
+    timeout_s: float
+
+    async def first(self, n: int) -> Sequence[Opening]:
+        """Return the first messages of the first `n` training problems, in order; problems that fail are passed over.
+
+        There are fewer, at least one, if the split has no more problems or too many fail.
+
+        Raises:
+            EpisodeError: the first MAX_PASSED_OVER problems and one more failed, or all there are.
+            ServiceError: the environment's worker processes cannot be brought back.
+        """
+        found: list[Opening] = []
+        failure: EpisodeError | None = None
+        n_failed = 0
+        for index in range(self.environment.size("train")):
+            if len(found) == n or n_failed > MAX_PASSED_OVER:
+                break
+            try:
+                found.append(await self._open(index))
+            except ServiceError:
+                raise
+            except Exception as error:  # noqa: BLE001 - user code: another problem may have an opening
+                where = f"environment {self.environment.name}: the opening of training problem {index} failed"
+                failure = EpisodeError(f"{where}: {': '.join(describe_error(error))}")
+                failure.__cause__, n_failed = error, n_failed + 1
+                say(f"{failure}; servers are not checked on it")
+        if failure and not found:
+            raise failure
+        return found
+
+    async def _open(self, index: int) -> Opening:
+        async with self._limit_time("answer"):
+            problem = check_example(await self.environment.example("train", index))
+        with guard_environment_code():
+            episode = self.environment.episode(problem, seed=0)
+        try:
+            async with self._limit_time("answer"):
+                messages = check_messages(await episode.reply(()))
+        except BaseException:
+            # The first error is the one to report.
+            with suppress(Exception):
+                async with self._limit_time("close its episode"):
+                    await episode.close()
+            raise
+        async with self._limit_time("close its episode"):
+            await episode.close()
+        token_ids = self.tokenizer.encode(messages)
+        if len(token_ids) >= self.max_tokens:
+            raise EpisodeError(
+                f"it has {len(token_ids)} tokens, and serve.max_model_len is {self.max_tokens}"
+            )
+        return Opening(messages, token_ids)
+
+    @asynccontextmanager
+    async def _limit_time(self, what: str) -> AsyncIterator[None]:
+        """Limit the block, a call of user code, to `timeout_s` seconds; EpisodeTimeoutError if it takes longer.
+
+        `what` says in the error what the code did not do, such as "answer".
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                with guard_environment_code():
+                    yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            text = f"it did not {what} within rollout.env_timeout_s = {self.timeout_s:g} s"
+            raise EpisodeTimeoutError(text) from error
+
+
+# Metric: mean abs(ratio - 1) of each rank's first micro-batch.
+FIRST_RATIO = "train/first_ratio_deviation"
+
+# Rounding differences of two float32 implementations are far below this.
+RATIO_THRESHOLD = 1e-3
+
+# Metric of step 0: the largest difference at version 0, from which thresholds are calibrated.
+AT_START = "sync/logprob_difference_at_start"
+
+
+@dataclass(slots=True)
+class ServedRun:
+    """The parts of a run that its servers and their weight sync use.
+
+    Attributes:
+        id: random id of the run.
+        folder: the run's folder.
+        config: all settings.
+        pool: the servers that receive requests.
+        openings: prompts on which servers are compared.
+    """
+
+    id: str
+    folder: RunFolder
+    config: RunConfig
+    pool: ServerPool
+    openings: Openings
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Take the parts from an open run; the openings are the first messages of its training problems."""
+        openings = Openings(
+            run.environment,
+            run.player.tokenizer,
+            max_tokens=run.config.serve.max_model_len,
+            timeout_s=run.config.rollout.env_timeout_s,
+        )
+        return cls(run.id, run.folder, run.config, run.pool, openings)
+
+
+def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> str:
+    """Return a warning if a step's importance ratios before its first update differ from 1 where they must not; else empty.
+
+    They must be 1 where a step trains the policy version that sampled it, and both compute in single precision.
+    """
+    is_exact = config.train.dtype == config.serve.dtype == "float32"
+    is_on_policy = config.rollout.max_staleness == 0 and config.train.old_logprobs == "sampler"
+    found = [each.value for each in metrics if (each.name, each.env) == (FIRST_RATIO, ALL)]
+    if not (is_exact and is_on_policy and found) or found[0] <= RATIO_THRESHOLD:
+        return ""
+    return (
+        f"step {step}: the trainer gives the sampled tokens other probabilities than the servers that sampled them: "
+        f"abs(ratio - 1) is {found[0]:.2g} on average before the first update, and should be at most "
+        f"{RATIO_THRESHOLD:g}; compare the weights: rollmill verify-sync"
+    )
+
+
+async def check_tokenizer(openings: Openings, server: VllmClient) -> None:
+    """Refuse a server that tokenizes a prompt differently from this process.
+
+    Raises:
+        ConfigError: it has another tokenizer or chat template.
+        EpisodeError: the environment gives no prompt to compare on.
+    """
+    (opening,) = await openings.first(1)
+    ours, messages = opening.token_ids.tolist(), opening.messages
+    if openings.tokenizer.has_template:
+        chat = [{"role": each.role, "content": each.content} for each in messages]
+        theirs = await server.tokenize_chat(chat)
+    else:
+        theirs = await server.tokenize("".join(each.content for each in messages))
+    if ours != theirs:
+        remedy = (
+            f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
+        )
+        raise ConfigError("serve.urls", server.url, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTrainerScorer:
+    """The trainer's log-probabilities at one version, as a LogprobSource that asks the trainer once for all servers."""
+
+    parity: "Parity"
+    version: PolicyVersion
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Return the trainer's log-probabilities of the sequences that servers are compared on: [B][T-1], in nats.
+
+        `sequences` is not read: those of the version are known.
+        """
+        return await self.parity.expect(self.version)
+
+
+class Latest(Generic[Value]):
+    """Cache of one value, that of the latest key; concurrent calls for the same key share one fetch."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._found: tuple[str, Value] | None = None
+
+    async def get(self, key: str, fetch: Callable[[], Awaitable[Value]]) -> Value:
+        """Return the value of a key; calls `fetch` unless the call before was for the same key."""
+        async with self._lock:
+            if self._found is None or self._found[0] != key:
+                self._found = key, await fetch()
+            return self._found[1]
+
+
+class Parity:
+    """Compares the log-probabilities of servers with the trainer's, which it fetches once for each version.
+
+    Args:
+        run: the run that the servers sample for.
+        trainer: source of the expected log-probabilities.
+    """
+
+    def __init__(self, run: ServedRun, trainer: LogprobSource) -> None:
+        self._run, self._trainer = run, trainer
+        # Of an earlier process too: the threshold of a resumed run is calibrated as before.
+        stored = scan(run.folder, "metrics", step=0).filter(pl.col("name") == AT_START)
+        self._at_0 = [float(value) for value in stored.select("value").collect()["value"]]
+        self._expected, self._sequences = Latest[list[list[float]]](), Latest[Sequence[np.ndarray]]()
+
+    async def sequences(self, version: PolicyVersion) -> Sequence[np.ndarray]:
+        """Return [B] arrays [T] of the token ids on which servers are compared; read once for each version."""
+        return await self._sequences.get(str(version), lambda: self._choose(version.version))
+
+    async def expect(self, version: PolicyVersion) -> list[list[float]]:
+        """Return the trainer's raw log-probabilities of the tokens of `sequences`: [B][T-1], in nats.
+
+        Fetched once for each version; the trainer must be at that version then.
+        """
+
+        async def fetch() -> list[list[float]]:
+            sequences = [each.tolist() for each in await self.sequences(version)]
+            return await self._trainer.logprobs(sequences) if sequences else []
+
+        return await self._expected.get(str(version), fetch)
+
+    async def compare(self, server: VllmClient, version: PolicyVersion) -> float:
+        """Return the largest difference in log-probability between server and trainer, in nats.
+
+        The differences at version 0 calibrate the threshold of later versions.
+
+        Raises:
+            ParityError: the difference is above the threshold.
+            SyncError: it could not be measured in time.
+        """
+        config = self._run.config
+        threshold = choose_threshold(config.train.dtype, config.sync.parity_threshold, self._at_0)
+        if version.version == 0 and config.train.dtype != "float32":
+            # The rounding of this model and these kernels is not known yet: version 0 measures it.
+            threshold = math.inf
+        difference = await check_parity(
+            CachedTrainerScorer(self, version),
+            server,
+            await self.sequences(version),
+            str(version),
+            threshold=threshold,
+            timeout_s=config.sync.timeout_s,
+        )
+        if version.version == 0:
+            self._at_0.append(difference)
+        return difference
+
+    async def _choose(self, version: int) -> Sequence[np.ndarray]:
+        """Return token ids of sequences of the last trained batch, or of the first prompts if there is none."""
+        n = self._run.config.sync.parity_sequences
+        if version and (
+            found := await asyncio.to_thread(read_batch_sequences, self._run.folder, version - 1, n)
+        ):
+            return found
+        return [opening.token_ids for opening in await self._run.openings.first(n)]

@@ -1,0 +1,252 @@
+"""An open run: its locked folder, and everything that its steps share."""
+
+import asyncio
+import importlib.metadata
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.prefect_integration.artifacts import RunArtifacts
+from rollmill.flows.prefect_integration.leftovers import mark_leftovers
+from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_runs, say
+from rollmill.flows.prefect_integration.recording import Recording
+from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, start_prefect_thread
+from rollmill.flows.run.folder import run_folder
+from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
+from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
+from rollmill.flows.run.vitals import Vitals
+from rollmill.flows.settings import find_fixed_settings
+from rollmill.tasks.observe.process_memory import keep_for_good
+from rollmill.tasks.observe.sinks.sink_client import NoSinks, Sinks
+from rollmill.tasks.observe.spans import OpenSpan, current_lane, span
+from rollmill.tasks.rollout.admission import Admission
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.completions import PoolSampler
+from rollmill.tasks.rollout.environment import Environment
+from rollmill.tasks.rollout.environment_calls import state_columns
+from rollmill.tasks.rollout.episode import EpisodePlayer
+from rollmill.tasks.rollout.remote_environment import open_environment
+from rollmill.tasks.rollout.trajectory_requests import check_prompts
+from rollmill.tasks.score.scoring import Scoring
+from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.store.environment_states import check_stored_columns
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.immutable_settings import check_immutable
+from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.shards.compactor import Compactor
+
+VERSIONED_PACKAGES = ("rollmill", "prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """An open run, with what its steps share; only the subclass Run has an environment and servers to sample from.
+
+    Attributes:
+        model: folder of the start model.
+        compactor: merges small shards in the background.
+        recording: how far Prefect is behind with task runs.
+        progress: the bar on the terminal.
+        artifacts: the run's pages in Prefect's UI.
+        sinks: TensorBoard and MLflow.
+        vitals: event loop lag and memory, by step.
+        reference: servers of the reference policy; None without train.kl.reference: deployment.
+    """
+
+    config: RunConfig
+    model: Path
+    store: OpenRun
+    compactor: Compactor
+    recording: Recording
+    progress: RunProgress
+    artifacts: RunArtifacts
+    sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
+    vitals: Vitals = field(default_factory=Vitals, kw_only=True)
+    reference: ReferenceDeployment | None = field(default=None, kw_only=True)
+
+    @property
+    def id(self) -> str:
+        """Random id of the run, from run.json; differs from the folder's name."""
+        return self.store.manifest.run
+
+    @property
+    def folder(self) -> RunFolder:
+        """Folder with the run's data sets, checkpoints and run.json."""
+        return self.store.folder
+
+
+@dataclass(frozen=True, slots=True)
+class Run(TrainingRun):
+    """An open run that samples and scores trajectories.
+
+    Attributes:
+        held_out_scoring: scores held-out trajectories; the same object as `scoring` without evaluate.scorer.
+        player: plays episodes with the servers of `pool`.
+        admission: limits the trajectories in flight.
+        pool: the vLLM servers that may be asked.
+        task_runs: runs rollout and score tasks, as task runs in Prefect or not.
+        redo_failed: sample failed trajectories of unfinished steps again.
+        recomputing: sends rollouts to the trainer for its log-probabilities; None with train.old_logprobs: sampler.
+    """
+
+    environment: Environment
+    scoring: Scoring
+    held_out_scoring: Scoring
+    player: EpisodePlayer
+    admission: Admission
+    pool: ServerPool
+    task_runs: TaskRunRecorder
+    redo_failed: bool = False
+    recomputing: LogprobRecomputation | None = None
+
+
+def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> OpenRun:
+    folder, settings, fixed = run_folder(name, config), config.model_dump(mode="json"), find_fixed_settings()
+    if adds and has_manifest(folder):
+        check_immutable(folder.location, read_manifest(folder).config, settings, fixed)
+        # The run may be finished, which `OpenRun.open` would refuse.
+        return OpenRun.extend(folder, config_of=config.store)
+    return OpenRun.open(
+        folder,
+        config=settings,
+        fixed=fixed,
+        versions={package: importlib.metadata.version(package) for package in VERSIONED_PACKAGES},
+        git_commit=_git_commit(),
+        config_of=config.store,
+        trains=trains,
+    )
+
+
+@asynccontextmanager
+async def open_offline_run(
+    name: str, config: RunConfig, model: Path, *, adds: bool = False, trains: bool = True
+) -> AsyncIterator[TrainingRun]:
+    """Lock a run's folder, created if it is missing, and open its data sets for writing.
+
+    Args:
+        name: of the folder below `store.root`.
+        config: all settings.
+        model: folder of the start model.
+        adds: True to add rows to a run, finished or not, without continuing it.
+        trains: False for a run of the flow collect.
+
+    Raises:
+        RunLockedError: another process writes to the run.
+        RunMismatchError, RunFinishedError: the run cannot be resumed with these settings.
+    """
+    opening = OpenSpan("opening").begin(current_lane())
+    store = await asyncio.to_thread(_open_store, name, config, adds=adds, trains=trains)
+    recording = Recording()
+    try:
+        # Only the holder of the run's lock knows that no earlier attempt is alive.
+        await mark_leftovers(store.folder, store.files)
+        quiet_task_runs()
+        # What is imported by now lives as long as the process; the garbage collector need not look at it.
+        keep_for_good()
+        vitals = Vitals(waiting=store.waiting, diagnostics=config.observe.diagnostics)
+        with RunProgress(name, config.steps) as progress, vitals.watch():
+            async with (
+                # Rows that are added to a run belong to none of its steps, so no spans are stored.
+                nullcontext() if adds else open_span_sink(config.observe, store),
+                store.writer,
+                nullcontext() if adds else store.spans,
+                Compactor(store.files, store.writer, config.store, say) as compactor,
+                open_sinks(config, store.folder, store.manifest.run) as sinks,
+                open_reference(store, config) as reference,
+                RunArtifacts(config.observe, store.folder, config.steps) as artifacts,
+            ):
+                shared = (config, model, store, compactor, recording, progress, artifacts)
+                opening.end()
+                try:
+                    yield TrainingRun(*shared, sinks=sinks, vitals=vitals, reference=reference)
+                finally:
+                    store.spans.close()
+    finally:
+        await asyncio.to_thread(store.close)
+
+
+@asynccontextmanager
+async def open_run(
+    name: str,
+    config: RunConfig,
+    model: Path,
+    *,
+    redo_failed: bool = False,
+    adds: bool = False,
+    trains: bool = True,
+) -> AsyncIterator[Run]:
+    """Open a run with everything that sampling needs, except the servers.
+
+    Args are those of `open_offline_run`, and:
+        redo_failed: sample failed trajectories of unfinished steps again.
+
+    Raises:
+        RunLockedError, RunMismatchError, RunFinishedError: as for `open_offline_run`.
+        ConfigError: the environment does not fit the run's stored states, or has too few prompts.
+    """
+    async with (
+        open_offline_run(name, config, model, adds=adds, trains=trains) as opened,
+        AsyncExitStack() as stack,
+    ):
+        opening = OpenSpan("opening").begin(current_lane())
+        await start_prefect_thread()
+        store = opened.store
+        # The second one scores held-out trajectories.
+        scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
+        scorings = [
+            await stack.enter_async_context(Scoring(config.score, opened.id, scorer=scorer))
+            for scorer in scorers
+        ]
+        environment = await stack.enter_async_context(
+            open_environment(config.rollout, logs=store.folder.logs)
+        )
+        check_stored_columns(store.folder, environment.name, state_columns(environment))
+        check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+        pool = ServerPool()
+        run = Run(
+            **{each.name: getattr(opened, each.name) for each in fields(opened)},
+            environment=environment,
+            scoring=scorings[0],
+            held_out_scoring=scorings[-1],
+            player=_player(opened, environment, pool),
+            admission=Admission(config.rollout.max_in_flight),
+            pool=pool,
+            task_runs=TaskRunRecorder(config.observe, opened.recording),
+            redo_failed=redo_failed,
+            recomputing=(LogprobRecomputation() if config.train.old_logprobs == "trainer" else None),
+        )
+        opening.end()
+        try:
+            yield run
+        finally:
+            # Here, while the store can still record how long the worker processes take to end.
+            with span("closing"):
+                await stack.aclose()
+
+
+def _player(run: TrainingRun, environment: Environment, pool: ServerPool) -> EpisodePlayer:
+    """Make the player that runs the environment's episodes, with completions from the vLLM servers of `pool`."""
+    config, tokenizer = run.config, ChatTokenizer.load(run.model)
+    stop = tokenizer.stop_ids(environment.stop)
+    return EpisodePlayer(
+        environment=environment,
+        tokenizer=tokenizer,
+        sampler=PoolSampler(
+            pool, config.rollout, run.id, config.serve.request_timeout_s, stop_token_ids=stop
+        ),
+        max_tokens=config.serve.max_model_len,
+        timeout_s=config.rollout.trajectory_timeout_s,
+    )
+
+
+def _git_commit() -> str:
+    """Return the git commit of the checkout with this code; empty outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

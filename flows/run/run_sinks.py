@@ -1,0 +1,109 @@
+"""A run's metrics and spans on their way to TensorBoard, MLflow and an OpenTelemetry receiver."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import polars as pl
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.tasks.look.tables.run_tables import read_held_out
+from rollmill.tasks.observe.config import ObserveConfig
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.sinks.metric_sinks import EVALUATION, Point, SinkSettings, make_points
+from rollmill.tasks.observe.sinks.sink_client import NoSinks, SinkClient, Sinks
+from rollmill.tasks.processes.python_child import python_command
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.run.writable_run import OpenRun
+
+# Seconds that a run waits at its end for a sink to take what is left: a dead receiver must not hold a finished run.
+TIMEOUT_S = 20.0
+
+SPAN_SINK_COMMAND = tuple(python_command("rollmill.tasks.look.export.otlp_process"))
+SPAN_SINK_REMEDY = (
+    "the run continues without it; missing spans are sent when it answers again, and all are in the data set `spans`, which "
+    "`rollmill spans RUN --otlp` sends"
+)
+
+
+@asynccontextmanager
+async def open_span_sink(
+    config: ObserveConfig,
+    store: OpenRun,
+    warn: Callable[[str], None] = say,
+    timeout_s: float = TIMEOUT_S,
+) -> AsyncIterator[None]:
+    """Send each step's spans to the OpenTelemetry receiver once they are stored, until the context ends.
+
+    Enter it before the run's writer, so that it ends after it.
+
+    Args:
+        config: names the receiver; without one, nothing is sent.
+        store: the run.
+        warn: prints a warning.
+        timeout_s: seconds that the run's end waits for the receiver.
+    """
+    if not config.otlp_endpoint:
+        yield
+        return
+    settings = SinkSettings(
+        run=store.manifest.run,
+        name=store.folder.name,
+        folder=store.folder.location,
+        otlp=config.otlp_endpoint,
+        timeout_s=timeout_s,
+    )
+    async with SinkClient(settings, warn, SPAN_SINK_COMMAND, SPAN_SINK_REMEDY) as sink:
+        store.spans.tell = lambda step: sink.put(Point("spans", step, {}))
+        yield
+
+
+# Folder of TensorBoard's files in a run's folder; for a run on S3, in its local folder.
+TENSORBOARD = "tensorboard"
+
+
+@asynccontextmanager
+async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIterator[Sinks]:
+    """Start TensorBoard and MLflow as configured; send them all stored metrics that they lack, and yield them for new ones."""
+    observe = config.observe
+    if not observe.tensorboard and not observe.mlflow_uri:
+        yield NoSinks()
+        return
+    files = str(folder.local / TENSORBOARD) if observe.tensorboard else ""
+    settings = SinkSettings(
+        run=run,
+        name=folder.name,
+        tensorboard=files,
+        mlflow_uri=observe.mlflow_uri,
+        experiment=observe.experiment,
+        timeout_s=TIMEOUT_S,
+    )
+    if files:
+        say(f"TensorBoard's files: {files}")
+    async with SinkClient(settings, say) as sinks:
+        # A sink drops points that it has, so a resumed run may send all of them.
+        for point in await asyncio.to_thread(lambda: [*_step_points(folder), *evaluation_points(folder)]):
+            sinks.put(point)
+        yield sinks
+
+
+def evaluation_points(folder: RunFolder, version: int | None = None) -> Iterator[Point]:
+    """Yield a point for each complete evaluation, with its finite mean reward and greedy accuracy: one version, or all."""
+    for row in read_held_out(folder, version=version).to_dicts():
+        values = {f"evaluation/{name}": value for name, value in row.items() if name != "step"}
+        # TensorBoard and MLflow refuse numbers that are not finite.
+        yield Point(
+            EVALUATION, row["step"], {name: value for name, value in values.items() if math.isfinite(value)}
+        )
+
+
+def _step_points(folder: RunFolder) -> Iterator[Point]:
+    """Yield points with the stored metrics of all steps, in the order of steps."""
+    rows = scan(folder, "metrics", ["step", "name", "env", "stat", "value"])
+    stored = rows.unique(["step", "name", "env", "stat"], keep="last").sort("step").collect()
+    for (step,), of_step in stored.group_by("step", maintain_order=True):
+        metrics = [Metric(**row) for row in of_step.select(pl.exclude("step")).to_dicts()]
+        yield from make_points(int(str(step)), metrics)

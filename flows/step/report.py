@@ -1,0 +1,169 @@
+"""The report of a step: what it lost and why, metrics in the data set, a line on the terminal, artifacts; and a run's summary."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+from prefect.runtime import flow_run
+from rich.console import Console
+from rich.table import Table
+
+from rollmill.flows.prefect_integration.links import flow_run_page
+from rollmill.flows.prefect_integration.private_prefect import release_finished_tasks
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.run.live_run import Run, TrainingRun
+from rollmill.flows.step.drops import StoredStepRows, drop_line, drop_metrics, find_drops
+from rollmill.flows.step.step_collection import CollectedStep
+from rollmill.tasks.look.tables.run_tables import read_held_out
+from rollmill.tasks.look.tables.view import count_noun
+from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.sinks.metric_sinks import make_points
+from rollmill.tasks.observe.spans import record_span, span
+from rollmill.tasks.observe.step_clock import StepClock
+from rollmill.tasks.rollout.remote_environment import RemoteEnvironment
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_steps, scan
+from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
+from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.train.service.commands import StepResult
+
+
+def print_summary(folder: RunFolder, run_url: str) -> None:
+    """Print first and last held-out rewards, the path of the plot, code to read the data in Polars, and the run's address."""
+    # A flow imports no matplotlib before it draws.
+    from rollmill.tasks.look.terminal.plot import plot_run
+
+    console = Console()
+    evaluations = read_held_out(folder).to_dicts()
+    if evaluations:
+        console.print(_before_and_after(evaluations[0], evaluations[-1]))
+    dataset = "rollouts" if list_steps(folder, "rollouts") else "batches"
+    lines = {
+        "curves": str(plot_run(folder)),
+        "data set": f'pl.scan_ipc("{folder.location}/{dataset}/**/*.arrow", hive_partitioning=True)',
+        "the run in the UI": run_url,
+    }
+    for name, value in lines.items():
+        console.print(f"[bold]{name}[/bold]", highlight=False)
+        console.print(f"  {value}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _before_and_after(before: dict[str, object], after: dict[str, object]) -> Table:
+    table = Table(title="held-out problems", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("policy version", str(before["step"]), str(after["step"]))
+    for name, key in (("reward, sampled", "reward"), ("accuracy, greedy", "greedy_accuracy")):
+        table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    return table
+
+
+def train_metrics(result: StepResult) -> list[Metric]:
+    """Return the trainer's metrics of a step, whether it made an update, and the reason if it made none."""
+    metrics = [*result.metrics, Metric("train/updated", "all", "value", float(result.updated))]
+    if not result.updated:
+        metrics.append(Metric(f"train/skipped_{result.reason.replace(' ', '_')}", "all", "value", 1.0))
+    return metrics
+
+
+@record_span("report")
+async def report_step(
+    run: Run, collected: CollectedStep, metrics: Sequence[Metric], clock: StepClock
+) -> None:
+    """Store a step's metrics, and show its reward, lost trajectories and time on the terminal and in Prefect's UI."""
+    step = collected.step
+    with span("measuring"):
+        reward, measured, dropped = await asyncio.to_thread(_measure, run, step)
+    measured |= {
+        "time/rollouts_and_scores_s": collected.seconds,
+        "observe/sink_failures_so_far": float(run.sinks.n_failures),
+        "store/compaction_failures_so_far": float(run.compactor.n_failed),
+    }
+    if isinstance(run.environment, RemoteEnvironment):
+        measured["rollout/env_restarts_so_far"] = float(run.environment.restarts)
+    own = [Metric(name, "all", "value", value) for name, value in measured.items()]
+    services = [*run.scoring.metrics(), *run.pool.metrics()]
+    await store_step(run, step, [*metrics, *own, *services, *drop_metrics(dropped)], clock)
+    run.progress.step_done(
+        step,
+        reward=reward,
+        tokens_per_s=measured["rollout/tokens"] / collected.seconds,
+        seconds=clock.elapsed_s,
+        dropped=drop_line(dropped),
+    )
+    run.artifacts.step_done(step, run.scoring.key, collected.task_run_id)
+    # Prefect keeps what ended task runs returned until the flow ends, and memory would grow with each step.
+    release_finished_tasks()
+
+
+def _measure(run: Run, step: int) -> tuple[float, dict[str, float], pl.DataFrame]:
+    """Compute a step's mean reward (NaN without any), its metrics by name, and the rows of `find_drops`."""
+    stored = StoredStepRows.read(run.folder, step, run.scoring.key)
+    refills = group_numbers([each for each in read_plan(run.folder, step) if each.reason == "refill"])
+    rollouts, reasons = stored.rollouts, stored.groups["reason"]
+    rewards = stored.groups["reward_mean"].drop_nans()
+    reward = float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan
+    measured = {
+        "rollout/reward": reward,
+        "rollout/tokens": float(rollouts["n_completion_tokens"].sum()),
+        "rollout/failed": float((rollouts["status"] == "failed").sum()),
+        "rollout/groups_trained": float((reasons == "").sum()),
+        "rollout/refill_groups": float(len(refills)),
+        "rollout/refill_trajectories": float(rollouts["group"].is_in(refills).sum()),
+    }
+    return reward, measured, find_drops(stored, train_truncated=run.config.score.train_truncated)
+
+
+async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:
+    """Store a step's spans, and its metrics together with its phases' seconds and this process's lag and memory."""
+    seconds = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+    seconds["time/step_s"] = clock.elapsed_s
+    own = [Metric(name, "all", "value", value) for name, value in seconds.items()]
+    with span("storing"):
+        await run.store.spans.store(step)
+    with span("measuring"):
+        vitals = await run.vitals.measure_step()
+    with span("storing"):
+        await store_metrics(run, step, [*metrics, *own, run.store.spans.lost(), *vitals])
+        # Only shards that the inventory names are missed when they are lost.
+        await run.store.writer.note()
+
+
+async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) -> None:
+    """Append a step's metrics to the data set `metrics`, and send them to TensorBoard and MLflow."""
+    rows = make_batch(
+        "metrics",
+        {
+            "run": [run.id] * len(metrics),
+            "step": [step] * len(metrics),
+            "name": [metric.name for metric in metrics],
+            "env": [metric.env for metric in metrics],
+            "stat": [metric.stat for metric in metrics],
+            "value": [metric.value for metric in metrics],
+        },
+    )
+    await run.store.writer.append("metrics", rows, step=step)
+    for point in make_points(step, metrics):
+        run.sinks.put(point)
+
+
+def has_metrics(run: TrainingRun, step: int) -> bool:
+    """Return True if the metrics of a step's training are in the data set `metrics`."""
+    stored = scan(run.folder, "metrics", ["name"], step=step).filter(pl.col("name") == "train/updated")
+    return stored.limit(1).collect().height > 0
+
+
+@record_span("report")
+async def report_run(run: TrainingRun) -> None:
+    """End a finished run: store its last spans, print a summary, compact its data sets, and mark run.json finished."""
+    await run.store.spans.store(run.config.steps - 1)
+    run.artifacts.run_done()
+    await asyncio.to_thread(print_summary, run.folder, flow_run_page(flow_run.id or ""))
+    async with asyncio.TaskGroup() as closing:
+        closing.create_task(run.compactor.finish())
+        recorded = closing.create_task(run.recording.wait_until_recorded())
+    if left := recorded.result():
+        say(f"Prefect has not recorded {count_noun(left, 'task run')} in time")
+    await asyncio.to_thread(run.store.finish)

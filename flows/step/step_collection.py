@@ -1,0 +1,343 @@
+"""One step's groups: each is sampled, scored the moment its rollouts are there, and stored.
+
+collect_step                    Prefect task "step": plans the groups, and starts all of them
+GroupCollection.collect         one per group: waits for a slot, then for the group's chunks
+rollout_then_score              one per chunk: Prefect tasks "rollout" -> "score"
+Refills.next_group              a further group in place of one that cannot be trained on
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.logging import get_run_logger
+from prefect.runtime import task_run
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.failure import one_error
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.run.live_run import Run
+from rollmill.flows.step.drops import FailureWatch
+from rollmill.flows.step.step_groups import Refills, plan_groups, plan_ranges, store_group_outcomes
+from rollmill.tasks.observe.spans import span, within
+from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket
+from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk, StepSampler, StoredChunk
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.rollout.trajectory_requests import GroupClock, plan_group_requests, split_chunks
+from rollmill.tasks.score.group_outcomes import GroupOutcome
+from rollmill.tasks.score.scoring import ScoreChunk, ScoredChunk, select_scorable
+from rollmill.tasks.store.rows import Rows, column_values, concat_rows, sort_rows
+from rollmill.tasks.store.run.group_ranges import group_numbers
+from rollmill.tasks.store.run.step_plan import GroupPlan, plan_new_group
+
+
+class CollectedStep:
+    """Result of collecting a step, all of whose groups are stored: the outcomes of its groups, and times.
+
+    Prefect keeps a weak reference to a task's result, and draws an edge to each task that takes it. A tuple or a dataclass with slots
+    allows no such reference.
+
+    Attributes:
+        step: number of the step.
+        outcomes: of its groups, ordered by group and subgroup.
+        seconds: from the start of its first group to the end of its last one.
+        few_left_ns: time from which servers had few requests; see StepCollection.
+        task_run_id: of the step's task run in Prefect; empty if it has none.
+    """
+
+    __slots__ = ("__weakref__", "few_left_ns", "outcomes", "seconds", "step", "task_run_id")
+
+    def __init__(
+        self,
+        step: int,
+        outcomes: Sequence[GroupOutcome],
+        seconds: float,
+        few_left_ns: int,
+        task_run_id: str = "",
+    ) -> None:
+        self.step, self.outcomes, self.seconds = step, outcomes, seconds
+        self.few_left_ns, self.task_run_id = few_left_ns, task_run_id
+
+
+@task(name="step", task_run_name="step {step}", cache_policy=NO_CACHE, persist_result=False, retries=0)
+async def collect_step(run: Run, step: int) -> CollectedStep:
+    """Sample, score and store the groups of a step, as far as they are not stored yet.
+
+    Raises:
+        FailedShareError: more trajectories failed than rollout.max_failed_share allows.
+        ShardError: rows that were stored are gone, or cannot be read.
+    """
+    started = time.perf_counter()
+    with span("planning"):
+        ranges = await plan_ranges(run, step)
+        plan = await plan_groups(run, step, group_numbers(ranges))
+    if plan.redone:
+        say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
+    n_planned, max_failed = (
+        len(plan.groups) * run.config.rollout.group_size,
+        run.config.rollout.max_failed_share,
+    )
+    failures = FailureWatch(step, n_planned, max_failed, logger=get_run_logger)
+    for group in plan.groups:
+        for rows in (group.rollouts, group.scores):
+            failures.see(rows, is_new=False)
+    refills = Refills(run, step, ranges, is_closed=plan.has_batch)
+    with one_error():
+        async with asyncio.TaskGroup() as fan_out:
+            collection = StepCollection(run, step, failures, refills, fan_out)
+            for group in plan.groups:
+                fan_out.create_task(GroupCollection(collection, group).collect())
+                # Starting hundreds of groups at once would hold the event loop, and with it running requests.
+                await asyncio.sleep(0)
+    # In one order, whichever group ended first: the batch must not depend on timing.
+    outcomes = sorted(collection.outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
+    if lacking := refills.lacking(outcomes):
+        say(lacking)
+    seconds = time.perf_counter() - started
+    return CollectedStep(step, outcomes, seconds, collection.few_left_ns, task_run.id or "")
+
+
+class StepCollection:
+    """What the groups of one step share while they are collected: sampler, failures, further groups and outcomes.
+
+    Args:
+        run: the run.
+        step: the step.
+        failures: counts the step's failed trajectories.
+        refills: plans further groups; None: there are none.
+        fan_out: runs the groups; None: there are no further ones.
+
+    Attributes:
+        outcomes: of the groups that are done, in the order in which they ended.
+        begun_ns: when the last of its trajectories so far got its slot, by `time.perf_counter_ns`.
+        ended_ns: when each group ended.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        step: int,
+        failures: FailureWatch,
+        refills: Refills | None = None,
+        fan_out: asyncio.TaskGroup | None = None,
+    ) -> None:
+        self.run, self.step, self.failures = run, step, failures
+        self._refills, self._fan_out = refills, fan_out
+        self.outcomes: list[GroupOutcome] = []
+        self.begun_ns = 0
+        self.ended_ns: list[int] = []
+        self.sampler = StepSampler(
+            player=run.player,
+            admission=run.admission,
+            run=run.id,
+            step=step,
+            store_rollouts=self._store_rollouts,
+            store_related=self.store_related,
+            keeps_routing=run.config.rollout.keep_routing,
+            on_lost=failures.see,
+        )
+
+    def note_end(self, tickets: Sequence[SlotTicket]) -> None:
+        """Record that a group has ended now, and when its trajectories got their slots."""
+        self.begun_ns = max(self.begun_ns, *(ticket.granted_ns for ticket in tickets), 0)
+        self.ended_ns.append(time.perf_counter_ns())
+
+    async def add_outcomes(self, outcomes: Sequence[GroupOutcome]) -> None:
+        """Keep the outcomes of a group, and start a further group in its place if none of them can be trained on."""
+        self.outcomes.extend(outcomes)
+        if self._refills is None or self._fan_out is None:
+            return
+        if (group := await self._refills.next_group(outcomes)) is not None:
+            group_size = self.run.config.rollout.group_size
+            self.failures.plan_more(group_size)
+            self._fan_out.create_task(GroupCollection(self, plan_new_group(group, group_size)).collect())
+
+    @property
+    def few_left_ns(self) -> int:
+        """Time from which servers had few requests: half of the groups had ended, and no trajectory waited for a slot.
+
+        In nanoseconds, by `time.perf_counter_ns`; known when all groups have ended.
+        """
+        ended = sorted(self.ended_ns)
+        return max(self.begun_ns, ended[len(ended) // 2]) if ended else 0
+
+    def store_rollouts_again(self, rows: Rows) -> Awaitable[None]:
+        """Store rollouts once more, and count the failures among them; the result is done once they are stored."""
+        stored = self._store_rollouts(rows)
+        self.failures.see(rows)
+        return stored
+
+    def _store_rollouts(self, rows: Rows) -> Awaitable[None]:
+        return self.run.store.writer.append("rollouts", rows, step=self.step)
+
+    def store_related(self, dataset: str, rows: Rows) -> Awaitable[None]:
+        """Store rows of another data set that belong to rollouts, such as `states`; the result is done once they are stored."""
+        env = {"env": self.run.environment.name} if dataset == "states" else {}
+        return self.run.store.writer.append(dataset, rows, **env, step=self.step)
+
+    def store_scores(self, rows: Rows) -> Awaitable[None]:
+        """Store scores, and count the failures among them; the result is done once they are stored."""
+        stored = self.run.store.writer.append("scores", rows, scorer=self.run.scoring.key, step=self.step)
+        self.failures.see(rows)
+        return stored
+
+
+class GroupCollection:
+    """Samples, scores and stores one group of a step, without repeating what its plan says is stored."""
+
+    def __init__(self, collection: StepCollection, plan: GroupPlan) -> None:
+        self._run, self._step, self._group = collection.run, collection.step, plan.group
+        self._collection, self._plan = collection, plan
+        self._rollouts, self._scores = [plan.rollouts], [plan.scores]
+        # States of the rollout tasks that ended, which a group's score follows in Prefect's graph.
+        self._rolled: list[State[Any]] = []
+        self._acknowledgements: list[Awaitable[None]] = []
+        # How each task of the group ended, by "rollout 384" or "score 384".
+        self._summaries: dict[str, str] = {}
+
+    async def collect(self) -> None:
+        """Sample and score what is missing of the group, wait until it is stored, and compute its advantages."""
+        run, by_group = self._run, self._run.scoring.by_group
+        with within(lane=str(self._group)):
+            with span("environment"):
+                requests = await self._plan_requests()
+            self._recompute_logprobs(self._plan.rollouts)
+            unscored = select_scorable(self._plan.to_score).num_rows
+            stored = select_scorable(self._plan.rollouts if by_group else self._plan.to_score)
+            with run.admission.places(len(requests), (self._step, ROLLOUT)) as tickets:
+                if tickets:
+                    await tickets[0].turn()
+                started, chunks = time.perf_counter(), self._split(requests, tickets)
+                if stored.num_rows:
+                    # Prefect draws no edge from another flow run's task, so a resumed run has a rollout task for stored rollouts.
+                    chunks.append(StoredChunk(stored))
+                try:
+                    if requests or unscored:
+                        await run.recording.hold_back()
+                        async with run.task_runs.watch_group(self._step, self._group, self._summaries):
+                            async with asyncio.TaskGroup() as fan_out:
+                                for number, chunk in enumerate(chunks):
+                                    label = f"{self._group}.{number}" if len(chunks) > 1 else str(self._group)
+                                    fan_out.create_task(self.rollout_then_score(chunk, label))
+                                    # Prefect's work for a task run blocks the event loop: others run in between.
+                                    await asyncio.sleep(0)
+                            if by_group:
+                                await self._score_group()
+                            with span("storing"):
+                                await asyncio.gather(*self._acknowledgements)
+                    outcomes = await self._store_outcomes(time.perf_counter() - started)
+                finally:
+                    self._collection.note_end(tickets)
+            await self._collection.add_outcomes(outcomes)
+
+    def _split(
+        self, requests: Sequence[TrajectoryRequest], tickets: Sequence[SlotTicket]
+    ) -> list[RolloutWork]:
+        """Split the group's requests and slots into one chunk for each rollout task, and start the group's time limit."""
+        config = self._run.config.rollout
+        clock = GroupClock(config.group_timeout_s)
+        clock.deadline()
+        size = config.trajectories_per_task
+        parts = zip(split_chunks(requests, size), split_chunks(tickets, size), strict=True)
+        return [RolloutChunk(self._collection.sampler, part, places, clock) for part, places in parts]
+
+    async def rollout_then_score(self, chunk: RolloutWork, label: str) -> None:
+        """Sample a chunk of the group once its first trajectory has a slot, and score it as soon as it is sampled.
+
+        A scorer of whole groups is left to `_score_group`.
+        """
+        run, recorder = self._run, self._run.task_runs
+        with within(lane=label.replace(".", "/")):
+            if is_new := isinstance(chunk, RolloutChunk):
+                # A chunk whose group ends before it has a slot is sampled all the same: its rows are stored as cancelled.
+                with suppress(TimeoutError):
+                    await chunk.places[0].turn(chunk.clock.deadline().at)
+            with span("recording"):
+                await recorder.begin_task_run()
+                rolled = await recorder.rollout(chunk, self._step, label)
+            sampled: SampledChunk = await rolled.aresult()
+            self._rolled.append(rolled)
+            self._summaries[f"rollout {label}"] = sampled.summary
+            rollouts = select_scorable(sampled.rows)
+            async with asyncio.TaskGroup() as concurrent:
+                if is_new:
+                    self._rollouts.append(sampled.rows)
+                    self._acknowledgements += sampled.acknowledgements
+                    if run.reference is not None:
+                        concurrent.create_task(run.reference.ask(self._step, rollouts))
+                    if run.recomputing is not None:
+                        concurrent.create_task(self._recompute_once_stored(sampled))
+                if rollouts.num_rows and not run.scoring.by_group:
+                    with span("recording"):
+                        await recorder.begin_task_run()
+                        scored = await recorder.score(
+                            self._score_chunk(rollouts), self._step, label, wait_for=[rolled]
+                        )
+                    self._keep_scores(label, await scored.aresult())
+
+    async def _score_group(self) -> None:
+        """Score the group's survivors in one call, in the order of their sample numbers.
+
+        Nothing is scored if the group has scores, or if it is incomplete and the scorer needs whole groups.
+        """
+        # A scorer of groups may depend on the order of candidates, and a resumed step must get the same scores.
+        survivors = sort_rows(select_scorable(concat_rows(*self._rollouts)), "sample")
+        if concat_rows(*self._scores).num_rows or not survivors.num_rows:
+            return
+        if is_shown(self._run.config, survivors):
+            label, recorder = str(self._group), self._run.task_runs
+            with span("recording"):
+                await recorder.begin_task_run()
+                scored = await recorder.score(
+                    self._score_chunk(survivors), self._step, label, wait_for=self._rolled
+                )
+            self._keep_scores(label, await scored.aresult())
+
+    def _score_chunk(self, rollouts: Rows) -> ScoreChunk:
+        return ScoreChunk(self._run.scoring, rollouts, self._step, self._collection.store_scores)
+
+    def _keep_scores(self, label: str, scored: ScoredChunk) -> None:
+        self._summaries[f"score {label}"] = scored.summary
+        self._scores.append(scored.rows)
+        self._acknowledgements += scored.acknowledgements
+
+    async def _recompute_once_stored(self, sampled: SampledChunk) -> None:
+        """Wait until a chunk is stored, then queue its trajectories for log-probabilities by the trainer."""
+        await asyncio.gather(*sampled.acknowledgements)
+        self._recompute_logprobs(sampled.rows)
+
+    def _recompute_logprobs(self, stored: Rows) -> None:
+        if self._run.recomputing is not None:
+            ids = column_values(select_scorable(stored), "trajectory_id")
+            self._run.recomputing.add(self._step, [str(each) for each in ids])
+
+    async def _store_outcomes(self, duration_s: float) -> tuple[GroupOutcome, ...]:
+        # The pool remembers which server has a group's prefix in its cache.
+        self._run.pool.forget(self._group)
+        rows = concat_rows(*self._rollouts), concat_rows(*self._scores)
+        return await store_group_outcomes(self._run, self._step, self._plan, *rows, duration_s)
+
+    async def _plan_requests(self) -> list[TrajectoryRequest]:
+        """Fetch the group's problem from the environment, and return a request for each trajectory that is to be sampled."""
+        config = self._run.config
+        if not self._plan.to_sample:
+            return []
+        return await plan_group_requests(
+            self._run.environment,
+            run=self._run.id,
+            seed=config.seed,
+            group=self._group,
+            attempts=self._plan.to_sample,
+            temperature=config.rollout.temperature,
+            timeout_s=config.rollout.trajectory_timeout_s,
+        )
+
+
+def is_shown(config: RunConfig, survivors: Rows) -> bool:
+    """Return True if the scorer is given these survivors: the group is whole, or the scorer accepts partial groups."""
+    return survivors.num_rows >= config.rollout.group_size or not config.score.needs_full_group

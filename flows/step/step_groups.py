@@ -1,0 +1,145 @@
+"""The groups of a step: its plan, refills in place of groups that cannot be trained on, their outcomes, and its batch."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rollmill.flows.run.live_run import Run
+from rollmill.tasks.observe.spans import span
+from rollmill.tasks.score.group_outcomes import (
+    GroupOutcome,
+    batch_rows,
+    compute_advantages,
+    compute_batch_advantages,
+    group_rows,
+    survivors_from_rows,
+)
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import Rows, rows_from_table, rows_where, rows_without
+from rollmill.tasks.store.run.group_ranges import (
+    GroupRange,
+    count_refills,
+    ensure_plan,
+    make_plan_rows,
+    plan_refill,
+)
+from rollmill.tasks.store.run.step_plan import GroupPlan, StepPlan, StoredStep, plan_step
+from rollmill.tasks.store.stored_batch import read_batch_digest
+
+
+class Refills:
+    """Plans a further group in place of each group of a step that cannot be trained on, up to a limit.
+
+    A group that cannot be trained on (no spread in reward, too few survivors, ...) is replaced by a further group, as in
+    DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476, section 3.2); a step has at most `rollout.max_refill_groups`.
+    The plan has one refill for each untrainable group, refills included, in any order. So a process that resumes a step
+    and computes its outcomes again plans the same number, and appends only those that a killed process had not.
+
+    Args:
+        run: the run.
+        step: its step.
+        ranges: what is stored of the step's plan.
+        is_closed: True when the step's batch is stored: then nothing is appended.
+    """
+
+    def __init__(self, run: Run, step: int, ranges: Sequence[GroupRange], *, is_closed: bool) -> None:
+        self._run, self._step, self._ranges = run, step, list(ranges)
+        self._most = 0 if is_closed else run.config.rollout.max_refill_groups
+        self._n_planned, self._n_untrainable = count_refills(ranges), 0
+
+    async def next_group(self, outcomes: Sequence[GroupOutcome]) -> int | None:
+        """Plan a further group if none of these outcomes can be trained on; return its number, or None if none is planned.
+
+        Raises:
+            StoreError: the plan could not be stored; nothing of the group was begun.
+        """
+        if any(not outcome.reason for outcome in outcomes):
+            return None
+        self._n_untrainable += 1
+        # A killed process may have planned refills that this one has not counted yet; these are used first.
+        if self._n_planned >= min(self._most, self._n_untrainable):
+            return None
+        refill = plan_refill(self._ranges)
+        self._ranges.append(refill)
+        self._n_planned += refill.n
+        await self._run.store.writer.append(
+            "plans", make_plan_rows(self._run.id, self._step, [refill]), step=self._step
+        )
+        return refill.first
+
+    def lacking(self, outcomes: Sequence[GroupOutcome]) -> str:
+        """Return a log line if a step has fewer trainable groups than configured after all its refills; else empty."""
+        n_wanted = self._run.config.rollout.groups_per_step
+        n_trained = len({outcome.group for outcome in outcomes if not outcome.reason})
+        if not self._most or n_trained >= n_wanted:
+            return ""
+        return (
+            f"step {self._step}: after {self._n_planned} refills, of rollout.max_refill_groups = {self._most}, "
+            f"{n_trained} of {n_wanted} groups can be trained on"
+        )
+
+
+async def plan_ranges(run: Run, step: int) -> Sequence[GroupRange]:
+    """Return the stored ranges of a step's group numbers, refills included; plan and store the first if there is none."""
+    rollout = run.config.rollout
+    return await ensure_plan(
+        run.folder,
+        run.store.writer,
+        run=run.id,
+        step=step,
+        groups_per_step=rollout.groups_per_step,
+        max_refill_groups=rollout.max_refill_groups,
+    )
+
+
+async def plan_groups(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
+    """Plan which trajectories of a step's groups are to be sampled, and which rollouts are to be scored.
+
+    Stored outcomes of groups whose failed trajectories are redone are removed, and so are their scores by a group scorer.
+    """
+    plan = await asyncio.to_thread(_plan, run, step, groups)
+    if not plan.redone:
+        return plan
+    # Stored outcomes are kept as they are, so a redone trajectory would not change them.
+    await _remove_groups(run, "groups", plan.redone, step=step)
+    if run.scoring.by_group:
+        await _remove_groups(run, "scores", plan.redone, scorer=run.scoring.key, step=step)
+    return await asyncio.to_thread(_plan, run, step, groups)
+
+
+def _plan(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
+    stored = StoredStep.read(run.folder, step, run.scoring.key)
+    return plan_step(groups, run.config.rollout.group_size, stored, redo_failed=run.redo_failed)
+
+
+async def _remove_groups(run: Run, dataset: str, groups: Sequence[int], **partition: int | str) -> None:
+    """Remove the rows of these groups from one partition of a data set."""
+    stored = rows_from_table(await asyncio.to_thread(lambda: read(run.folder, dataset, None, **partition)))
+    await run.store.writer.replace(dataset, rows_without(stored, "group", groups), **partition)
+
+
+async def store_group_outcomes(
+    run: Run, step: int, plan: GroupPlan, rollouts: Rows, scores: Rows, duration_s: float
+) -> tuple[GroupOutcome, ...]:
+    """Compute the advantages of a group whose rows are all stored, and store its outcomes unless they are stored."""
+    outcomes = compute_advantages(
+        run.config.score,
+        group=plan.group,
+        env=run.environment.name,
+        expected=run.config.rollout.group_size,
+        survivors=survivors_from_rows(rollouts, scores),
+        dropped=rows_where(scores, "status", "dropped").num_rows,
+    )
+    # A row that is stored stays: a resumed step computes the same outcomes again.
+    if not plan.is_judged:
+        await run.store.writer.append("groups", group_rows(run.id, step, outcomes, duration_s), step=step)
+    return outcomes
+
+
+async def store_batch(run: Run, step: int, outcomes: Sequence[GroupOutcome]) -> str:
+    """Select the trajectories that the step is trained on, and store them as its batch; return the batch's digest."""
+    with span("storing"):
+        settled = compute_batch_advantages(run.config.score, outcomes)
+        rows = batch_rows(run.id, step, settled, run.scoring.key)
+        await run.store.writer.append("batches", rows, step=step)
+        # From the stored rows and not from memory: the trainer compares the digest with what it reads.
+        return await asyncio.to_thread(read_batch_digest, run.folder, step)

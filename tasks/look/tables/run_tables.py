@@ -1,0 +1,225 @@
+"""The tables of `rollmill inspect`: a run's data sets, aggregated with Polars."""
+
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+
+from rollmill.tasks.look.tables.selection import Selection, check_known, scan_partitions, select_partitions
+from rollmill.tasks.look.tables.trajectory_table import make_trajectories_view
+from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_uniform, limit_notes, order_rows
+from rollmill.tasks.store.attempts import last_attempts
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import Scan, scan
+from rollmill.tasks.store.run.manifest import read_manifest
+
+FULL_REWARD = 1.0
+TRAINED = "trained"
+"""Outcome of a group that is trained on; other groups have the reason why not."""
+
+STEP_COLUMNS = (
+    Column("step"),
+    Column("groups", rank=3),
+    Column("groups_trained", rank=5, header="trained"),
+    Column("survived", rank=4),
+    Column("lost", rank=2),
+    Column("reward"),
+    Column("tokens", rank=1, digits=1),
+    Column("seconds", rank=6, digits=1),
+)
+OF_ALL_ENVIRONMENTS = ("lost", "seconds")
+"""Columns of a step that are measured over all environments together."""
+GROUP_COLUMNS = (
+    Column("group"),
+    Column("step", rank=6),
+    Column("env", rank=5),
+    Column("expected", rank=4),
+    Column("survived", rank=1),
+    Column("reward_mean", header="reward"),
+    Column("reward_std", rank=2, header="std"),
+    Column("tokens_mean", rank=3, header="tokens", digits=1),
+    Column("duration_s", rank=7, header="seconds", digits=1),
+    Column("reason", is_text=True),
+)
+VERSION_COLUMNS = (
+    Column("step", header="policy version"),
+    Column("reward", header="reward, sampled"),
+    Column("greedy_accuracy", header="accuracy, greedy"),
+)
+
+
+def select_view(folder: RunFolder, selection: Selection) -> View:
+    """Return the table that `rollmill inspect` shows: trajectories, groups, steps, or held-out rewards by policy version.
+
+    Raises:
+        ConfigError: the run has no such step, group, scorer, environment, status or column; the error lists what it has.
+    """
+    selection.check()
+    level = selection.resolved_level
+    if level == "trajectories":
+        return make_trajectories_view(folder, selection)
+    if selection.evaluations:
+        return make_versions_view(folder, selection)
+    return make_groups_view(folder, selection) if level == "groups" else make_run_view(folder, selection)
+
+
+def make_run_view(folder: RunFolder, selection: Selection | None = None, scan: Scan = scan) -> View:
+    """Return the table of steps with totals of the run; columns measured over all environments are left out for a single one."""
+    selection = selection or Selection()
+    trains = read_manifest(folder).trains
+    metrics = _read_step_metrics(folder, scan, trains=trains)
+    env = selection.env
+    rows = last_attempts(scan(folder, "rollouts", ["group", "sample", "attempt", "status", "env"]))
+    rows = rows.filter(pl.lit(not env) | (pl.col("env") == env))
+    by_status = dict(rows.group_by("status").len().sort("status").collect().rows())
+    steps = _read_steps(folder, selection, scan).join(metrics, on="step", how="left", maintain_order="left")
+    columns: Sequence[Column] = STEP_COLUMNS
+    if env:
+        steps = steps.drop(OF_ALL_ENVIRONMENTS)
+        columns = [column for column in columns if column.name not in OF_ALL_ENVIRONMENTS]
+    shown = _order_and_limit(steps, columns, selection)
+    n_done = len(metrics)
+    values: dict[str, object] = {
+        "run": folder.location,
+        "steps": n_done,
+        "trajectories": sum(by_status.values()),
+        "by_status": by_status,
+        "held_out": read_held_out(folder, env, scan=scan).to_dicts(),
+        "policy_version": n_done if trains else 0,
+        "by_step": shown,
+    }
+    counts = ", ".join(f"{n} {status}" for status, n in by_status.items())
+    n_sampled = count_noun(sum(by_status.values()), "trajectory", "trajectories")
+    of_env = env and f" of {env}"
+    title = f"{folder.location}: {count_noun(n_done, 'step')} {'trained' if trains else 'collected'}, {n_sampled}{of_env}"
+    notes = limit_notes(len(shown), len(steps))
+    return View(values, f"{title}{counts and f' ({counts})'}", columns, shown, notes)
+
+
+def make_groups_view(folder: RunFolder, selection: Selection) -> View:
+    """Return the table of the selected groups."""
+    steps = select_partitions(folder, "groups", "step", selection.steps)
+    groups = select_groups(folder, selection, steps)
+    shown = _order_and_limit(groups, GROUP_COLUMNS, selection)
+    return View(
+        {"step": steps[0] if steps and len(steps) == 1 else None, "n": len(groups), "groups": shown},
+        f"{count_noun(len(groups), 'group')}{_describe_steps(steps)}",
+        drop_uniform(GROUP_COLUMNS, shown, ("step", "env")),
+        shown,
+        limit_notes(len(shown), len(groups)),
+    )
+
+
+def select_groups(
+    folder: RunFolder, selection: Selection, steps: list[int] | None, scan: Scan = scan
+) -> pl.DataFrame:
+    """Return the selected groups by step and number; `steps` None selects all steps.
+
+    Raises:
+        ConfigError: the run has no such environment, or no group with that outcome; the error lists what it has.
+    """
+    names = [column.name for column in GROUP_COLUMNS]
+    groups = scan_partitions(folder, "groups", [*names, "subgroup"], "step", steps, scan).collect()
+    if selection.env:
+        check_known("--env", selection.env, groups["env"])
+        groups = groups.filter(pl.col("env") == selection.env)
+    fate = pl.col("reason").replace("", TRAINED)
+    for status in selection.status:
+        check_known("--status", status, groups.select(fate)["reason"])
+    if selection.status:
+        groups = groups.filter(fate.is_in(selection.status))
+    if selection.reward:
+        groups = groups.filter(pl.col("reward_mean").is_between(selection.reward.low, selection.reward.high))
+    if selection.group is not None:
+        groups = groups.filter(pl.col("group") == selection.group)
+    return groups.sort("step", "group", "subgroup")
+
+
+def make_versions_view(folder: RunFolder, selection: Selection) -> View:
+    """Return the table of held-out mean reward and greedy accuracy by policy version."""
+    if selection.env:
+        check_known("--env", selection.env, scan(folder, "evaluations", ["env"]).collect()["env"])
+    frame = read_held_out(folder, selection.env)
+    if asked := select_partitions(folder, "evaluations", "version", selection.steps):
+        frame = frame.filter(pl.col("step").is_in(asked))
+    shown = _order_and_limit(frame, VERSION_COLUMNS, selection)
+    title = f"{folder.location}: held out{selection.env and f', {selection.env}'}"
+    return View({"held_out": shown}, title, VERSION_COLUMNS, shown, limit_notes(len(shown), len(frame)))
+
+
+def read_held_out(
+    folder: RunFolder, env: str = "", version: int | None = None, scan: Scan = scan
+) -> pl.DataFrame:
+    """Read mean reward and accuracy of each complete evaluation, oldest first: one or all versions, one or all environments.
+
+    Columns: step (policy version), reward (sampled), greedy_accuracy. A trajectory that could not be scored counts as reward 0;
+    accuracy is the share of full rewards (1).
+    """
+    sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
+    # A full reward that is a sum of parts may be a little less than 1.
+    is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
+    n_prompts = read_manifest(folder).config.get("evaluate", {}).get("n_prompts", 0)
+    partition = {} if version is None else {"version": version}
+    return (
+        scan(folder, "evaluations", ["policy_version", "env", "greedy", "reward"], **partition)
+        # An evaluation that was interrupted has fewer rows than one sampled and one greedy answer to each prompt.
+        .with_columns(pl.len().over("policy_version").alias("n"))
+        .filter((pl.col("n") == 2 * n_prompts) & (pl.lit(not env) | (pl.col("env") == env)))
+        .group_by(pl.col("policy_version").cast(pl.Int64).alias("step"))
+        .agg(
+            pl.col("reward").filter(sampled).fill_nan(0.0).mean().alias("reward"),
+            is_right.filter(greedy).mean().alias("greedy_accuracy"),
+        )
+        .sort("step")
+        .collect()
+    )
+
+
+def _read_steps(folder: RunFolder, selection: Selection, scan: Scan) -> pl.DataFrame:
+    steps = select_partitions(folder, "groups", "step", selection.steps)
+    columns = ["step", "group", "env", "survived", "reward_mean", "tokens_mean", "reason"]
+    groups = scan_partitions(folder, "groups", columns, "step", steps, scan).collect()
+    if selection.env:
+        check_known("--env", selection.env, groups["env"])
+        groups = groups.filter(pl.col("env") == selection.env)
+    return (
+        groups.group_by("step")
+        .agg(
+            pl.col("group").n_unique().alias("groups"),
+            pl.col("survived").sum(),
+            pl.col("reward_mean").drop_nans().mean().alias("reward"),
+            pl.col("tokens_mean").drop_nans().mean().alias("tokens"),
+            pl.col("group").filter(pl.col("reason") == "").n_unique().alias("groups_trained"),
+        )
+        .sort("step")
+    )
+
+
+def _read_step_metrics(folder: RunFolder, scan: Scan, *, trains: bool) -> pl.DataFrame:
+    """Return columns step, lost (number of trajectories) and seconds for each finished step."""
+    wanted = {"lost": "drops/trajectories", "seconds": "time/step_s"}
+    value = pl.col("value").filter
+    return (
+        scan(folder, "metrics", ["step", "name", "value"])
+        .group_by("step")
+        .agg(
+            (pl.col("name") == ("train/updated" if trains else wanted["seconds"])).any().alias("done"),
+            *(value(pl.col("name") == name).last().alias(short) for short, name in wanted.items()),
+        )
+        .filter("done")
+        .drop("done")
+        .with_columns(pl.col("lost").cast(pl.Int64))
+        .collect()
+    )
+
+
+def _order_and_limit(
+    frame: pl.DataFrame, columns: Sequence[Column], selection: Selection
+) -> Sequence[Mapping[str, object]]:
+    """Return the table's rows as dicts, sorted and limited in number as `selection` says."""
+    return order_rows(frame, columns, selection.sort, selection.limit or 0).to_dicts()
+
+
+def _describe_steps(steps: list[int] | None) -> str:
+    if steps is None:
+        return ""
+    return f" of step {steps[0]}" if len(steps) == 1 else f" of steps {steps[0]} to {steps[-1]}"

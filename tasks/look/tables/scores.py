@@ -1,0 +1,74 @@
+"""The scorers of a run: the default one, and totals for each."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import polars as pl
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_scorers, list_steps, read, scan
+from rollmill.tasks.store.run.manifest import read_manifest
+
+
+def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
+    """Return the NAME@VERSION to show: `asked`, or by default the scorer that the run trains on; None without scores.
+
+    Raises:
+        ConfigError: the run has no such scorer, or has several and does not say which one it trains on.
+    """
+    known = list_scorers(folder)
+    if asked:
+        if asked not in known:
+            raise ConfigError("--scorer", asked, f"the run has scores of {', '.join(known) or 'nobody yet'}")
+        return asked
+    if len(known) < 2:
+        return known[0] if known else None
+    own = _trained_scorer(folder)
+    found = [key for key in known if own in (key, key.rpartition("@")[0])]
+    if not found:
+        raise ConfigError("--scorer", "", f"the run has scores of {', '.join(known)}; name one")
+    # Of several versions the last one trains; the earlier ones scored steps before it was changed.
+    return found[-1]
+
+
+def _trained_scorer(folder: RunFolder) -> str:
+    """Return the scorer of the newest batch with rows; without a batch its name from the settings, without version."""
+    for step in reversed(list_steps(folder, "batches")):
+        batch = read(folder, "batches", ["scorer"], step=step)
+        if batch.num_rows:
+            return str(batch["scorer"][0].as_py())
+    # A scorer that is given by its import path, package.module:name, is stored with dots.
+    return str(read_manifest(folder).config.get("score", {}).get("scorer", "")).replace(":", ".")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTotals:
+    """Number of scores and mean reward by one scorer over a run's rollouts.
+
+    Attributes:
+        scorer: NAME@VERSION.
+        by_status: number of scores with each status: scored, failed, dropped.
+        reward: mean of the scored ones; NaN without any.
+    """
+
+    scorer: str
+    by_status: Counter[str]
+    reward: float
+
+
+def read_score_totals(folder: RunFolder) -> list[ScoreTotals]:
+    """Count the scores and average the rewards of each scorer of a run; ordered by scorer."""
+    found = []
+    for scorer in list_scorers(folder):
+        by_status = (
+            scan(folder, "scores", ["status", "reward"], scorer=scorer)
+            .group_by("status")
+            .agg(pl.len(), pl.col("reward").cast(pl.Float64).drop_nans().sum())
+        )
+        rows = {status: (n, total) for status, n, total in by_status.collect().rows()}
+        counts = Counter({status: n for status, (n, _) in rows.items()})
+        total = sum(total for _, total in rows.values())
+        found.append(ScoreTotals(scorer, counts, total / counts["scored"] if counts["scored"] else math.nan))
+    return found

@@ -1,0 +1,197 @@
+"""Tables of single trajectories, for `rollmill inspect`."""
+
+import json
+from typing import Any
+
+import polars as pl
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.selection import Selection, check_known, scan_partitions, select_partitions
+from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_uniform, limit_notes, order_rows
+from rollmill.tasks.store.attempts import last_attempts, short_id
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import list_steps, read, read_trajectories
+from rollmill.tasks.store.run.manifest import read_manifest
+
+STATUSES = ("complete", "truncated", "failed", "cancelled")
+UNSCORED = "unscored"
+"""Status shown for a trajectory whose score failed or is missing."""
+SHOWN_ROWS = 100
+"""Default limit of rows on a terminal."""
+
+TRAJECTORY_COLUMNS = (
+    Column("trajectory"),
+    Column("step", rank=7),
+    Column("env", rank=8),
+    Column("status", rank=2),
+    Column("reward"),
+    Column("advantage", rank=3),
+    Column("n_completion_tokens", rank=4, header="tokens"),
+    Column("policy_version_last", rank=6, header="version", absent=-1),
+    Column("duration_s", rank=5, header="seconds", digits=2),
+    Column("answer", rank=1, is_text=True),
+    Column("error", rank=9, is_text=True),
+)
+ROLLOUT_COLUMNS = (
+    "trajectory_id",
+    "step",
+    "group",
+    "sample",
+    "env",
+    "status",
+    "n_completion_tokens",
+    "policy_version_first",
+    "policy_version_last",
+    "duration_s",
+    "error_type",
+    "error",
+)
+"""Columns of rollouts that a table of them needs, and that are small."""
+SCORE_COLUMNS = ["trajectory_id", "reward", "error_type", "error"]
+BATCH_COLUMNS = ["trajectory_id", "advantage"]
+
+
+def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
+    """Return the selected trajectories with reward, advantage and last message.
+
+    Raises:
+        ConfigError: the run has no such step, group, scorer, environment, status or column; the error lists what it has.
+    """
+    if selection.evaluations:
+        versions = select_partitions(folder, "evaluations", "version", selection.steps)
+        names = [*ROLLOUT_COLUMNS, "reward", "greedy"]
+        rollouts = scan_partitions(folder, "evaluations", names, "version", versions)
+        rollouts = rollouts.with_columns(pl.lit(None, pl.Float32).alias("advantage"))
+        scorer = ""
+    else:
+        rollouts, scorer = _scan_sampled(folder, selection)
+    if selection.group is not None:
+        rollouts = rollouts.filter(pl.col("group") == selection.group)
+    # The order of shards is that of their writing; ids make the order of attempts of one sample certain.
+    found = rollouts.sort("step", "group", "sample", "trajectory_id").collect()
+    found = filter_trajectories(found, selection)
+    limit = SHOWN_ROWS if selection.limit is None else selection.limit
+    chosen = order_rows(found, TRAJECTORY_COLUMNS, selection.sort, limit)
+    rows = add_messages(folder, chosen, is_held_out=selection.evaluations)
+    values = {"group": selection.group, "scorer": scorer, "n": len(found), "trajectories": rows}
+    kind = "held-out " if selection.evaluations else ""
+    n = count_noun(len(found), f"{kind}trajectory", f"{kind}trajectories")
+    title = f"{n}{scorer and f', rewards by {scorer}'}"
+    notes = limit_notes(len(rows), len(found))
+    return View(
+        values,
+        title,
+        drop_uniform(TRAJECTORY_COLUMNS, rows, ("step", "env"), ("error", "advantage")),
+        rows,
+        notes,
+    )
+
+
+def find_step(folder: RunFolder, group: int) -> int:
+    """Return the step whose plan contains a group.
+
+    Raises:
+        ConfigError: no plan contains it; the error lists the groups.
+    """
+    plans = read(folder, "plans", ["step", "first_group", "n_groups"]).to_pylist()
+    for plan in plans:
+        if plan["first_group"] <= group < plan["first_group"] + plan["n_groups"]:
+            return int(plan["step"])
+    raise ConfigError("--group", group, f"the run has no such group; {describe_groups(folder)}")
+
+
+def describe_groups(folder: RunFolder) -> str:
+    """Describe which group numbers a run has planned. Example: "it has groups 0 to 63", or "it has no groups yet"."""
+    plans = read(folder, "plans", ["first_group", "n_groups"]).to_pylist()
+    last = max((plan["first_group"] + plan["n_groups"] for plan in plans), default=0) - 1
+    has_gaps = sum(plan["n_groups"] for plan in plans) <= last
+    gaps = ", without the numbers of refills that no step took" if has_gaps else ""
+    return f"it has groups 0 to {last}{gaps}" if plans else "it has no groups yet"
+
+
+def check_has_rollouts(folder: RunFolder) -> None:
+    """Raise ConfigError for a run that was retrained from other runs' rollouts and has none; the error names those runs."""
+    sources = [source.folder for source in read_manifest(folder).sources]
+    if sources and not list_steps(folder, "plans"):
+        remedy = (
+            f"it was trained from trajectories that others have sampled; they lie in {', '.join(sources)}"
+        )
+        raise ConfigError("RUN", folder.location, remedy)
+
+
+def _scan_sampled(folder: RunFolder, selection: Selection) -> tuple[pl.LazyFrame, str]:
+    """Return the rollouts of the selected steps, last attempts only, with rewards and advantages, and the scorer's name."""
+    check_has_rollouts(folder)
+    if selection.group is not None:
+        steps: list[int] | None = [find_step(folder, selection.group)]
+    else:
+        steps = select_partitions(folder, "rollouts", "step", selection.steps)
+    scorer = resolve_scorer(folder, selection.scorer)
+    rollouts = last_attempts(
+        scan_partitions(folder, "rollouts", [*ROLLOUT_COLUMNS, "attempt"], "step", steps)
+    )
+    batches = scan_partitions(folder, "batches", BATCH_COLUMNS, "step", steps)
+    scores = None
+    if scorer:
+        scores = scan_partitions(folder, "scores", SCORE_COLUMNS, "step", steps, scorer=scorer)
+    return join_rewards(rollouts, batches, scores), scorer or ""
+
+
+def join_rewards(rollouts: pl.LazyFrame, batches: pl.LazyFrame, scores: pl.LazyFrame | None) -> pl.LazyFrame:
+    """Join rollouts with their advantages, rewards and score errors; without scores there are no rewards."""
+    # A step that was repeated after a kill may have stored a row twice.
+    found = rollouts.join(batches.unique("trajectory_id"), on="trajectory_id", how="left")
+    if scores is None:
+        return found.with_columns(pl.lit(None, pl.Float64).alias("reward"))
+    found = found.join(scores.unique("trajectory_id"), on="trajectory_id", how="left", suffix="_of_score")
+    return found.with_columns(
+        pl.when(pl.col(name) == "").then(pl.col(f"{name}_of_score")).otherwise(name).fill_null("").alias(name)
+        for name in ("error_type", "error")
+    ).drop("error_type_of_score", "error_of_score")
+
+
+def filter_trajectories(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
+    """Return the trajectories with the selected environment, status and reward.
+
+    The column `reward` is needed only to select by reward, or to select unscored trajectories.
+
+    Raises:
+        ConfigError: the run has no such environment or status.
+    """
+    if selection.env:
+        check_known("--env", selection.env, found["env"].unique())
+        found = found.filter(pl.col("env") == selection.env)
+    for status in selection.status:
+        check_known("--status", status, (*STATUSES, UNSCORED))
+    if selection.status:
+        is_selected = pl.col("status").is_in(selection.status)
+        if UNSCORED in selection.status:
+            is_selected |= pl.col("reward").fill_nan(None).is_null()
+        found = found.filter(is_selected)
+    if selection.reward:
+        found = found.filter(pl.col("reward").is_between(selection.reward.low, selection.reward.high))
+    return found
+
+
+def add_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:
+    """Return the chosen rows as dictionaries with their `messages`, and the last message's text as `answer`.
+
+    No other conversations are read.
+    """
+    messages: dict[str, str] = {}
+    names = ["trajectory_id", "messages"]
+    for step in chosen["step"].unique():
+        ids = chosen.filter(pl.col("step") == step)["trajectory_id"].to_list()
+        if is_held_out:
+            table = read(folder, "evaluations", names, version=step)
+        else:
+            table = read_trajectories(folder, step, ids, names)
+        messages |= zip(table["trajectory_id"].to_pylist(), table["messages"].to_pylist(), strict=True)
+    found = []
+    for row in chosen.to_dicts():
+        conversation = json.loads(messages[row["trajectory_id"]])
+        answer = str(conversation[-1]["content"]) if conversation else ""
+        short = short_id(row["trajectory_id"])
+        found.append({"trajectory": short, **row, "answer": answer, "messages": conversation})
+    return found

@@ -1,0 +1,219 @@
+"""A run's curves as Plotly figures, one chart for each question, over one axis of steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from rollmill.tasks.look.ledger.span_timeline import IDLE, NO_SPANS, UNATTRIBUTED, is_wait
+from rollmill.tasks.look.ledger.step_timeline import StepTimeline
+from rollmill.tasks.look.tables.curves import BLUE, SPAN_COLOURS, SPANS, Curves, Series, list_charts
+from rollmill.tasks.look.tables.view import escape_controls
+
+# Of more points every n-th is drawn: a chart has fewer pixels, and the page would be long.
+MOST_POINTS = 2000
+MOST_DRAWN = 3000
+"""Most points of a scatter plot; of more every n-th is drawn."""
+LINE_WIDTHS = {"thin": 1, "broad": 4}
+"""Width in pixels of a line by form; 2 for all others."""
+BY_STEP = ("step", "")
+HEIGHT = 240
+"""Height of a chart in pixels."""
+FEW_STEPS = 8
+"""With fewer steps, each gets a tick."""
+QUIET = "rgba(128,128,128,0.25)"
+INK = "#7d8590"
+WAITING = "rgba(128,128,128,0.45)"
+OTHER = "#a3acb6"
+"""Colour of work without a colour in a timeline; hovering shows its name."""
+GREYS = {IDLE: "rgba(128,128,128,0.15)", UNATTRIBUTED: INK, NO_SPANS: "rgba(128,128,128,0.05)"}
+"""Colour of time that is neither work nor a wait."""
+WORK = {name: SPAN_COLOURS[name] for name in SPANS} | {
+    "generating": "#5aa9c9",
+    "environment": "#6b7f3f",
+    "scoring": "#d58fb4",
+    "evaluating": "#7cc4a8",
+    "packing": "#e3b778",
+    "recomputing": "#8c3b36",
+    "forward": "#c2504a",
+    "backward": "#a07a52",
+    "optimizer": "#b8a03a",
+    "gathering": "#6c5fa8",
+    "sending": "#a994d6",
+    "receiving": "#74528f",
+    "loading": "#5b6ea0",
+    "switching": "#c08ad0",
+    "parity": "#985f7e",
+    "storing": "#43617f",
+    "checkpoint": "#3f7f86",
+    "checkpointing": "#5fa3a8",
+    "report": "#93a8c4",
+    "measuring": "#84b3d9",
+    "recording": "#c9b98a",
+}
+"""Colours of the most common work in a timeline."""
+LEAST_TOLD = 0.005
+"""Share of the drawn time from which a name gets into the legend; hovering shows every name."""
+LANE = 26
+"""Height of a timeline row in pixels."""
+LOOK = {
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"color": INK, "size": 11, "family": "inherit"},
+    "hoverlabel": {"font": {"size": 11}},
+}
+"""Plotly configuration of every chart."""
+
+
+def make_charts(curves: Curves) -> list[Component]:
+    """Return the charts of a run: reward, length, entropy, staleness, drops and time; one without data says so."""
+    return [
+        _chart(
+            chart.name,
+            chart.unit,
+            [trace for each in chart.series for trace in _traces(each)],
+            absent=chart.absent,
+        )
+        for chart in list_charts(curves)
+    ]
+
+
+def make_scatter(title: str, rows: pl.DataFrame, a: str, b: str) -> Component:
+    """Plot the column "b" of `rows` over their column "a"; the arguments `a` and `b` are the axes' titles."""
+    drawn = _thin(rows.select("a", "b").drop_nulls(), MOST_DRAWN)
+    points = {
+        "x": drawn["a"].to_list(),
+        "y": drawn["b"].to_list(),
+        "mode": "markers",
+        "type": "scatter",
+        "marker": {"color": BLUE, "size": 6, "opacity": 0.55},
+    }
+    return _chart(title, f"{a} across, {b} up", [points], axes=(a, b))
+
+
+def make_timeline_chart(timeline: StepTimeline) -> Component:
+    """Plot the spans of a step over time: one row of bars per lane, one colour per span name, waits in grey."""
+    names = (
+        timeline.pieces.group_by("name")
+        .agg(pl.col("seconds").sum())
+        .sort("seconds", "name", descending=[True, False])
+    )
+    least_s = LEAST_TOLD * float(names["seconds"].sum())
+    bars = [
+        _stretches(timeline.pieces.filter(name=name), name, is_told=seconds >= least_s)
+        for name, seconds in names.rows()
+    ]
+    height = LANE * len(timeline.lanes) + 90
+    axis = {"gridcolor": QUIET, "zeroline": False, "automargin": True}
+    layout = LOOK | {
+        "height": height,
+        "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "xaxis": axis | {"ticksuffix": " s"},
+        "yaxis": axis | {"categoryorder": "array", "categoryarray": timeline.lanes[::-1], "showgrid": False},
+        "hovermode": "closest",
+        "legend": {"orientation": "h", "y": -40 / height, "yanchor": "top", "font": {"size": 10}},
+    }
+    head = html.H3(
+        ["timeline", html.Small(" what was done when, in seconds of the step; drag to look closer")]
+    )
+    return html.Figure([head, _graph(bars, layout, height)], className="chart timeline")
+
+
+def _stretches(pieces: pl.DataFrame, name: str, *, is_told: bool) -> dict[str, Any]:
+    # Time that is no work is grey, so that the colours show the work.
+    colour = GREYS.get(name, WAITING if is_wait(name) else WORK.get(name, OTHER))
+    told = [f"<br>{_plain(cause)}" if cause else "" for cause in pieces["cause"]]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": _plain(name),
+        "y": pieces["lane"].to_list(),
+        "base": pieces["start_s"].round(6).to_list(),
+        "x": pieces["seconds"].round(6).to_list(),
+        "customdata": [
+            [f"{seconds:.3f} s", cause] for seconds, cause in zip(pieces["seconds"], told, strict=True)
+        ],
+        "marker": {"color": colour, "line": {"width": 0}},
+        "showlegend": is_told and colour != OTHER,
+        "hovertemplate": "%{customdata[0]}, from %{base:.3f} s%{customdata[1]}",
+    }
+
+
+def _chart(
+    name: str,
+    unit: str,
+    traces: Sequence[dict[str, Any]],
+    *,
+    axes: tuple[str, str] = BY_STEP,
+    absent: str = "nothing to show yet",
+) -> Component:
+    shown = [trace for trace in traces if len(trace["x"])]
+    head = html.H3([name, html.Small(f" {unit}")])
+    if not shown:
+        return html.Figure([head, html.P(absent, className="quiet")], className="chart")
+    is_scatter = axes != BY_STEP
+    axis = {"gridcolor": QUIET, "zerolinecolor": QUIET, "automargin": True}
+    layout = LOOK | {
+        "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
+        "height": HEIGHT,
+        "xaxis": axis | ({"title": {"text": axes[0]}} if is_scatter else _whole(shown)),
+        "yaxis": axis | {"title": {"text": axes[1]}, "nticks": 6},
+        "hovermode": "closest" if is_scatter else "x unified",
+        "legend": {"orientation": "h", "y": -0.14, "font": {"size": 10}, "traceorder": "normal"},
+        "showlegend": len([trace for trace in shown if trace.get("showlegend", True)]) > 1,
+        # While this stays the same, a redrawn chart keeps the part that was zoomed into.
+        "uirevision": name,
+        "barmode": "stack",
+    }
+    return html.Figure([head, _graph(shown, layout, HEIGHT)], className="chart")
+
+
+def _graph(traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int) -> Component:
+    return dcc.Graph(
+        figure={"data": traces, "layout": layout},
+        config={"displayModeBar": False, "responsive": True, "displaylogo": False},
+        style={"height": height},
+    )
+
+
+def _whole(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return Plotly settings for the axis of steps, with ticks at every step if there are few."""
+    steps = [step for trace in traces for step in (trace["x"][0], trace["x"][-1])]
+    return {"dtick": 1} if max(steps) - min(steps) < FEW_STEPS else {"nticks": 8}
+
+
+def _traces(series: Series) -> list[dict[str, Any]]:
+    """Return Plotly's traces of a series: one, or for a band its two ends, invisible, with the area between them."""
+    drawn, name = _thin(series.rows, MOST_POINTS), _plain(series.label)
+    trace = {"x": drawn["step"].to_list(), "name": name, "hovertemplate": "%{y:.4g}"}
+    if series.form == "bars":
+        return [trace | {"y": drawn["value"].to_list(), "type": "bar", "marker": {"color": series.colour}}]
+    # Plotly draws no line through a single point, and a short one through two is easily missed.
+    is_marked = len(drawn) <= 2 or series.form in ("marked", "dotted")
+    trace |= {"type": "scatter", "mode": "lines+markers" if is_marked else "lines"}
+    if series.form == "band":
+        hidden = {"showlegend": False, "hoverinfo": "skip", "mode": "lines", "line": {"width": 0}}
+        low, high = (trace | hidden | {"y": _rounded(drawn[end])} for end in ("low", "high"))
+        red, green, blue = (int(series.colour[at : at + 2], 16) for at in (1, 3, 5))
+        return [low, high | {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.14)"}]
+    line = {"color": series.colour, "width": LINE_WIDTHS.get(series.form, 2)}
+    line |= {"dash": "dot"} if series.form == "dotted" else {}
+    return [trace | {"y": _rounded(drawn["value"]), "line": line}]
+
+
+def _rounded(values: pl.Series) -> list[float | None]:
+    """Return values rounded to 6 decimals, so that the page is shorter."""
+    return values.round(6).to_list()
+
+
+def _thin(rows: pl.DataFrame, most: int) -> pl.DataFrame:
+    return rows.gather_every(max(1, -(-len(rows) // most)))
+
+
+def _plain(label: str) -> str:
+    """Escape a name for Plotly, which interprets some HTML in texts."""
+    return escape_controls(label).replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,177 @@
+"""Compare two scorers on the same trajectories, or two policy versions on the same held-out prompts."""
+
+import math
+
+import polars as pl
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.view import Column, count_noun, order_rows
+from rollmill.tasks.look.web.charts import make_scatter
+from rollmill.tasks.look.web.grid import make_grid
+from rollmill.tasks.look.web.pages.table_pages import render_filter, render_head, render_waiting
+from rollmill.tasks.look.web.run_data import RunData, TablePage
+from rollmill.tasks.look.web.urls import BESIDE, COMPARE, TRAJECTORY, Query
+from rollmill.tasks.store.attempts import short_id
+from rollmill.tasks.store.reader import list_scorers
+
+# Most scores to compare by default, those of the newest steps: a page of more would take seconds.
+MOST_ROWS = 200_000
+LINKS = {
+    "trajectory": f"{TRAJECTORY}{{value}}",
+    "first": f"{TRAJECTORY}{{value}}",
+    "second": f"{TRAJECTORY}{{value}}",
+    "prompt": f"{BESIDE}{{first}}/{{second}}",
+}
+"""Address that a column's cells link to; {NAME} is the row's value of that column."""
+COMPARED_SCORE_COLUMNS = ("step", "trajectory_id", "reward")
+COMPARED_HELD_OUT_COLUMNS = ("group", "greedy", "example_id", "trajectory_id", "reward")
+
+
+def render_comparison(source: RunData, query: Query) -> Component:
+    """Render the page that compares two scorers or two policy versions: figures, a scatter plot and a table.
+
+    Raises:
+        ConfigError: there is no such scorer or version.
+    """
+    choices = _choices(source)
+    if len(choices) < 2:
+        has = f"This run has {choices[0]} alone." if choices else ""
+        text = (
+            f"{has} Two scorers (`rollmill rescore`), or two evaluated policy versions, can be compared here."
+        )
+        return html.Section(
+            [html.H1("compare"), render_waiting() if not choices else html.P(text, className="waiting")]
+        )
+    query = _with_defaults(query, choices)
+    rows = _rows(source, query)
+    a, b = query["a"], query["b"]
+    filters = [
+        render_filter("a", a, choices, "this", is_required=True),
+        render_filter("b", b, choices, "with this", is_required=True),
+        render_filter("step", query["step"], None, "step"),
+    ]
+    return html.Section(
+        [
+            render_head("compare"),
+            html.Div(filters, className="filters"),
+            html.P(_summary(rows, a, b), className="summary"),
+            html.Div(make_scatter("rewards", rows, a, b), className="charts one"),
+            dcc.Store(id="asked", data={"path": COMPARE, "search": query.search}),
+            make_grid(comparison_columns(query), query["sort"], LINKS),
+        ]
+    )
+
+
+def read_comparison(source: RunData, query: Query, start: int, stop: int) -> TablePage:
+    """Return rows `start` to `stop` of the two compared rewards, sorted by the query, else by largest difference."""
+    rows = order_rows(_rows(source, query), comparison_columns(query), query["sort"], 0)
+    ids = [name for name in ("trajectory", "first", "second") if name in rows.columns]
+    shown = rows.slice(start, stop - start).with_columns(pl.col(ids).map_elements(short_id, pl.String))
+    return TablePage(shown.to_dicts(), len(rows))
+
+
+def comparison_columns(query: Query) -> list[Column]:
+    """Return the columns of the table that compares two scorers or two policy versions."""
+    a, b = query["a"], query["b"]
+    rewards = [Column("a", header=a), Column("b", header=b), Column("difference")]
+    if is_version(a):
+        example = Column("example_id", header="problem", is_text=True)
+        return [Column("prompt"), example, *rewards, Column("first"), Column("second")]
+    return [Column("trajectory"), Column("step"), *rewards]
+
+
+def is_version(name: str) -> bool:
+    """True for a policy version, v12; False for a scorer, addition@1."""
+    return name.startswith("v") and name[1:].isdigit()
+
+
+def _choices(source: RunData) -> list[str]:
+    """Return the names of the scorers and policy versions to compare; one kind only if the other has fewer than two."""
+    versions = [f"v{version}" for version in source.shelf.steps("evaluations")]
+    scorers = list_scorers(source.folder)
+    return (
+        [*(scorers if len(scorers) > 1 else []), *(versions if len(versions) > 1 else [])]
+        or scorers
+        or versions
+    )
+
+
+def _with_defaults(query: Query, choices: list[str]) -> Query:
+    """Set the missing one of `a` and `b` in a query: to the first two scorers, or to the first and last version."""
+    a = query["a"] or choices[0]
+    alike = [each for each in choices if is_version(each) == is_version(a)]
+    b = query["b"] if is_version(query["b"]) == is_version(a) else ""
+    last = alike[-1] if is_version(a) else alike[min(1, len(alike) - 1)]
+    for name, value in (("a", a), ("b", b)):
+        if value and value not in choices:
+            raise ConfigError(name, value, f"give one of {', '.join(choices)}")
+    return query.but(a=a, b=b or last)
+
+
+def _rows(source: RunData, query: Query) -> pl.DataFrame:
+    """Return rows with both compared rewards, `a` and `b`, and their difference b - a, largest difference first."""
+    query = _with_defaults(query, _choices(source))
+    a, b = query["a"], query["b"]
+    selection = query.selection()
+    if is_version(a):
+        parts = [
+            source.shelf.rows("evaluations", COMPARED_HELD_OUT_COLUMNS, version=int(each[1:]))
+            for each in (a, b)
+        ]
+    else:
+        parts = [source.shelf.rows("scores", COMPARED_SCORE_COLUMNS, scorer=each) for each in (a, b)]
+
+    def join() -> pl.DataFrame:
+        first, second = (part.with_columns(pl.col("reward").fill_nan(None)) for part in parts)
+        if selection.steps and not is_version(a):
+            steps = pl.col("step").is_between(selection.steps.low, selection.steps.high)
+            first, second = first.filter(steps), second.filter(steps)
+        elif len(first) > MOST_ROWS:
+            newest = first["step"].sort(descending=True)[MOST_ROWS]
+            first, second = first.filter(pl.col("step") > newest), second.filter(pl.col("step") > newest)
+        if is_version(a):
+            joined = _join_held_out(first, second)
+        else:
+            # A rescored trajectory may have two rows of one scorer, which would pair up to four.
+            first, others = first.unique("trajectory_id", maintain_order=True), second.unique("trajectory_id")
+            joined = first.rename({"reward": "a"}).join(
+                others.select("trajectory_id", b="reward"), on="trajectory_id", maintain_order="left"
+            )
+            joined = joined.rename({"trajectory_id": "trajectory"})
+        joined = joined.with_columns((pl.col("b") - pl.col("a")).alias("difference"))
+        return joined.sort(pl.col("difference").abs(), descending=True, nulls_last=True, maintain_order=True)
+
+    rows: pl.DataFrame = source.derive(("compared", a, b, selection.steps), parts, join)
+    return rows
+
+
+def _join_held_out(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
+    keys = ["group", "greedy", "example_id"]
+    joined = first.rename({"reward": "a", "trajectory_id": "first"}).join(
+        second.rename({"reward": "b", "trajectory_id": "second"}), on=keys, maintain_order="left"
+    )
+    number = pl.col("first").str.extract(r"(\d+)\.\w+$")
+    kind = pl.when("greedy").then(pl.lit("greedy")).otherwise(pl.lit("sampled"))
+    return joined.with_columns(pl.format("{} {}", number, kind).alias("prompt"))
+
+
+def _summary(rows: pl.DataFrame, a: str, b: str) -> str:
+    """Summarize the compared rows in one line: number of rows, mean rewards, counts of differences, rank correlation.
+
+    Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2; 12 higher by addition@2, 9
+    lower; rank correlation 0.31".
+    """
+    noun = ("prompt", "") if is_version(a) else ("trajectory", "trajectories")
+    both = rows.drop_nulls(["a", "b"])
+    if both.is_empty():
+        return f"{count_noun(len(rows), *noun)} in both, none with both rewards"
+    first, second = (float(both.select(pl.col(name).mean()).item()) for name in ("a", "b"))
+    said = "of" if is_version(a) else "by"
+    means = f"mean reward {first:.3f} {said} {a} and {second:.3f} {said} {b}"
+    rank = both.select(pl.corr("a", "b", method="spearman")).item()
+    correlation = "" if rank is None or math.isnan(rank) else f"; rank correlation {rank:.2f}"
+    better = both.filter(pl.col("difference") > 0).height
+    worse = both.filter(pl.col("difference") < 0).height
+    return f"{count_noun(len(both), *noun)} in both; {means}; {better} higher {said} {b}, {worse} lower{correlation}"

@@ -1,0 +1,73 @@
+"""Restrict who may call the viewer, and what its pages may load.
+
+The viewer listens on loopback only, but a page of another site in a local browser could still call it. Such requests are
+refused by the Host header, which the page cannot choose if its own name resolves to 127.0.0.1 (DNS rebinding), and by Origin and
+Sec-Fetch-Site, which name the other site. Links from other sites may open pages, and nothing else.
+"""
+
+from collections.abc import Sequence
+
+from flask import Flask, Request, Response, abort, request
+
+LOOPBACK = "127.0.0.1"
+NAMES = (LOOPBACK, "localhost")
+CALLBACKS = "/_dash-update-component"
+"""The only address that accepts POST requests: Dash callbacks, none of which writes."""
+
+
+def install_guard(server: Flask, port: int, script_hashes: Sequence[str]) -> None:
+    """Make the server refuse requests of other sites, and send headers that let its pages load only its own files."""
+    hosts = {f"{name}:{port}" for name in NAMES}
+    policy = _policy(script_hashes)
+
+    @server.before_request
+    def refuse() -> None:
+        if reason := check_request(request, hosts):
+            abort(Response(f"{reason}\n", 403, mimetype="text/plain"))
+
+    @server.after_request
+    def restrict(response: Response) -> Response:
+        response.headers["Content-Security-Policy"] = policy
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["X-Frame-Options"] = "DENY"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        response.headers["Cross-Origin-Opener-Policy"] = "same-origin"
+        return response
+
+
+def check_request(asked: Request, hosts: set[str]) -> str:
+    """Return why a request is refused; empty if it is allowed."""
+    # A page whose own name resolves to 127.0.0.1 sends that name.
+    if asked.host not in hosts:
+        return f"this viewer answers at {' and '.join(sorted(hosts))} alone"
+    if asked.method not in ("GET", "HEAD") and asked.path != CALLBACKS:
+        return "this viewer changes nothing"
+    origin = asked.headers.get("Origin")
+    if origin is not None and origin not in {f"http://{host}" for host in hosts}:
+        return "this viewer answers to its own pages alone"
+    site = asked.headers.get("Sec-Fetch-Site", "none")
+    # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
+    is_link = asked.method == "GET" and asked.headers.get("Sec-Fetch-Mode") == "navigate"
+    if site not in ("none", "same-origin") and not is_link:
+        return "this viewer answers to its own pages alone"
+    return ""
+
+
+def _policy(script_hashes: Sequence[str]) -> str:
+    """Return the Content-Security-Policy header: only this server's scripts and inline ones with these hashes may run.
+
+    Inline styles are allowed, because table and charts set styles at run time.
+    """
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(["'self'", *script_hashes]),
+        "style-src": "'self' 'unsafe-inline'",
+        "img-src": "'self' data:",
+        "font-src": "'self' data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {allowed}" for name, allowed in rules.items())

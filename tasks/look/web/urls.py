@@ -1,0 +1,64 @@
+"""Addresses of the viewer's pages, and their queries. docs/viewer.md documents them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, urlencode
+
+from rollmill.tasks.look.tables.selection import Interval, Selection, parse_names
+
+HOME, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/groups", "/trajectories", "/held-out"
+TRAJECTORY, COMPARE, BESIDE, TIMING = "/trajectory/", "/compare", "/beside/", "/time"
+FILTERS = ("step", "group", "status", "env", "reward", "scorer", "text", "sort")
+"""Parameters of a query, in the order they are written; named like the options of `rollmill inspect`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The parameters of a URL's query string.
+
+    Attributes:
+        values: the non-empty parameters by name.
+    """
+
+    values: Mapping[str, str]
+
+    @classmethod
+    def of(cls, search: str) -> "Query":
+        """Parse "?step=12&status=failed"; unknown parameters are ignored."""
+        known = (*FILTERS, "a", "b", "by")
+        return cls({k: v for k, v in parse_qsl(search.removeprefix("?")) if k in known and v})
+
+    def __getitem__(self, name: str) -> str:
+        return self.values.get(name, "")
+
+    def but(self, **values: str) -> "Query":
+        """Return a copy with other values; an empty value removes the parameter."""
+        return Query({k: v for k, v in (dict(self.values) | values).items() if v})
+
+    @property
+    def search(self) -> str:
+        """The query as written in a URL, empty without parameters. Example: "?step=12&status=failed"."""
+        return f"?{urlencode(self.values)}" if self.values else ""
+
+    def selection(self, *, evaluations: bool = False) -> Selection:
+        """Return the selection of rows that the parameters describe.
+
+        Raises:
+            ConfigError: a parameter is no valid number, range or list.
+        """
+        group = Interval.parse("group", self["group"]) if self["group"] else None
+        return Selection(
+            steps=Interval.parse("step", self["step"]) if self["step"] else None,
+            group=int(group.low) if group else None,
+            status=parse_names("status", self["status"]),
+            env=self["env"],
+            reward=Interval.parse("reward", self["reward"]) if self["reward"] else None,
+            scorer=self["scorer"],
+            evaluations=evaluations,
+            sort=self["sort"],
+        )
+
+
+def trajectory_url(short: str) -> str:
+    """Return the path of a trajectory's page. Example: /trajectory/784.6."""
+    return f"{TRAJECTORY}{quote(short, safe='')}"

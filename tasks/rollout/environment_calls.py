@@ -1,0 +1,175 @@
+"""Call an environment safely: validate what it returns, convert its exceptions to episode errors, read its state columns."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from rollmill.tasks.errors import (
+    ConfigError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    ForeignError,
+    SchemaError,
+    ServiceError,
+    describe_error,
+)
+from rollmill.tasks.rollout.environment import Environment, Episode, Example, Message, Split
+from rollmill.tasks.store.environment_states import check_columns
+
+NO_PROBLEM = Example("", {})
+"""Stands in the row of a trajectory whose problem the environment could not give."""
+
+
+@contextmanager
+def guard_environment_code() -> Iterator[None]:
+    """Convert SystemExit, and a CancelledError that nobody requested, to ForeignError inside the `with` block.
+
+    Raises:
+        ForeignError: for SystemExit, and for CancelledError if this task was not cancelled.
+    """
+    try:
+        yield
+    except SystemExit as raised:
+        raise ForeignError("SystemExit", f"the environment would end the process: {raised}") from raised
+    except asyncio.CancelledError as raised:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ForeignError("CancelledError", "the environment cancelled itself") from raised
+
+
+def check_messages(given: object) -> tuple[Message, ...]:
+    """Validate an environment's messages; raises EpisodeError if they are invalid."""
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise EpisodeError(f"expected a sequence of Message, the environment gave {type(given).__name__}")
+    messages = tuple(given)
+    for message in messages:
+        if not isinstance(message, Message) or not isinstance(message.content, str):
+            raise EpisodeError(
+                f"expected a sequence of Message with text, the environment gave {message!r:.200}"
+            )
+        _check_json("a message", message.as_json())
+    return messages
+
+
+def check_outcome(given: object) -> Mapping[str, object]:
+    """Validate an episode's outcome; raises EpisodeError if it is no JSON object."""
+    if not isinstance(given, Mapping):
+        raise EpisodeError(
+            f"expected a mapping from Episode.close, the environment gave {type(given).__name__}"
+        )
+    _check_json("the outcome", dict(given))
+    return given
+
+
+def check_example(given: object) -> Example:
+    """Validate a problem; raises EpisodeError if it is invalid, or its content is no JSON object."""
+    if not isinstance(given, Example) or not isinstance(given.content, Mapping):
+        raise EpisodeError(f"expected an Example, the environment gave {type(given).__name__}")
+    _check_json("the problem", dict(given.content))
+    return given
+
+
+def _check_json(what: str, value: object) -> None:
+    try:
+        json.dumps(value).encode()
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"{what} is not JSON: {error}") from error
+
+
+async def fetch_problem(
+    environment: Environment, split: Split, index: int, timeout_s: float
+) -> tuple[Example, Exception | None]:
+    """Return (problem, None), or (placeholder, error) if the environment could not give the problem with this index.
+
+    Raises:
+        ServiceError: the environment's workers cannot be restarted.
+    """
+    try:
+        with guard_environment_code():
+            async with asyncio.timeout(timeout_s) as limit:
+                return check_example(await environment.example(split, index)), None
+    except ServiceError:
+        raise
+    except TimeoutError as error:
+        if not limit.expired():
+            return NO_PROBLEM, error
+        text = f"no problem {index} within rollout.trajectory_timeout_s = {timeout_s:g} s"
+        return NO_PROBLEM, EpisodeTimeoutError(text)
+    except Exception as error:  # noqa: BLE001 - the trajectories of this problem are failed rows
+        return NO_PROBLEM, error
+
+
+FIELD = "rollout.environment"
+
+
+class StatefulEnvironment(Protocol):
+    """An environment whose episodes end with a `state` that is stored in typed columns.
+
+    Attributes:
+        states: Arrow type of each column by name; the types are those of rollmill.tasks.store.environment_states.TYPES.
+    """
+
+    states: Mapping[str, str]
+
+
+@runtime_checkable
+class StatefulEpisode(Protocol):
+    """An episode that gives values for its environment's `states` once it is closed."""
+
+    def state(self) -> Mapping[str, object]:
+        """Return values by column of the environment's `states`; called once, after `close`. A missing column is null."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeState:
+    """The values that an episode's `state` returned by column, or the error why there are none.
+
+    Attributes:
+        error: why there are no values; empty without an error.
+    """
+
+    values: Mapping[str, object] = field(default_factory=dict)
+    error: str = ""
+
+
+NO_STATE = EpisodeState()
+
+
+def state_columns(environment: Environment) -> Mapping[str, str]:
+    """Return the Arrow type of each state column of an environment, by name; empty for most environments.
+
+    Raises:
+        ConfigError: a column's name or type cannot be stored.
+    """
+    columns = _state_types(environment)
+    try:
+        check_columns(columns)
+    except SchemaError as error:
+        raise ConfigError(FIELD, environment.name, f"the states it keeps are wrong: {error}") from error
+    return columns
+
+
+def read_episode_state(environment: Environment, episode: Episode) -> EpisodeState:
+    """Read the state of a closed episode; an exception is stored as its error, and does not fail the trajectory."""
+    if not _state_types(environment):
+        return NO_STATE
+    if not isinstance(episode, StatefulEpisode):
+        return EpisodeState(error="the environment has states, its episode has no method state()")
+    try:
+        with guard_environment_code():
+            given = episode.state()
+            if not isinstance(given, Mapping):
+                return EpisodeState(error=f"expected a mapping from state(), it gave {type(given).__name__}")
+            return EpisodeState(given)
+    except Exception as raised:  # noqa: BLE001 - environments are foreign code: the row says what was raised
+        return EpisodeState(error=": ".join(describe_error(raised)))
+
+
+def _state_types(environment: Environment) -> Mapping[str, str]:
+    """Return the attribute `states` of an environment, or {} without it; faster than `isinstance` of a protocol."""
+    states: Mapping[str, str] = getattr(environment, "states", {})
+    return states

@@ -1,0 +1,81 @@
+"""Two-digit addition with visible work: the answer to `47+38=` is `[7+8=15 4+3+1=8]85`."""
+
+import zlib
+from functools import cache
+
+import numpy as np
+
+from rollmill.tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
+
+SMALLEST, LARGEST = 10, 99
+LARGEST_COLUMN = 9 + 9 + 1
+# One problem in five is held out.
+HELD_OUT_MODULUS = 5
+
+
+class Addition:
+    """Environment with problems a+b= of two-digit a and b; one in five is held out, chosen by the problem's crc32."""
+
+    name = "addition"
+    tools = ()
+    stop = ()
+
+    def size(self, split: Split) -> int:
+        return len(_problems(split))
+
+    async def example(self, split: Split, index: int) -> Example:
+        a, b = _problems(split)[index]
+        return Example(example_id=f"{a}+{b}", content={"problem": f"{a}+{b}=", "answer": str(a + b)})
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        return SingleTurn((Message("user", str(example.content["problem"])),))
+
+    def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[Message, ...]]:
+        """Return conversations of training problems with noisy answers."""
+        random = np.random.default_rng([seed, 0x5EED])
+        problems = _problems("train")
+        chosen = (problems[i] for i in random.integers(len(problems), size=n_examples))
+        return [
+            (Message("user", f"{a}+{b}="), Message("assistant", noisy_student(a, b, random)))
+            for a, b in chosen
+        ]
+
+
+@cache
+def _problems(split: Split) -> tuple[tuple[int, int], ...]:
+    """Return the (a, b) of a split in the order of their crc32, so that the first n are a random sample."""
+    numbers = range(SMALLEST, LARGEST + 1)
+    keyed = sorted((zlib.crc32(f"{a}+{b}=".encode()), a, b) for a in numbers for b in numbers)
+    held_out = split == "held_out"
+    return tuple((a, b) for key, a, b in keyed if (key % HELD_OUT_MODULUS == 0) == held_out)
+
+
+def noisy_student(a: int, b: int, random: np.random.Generator) -> str:
+    """Return one noisy answer for the warm-up corpus.
+
+    30 % of the answers show no work, and two thirds of those have one wrong digit. 70 % show their work: each column sum
+    is wrong with probability 0.2, and the next column continues with the wrong sum.
+
+    Example: noisy_student(47, 38, ...) may be "[7+8=15 4+3+1=8]85", "[7+8=14 4+3+1=8]84" or "75".
+    """
+    if random.random() < 0.3:
+        return str(a + b if random.random() < 1 / 3 else _off_by_a_digit(a + b, random))
+    ones = _add_with_slip(a % 10 + b % 10, random)
+    carry = ones // 10
+    tens = _add_with_slip(a // 10 + b // 10 + carry, random)
+    carried = f"+{carry}" if carry else ""
+    work = f"[{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}{carried}={tens}]"
+    return f"{work}{tens}{ones % 10}"
+
+
+def _add_with_slip(total: int, random: np.random.Generator) -> int:
+    """Return the column sum `total`; with probability 0.2 another sum that two digits and a carry can have."""
+    if random.random() >= 0.2:
+        return total
+    other = int(random.integers(LARGEST_COLUMN))
+    return other if other < total else other + 1
+
+
+def _off_by_a_digit(total: int, random: np.random.Generator) -> int:
+    """Return `total` plus or minus 1 or 10, chosen at random."""
+    return total + int(random.choice([-10, -1, 1, 10]))

@@ -1,0 +1,293 @@
+"""Environments of the `verifiers` library by name, unmodified, with their tool servers: `rollout.environment: verifiers:NAME`.
+
+They always run in worker processes: the library takes six seconds and 200 MB to import.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Self
+
+from aiohttp import web
+
+from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Example, Split
+from rollmill.tasks.rollout.environments.verifiers.loading import (
+    FIELD,
+    PREFIX,
+    library_versions,
+    load_environments,
+    offers_tools,
+    parse_arguments,
+    parse_state_columns,
+    read_state_values,
+    select_tasks,
+)
+from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import RolloutEnd, VerifiersEpisode
+from rollmill.tasks.rollout.environments.verifiers.wire import Wire, chat_completion, completion_events
+
+# The header in which the library sends the id of a request's trace.
+SESSION_HEADER = "X-Session-ID"
+MAX_BODY_BYTES = 1 << 30
+
+Ask = Callable[[Wire], Awaitable[Wire]]
+"""Returns the policy's next message for a request; raises EpisodeError to refuse it."""
+
+
+class PolicyEndpoint:
+    """OpenAI-compatible HTTP endpoint of the policy: passes each request to the function in `asked` for its trace id."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Ask] = {}
+        self.url = ""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application.add_routes([web.post("/v1/chat/completions", self._complete)])
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0]
+        self.url = f"http://{host}:{port}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        trace = request.headers.get(SESSION_HEADER, "")
+        ask = self.asked.get(trace)
+        if ask is None:
+            return _refuse(f"no episode is open for trace {trace!r}")
+        body = await request.json()
+        try:
+            message = await ask(body)
+        except EpisodeError as error:
+            return _refuse(str(error))
+        completion = chat_completion(message, trace)
+        if body.get("stream"):
+            return web.Response(body=completion_events(completion), content_type="text/event-stream")
+        return web.json_response(completion)
+
+
+def _refuse(text: str) -> web.Response:
+    return web.json_response({"error": {"message": text, "type": "invalid_request_error"}}, status=400)
+
+
+MODEL = "policy"
+# A variable that is not set: the endpoint needs no key, and must not receive one of the user's keys.
+KEY_VARIABLE = "ROLLMILL_POLICY_API_KEY"
+
+
+class RolloutServer:
+    """Runs episodes of one environment, with its tool servers, interception proxy and policy endpoint.
+
+    The first episode starts the servers.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._endpoint = PolicyEndpoint()
+        self._held: asyncio.Task[None] | None = None
+        self._up: asyncio.Future[None]
+        self._over: asyncio.Event
+
+    async def play(
+        self,
+        task: Any,
+        asked: Callable[[str, Wire], Awaitable[Wire]],
+        version: str,
+        states: Mapping[str, str],
+    ) -> RolloutEnd:
+        """Run one episode to its end and return how it ended.
+
+        Args:
+            task: the problem, a task of the library.
+            asked: called with the trace's id and each request; returns the policy's next message.
+            version: versions of the packages, for the outcome.
+            states: type of each state column to keep.
+        """
+        await self._is_up()
+        known: set[str] = set()
+        asking: set[str] = set()
+
+        def register_trace(trace: Any) -> None:
+            async def ask(request: Wire) -> Wire:
+                asking.add(trace.id)
+                return await asked(trace.id, request)
+
+            known.add(trace.id)
+            self._endpoint.asked[trace.id] = ask
+
+        try:
+            record = await self._environment.run_episode(task, self._context(), on_trace=register_trace)
+        finally:
+            for trace_id in known:
+                del self._endpoint.asked[trace_id]
+        trace = next((each for each in record.traces if each.id in asking), None)
+        return replace(
+            rollout_end_from_record(record, asking, version), state=read_state_values(trace, states)
+        )
+
+    async def aclose(self) -> None:
+        """Stop the tool servers, the proxy and the policy endpoint if they run."""
+        if self._held is not None:
+            self._over.set()
+            await self._held
+            self._held = None
+
+    def _context(self) -> Any:
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        client = EvalClientConfig(base_url=self._endpoint.url, api_key_var=KEY_VARIABLE)
+        return ModelContext(model=MODEL, client=client)
+
+    async def _is_up(self) -> None:
+        if self._held is None:
+            self._up, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self._held = asyncio.create_task(self._hold())
+        await asyncio.shield(self._up)
+
+    async def _hold(self) -> None:
+        """Open the servers, wait for `aclose`, and close them, all in one asyncio task.
+
+        The library's contexts must be left by the task that entered them.
+        """
+        try:
+            async with self._endpoint, self._environment.serving():
+                self._up.set_result(None)
+                await self._over.wait()
+        except Exception as error:
+            if self._up.done():
+                raise
+            self._up.set_exception(error)
+            self._held = None
+
+
+def rollout_end_from_record(record: Any, asking: set[str], version: str) -> RolloutEnd:
+    """Return how an episode ended, from the trace of the policy's agent in the library's record of the episode.
+
+    After an error before scoring the outcome is empty and `error` is set; after an error of scoring the outcome has `error`
+    instead of `reward`.
+
+    Args:
+        record: the library's record.
+        asking: ids of the traces that requested a message of the policy.
+        version: versions of the packages, for the outcome.
+    """
+    trace = next((each for each in record.traces if each.id in asking), None)
+    if trace is None:
+        errors = [*record.errors, *(error for each in record.traces for error in each.errors)]
+        why = f": {_error_text(errors[-1])}" if errors else " and ended"
+        return RolloutEnd({}, f"the environment never asked the policy{why}")
+    outcome = {
+        "reward": trace.reward,
+        "rewards": {name: part and part.value for name, part in trace.rewards.items()},
+        "metrics": dict(trace.metrics),
+        "stop": trace.stop_condition,
+        "version": version,
+    }
+    error = record.last_error or (None if trace.ok else trace.last_error)
+    if error is None:
+        return RolloutEnd(outcome)
+    if not trace.timing.scoring.start:
+        return RolloutEnd({}, _error_text(error))
+    del outcome["reward"]
+    return RolloutEnd(outcome | {"error": _error_text(error)})
+
+
+def _error_text(error: Any) -> str:
+    return f"{error.type}: {error.message}"
+
+
+class Verifiers:
+    """Environment of the `verifiers` library, with the problems of its task set.
+
+    Args:
+        name: the library's name of the environment: NAME, or OWNER/NAME.
+        arguments: the library's configuration of an environment ("taskset", "agent", ...), with two more keys: "select"
+            chooses problems, and "held_out" overrides settings of the task set for held-out problems.
+        states: Arrow type of each value to keep from the state (or info) of a rollout.
+    """
+
+    stop: Sequence[str] = ()
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any], states: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.name = f"{PREFIX}{name}"
+        self.states = states
+        environments = load_environments(name, arguments)
+        self._tasks = select_tasks(environments, arguments)
+        servings = {each: RolloutServer(each) for each in environments.values()}
+        self._serving = {split: servings[each] for split, each in environments.items()}
+        self._version = library_versions(environments["train"])
+        self.tools: Sequence[Wire] = ()
+        if any(map(offers_tools, servings)):
+            # This thread may already run an event loop.
+            with ThreadPoolExecutor(1) as thread:
+                self.tools = thread.submit(asyncio.run, self._first_tools()).result()
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Self:
+        """Make the environment that `rollout.environment` names, with `rollout.environment_args`.
+
+        Raises:
+            ConfigError: the library or the environment is not installed, or an argument is wrong.
+        """
+        arguments, states = parse_arguments(config.environment_args), parse_state_columns(config.keep_states)
+        return cls(config.environment.removeprefix(PREFIX), arguments, states)
+
+    def size(self, split: Split) -> int:
+        return len(self._tasks[split])
+
+    async def example(self, split: Split, index: int) -> Example:
+        data = self._tasks[split][index].data
+        content = {
+            "split": split,
+            "index": index,
+            "task": data.model_dump(mode="json", exclude_defaults=True),
+        }
+        return Example(str(data.id or data.name or data.idx), content)
+
+    def episode(self, example: Example, seed: int) -> VerifiersEpisode:
+        """Return a new episode of a problem; `seed` is unused, since the library accepts none."""
+        return self._episode(example.content["split"], example.content["index"], self.tools)
+
+    async def aclose(self) -> None:
+        """Stop tool servers and endpoints; they also stop when the event loop ends."""
+        for serving in self._serving.values():
+            await serving.aclose()
+
+    def _episode(self, split: Any, index: Any, tools: Sequence[Wire] | None) -> VerifiersEpisode:
+        task, serving = self._tasks[split][index], self._serving[split]
+
+        async def play(asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+            return await serving.play(task, asked, self._version, self.states)
+
+        return VerifiersEpisode(play, tools)
+
+    async def _first_tools(self) -> Sequence[Wire]:
+        """Return the tools that a rollout of the first training problem offers.
+
+        The rollout is started for this, because the library lists all tools only in a running rollout.
+
+        Raises:
+            ConfigError: the rollout does not start.
+        """
+        episode = self._episode("train", 0, None)
+        try:
+            await episode.reply(())
+        except EpisodeError as error:
+            remedy = f"its tools are unknown, because its first problem does not start: {error}"
+            raise ConfigError(FIELD, self.name, remedy) from error
+        finally:
+            await episode.close()
+            await self.aclose()
+        return episode.tools or ()

@@ -1,0 +1,151 @@
+"""An episode that an environment of the `verifiers` library runs itself, presented as replies.
+
+The environment's rollout runs as one task. When it requests a completion, `reply` returns the new messages of its
+conversation. The flow samples the policy's next message, which becomes the completion.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from rollmill.tasks.errors import EpisodeError
+from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environments.verifiers.wire import (
+    Wire,
+    assistant_message,
+    message_from_wire,
+    new_messages,
+    refuse_sampling_settings,
+)
+
+# Ends a rollout without an error: the library's harnesses treat a full context as the end of a budget.
+CONTEXT_FULL = "maximum context length is reached: the policy's turns are over"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEnd:
+    """How a rollout of a `verifiers` environment ended: its outcome, its error, and the state that is kept.
+
+    Attributes:
+        outcome: reward, its components and metrics.
+        error: what failed before the environment could score the rollout; empty if nothing did.
+        state: the kept columns of the library's state.
+    """
+
+    outcome: Mapping[str, object]
+    error: str = ""
+    state: Mapping[str, object] = field(default_factory=dict)
+
+
+# Runs the environment's rollout to its end; its argument is called with the trace's id and each request, and returns the
+# policy's message.
+PlayRollout: TypeAlias = Callable[[Callable[[str, Wire], Awaitable[Wire]]], Coroutine[Any, Any, RolloutEnd]]
+
+
+class VerifiersEpisode:
+    """Episode of a `verifiers` environment, which runs the rollout and requests each completion of the policy.
+
+    Args:
+        play: runs the environment's rollout to its end.
+        tools: the tools that the chat template lists; None accepts the tools of the environment.
+    """
+
+    def __init__(self, play: PlayRollout, tools: Sequence[Wire] | None) -> None:
+        self._play, self.tools = play, tools
+        self._conversation: list[Wire] = []
+        self._trace = ""
+        self._turn = 0
+        self._run: asyncio.Task[RolloutEnd] | None = None
+        self._asked: asyncio.Future[Sequence[Message]] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[Wire] | None = None
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages that the environment adds to the conversation; () when its rollout is over and scored.
+
+        Raises:
+            EpisodeError: the environment failed, or made a request that one conversation of one policy cannot answer.
+        """
+        if self._run is None:
+            self._run = asyncio.create_task(self._play(self._ask))
+        elif self._answer is not None and not self._answer.done():
+            said = assistant_message(messages[-1].content, self._turn)
+            self._conversation.append(said)
+            self._asked = asyncio.get_running_loop().create_future()
+            self._turn += 1
+            self._answer.set_result(said)
+        await asyncio.wait((self._run, self._asked), return_when=asyncio.FIRST_COMPLETED)
+        if self._asked.done():
+            return self._asked.result()
+        finished = self._run.result()
+        if finished.error:
+            raise EpisodeError(finished.error)
+        return ()
+
+    async def close(self) -> Mapping[str, object]:
+        """End the rollout and return the environment's outcome: reward, rewards by name, metrics, stop, version.
+
+        A rollout that waits for the policy is ended as if its context were full, and scored. If the environment could not score
+        it, the outcome has `error` instead of `reward`.
+        """
+        if self._run is None:
+            return {}
+        try:
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_exception(EpisodeError(CONTEXT_FULL))
+            elif not self._run.done():
+                return {"error": "the rollout was cancelled during the environment's turn"}
+            await asyncio.wait({self._run})
+            finished = self._run.result()
+            return {**finished.outcome, **({"error": finished.error} if finished.error else {})}
+        finally:
+            self._run.cancel()
+            # `reply` and the code above report its error.
+            with suppress(asyncio.CancelledError, Exception):
+                await self._run
+
+    def state(self) -> Mapping[str, object]:
+        """Return the kept state of a rollout that ended; empty if it failed or was cancelled."""
+        run = self._run
+        if run is None or not run.done() or run.cancelled() or run.exception() is not None:
+            return {}
+        return run.result().state
+
+    async def _ask(self, trace: str, request: Wire) -> Wire:
+        try:
+            self._check(trace, request)
+            new = new_messages(self._conversation, request["messages"])
+            if not new:
+                raise EpisodeError("the environment asks for a second message of the policy after the first")
+            said = tuple(message_from_wire(each) for each in new)
+        except EpisodeError as error:
+            if not self._asked.done():
+                self._asked.set_exception(error)
+            raise
+        self._conversation = list(request["messages"])
+        self._answer = asyncio.get_running_loop().create_future()
+        self._asked.set_result(said)
+        return await self._answer
+
+    def _check(self, trace: str, request: Wire) -> None:
+        if self._answer is not None and not self._answer.done():
+            raise EpisodeError("the environment asks for two completions at the same time")
+        if self._trace not in ("", trace):
+            raise EpisodeError(
+                "the environment has the policy play more than one role; a trajectory is one conversation"
+            )
+        self._trace = trace
+        refuse_sampling_settings(request)
+        tools = request.get("tools") or []
+        if self.tools is None:
+            self.tools = tools
+        if list(self.tools) != list(tools):
+            raise EpisodeError(
+                f"the environment has other tools in this episode: {_tool_names(tools)}, "
+                f"the chat template lists {_tool_names(self.tools)}"
+            )
+
+
+def _tool_names(tools: Sequence[Wire]) -> list[str]:
+    return [str(tool["function"]["name"]) for tool in tools]

@@ -1,0 +1,283 @@
+"""Play one episode against a sampler; every outcome becomes a Trajectory."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+import numpy as np
+
+from rollmill.tasks.errors import EpisodeError, ServiceError, describe_error
+from rollmill.tasks.observe.spans import span
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.environment import Environment, Episode, Message
+from rollmill.tasks.rollout.environment_calls import (
+    check_messages,
+    check_outcome,
+    guard_environment_code,
+    read_episode_state,
+)
+from rollmill.tasks.rollout.trajectory import Status, Trajectory, TrajectoryBuilder, TrajectoryRequest
+
+ABORTED = "abort"
+DEADLINE = "Deadline"
+"""Type of error of what a deadline cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One completion that a sampler returned: tokens, log-probabilities, and the policy versions that sampled them.
+
+    Attributes:
+        token_ids: [T] int32, including an end-of-sequence token.
+        logprobs: [T] float32, nats, of the tokens as sampled.
+        version_spans: (index into token_ids, policy version) at which each span of one version begins.
+        finish_reason: stop | length | abort; abort: cut at the deadline, or by the server.
+        server: address of the server.
+        routed_experts: [N, layers, experts a token] of the tokens from `routing_from` to the last but one, earlier context
+            included; None if not requested.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    version_spans: Sequence[tuple[int, int]]
+    finish_reason: str
+    server: str
+    routed_experts: np.ndarray | None = None
+
+
+class Sampler(Protocol):
+    """Samples continuations of token sequences from the policy; retries transient errors."""
+
+    async def sample(
+        self, work: TrajectoryRequest, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> SampledTokens:
+        """Sample a continuation of `token_ids` ([T] int32), cut at `until`, a time of the event loop's clock in seconds.
+
+        What was sampled by then is returned with finish_reason abort. With `routing_from`, the result has the routed experts of all
+        tokens from that index on.
+
+        Raises:
+            RequestError: no server answered.
+            TimeoutError: the deadline came before any server had the request.
+            ServiceError: no server is left and none can be restarted.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Time at which an episode is cut, and the setting that determines this time.
+
+    Attributes:
+        at: time of the event loop's clock in seconds.
+        setting: the setting that determines it, for the error.
+    """
+
+    at: float
+    setting: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePlayer:
+    """Plays episodes of one environment.
+
+    Attributes:
+        max_tokens: longest sequence, prompt included; an episode that reaches it is truncated.
+        timeout_s: time limit of a trajectory in seconds.
+        cut_grace_s: seconds after the deadline in which a sampler must return what it has.
+    """
+
+    environment: Environment
+    tokenizer: ChatTokenizer
+    sampler: Sampler
+    max_tokens: int
+    timeout_s: float
+    cut_grace_s: float = 5.0
+
+    async def play(
+        self,
+        work: TrajectoryRequest,
+        *,
+        queue_s: float = 0.0,
+        group_deadline: Deadline | None = None,
+        keeps_routing: bool = False,
+    ) -> Trajectory:
+        """Play one episode and return its Trajectory: failed after an error, cancelled with its tokens at a deadline.
+
+        Args:
+            work: the trajectory to play.
+            queue_s: seconds that the trajectory waited before it began.
+            group_deadline: deadline of the trajectory's group; an earlier deadline, `timeout_s` from now, takes precedence.
+            keeps_routing: True to request routed experts.
+
+        Raises:
+            ServiceError: no server is left; this ends the run, not only the trajectory.
+        """
+        draft = TrajectoryBuilder(keeps_routing=keeps_routing)
+        started, started_at = time.perf_counter(), datetime.now(UTC)
+        own = Deadline(
+            asyncio.get_running_loop().time() + self.timeout_s,
+            f"rollout.trajectory_timeout_s = {self.timeout_s:g} s",
+        )
+        deadline = own if group_deadline is None or own.at <= group_deadline.at else group_deadline
+        status: Status = "failed"
+        outcome: Mapping[str, object] = {}
+        error_type = error = ""
+        try:
+            status, outcome = await self._episode(work, draft, deadline)
+        except _DeadlineError:
+            status, error_type = "cancelled", DEADLINE
+            error = f"cut after {time.perf_counter() - started:.1f} s: {deadline.setting}"
+        except ServiceError:
+            # No server is left: every further trajectory would fail too.
+            raise
+        except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
+            error_type, error = describe_error(raised)
+        return draft.build(
+            work,
+            status,
+            started_at=started_at,
+            duration_s=time.perf_counter() - started,
+            queue_s=queue_s,
+            outcome=outcome,
+            error_type=error_type,
+            error=error,
+        )
+
+    def cancel_before_start(self, work: TrajectoryRequest, queue_s: float, deadline: Deadline) -> Trajectory:
+        """Return a cancelled trajectory without tokens, for a request whose deadline came while it waited for a slot."""
+        return TrajectoryBuilder().build(
+            work,
+            "cancelled",
+            started_at=datetime.now(UTC),
+            duration_s=0.0,
+            queue_s=queue_s,
+            outcome={},
+            error_type=DEADLINE,
+            error=f"cut before it began: {deadline.setting}",
+        )
+
+    async def _episode(
+        self, work: TrajectoryRequest, draft: TrajectoryBuilder, deadline: Deadline
+    ) -> tuple[Status, Mapping[str, object]]:
+        """Play the turns of an episode, close it, and return its status and outcome.
+
+        Raises:
+            _DeadlineError: the deadline came first.
+            Exception: whatever the environment or the sampler raises.
+        """
+        if work.missing is not None:
+            raise work.missing
+        with guard_environment_code():
+            episode = self.environment.episode(work.example, work.seed)
+        try:
+            # Server and environment are given the deadline itself; this later limit ends one that does not keep it.
+            async with asyncio.timeout_at(deadline.at + self.cut_grace_s) as limit:
+                status = await self._turns(episode, work, draft, deadline)
+        except TimeoutError:
+            await self._abandon(episode, draft)
+            if limit.expired():
+                raise _DeadlineError from None
+            raise
+        except BaseException:
+            await self._abandon(episode, draft)
+            raise
+        return status, await self._close(episode, draft)
+
+    async def _close(self, episode: Episode, draft: TrajectoryBuilder) -> Mapping[str, object]:
+        """Close an episode and return its outcome; the episode's state is stored in `draft`.
+
+        Raises:
+            EpisodeError: the environment did not close it within `cut_grace_s`, or failed.
+        """
+        try:
+            async with asyncio.timeout(self.cut_grace_s) as limit:
+                with guard_environment_code(), span("environment"):
+                    outcome = check_outcome(await episode.close())
+                draft.state = read_episode_state(self.environment, episode)
+                return outcome
+        except TimeoutError:
+            if limit.expired():
+                raise EpisodeError(f"environment {self.environment.name} did not close its episode") from None
+            raise
+
+    async def _abandon(self, episode: Episode, draft: TrajectoryBuilder) -> None:
+        """Close an episode that failed or was cut; errors of closing it are ignored, since the first error is reported."""
+        with suppress(Exception):
+            await self._close(episode, draft)
+
+    async def _turns(
+        self, episode: Episode, work: TrajectoryRequest, draft: TrajectoryBuilder, deadline: Deadline
+    ) -> Status:
+        tools = self.environment.tools
+        draft.messages = await self._reply(episode, draft, deadline)
+        opening = self.tokenizer.encode(draft.messages, tools)
+        if len(opening) >= self.max_tokens:
+            text = f"the opening has {len(opening)} tokens, and an episode is below {self.max_tokens}"
+            raise EpisodeError(f"{text} (serve.max_model_len)")
+        draft.add_context(opening)
+        while draft.n_tokens < self.max_tokens:
+            started = time.perf_counter()
+            try:
+                routing = {"routing_from": draft.n_routed} if draft.keeps_routing else {}
+                sampled = await self.sampler.sample(work, draft.token_ids(), deadline.at, **routing)
+            except TimeoutError:
+                raise _DeadlineError from None
+            finally:
+                draft.generate_s += time.perf_counter() - started
+            self._add_completion(sampled, draft, deadline)
+            if draft.finish_reason != "stop":
+                return "truncated"
+            reply = await self._reply(episode, draft, deadline)
+            if not reply:
+                return "complete"
+            is_ended = draft.last_token in self.tokenizer.eos_ids
+            added = self.tokenizer.encode_reply(draft.messages, reply, tools, is_ended=is_ended)
+            draft.messages += reply
+            if draft.n_tokens + len(added) >= self.max_tokens:
+                # No token could follow, so these are no part of what is trained on.
+                return "truncated"
+            draft.add_context(added)
+        return "truncated"
+
+    async def _reply(
+        self, episode: Episode, draft: TrajectoryBuilder, deadline: Deadline
+    ) -> tuple[Message, ...]:
+        turn = span("environment")
+        try:
+            with turn:
+                async with asyncio.timeout_at(deadline.at) as limit:
+                    with guard_environment_code():
+                        return check_messages(await episode.reply(draft.messages))
+        except TimeoutError:
+            if limit.expired():
+                raise _DeadlineError from None
+            raise
+        finally:
+            draft.environment_s += turn.duration_s
+
+    def _add_completion(self, sampled: SampledTokens, draft: TrajectoryBuilder, deadline: Deadline) -> None:
+        """Append a completion and its decoded message to `draft`.
+
+        Raises:
+            _DeadlineError: the completion was cut at the deadline.
+            EpisodeError: the server aborted it before the deadline.
+        """
+        draft.server = sampled.server
+        draft.add_completion(
+            sampled.token_ids, sampled.logprobs, sampled.version_spans, sampled.finish_reason
+        )
+        if sampled.routed_experts is not None:
+            draft.add_routing(sampled.routed_experts)
+        draft.messages += (Message("assistant", self.tokenizer.decode(sampled.token_ids)),)
+        if sampled.finish_reason == ABORTED:
+            if asyncio.get_running_loop().time() >= deadline.at:
+                raise _DeadlineError
+            raise EpisodeError(f"server {sampled.server} aborted the request")
+
+
+class _DeadlineError(Exception):
+    """Raised when the deadline of an episode has passed."""

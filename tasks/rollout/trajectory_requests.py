@@ -1,0 +1,118 @@
+"""Plan the trajectories of a group: problem and seeds as functions of the run's seed, chunks, and the group's deadline."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Environment
+from rollmill.tasks.rollout.environment_calls import fetch_problem
+from rollmill.tasks.rollout.episode import Deadline
+from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.store.run.step_plan import Attempt
+
+Item = TypeVar("Item")
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, n_examples: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch, 0x0DE5]).permutation(n_examples)
+
+
+def example_index(seed: int, group: int, n_examples: int) -> int:
+    """Return the problem index of a group: each problem occurs once an epoch, in an order reshuffled each epoch.
+
+    Group numbers that are reserved for refills count: the problem of a refill that no step needed is skipped in that epoch.
+    """
+    epoch, place = divmod(group, n_examples)
+    return int(_epoch_order(seed, epoch, n_examples)[place])
+
+
+def sampling_seed(seed: int, group: int, sample: int) -> int:
+    """Compute the sampling seed of one trajectory from the run's seed, group and sample: 0 <= result < 2**63."""
+    state = np.random.SeedSequence([seed, group, sample]).generate_state(2, np.uint32)
+    return int(state[0]) << 31 | int(state[1]) >> 1
+
+
+def check_prompts(environment: Environment, rollout: RolloutConfig, n_held_out: int) -> None:
+    """Refuse an environment with too few problems for a step with all refills, or for the evaluation.
+
+    Raises:
+        ConfigError: names the setting and the number of problems.
+    """
+    train, held_out = environment.size("train"), environment.size("held_out")
+    if rollout.groups_per_step > train:
+        remedy = f"environment {environment.name} has {train} training problems; ask for at most that many"
+        raise ConfigError("rollout.groups_per_step", rollout.groups_per_step, remedy)
+    if rollout.groups_per_step + rollout.max_refill_groups > train:
+        remedy = (
+            f"environment {environment.name} has {train} training problems, of which rollout.groups_per_step takes "
+            f"{rollout.groups_per_step} a step; ask for at most {train - rollout.groups_per_step} refills"
+        )
+        raise ConfigError("rollout.max_refill_groups", rollout.max_refill_groups, remedy)
+    if n_held_out > held_out:
+        remedy = f"environment {environment.name} has {held_out} held-out problems; ask for at most that many"
+        raise ConfigError("evaluate.n_prompts", n_held_out, remedy)
+
+
+async def plan_group_requests(
+    environment: Environment,
+    *,
+    run: str,
+    seed: int,
+    group: int,
+    attempts: Sequence[Attempt],
+    temperature: float,
+    timeout_s: float,
+) -> list[TrajectoryRequest]:
+    """Create the sampling requests for a group's trajectories; they depend on the arguments only.
+
+    If the environment does not give the problem within `timeout_s` seconds, the requests have `missing` set.
+
+    Example: run "ab", group 7 and the first attempts of samples 0 and 3 give the trajectory ids "ab.7.0.0" and
+    "ab.7.3.0".
+    """
+    index = example_index(seed, group, environment.size("train"))
+    example, missing = await fetch_problem(environment, "train", index, timeout_s)
+    return [
+        TrajectoryRequest(
+            trajectory_id=f"{run}.{group}.{each.sample}.{each.attempt}",
+            group=group,
+            sample=each.sample,
+            attempt=each.attempt,
+            example=example,
+            seed=sampling_seed(seed, group, each.sample),
+            temperature=temperature,
+            missing=missing,
+        )
+        for each in attempts
+    ]
+
+
+def split_chunks(work: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Split a sequence into chunks of at most `size` items; 0: one chunk. Example: 5 items by 2 give 2, 2 and 1."""
+    step = size or max(1, len(work))
+    return [work[first : first + step] for first in range(0, len(work), step)]
+
+
+class GroupClock:
+    """Deadline of a group: `timeout_s` seconds after the first call of `deadline`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline: Deadline | None = None
+
+    def deadline(self) -> Deadline:
+        """Return the group's deadline; the first call starts the clock."""
+        if self._deadline is None:
+            at = asyncio.get_running_loop().time() + self._timeout_s
+            self._deadline = Deadline(at, f"rollout.group_timeout_s = {self._timeout_s:g} s")
+        return self._deadline
+
+    def remaining_s(self) -> float:
+        """Return the seconds until the group's deadline, at least 0; starts the clock if `deadline` was not called yet."""
+        return max(0.0, self.deadline().at - asyncio.get_running_loop().time())

@@ -1,0 +1,289 @@
+"""Compute a group's advantages, or the reason why it is not trained on, and write both as rows."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from rollmill.tasks.errors import ScoreError
+from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.schemas import make_batch
+
+
+def overlong_penalties(config: ScoreConfig, n_tokens: np.ndarray) -> np.ndarray:
+    """Return [G] float64 penalties from -1 to 0 for long completions (DAPO); 0 unless it is configured.
+
+    Args:
+        config: settings of scoring.
+        n_tokens: [G] sampled tokens.
+
+    Example: with score.overlong_tokens = [16, 20], lengths of 16, 17, 20 and 24 give 0, -.25, -1 and -1.
+    """
+    if not config.overlong_tokens:
+        return np.zeros(len(n_tokens))
+    start, end = config.overlong_tokens
+    return np.clip((start - np.asarray(n_tokens, np.float64)) / (end - start), -1.0, 0.0)
+
+
+TOO_FEW_SURVIVORS = "too_few_survivors"
+NOT_WHOLE = "not_whole"
+DROPPED_BY_SCORER = "dropped_by_scorer"
+NO_REWARD_SPREAD = "no_reward_spread"
+NO_FINITE_ADVANTAGE = "no_finite_advantage"
+ALL_TRUNCATED = "all_truncated"
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A trajectory of a group that has tokens and a reward.
+
+    Attributes:
+        n_tokens: number of sampled tokens.
+        reward: the scorer's reward, as stored.
+        is_truncated: True if a length limit ended it.
+    """
+
+    trajectory_id: str
+    sample: int
+    env: str
+    n_tokens: int
+    reward: float
+    subgroup: int = 0
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """Result of a finished group, or of one subgroup if its scorer split the group.
+
+    Attributes:
+        subgroup: 0 unless a scorer split the group.
+        expected: number of trajectories requested for the whole group.
+        reason: why it is left out of the batch; empty if it is in the batch.
+        advantages: [len(survivors)] float32; all 0 if it is left out.
+        trains_truncated: False: truncated survivors count in the baseline but are left out of the batch.
+    """
+
+    group: int
+    env: str
+    subgroup: int
+    expected: int
+    survivors: tuple[Survivor, ...]
+    reason: str
+    advantages: np.ndarray
+    trains_truncated: bool = True
+
+    @property
+    def in_batch(self) -> np.ndarray:
+        """[len(survivors)] True for survivors in the batch; all False if the group is left out."""
+        chosen = [
+            not self.reason and (self.trains_truncated or not survivor.is_truncated)
+            for survivor in self.survivors
+        ]
+        return np.array(chosen, np.bool_)
+
+    @property
+    def trained(self) -> list[tuple[Survivor, float]]:
+        """Survivors in the batch, each with its advantage."""
+        rows = zip(self.survivors, self.advantages, self.in_batch, strict=True)
+        return [(survivor, float(advantage)) for survivor, advantage, is_in in rows if is_in]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOrigin:
+    """Run and step under which the rollouts of a group are stored.
+
+    Attributes:
+        source: location of the run that sampled them; empty: the run that trains.
+        step: the step they are stored under there.
+    """
+
+    source: str
+    step: int
+
+
+def survivors_from_rows(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
+    """Return a group's trajectories that have a score, from its rows of `rollouts` and `scores`, ordered by sample."""
+    scored = {
+        row["trajectory_id"]: row
+        for row in scores.select(["trajectory_id", "status", "reward", "subgroup"]).to_pylist()
+        if row["status"] == "scored"
+    }
+    columns = ["trajectory_id", "sample", "env", "n_completion_tokens", "status"]
+    rows = (row for row in rollouts.select(columns).to_pylist() if row["trajectory_id"] in scored)
+    found = (
+        Survivor(
+            trajectory_id=row["trajectory_id"],
+            sample=row["sample"],
+            env=row["env"],
+            n_tokens=row["n_completion_tokens"],
+            reward=scored[row["trajectory_id"]]["reward"],
+            subgroup=scored[row["trajectory_id"]]["subgroup"],
+            is_truncated=row["status"] == "truncated",
+        )
+        for row in rows
+    )
+    return tuple(sorted(found, key=lambda survivor: survivor.sample))
+
+
+def compute_advantages(
+    config: ScoreConfig,
+    *,
+    group: int,
+    env: str,
+    expected: int,
+    survivors: tuple[Survivor, ...],
+    dropped: int = 0,
+) -> tuple[GroupOutcome, ...]:
+    """Compute the advantages of a group's survivors, or the reason to leave it out; one outcome for each subgroup.
+
+    Args:
+        config: settings of scoring.
+        group: number of the group.
+        env: its environment.
+        expected: number of trajectories requested (G).
+        survivors: trajectories with a reward.
+        dropped: number of trajectories that the scorer dropped.
+
+    Rewards include the overlong penalty, if one is configured.
+
+    Example: four survivors with rewards 1, 0, 0, 1 and `advantage: mean` get .5, -.5, -.5, .5.
+
+    Raises:
+        ScoreError: the advantage function did not return one number for each survivor.
+    """
+    subgroups = sorted({survivor.subgroup for survivor in survivors}) or [0]
+    is_short = config.needs_full_group and len(survivors) < expected
+    outcomes = []
+    for subgroup in subgroups:
+        members = tuple(survivor for survivor in survivors if survivor.subgroup == subgroup)
+        rewards = np.array([member.reward for member in members], np.float64)
+        rewards += overlong_penalties(config, np.array([member.n_tokens for member in members]))
+        reason = _drop_reason(config, rewards, is_short=is_short, is_dropped=not members and dropped > 0)
+        if not reason and not config.train_truncated and all(member.is_truncated for member in members):
+            reason = ALL_TRUNCATED
+        advantages = np.zeros(len(members), np.float32)
+        if not reason:
+            # A finite reward may overflow here: `mean` of 1e39 and 0 is 5e38, more than a float32 can hold.
+            with np.errstate(over="ignore", invalid="ignore"):
+                given = resolve_advantage(config.advantage).of_group(rewards).astype(np.float32)
+            # One such number would make the whole batch's gradient NaN.
+            advantages, reason = (
+                (given, "") if np.isfinite(given).all() else (advantages, NO_FINITE_ADVANTAGE)
+            )
+        outcome = GroupOutcome(
+            group, env, subgroup, expected, members, reason, advantages, config.train_truncated
+        )
+        outcomes.append(outcome)
+    return tuple(outcomes)
+
+
+def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is_dropped: bool) -> str:
+    """Return the reason not to train on survivors with these [G] rewards; empty if there is none."""
+    if is_dropped:
+        return DROPPED_BY_SCORER
+    if is_short:
+        return NOT_WHOLE
+    # A subgroup of a complete group may have one trajectory, which no baseline can be computed for.
+    if len(rewards) < (config.min_group_size or 2):
+        return TOO_FEW_SURVIVORS
+    needs_spread = resolve_advantage(config.advantage).needs_spread
+    return NO_REWARD_SPREAD if needs_spread and np.ptp(rewards) == 0.0 else ""
+
+
+def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s: float) -> Rows:
+    """Return the outcomes of a group as rows of the `groups` data set."""
+    rewards = [np.array([survivor.reward for survivor in outcome.survivors]) for outcome in outcomes]
+    tokens = [np.array([survivor.n_tokens for survivor in outcome.survivors]) for outcome in outcomes]
+    return make_batch(
+        "groups",
+        {
+            "run": [run] * len(outcomes),
+            "step": [step] * len(outcomes),
+            "group": [outcome.group for outcome in outcomes],
+            "subgroup": [outcome.subgroup for outcome in outcomes],
+            "env": [outcome.env for outcome in outcomes],
+            "expected": [outcome.expected for outcome in outcomes],
+            "survived": [len(outcome.survivors) for outcome in outcomes],
+            "reason": [outcome.reason for outcome in outcomes],
+            "reward_mean": [float(each.mean()) if each.size else math.nan for each in rewards],
+            "reward_std": [float(each.std()) if each.size else math.nan for each in rewards],
+            "tokens_mean": [float(each.mean()) if each.size else math.nan for each in tokens],
+            "duration_s": [duration_s] * len(outcomes),
+        },
+    )
+
+
+def batch_rows(
+    run: str,
+    step: int,
+    outcomes: Sequence[GroupOutcome],
+    scorer: str,
+    origins: Mapping[int, RolloutOrigin] = MappingProxyType({}),
+) -> Rows:
+    """Return the rows of the data set `batches` that a step trains on, ordered by group, subgroup and sample.
+
+    Args:
+        run: id of the run that trains.
+        step: the step that trains on them.
+        outcomes: the groups.
+        scorer: NAME@VERSION of the scores that the rewards come from.
+        origins: where the rollouts are stored, by group; groups without an entry belong to this run and step.
+    """
+    here = RolloutOrigin("", step)
+    chosen = [
+        (outcome, survivor, advantage, origins.get(outcome.group, here))
+        for outcome in sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
+        for survivor, advantage in outcome.trained
+    ]
+    return make_batch(
+        "batches",
+        {
+            "run": [run] * len(chosen),
+            "step": [step] * len(chosen),
+            "order": list(range(len(chosen))),
+            "trajectory_id": [survivor.trajectory_id for _, survivor, _, _ in chosen],
+            "group": [outcome.group for outcome, _, _, _ in chosen],
+            "sample": [survivor.sample for _, survivor, _, _ in chosen],
+            "env": [survivor.env for _, survivor, _, _ in chosen],
+            "advantage": [advantage for _, _, advantage, _ in chosen],
+            "reward": [survivor.reward for _, survivor, _, _ in chosen],
+            "source": [origin.source for _, _, _, origin in chosen],
+            "source_step": [origin.step for _, _, _, origin in chosen],
+            "scorer": [scorer] * len(chosen),
+        },
+    )
+
+
+def compute_batch_advantages(config: ScoreConfig, outcomes: Sequence[GroupOutcome]) -> list[GroupOutcome]:
+    """Return a step's outcomes, by group and subgroup, with the advantages after `Advantage.of_batch`, if there is one.
+
+    Raises:
+        ScoreError: the batch part did not return one finite float32 for each trajectory.
+    """
+    # In the order of the batch: sums of floats depend on it, and a step that is computed again must get bitwise equal advantages.
+    ordered = sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
+    of_batch = resolve_advantage(config.advantage).of_batch
+    if of_batch is None or not any(outcome.in_batch.any() for outcome in ordered):
+        return ordered
+    advantages = np.concatenate([outcome.advantages[outcome.in_batch] for outcome in ordered])
+    n_tokens = np.array(
+        [survivor.n_tokens for outcome in ordered for survivor, _ in outcome.trained], np.int64
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        given = np.asarray(of_batch(advantages.astype(np.float64), n_tokens)).astype(np.float32)
+    if not np.isfinite(given).all():
+        raise ScoreError(
+            f"score.advantage {config.advantage}: over the batch it gave a number that is not finite"
+        )
+    parts, final = np.split(given, np.cumsum([outcome.in_batch.sum() for outcome in ordered])[:-1]), []
+    for outcome, part in zip(ordered, parts, strict=True):
+        # Survivors outside the batch, such as truncated ones, keep the advantage of their group.
+        advantages = outcome.advantages.copy()
+        advantages[outcome.in_batch] = part
+        final.append(replace(outcome, advantages=advantages))
+    return final

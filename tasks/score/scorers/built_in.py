@@ -1,0 +1,147 @@
+"""Scorers of the built-in environments, exact match with a reference, and the reward that an environment computes itself."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import SupportsFloat
+
+from rollmill.tasks.errors import ScoreError
+from rollmill.tasks.score.scorer import Candidate, Reward
+
+FORMAT_REWARD, ANSWER_REWARD = 0.1, 0.9
+_FORMAT = re.compile(r"(?:\[[^\[\]]*\])?(\d+)")
+
+
+class AdditionScorer:
+    """Scorer: 0.1 for the format (optional work in brackets, a number, an end token), plus 0.9 if the number is right."""
+
+    name = "addition"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        match = _FORMAT.fullmatch(candidate.answer) if candidate.is_complete else None
+        is_right = match is not None and match[1] == candidate.example["answer"]
+        return _grade(is_formatted=match is not None, is_right=is_right)
+
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+class CalculatorScorer:
+    """Scorer: 0.1 if the policy's last message is a number, plus 0.9 if that is right; tool calls do not count."""
+
+    name = "calculator"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        is_number = candidate.is_complete and _NUMBER.fullmatch(candidate.answer) is not None
+        is_right = is_number and candidate.answer == candidate.example["answer"]
+        return _grade(is_formatted=is_number, is_right=is_right)
+
+
+def _grade(*, is_formatted: bool, is_right: bool) -> Reward:
+    components = {"format": FORMAT_REWARD * is_formatted, "answer": ANSWER_REWARD * is_right}
+    return Reward(sum(components.values()), components)
+
+
+class ExactScorer:
+    """Scorer: 1 if the policy's last message, stripped of white space, equals example["answer"], else 0."""
+
+    name = "exact"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        return Reward(float(candidate.answer.strip() == reference_answer(candidate).strip()))
+
+
+def reference_answer(candidate: Candidate) -> str:
+    """Return example["answer"] as text.
+
+    Raises:
+        ScoreError: the example has none.
+    """
+    if "answer" not in candidate.example:
+        names = ", ".join(sorted(candidate.example)) or "none"
+        raise ScoreError(f"expected `answer` among the fields of the example, there are: {names}")
+    return str(candidate.example["answer"])
+
+
+class MathScorer:
+    r"""1 if the answer equals example["answer"] as a mathematical object, else 0.
+
+    The answer is the last \boxed{...} of the policy's last message, else its last formula or number. The library's time limits are
+    off, because the worker that runs this has one.
+
+    Example: with the reference 1/2, "it is $\frac{2}{4}$" and "0.5" get 1.
+    """
+
+    name = "math"
+    version = "1"
+
+    def warm(self) -> None:
+        """Import the library math_verify, which takes seconds, before the first call."""
+        # The library warns at each call that its limits are off.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self.score(Candidate("", {"answer": "1"}, [{"role": "assistant", "content": r"\boxed{1}"}], True))
+
+    def score(self, candidate: Candidate) -> Reward:
+        # Not with this module: the flow imports that too, and never needs the library.
+        import math_verify
+
+        answer = reference_answer(candidate)
+        is_marked = "$" in answer or "\\boxed" in answer
+        gold = math_verify.parse(answer if is_marked else f"${answer}$", parsing_timeout=None)
+        if not gold:
+            raise ScoreError(f"the reference answer {answer!r} is no mathematical expression")
+        given = math_verify.parse(candidate.answer, parsing_timeout=None)
+        return Reward(float(math_verify.verify(gold, given, timeout_seconds=None)))
+
+
+class GuessScorer:
+    """Scorer: 1 if the policy's last message guesses the right number, else 0; how many guesses it took does not count."""
+
+    name = "guess"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        is_won = candidate.is_complete and candidate.answer == f"{candidate.example['answer']}?"
+        return Reward(float(is_won), {"won": float(is_won)})
+
+
+class EnvironmentScorer:
+    """Scorer: the reward that the environment reported in outcome["reward"].
+
+    Numbers in outcome["rewards"] and outcome["metrics"] are its components.
+
+    An outcome with an "error" and no reward, which the environment could not score, gives a failed score.
+
+    Example: an episode that ended with {"reward": 0.5, "metrics": {"tool_calls": 2}} gets reward 0.5.
+    """
+
+    name = "environment"
+    version = "1"
+
+    async def score(self, candidate: Candidate) -> Reward:
+        """Return the reward and the components in a candidate's outcome.
+
+        Raises:
+            ScoreError: the outcome has no reward.
+        """
+        # Asynchronous scorers run on the event loop: nothing is computed here that would need a worker process.
+        reward = candidate.outcome.get("reward")
+        if reward is None and (error := candidate.outcome.get("error")):
+            raise ScoreError(f"environment {candidate.env} could not score it: {error}")
+        if not isinstance(reward, SupportsFloat):
+            names = ", ".join(sorted(candidate.outcome)) or "none"
+            raise ScoreError(
+                f"expected a number as `reward` in the outcome of environment {candidate.env}, got {reward!r}; "
+                f"the outcome's fields: {names}"
+            )
+        components = {
+            str(name): float(value)
+            for part in ("rewards", "metrics")
+            if isinstance(values := candidate.outcome.get(part), Mapping)
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
+        return Reward(float(reward), components)

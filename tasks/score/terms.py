@@ -1,0 +1,169 @@
+"""Resolve scorers by name into the weighted terms of a reward, and check them before a run starts."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rollmill.tasks.config import nearest
+from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError
+from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.score_function import ScoreFunction, load_function, settings_version
+from rollmill.tasks.score.verdict import ScoreVerdict, verdict_from_error
+
+SCORERS: Mapping[str, str] = {
+    "addition": "rollmill.tasks.score.scorers.built_in:AdditionScorer",
+    "calculator": "rollmill.tasks.score.scorers.built_in:CalculatorScorer",
+    "environment": "rollmill.tasks.score.scorers.built_in:EnvironmentScorer",
+    "exact": "rollmill.tasks.score.scorers.built_in:ExactScorer",
+    "guess": "rollmill.tasks.score.scorers.built_in:GuessScorer",
+    "judge": "rollmill.tasks.score.scorers.judge:Judge",
+    "math": "rollmill.tasks.score.scorers.built_in:MathScorer",
+    "reward_model": "rollmill.tasks.score.scorers.reward_model:RewardModel",
+    "ruler": "rollmill.tasks.score.scorers.judge:Ruler",
+}
+
+# NAME@VERSION is part of a folder's name.
+_KEY_PATTERN = re.compile(r"[\w.+-]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerTerm:
+    """One scorer of a weighted sum of rewards, with its weight.
+
+    Attributes:
+        path: import path for worker processes.
+        label: name of the reward component that the scorer gives.
+    """
+
+    function: ScoreFunction
+    path: str
+    label: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerms:
+    """The configured scorer, loaded: a single scorer, or several whose weighted rewards are added.
+
+    Attributes:
+        is_sum: True: rewards are weighted and added. False: `parts` has one element, used unchanged.
+    """
+
+    parts: tuple[ScorerTerm, ...]
+    is_sum: bool
+    name: str
+    version: str
+
+    @property
+    def by_group(self) -> bool:
+        """True if one of the scorers needs a group's survivors together."""
+        return any(part.function.by_group for part in self.parts)
+
+
+def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
+    """Load the configured scorer, or all scorers of the configured sum, without starting a process.
+
+    Args:
+        config: the settings.
+        scorer: scorer to use instead of the configured one, for evaluations.
+
+    Raises:
+        ConfigError: there is no such scorer, or it lacks a setting.
+    """
+    if scorer or not config.sum:
+        part = _resolve_term(
+            "evaluate.scorer" if scorer else "score.scorer", scorer or config.scorer, 1.0, config
+        )
+        return RewardTerms((part,), False, part.function.name, part.function.version)
+    parts = tuple(
+        _resolve_term(f"score.sum.{number}.scorer", each.scorer, each.weight, config)
+        for number, each in enumerate(config.sum)
+    )
+    labels = Counter(part.label for part in parts)
+    if twice := [label for label, count in labels.items() if count > 1]:
+        raise ConfigError("score.sum", twice[0], "give each scorer once: its name is its component's")
+    return RewardTerms(
+        parts, True, "sum", settings_version([(part.function.key, part.weight) for part in parts])
+    )
+
+
+def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> ScorerTerm:
+    path = SCORERS.get(name, name)
+    try:
+        function = load_function(path, lambda: config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # The module and the class are foreign code: whatever they raise.
+        names = ", ".join(sorted(SCORERS))
+        remedy = (
+            f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
+            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error})"
+            f"{nearest(name, SCORERS)}"
+        )
+        raise ConfigError(field, name, remedy) from error
+    for what, value in (("name", function.name), ("version", function.version)):
+        if not _KEY_PATTERN.fullmatch(value):
+            remedy = f"its {what} is {value!r}; give one of letters, digits, and . _ + - (it names a folder)"
+            raise ConfigError(field, name, remedy)
+    return ScorerTerm(function, path, function.name, weight)
+
+
+def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
+    """Check that the configured scorers and advantage function can be used, without starting a process.
+
+    Args:
+        config: the settings.
+        held_out_scorer: scorer of evaluations; empty: that of the steps.
+
+    Raises:
+        ConfigError: a scorer cannot be imported, lacks a setting, or needs groups, which held-out trajectories do not have; or the
+            advantage function does not return one number for each reward.
+    """
+    resolve_terms(config)
+    # Tried on the smallest group, so that a wrong function ends the run before anything is started.
+    advantage = resolve_advantage(config.advantage)
+    rewards = np.arange(max(2, config.min_group_size), dtype=np.float64)
+    try:
+        found = advantage.of_group(rewards)
+        if advantage.of_batch is not None:
+            advantage.of_batch(found, np.ones(len(rewards), np.int64))
+    except ScoreError as error:
+        remedy = f"tried on the rewards {rewards.tolist()}: {error}"
+        raise ConfigError("score.advantage", config.advantage, remedy) from error
+    if resolve_terms(config, held_out_scorer).by_group:
+        remedy = "held-out trajectories are scored one by one; name a scorer that does not compare those of a group"
+        raise ConfigError("evaluate.scorer", held_out_scorer, remedy)
+
+
+def sum_verdicts(parts: Sequence[ScorerTerm], verdicts: Sequence[ScoreVerdict]) -> ScoreVerdict:
+    """Add the verdicts of all terms for one trajectory; the components are the weighted rewards.
+
+    A failed term makes the sum fail, a dropped one drops the trajectory; at most one term may split the group.
+
+    Example: weights 1 and 0.5 and rewards .8 and 1 give 1.3 with components .8 and .5.
+    """
+    # The terms run concurrently: the longest one is the time of all.
+    duration_s = max(verdict.duration_s for verdict in verdicts)
+    for status in ("failed", "dropped"):
+        for part, verdict in zip(parts, verdicts, strict=True):
+            if verdict.status == status:
+                return replace(verdict, error=f"{part.label}: {verdict.error}", duration_s=duration_s)
+    subgroups = {verdict.subgroup for verdict in verdicts} - {0}
+    if len(subgroups) > 1:
+        error = VerdictError("two scorers of the sum split the group; at most one may")
+        return verdict_from_error(error, duration_s)
+    components = {
+        part.label: part.weight * verdict.reward for part, verdict in zip(parts, verdicts, strict=True)
+    }
+    return ScoreVerdict(
+        "scored",
+        reward=sum(components.values()),
+        components=components,
+        subgroup=max(subgroups, default=0),
+        duration_s=duration_s,
+    )

@@ -1,0 +1,128 @@
+"""How a vLLM server is launched: its command line and its environment."""
+
+import os
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.serve.config import ServeConfig
+
+TRANSFER_BACKEND = "rollmill"
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities are those that tokens were sampled by, the temperature applied."""
+LOOPBACK = "127.0.0.1"
+ROUTING_ARGUMENT = "--enable-return-routed-experts"
+"""Has a server return, with every completion, which experts each token was routed to."""
+PLUGIN = "rollmill"
+"""Our plugin by its name; vLLM adds the routes of plugins that VLLM_PLUGINS names, and then loads no others."""
+PLUGIN_REMEDY = (
+    "vLLM has not loaded Rollmill's plugin: install this version of rollmill in the environment that holds vLLM "
+    "(pip install --no-deps), and have VLLM_PLUGINS name rollmill"
+)
+# vLLM logs what its plugins raise and starts all the same.
+_PLUGIN_FAILURE = re.compile(
+    r"Failed to (load|instantiate endpoint) plugin rollmill|Invalid weight transfer backend: rollmill"
+)
+KEEP_ALIVE_S = 60
+"""The server closes an idle connection after this: long after the client last used it."""
+
+_CPU_ARGUMENTS = (
+    "--enforce-eager",
+    # The model runs in the engine's process. With the default, one more process imports everything again
+    # (10 CPU s), waits busily, and pins itself to a core that others use too.
+    *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+    # A part of a prompt makes a seeded request set its generator back, which those of a CPU cannot: the engine dies.
+    "--no-enable-chunked-prefill",
+)
+
+# The sampler's small functions: compiling them takes seconds at the first request, and makes none faster.
+_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def vllm_command(config: ServeConfig, model: str, port: int, *, returns_routing: bool = False) -> list[str]:
+    """Return the command line that starts a vLLM server of the model folder `model` on a loopback port.
+
+    The module is run rather than the `vllm` command: that one needs a distribution called vllm, which the
+    CPU build is not. Log-probabilities are those the tokens were sampled by (temperature applied).
+    """
+    return [
+        config.python,
+        # -P: the working folder is not on sys.path, so no file there shadows a module of vLLM or its plugin.
+        *("-P", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", "policy"),
+        *("--host", LOOPBACK, "--port", str(port)),
+        *("--dtype", config.dtype),
+        *("--max-model-len", str(config.max_model_len)),
+        *("--max-num-seqs", str(config.max_num_seqs)),
+        *("--gpu-memory-utilization", str(config.gpu_memory_utilization)),
+        *("--logprobs-mode", LOGPROBS_MODE),
+        *("--weight-transfer-config", f'{{"backend": "{TRANSFER_BACKEND}"}}'),
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        *([ROUTING_ARGUMENT] if returns_routing else []),
+        *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
+        *config.extra_args,
+    ]
+
+
+def vllm_environment(
+    config: ServeConfig, number: int = 0, base: Mapping[str, str] = os.environ, *, api_key: str = ""
+) -> dict[str, str]:
+    """Return all environment variables of a vLLM server: those of `base`, and those that configure the server.
+
+    Variables PREFECT_* and PYTHON* are left out. Development routes are on, downloads and usage reports are off.
+
+    Args:
+        config: settings of the servers.
+        number: which of the launched servers it is, from 0; it sees its share of serve.gpus.
+        base: the environment to start from.
+        api_key: key that every request needs; empty: the value of the variable serve.api_key_env, if any.
+
+    Example: of the GPUs ("0", "1", "2", "3") for two servers, number 1 sees "2,3".
+    """
+    share = len(config.gpus) // config.servers
+    gpus = ",".join(config.gpus[number * share : (number + 1) * share])
+    ours = {name: value for name, value in base.items() if not name.startswith(("PREFECT_", "PYTHON"))}
+    key = api_key or base.get(config.api_key_env)
+    plugins = dict.fromkeys([*filter(None, base.get("VLLM_PLUGINS", "").split(",")), PLUGIN])
+    return {
+        **ours,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": ",".join(plugins),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+        "OMP_NUM_THREADS": str(config.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PATH": f"{Path(config.python).absolute().parent}:{ours.get('PATH', '')}",
+        **({"VLLM_API_KEY": key} if key else {}),
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **(_CPU_ENVIRONMENT if is_cpu_build(config.python) else {}),
+    }
+
+
+def has_plugin_failure(log: str) -> bool:
+    """Return True if a server's log reports that it did not load Rollmill's plugin."""
+    return _PLUGIN_FAILURE.search(log) is not None
+
+
+def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ) -> None:
+    """Refuse settings with which other machines can reach a server that has no API key.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    words = [word for each in config.extra_args for word in each.split("=", 1)]
+    variable = config.api_key_env
+    hosts = [after for word, after in pairwise(words) if word == "--host"]
+    if any(host != LOOPBACK for host in hosts) and not base.get(variable):
+        remedy = f"others reach its control routes there: put a key in the environment variable {variable}, which they need"
+        raise ConfigError("serve.extra_args", f"--host {hosts[-1]}", remedy)
+
+
+def is_cpu_build(python: str) -> bool:
+    """Return True if the virtual environment of the interpreter `python` has vLLM's CPU build, not the one for GPUs."""
+    return any(Path(python).absolute().parents[1].glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))

@@ -1,0 +1,168 @@
+"""Checkpoints of a run: written in the run's folder, and for a run on S3 uploaded from and fetched to this machine.
+
+A trainer reads and writes local folders. A checkpoint is complete when it has its marker, which is written last.
+"""
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollmill.tasks.errors import LeaseLostError, StoreError
+from rollmill.tasks.store.checkpoints.checkpoint_marker import CheckpointMarker, StoredFile, parse_marker
+from rollmill.tasks.store.filesystem import describe_os_error, empty_folder, open_files, publish_path
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, S3_SCHEME, RunFolder, checkpoint_key
+from rollmill.tasks.store.run.manifest import read_manifest
+
+
+def has_checkpoint(folder: RunFolder, version: int) -> bool:
+    """Return True if the checkpoint of a version is stored and complete."""
+    return bool(open_files(folder).keys(f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}"))
+
+
+def local_checkpoint(location: str) -> Path:
+    """Return the folder of a checkpoint on this machine, given its folder on a disk or on S3.
+
+    Example: s3://bucket/runs/a/checkpoints/version=000012 is .rollmill/scratch/bucket/runs/a/checkpoints/version=000012.
+    """
+    return RunFolder(location).local
+
+
+def fetch_checkpoint(location: str) -> Path:
+    """Download the missing files of a complete checkpoint on S3 for the run's trainer; returns its folder on this machine.
+
+    A checkpoint on a disk is not copied. If the folder's marker is not that of the checkpoint on S3, the folder is emptied and
+    other checkpoints next to it are removed: the run's one trainer needs the last one only.
+
+    Raises:
+        ShardError: the checkpoint does not exist, or cannot be read.
+        StoreError: its marker is damaged.
+        OSError: the files cannot be written to the disk.
+    """
+    local = local_checkpoint(location)
+    if not location.startswith(S3_SCHEME):
+        return local
+    marker = local / CHECKPOINT_MARKER
+    stored = _open_checkpoint(RunFolder(location))
+    wanted = stored.get(CHECKPOINT_MARKER).content
+    # Another marker is that of another write of this version: files of both must not be mixed.
+    if not marker.is_file() or marker.read_bytes() != wanted:
+        remove_other_copies(local)
+        empty_folder(local)
+    _download(stored, wanted, local)
+    return local
+
+
+def copy_checkpoint(location: str, scratch: Path) -> Path:
+    """Return a folder with a complete checkpoint, for readers other than the run's trainer.
+
+    A checkpoint on S3 is copied to the folder `scratch`; one on a disk is not copied.
+
+    Raises:
+        ShardError, StoreError, OSError: like `fetch_checkpoint`.
+    """
+    if not location.startswith(S3_SCHEME):
+        return local_checkpoint(location)
+    stored = _open_checkpoint(RunFolder(location))
+    _download(stored, stored.get(CHECKPOINT_MARKER).content, scratch)
+    return scratch
+
+
+def clear_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
+    """Remove all existing files of a checkpoint that is about to be written, on this machine and on S3.
+
+    For a run on S3, other checkpoints on this machine are removed too.
+
+    Args:
+        folder: folder of the run.
+        version: policy version of the checkpoint.
+        incarnation: number of the trainer that writes it; checked against run.json before each request to S3.
+
+    Raises:
+        LeaseLostError: a newer trainer has loaded the run.
+        StoreError: its folder could not be made.
+    """
+    local = folder.checkpoint(version)
+    try:
+        empty_folder(local)
+    except OSError as error:
+        raise StoreError(f"cannot write {local}: {describe_os_error(error)}") from error
+    if folder.is_local:
+        return
+    remove_other_copies(local)
+    key = checkpoint_key(version)
+    stored = _open_checkpoint(RunFolder(folder.path(key)))
+    check = partial(check_newest_trainer, folder, key, incarnation)
+    # The marker first, so that no partial checkpoint counts as complete.
+    stored.remove([CHECKPOINT_MARKER, *stored.keys("")], check)
+
+
+def upload_checkpoint_file(folder: RunFolder, version: int, name: str, incarnation: int) -> None:
+    """Upload one finished file of a checkpoint from this machine to S3; does nothing for a run on a local disk.
+
+    Raises:
+        LeaseLostError: a trainer newer than `incarnation` has loaded the run.
+        StoreError: it could not be stored.
+    """
+    if not folder.is_local:
+        key = checkpoint_key(version)
+        stored = _open_checkpoint(RunFolder(folder.path(key)))
+        check = partial(check_newest_trainer, folder, key, incarnation)
+        stored.upload(folder.checkpoint(version) / name, name, check)
+
+
+def publish_marker(folder: RunFolder, marker: CheckpointMarker, incarnation: int) -> None:
+    """Write the marker of a checkpoint whose files are all stored, which makes it complete.
+
+    Raises:
+        LeaseLostError, StoreError: like `upload_checkpoint_file`.
+    """
+    with publish_path(folder.checkpoint(marker.version) / CHECKPOINT_MARKER) as path:
+        path.write_bytes(marker.to_bytes())
+    upload_checkpoint_file(folder, marker.version, CHECKPOINT_MARKER, incarnation)
+
+
+def check_newest_trainer(folder: RunFolder, key: str, incarnation: int) -> None:
+    """Raise LeaseLostError if a newer trainer than number `incarnation` has loaded the run.
+
+    Args:
+        folder: folder of the run.
+        key: key of what the trainer is about to write, for the error.
+        incarnation: number of the trainer; each trainer that loads the run gets a larger one.
+    """
+    newest = read_manifest(folder).incarnation
+    if newest > incarnation:
+        raise LeaseLostError(
+            f"{folder.path(key)} is not written by the trainer of incarnation {incarnation}: one of incarnation "
+            f"{newest} has loaded the run"
+        )
+
+
+def remove_other_copies(local: Path) -> None:
+    """Remove all checkpoint folders next to the folder `local` on this machine.
+
+    These are copies of what is stored on S3, or never became complete.
+    """
+    for each in local.parent.glob("version=*"):
+        if each != local:
+            shutil.rmtree(each)
+
+
+def _open_checkpoint(folder: RunFolder) -> Any:
+    # s3fs and botocore take a second to import, and only runs on S3 need them.
+    from rollmill.tasks.store.s3.s3_files import open_objects
+
+    return open_objects(folder)
+
+
+def _download(stored: Any, marker: bytes, local: Path) -> None:
+    """Download the files that a marker lists and the folder `local` lacks, then write the marker to that folder."""
+    # A file of another size is what a killed download left.
+    listed: Mapping[str, StoredFile] = parse_marker(marker, stored.path(CHECKPOINT_MARKER)).files or {}
+    for name, recorded in listed.items():
+        path = local / name
+        if not path.is_file() or path.stat().st_size != recorded.bytes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stored.download(name, path)
+    (local / CHECKPOINT_MARKER).write_bytes(marker)

@@ -1,0 +1,67 @@
+"""Weights in files, for servers that load them from a folder or S3: LOCATION/NAME/00000-of-00002.safetensors, one per rank.
+
+A snapshot is complete when it has as many files as their names say. It is not part of a run's data: it may be removed at
+any time.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import S3_SCHEME, RunFolder
+
+_SUFFIX = ".safetensors"
+
+
+def weights_location(folder: RunFolder, run: str, configured: str) -> str:
+    """Return the folder of a run's weight files: RUN/.tmp/weights, or `configured`/RUN_ID if `configured` is not empty."""
+    return f"{configured.rstrip('/')}/{run}" if configured else f"{folder.absolute}/.tmp/weights"
+
+
+def publish_rank_weights(
+    place: str, name: str, rank: int, world_size: int, write: Callable[[Path], None]
+) -> str:
+    """Publish one rank's weight file, whole or not at all, and return its path; `write` writes it to a given local path.
+
+    Raises:
+        StoreError: it could not be stored; names path and reason.
+    """
+
+    def named(path: Path) -> str:
+        write(path)
+        return f"{rank:05d}-of-{world_size:05d}{_SUFFIX}"
+
+    folder = RunFolder(place)
+    return folder.path(open_files(folder).publish(name, named))
+
+
+def list_complete_weights(place: str, name: str) -> list[str]:
+    """List the paths of the files of the snapshot `name`; empty unless all ranks' files exist."""
+    folder = RunFolder(place)
+    keys = open_files(folder).keys(f"{name}/*{_SUFFIX}")
+    is_whole = keys and all(int(key.removesuffix(_SUFFIX).rpartition("-")[2]) == len(keys) for key in keys)
+    return [folder.path(key) for key in keys] if is_whole else []
+
+
+def remove_weights(place: str, *, but: str = "") -> None:
+    """Remove all weight snapshots of a location except the one called `but`.
+
+    Raises:
+        StoreError: a file could not be removed; names path and reason.
+    """
+    files = open_files(RunFolder(place))
+    files.remove(key for key in files.keys(f"*/*{_SUFFIX}") if key.partition("/")[0] != but)
+
+
+def weight_urls(paths: Sequence[str], lifetime_s: float) -> list[str]:
+    """Return the addresses from which a server reads files: local paths unchanged, for files on S3 presigned URLs.
+
+    The URLs are valid for `lifetime_s` seconds.
+    """
+    if not any(path.startswith(S3_SCHEME) for path in paths):
+        return list(paths)
+    # s3fs and botocore take a second to import, and only weights on S3 need them.
+    from rollmill.tasks.store.s3.s3_files import open_objects
+
+    split = (path.rpartition("/") for path in paths)
+    return [open_objects(RunFolder(folder)).address(name, lifetime_s) for folder, _, name in split]

@@ -1,0 +1,157 @@
+"""Disk space: a step begins only if the disk has room for what it is expected to store."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmill.tasks.errors import DiskSpaceError
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import (
+    PARTITION_KEYS,
+    SCRATCH_ENV,
+    RunFolder,
+    checkpoint_key,
+    partition_pattern,
+)
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
+
+# The next step is expected to store as much as the largest of so many steps before it.
+LOOKED_AT = 5
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceNeed:
+    """Bytes of disk space that a step needs: what it is expected to write, and what must stay free.
+
+    Attributes:
+        rows: bytes of the step's shards.
+        checkpoint: bytes of the checkpoint that is due after the step; 0 if none is.
+        reserve: bytes that must stay free.
+    """
+
+    rows: int
+    checkpoint: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        """Sum of rows, checkpoint and reserve, in bytes."""
+        return self.rows + self.checkpoint + self.reserve
+
+
+def plan_need(stored: dict[int, int], step: int, checkpoint: int, reserve: int) -> SpaceNeed:
+    """Estimate the disk space that a step needs: its rows are as large as the largest of the five steps before it.
+
+    Args:
+        stored: bytes of rows by step.
+        step: the step.
+        checkpoint: bytes of its checkpoint.
+        reserve: bytes that must stay free.
+
+    Example: plan_need({0: 9, 4: 5, 5: 7}, 6, 0, 1) has 7 bytes of rows: step 0 is not among the last five steps.
+    """
+    recent = [size for each, size in stored.items() if step - LOOKED_AT <= each < step]
+    return SpaceNeed(max(recent, default=0), checkpoint, reserve)
+
+
+def check_room(need: SpaceNeed, free_bytes: int, step: int, folder: RunFolder) -> None:
+    """Refuse a step that needs more than the free bytes of the disk.
+
+    Raises:
+        DiskSpaceError: names the free and the needed bytes, and the remedy.
+    """
+    if free_bytes >= need.total:
+        return
+    parts = [f"{_format_bytes(need.rows)} for rows as the largest of the last {LOOKED_AT} steps has them"]
+    parts += [f"{_format_bytes(need.checkpoint)} for a checkpoint"] if need.checkpoint else []
+    parts += [f"{_format_bytes(need.reserve)} that stay free (store.min_free_bytes)"]
+    place = "" if folder.is_local else f", or name a folder on a larger disk in {SCRATCH_ENV}"
+    raise DiskSpaceError(
+        f"step {step} was not begun: the disk of {folder.local} has {_format_bytes(free_bytes)} free, and "
+        f"{_format_bytes(need.total)} are needed: {', '.join(parts)}; make room{place}, and give the same command to resume"
+    )
+
+
+def free_bytes_at(folder: Path) -> int:
+    """Return the number of free bytes of the disk that a folder is on."""
+    return shutil.disk_usage(folder).free
+
+
+class DiskSpaceGuard:
+    """Checks before each step that the disk of the run's local folder has room for it.
+
+    Args:
+        folder: folder of the run.
+        reserve_bytes: bytes that must stay free.
+        first_checkpoint_bytes: expected size of the run's first checkpoint; later ones are as large as the last.
+        free: returns the free bytes at a folder.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        reserve_bytes: int,
+        first_checkpoint_bytes: int,
+        free: Callable[[Path], int] = free_bytes_at,
+    ) -> None:
+        self._folder, self._reserve, self._first = folder, reserve_bytes, first_checkpoint_bytes
+        self._free = free
+        self._stored: dict[int, int] = {}
+
+    def check(self, step: int, *, due: Sequence[int] = (), is_collected: bool = False) -> None:
+        """Check that the disk has room for a step, before the step is collected or trained.
+
+        Blocks, so it is called from a thread.
+
+        Args:
+            step: the step that is to begin.
+            due: versions up to step + 1 that have or will have a checkpoint; an old one stays until a newer is complete.
+            is_collected: True if its rollouts and scores are stored.
+
+        Raises:
+            DiskSpaceError: there is not enough room.
+            StoreError: what is stored cannot be listed.
+        """
+        checkpoint = self._checkpoint_bytes(due) if due else 0
+        stored = {} if is_collected else self._bytes_by_step(step)
+        need = plan_need(stored, step, checkpoint, self._reserve)
+        check_room(need, self._free(self._folder.local), step, self._folder)
+
+    def _bytes_by_step(self, step: int) -> dict[int, int]:
+        """Return the stored bytes of the last five steps before `step`, by step; earlier steps may be included."""
+        # A finished step does not grow, so it is looked up once; on S3 each look-up is a list request per data set.
+        for each in range(max(0, step - LOOKED_AT), step - 1):
+            if each not in self._stored:
+                self._stored[each] = self._step_bytes(each)
+        last = {step - 1: self._step_bytes(step - 1)} if step else {}
+        return self._stored | last
+
+    def _step_bytes(self, step: int) -> int:
+        files = open_files(self._folder)
+        patterns = [
+            f"{partition_pattern(name, {key: step})}/*.arrow"
+            for name, keys in PARTITION_KEYS.items()
+            for key in keys
+            if key in ("step", "version")
+        ]
+        return sum(sum(files.sizes(pattern).values()) for pattern in patterns)
+
+    def _checkpoint_bytes(self, due: Sequence[int]) -> int:
+        """Estimate the bytes still to be written of the checkpoints in `due` that are not complete."""
+        complete, expected = list_complete_checkpoints(self._folder), self._first
+        if complete:
+            sizes = open_files(self._folder).sizes(f"{checkpoint_key(complete[-1])}/**/*")
+            expected = sum(sizes.values())
+        # What of a checkpoint is on this machine takes no more room; a run on S3 writes its checkpoints here first.
+        local = open_files(RunFolder(self._folder.local))
+        missing = [version for version in due if version > max(complete, default=-1)]
+        written = (sum(local.sizes(f"{checkpoint_key(each)}/*").values()) for each in missing)
+        return sum(max(0, expected - size) for size in written)
+
+
+def _format_bytes(size: int) -> str:
+    """Format a number of bytes with a decimal unit. Example: 1,234,567 bytes are 1.2 MB."""
+    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), (1.0, "bytes"))
+    return f"{size / unit:.1f} {name}"

@@ -1,0 +1,41 @@
+"""Rows of the data set `logprobs`: log-probabilities by one policy of tokens that another one sampled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
+
+
+def make_logprob_rows(
+    run: str, step: int, models: Sequence[str], ids: Sequence[str], logprobs: Sequence[np.ndarray]
+) -> Rows:
+    """Build rows of the data set `logprobs`, one per trajectory.
+
+    Args:
+        run: random id of the run.
+        step: the step that trains on them.
+        models: the policy that computed each trajectory's log-probabilities.
+        ids: ids of the trajectories.
+        logprobs: [T] log-probabilities in nats of each trajectory, NaN where loss_mask is False.
+    """
+    n = len(ids)
+    columns = {
+        "run": [run] * n,
+        "step": [step] * n,
+        "trajectory_id": list(ids),
+        "model": list(models),
+        "logprobs": ragged_array(list(logprobs), dataset_schema("logprobs").field("logprobs").type),
+    }
+    return make_batch("logprobs", columns)
+
+
+def scatter_to_trained(loss_mask: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return [T] float32 with `values` at the positions where loss_mask ([T]) is True, NaN elsewhere.
+
+    Example: mask [False, True, True] and values [1, 2] give [NaN, 1, 2].
+    """
+    row = np.full(len(loss_mask), np.nan, np.float32)
+    row[loss_mask] = values
+    return row

@@ -1,0 +1,53 @@
+"""Settings that may not change when a run is resumed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollmill.tasks.errors import RunMismatchError
+
+
+def check_immutable(
+    run: str, stored: Mapping[str, Any], given: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> None:
+    """Refuse to resume a run with other values of settings that may not change.
+
+    Args:
+        run: name of the run in errors.
+        stored: configuration of the run.
+        given: configuration to resume with.
+        fixed: defaults of the immutable settings by dotted name, which count for a configuration that is older than a
+            setting.
+
+    Example: with "train.dtype" in `fixed`, {"train": {"dtype": "fp32"}} and {"train": {"dtype": "bf16"}} differ.
+
+    Raises:
+        RunMismatchError: names each setting that differs, both values and the remedy.
+    """
+    if lines := list_differences(stored, given, fixed):
+        raise RunMismatchError(
+            f"{run} was begun with other settings that may not change:\n"
+            + "\n".join(lines)
+            + "\ngive the run's values to resume it, or another name to begin a new run; `rollmill fork` begins one at a "
+            "step of this one"
+        )
+
+
+def list_differences(
+    stored: Mapping[str, Any], given: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> list[str]:
+    """Describe each immutable setting that differs, with both values, in a line of text each."""
+    return [
+        f"  {name}: the run has {before!r}, given is {after!r}"
+        for name, default in sorted(fixed.items())
+        if (before := get_setting(stored, name, default)) != (after := get_setting(given, name, default))
+    ]
+
+
+def get_setting(config: Mapping[str, Any], name: str, default: object) -> object:
+    """Return the value of a setting, given its dotted name; `default` if the configuration lacks it."""
+    value: Any = config
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value

@@ -1,0 +1,155 @@
+"""The lock of a run, which only one process writes to: an flock on a disk, a lease on S3."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+import weakref
+from typing import Protocol, Self
+
+from rollmill.tasks.errors import ConfigError, RollmillError, RunLockedError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import describe_os_error, empty_folder
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
+from rollmill.tasks.store.run.lock_holder import LockHolder
+
+# Seconds between two attempts at the flock, which cannot wait with a timeout.
+RETRY_S = 0.05
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class RunLock(Protocol):
+    """Lock on a run, which only its holder writes to; held until it is released or the process ends."""
+
+    def check(self) -> None:
+        """Check that the lock is still held; called before anything is written.
+
+        Raises:
+            LeaseLostError: another process has taken the run over, and nothing may be written.
+        """
+
+    def release(self) -> None:
+        """Release the lock; may be called twice."""
+
+    def forget(self) -> None:
+        """Drop this process's copy of the lock; called in a forked child, since only the parent holds the lock."""
+
+
+def lock_run(folder: RunFolder, config: StoreConfig) -> RunLock:
+    """Create a run's folder if needed, lock it, and remove the staged files of an earlier writer.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+        StoreError: the disk is full, or the S3 server does not answer or refuses.
+        RunLockedError: another process holds the lock for longer than store.lock_timeout_s.
+    """
+    lock: RunLock
+    if folder.is_local:
+        lock = FolderLock.acquire(folder, config.root, config.lock_timeout_s)
+    else:
+        # s3fs and botocore take a second to import, and only runs on S3 need them.
+        from rollmill.tasks.store.s3.s3_lease import S3Lease
+
+        lock = S3Lease.acquire(folder, config.lease_s, config.lock_timeout_s)
+    _held_locks.add(lock)
+    # Only now: before, they could have been another writer's, who is still at work.
+    try:
+        empty_folder(folder.tmp)
+    except OSError as error:
+        lock.release()
+        raise unwritable_error(error, folder, config.root) from error
+    return lock
+
+
+class FolderLock:
+    """An exclusive flock on RUN/lock, held until it is released or the process ends, killed included."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def acquire(cls, folder: RunFolder, root: str, timeout_s: float) -> Self:
+        """Create the run's folder if needed, and lock it.
+
+        `root` is the value of the setting store.root, for the error.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            StoreError: the disk is full.
+            RunLockedError: another process holds the lock for longer than `timeout_s` seconds.
+        """
+        try:
+            folder.local.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as on_failure:
+                descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+                on_failure.callback(os.close, descriptor)
+                _wait_for_lock(descriptor, folder, timeout_s)
+                # For the error of a process that finds the run locked; the lock itself is the kernel's.
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, LockHolder.this_process().model_dump_json().encode(), 0)
+                on_failure.pop_all()
+        except OSError as error:
+            raise unwritable_error(error, folder, root) from error
+        return cls(descriptor)
+
+    def check(self) -> None:
+        """Do nothing: a held flock cannot be lost."""
+
+    def release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            # The child's copy of the descriptor would keep the lock after the parent's death.
+            os.close(descriptor)
+
+
+def unwritable_error(error: OSError, folder: RunFolder, root: str) -> RollmillError:
+    """Return the error for an unwritable folder: StoreError if the disk is full, else ConfigError that names the setting."""
+    where, reason = error.filename or folder.location, describe_os_error(error)
+    if error.errno in _DISK_FULL:
+        return StoreError(f"cannot write {where}: {reason}")
+    if not folder.is_local:
+        scratch = str(folder.local)
+        return ConfigError(
+            SCRATCH_ENV, scratch, f"{where} cannot be written: {reason}; name a folder that can"
+        )
+    return ConfigError("store.root", root, f"{where} cannot be written: {reason}; name a folder that can")
+
+
+# Weak, so that the set does not grow with each run that this process opens.
+_held_locks: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_held_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _wait_for_lock(descriptor: int, folder: RunFolder, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                holder = "an unknown process"
+                with contextlib.suppress(OSError, ValueError):
+                    # It has not written its name yet.
+                    holder = str(LockHolder.model_validate_json(folder.lock.read_text()))
+                raise RunLockedError(
+                    f"{folder.location} is being written to by {holder}; end that one first, "
+                    "or give another name to begin a new run"
+                ) from None
+            time.sleep(RETRY_S)
+        else:
+            return

@@ -1,0 +1,186 @@
+"""A run that is open for writing: its lock, manifest, writer and spans."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self
+
+from rollmill.tasks.errors import RunFinishedError, StoreError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import Files, open_files
+from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
+from rollmill.tasks.store.run.immutable_settings import check_immutable
+from rollmill.tasks.store.run.lock import RunLock, lock_run
+from rollmill.tasks.store.run.manifest import (
+    Manifest,
+    TrainingSource,
+    has_manifest,
+    read_manifest,
+    write_manifest,
+)
+from rollmill.tasks.store.run.run_kind import check_run_kind
+from rollmill.tasks.store.schemas import SCHEMA_VERSION
+from rollmill.tasks.store.shards.inventory import Inventory
+from rollmill.tasks.store.shards.writer import RunWriter
+from rollmill.tasks.store.span_rows import RunSpans
+
+RUN_ID_BYTES = 8
+
+# How long a commit waits for more rows. On a disk a file costs little. On S3 each commit is a request: waiting makes a handful
+# of a step's dozens, and delays only the end of each group.
+LOCAL_FLUSH_S, S3_FLUSH_S = 0.02, 2.0
+
+
+class OpenRun:
+    """A run that this process has locked for writing; a context manager that releases the lock.
+
+    Attributes:
+        manifest: the present content of run.json.
+        files: the run's files, for writing; they refuse once another process has taken the run over.
+        writer: appends rows to the run's data sets; the caller enters its context.
+        spans: records spans (timed intervals of work) and stores them in the run.
+    """
+
+    def __init__(self, folder: RunFolder, lock: RunLock, files: Files, manifest: Manifest) -> None:
+        self.folder, self.files, self.manifest = folder, files, manifest
+        inventory = Inventory(folder, manifest.run, manifest.epoch)
+        flush_s = LOCAL_FLUSH_S if folder.is_local else S3_FLUSH_S
+        self.writer = RunWriter(self.files, manifest.epoch, flush_s, inventory)
+        self.spans = RunSpans(manifest.run, self.writer)
+        self._lock = lock
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many spans, and batches of rows, are not stored yet, by the names "spans" and "batches of rows"."""
+        return {"spans": self.spans.recorder.n_waiting, "batches of rows": self.writer.n_waiting}
+
+    @classmethod
+    def open(
+        cls,
+        folder: RunFolder,
+        *,
+        config: dict[str, Any],
+        fixed: Mapping[str, Any],
+        versions: dict[str, str],
+        git_commit: str,
+        config_of: StoreConfig,
+        trains: bool = True,
+    ) -> Self:
+        """Begin a run, or resume one: its id stays, its epoch rises by one, its configuration becomes `config`.
+
+        Args:
+            folder: of the run; created if missing.
+            config: resolved configuration, JSON values; `steps` says how many steps the run has.
+            fixed: defaults, by dotted name, of the settings that may not change.
+            versions: of the packages in use.
+            git_commit: of the checkout; empty outside of one.
+            config_of: settings of the data sets.
+            trains: False for a run that only collects.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            RunLockedError: another process writes to it.
+            RunMismatchError: fixed settings differ, or one of the run and the flow trains and the other does not.
+            RunFinishedError: all its steps are done.
+            LeaseLostError: another process has taken the run over meanwhile.
+            StoreError: run.json cannot be read or written.
+        """
+        lock = lock_run(folder, config_of)
+        files = open_files(folder, lock.check)
+        try:
+            now = {"config": config, "versions": versions, "git_commit": git_commit}
+            stored = read_manifest(folder) if has_manifest(folder) else None
+            if stored:
+                check_run_kind(folder, stored, trains=trains)
+                manifest = _resume_manifest(folder, stored, fixed, now)
+            else:
+                manifest = _begin_manifest(folder, now | {"trains": trains})
+            write_manifest(files, manifest, stored)
+        except Exception:
+            lock.release()
+            raise
+        return cls(folder, lock, files, manifest)
+
+    @classmethod
+    def extend(cls, folder: RunFolder, *, config_of: StoreConfig) -> Self:
+        """Open a run, finished or not, to add rows to its data sets; only its epoch changes.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            RunLockedError: another process writes to it.
+            LeaseLostError: another process has taken the run over meanwhile.
+            StoreError: it holds no run, or run.json cannot be read or written.
+        """
+        # Read before it is locked, since locking makes the folder, and again after, since its last writer may have changed it.
+        read_manifest(folder)
+        lock = lock_run(folder, config_of)
+        files = open_files(folder, lock.check)
+        try:
+            stored = read_manifest(folder)
+            manifest = replace(stored, epoch=stored.epoch + 1)
+            write_manifest(files, manifest, stored)
+        except Exception:
+            lock.release()
+            raise
+        return cls(folder, lock, files, manifest)
+
+    def next_incarnation(self) -> int:
+        """Raise the counter `incarnation` in run.json, since a trainer loads state; returns the new number, from 1."""
+        self._replace(replace(self.manifest, incarnation=self.manifest.incarnation + 1))
+        return self.manifest.incarnation
+
+    def keep_sources(self, sources: tuple[TrainingSource, ...]) -> None:
+        """Record in run.json the runs whose rollouts this run trains on, unless some are recorded already."""
+        if not self.manifest.sources:
+            self._replace(replace(self.manifest, sources=sources))
+
+    def finish(self) -> None:
+        """Set the run's status in run.json to finished, since all its steps are done."""
+        self._replace(replace(self.manifest, status="finished"))
+
+    def close(self) -> None:
+        """Release the run's lock; may be called twice."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _replace(self, manifest: Manifest) -> None:
+        write_manifest(self.files, manifest, self.manifest)
+        self.manifest = manifest
+
+
+def _begin_manifest(folder: RunFolder, now: dict[str, Any]) -> Manifest:
+    files = open_files(folder)
+    # Rows without a run.json may be those of a run that lost it: a new one would take them for its own.
+    if orphans := [name for name in PARTITION_KEYS if files.keys(f"{name}/**/*")]:
+        raise StoreError(
+            f"{folder.location} has data sets ({', '.join(orphans)}) but no run.json: it is no run's folder"
+        )
+    return Manifest(
+        run=secrets.token_hex(RUN_ID_BYTES),
+        incarnation=0,
+        epoch=1,
+        schema_version=SCHEMA_VERSION,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        status="running",
+        **now,
+    )
+
+
+def _resume_manifest(
+    folder: RunFolder, stored: Manifest, fixed: Mapping[str, Any], now: dict[str, Any]
+) -> Manifest:
+    if stored.status == "forking":
+        raise StoreError(f"{folder.location} was not forked to the end; give the same `rollmill fork` again")
+    check_immutable(folder.location, stored.config, now["config"], fixed)
+    steps = stored.config.get("steps", 0)
+    if stored.status == "finished" and now["config"].get("steps", 0) <= steps:
+        raise RunFinishedError(f"{folder.location} has done all its {steps} steps; raise steps to resume it")
+    return replace(stored, epoch=stored.epoch + 1, status="running", **now)

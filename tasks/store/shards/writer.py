@@ -1,0 +1,356 @@
+"""The run's writer: gathers rows, commits them as shards in a thread, and acknowledges them.
+
+A commit stores everything gathered while the one before it ran, one shard for each partition; `flush_s` makes
+it wait for more. Rows are acknowledged when their shard has been renamed into place: from then on no death of
+this process loses them. A kill between rename and acknowledgement leaves stored rows without an acknowledgement;
+a resumed run finds them in the folder, as it finds all others.
+
+Compactions run in a dedicated thread, one at a time, so that no commit waits for one.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import pyarrow as pa
+
+from rollmill.tasks.errors import StoreError
+from rollmill.tasks.observe.spans import Lane, OpenSpan, current_lane, span
+from rollmill.tasks.store.filesystem import Files
+from rollmill.tasks.store.folders import PartitionValue, partition_folder
+from rollmill.tasks.store.shards.inventory import INVENTORY, Inventory, ShardEvent
+from rollmill.tasks.store.shards.shard import check_rows, write_shard
+from rollmill.tasks.store.shards.shard_compaction import compact_partition
+from rollmill.tasks.store.shards.shard_names import ShardName
+
+# Data sets whose rows of a step are stored before those of another.
+STORED_AFTER = {"rollouts": ("routing", "states"), "scores": ("rollouts",)}
+
+_COMMIT_ORDER = {"routing": 0, "states": 0, "rollouts": 1, "scores": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """The result of a commit, which stores one shard in each of several folders.
+
+    Attributes:
+        failed: the error of each folder whose rows could not be stored, by folder.
+        written: events, for the inventory, of the shards that were stored.
+    """
+
+    failed: Mapping[str, StoreError]
+    written: Sequence[ShardEvent]
+
+
+def commit_rows(
+    files: Files, epoch: int, first_number: int, gathered: Mapping[str, Sequence[pa.RecordBatch]]
+) -> CommitResult:
+    """Store the rows gathered for each folder as one shard; the shards are numbered from `first_number`.
+
+    A folder that fails does not affect the others, with one exception (STORED_AFTER): a step's rollouts are stored after
+    its routing and states, its scores after its rollouts, and they fail together. So there is no score without its
+    rollout, and no rollout without its routed experts, whenever the process dies.
+
+    Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
+    plans/step=000000/000002-000007-DIGEST.arrow and rollouts/step=000000/000002-000008-DIGEST.arrow.
+    """
+    failed: dict[str, StoreError] = {}
+    written: list[ShardEvent] = []
+    in_order = sorted(gathered.items(), key=lambda each: _COMMIT_ORDER.get(dataset_from_folder(each[0]), 1))
+    for number, (folder, appended) in enumerate(in_order, first_number):
+        dataset, step = dataset_from_folder(folder), folder.rpartition("/")[2]
+        before = (each for each in failed if dataset_from_folder(each) in STORED_AFTER.get(dataset, ()))
+        if lost := [failed[each] for each in before if each.endswith(f"/{step}")]:
+            failed[folder] = lost[0]
+            continue
+        try:
+            write = partial(write_shard, name=ShardName(epoch, number), dataset=dataset, appended=appended)
+            written.append(publish_shard(files, folder, write, sum(rows.num_rows for rows in appended)))
+        except StoreError as error:
+            failed[folder] = error
+        except Exception as error:  # noqa: BLE001 - it must reach who waits for these rows, and nobody else
+            failed[folder] = StoreError(f"cannot write to {folder}: {type(error).__name__}: {error}")
+    return CommitResult(failed, written)
+
+
+def publish_shard(files: Files, folder: str, write: Callable[[Path], str], rows: int) -> ShardEvent:
+    """Publish the file that `write` makes as a shard of a folder; returns the shard's event for the inventory."""
+    size = 0
+
+    def measured(path: Path) -> str:
+        nonlocal size
+        name = write(path)
+        size = path.stat().st_size
+        return name
+
+    return ShardEvent(files.publish(folder, measured), "written", rows, size)
+
+
+def dataset_from_folder(folder: str) -> str:
+    """Return the name of the data set to which a partition's folder belongs."""
+    return folder.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRows:
+    """Rows that were appended and are not stored yet, and the future to complete when they are."""
+
+    rows: pa.RecordBatch
+    acknowledgement: asyncio.Future[None]
+
+
+PendingByFolder: TypeAlias = dict[str, list[PendingRows]]
+
+
+class RunWriter:
+    """Appends rows to the data sets of one run; used from one event loop, as an async context manager.
+
+    Leaving the context stores everything that was appended, also when an error or a cancellation ends it.
+    """
+
+    def __init__(self, files: Files, epoch: int, flush_s: float, inventory: Inventory | None = None) -> None:
+        self._files, self._epoch, self._flush_s, self._inventory = files, epoch, flush_s, inventory
+        self._gathered: PendingByFolder = {}
+        self._lane: Lane | None = None
+        self._unsettled: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_committing = False
+        self._n_shards = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._beside: ThreadPoolExecutor | None = None
+
+    async def __aenter__(self) -> Self:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="store-compaction")
+        if self._inventory is not None:
+            # What a killed writer stored is recorded before anything new is.
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._inventory.find)
+                await self.note()
+            except BaseException:
+                self._close()
+                raise
+        return self
+
+    def append(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> asyncio.Future[None]:
+        """Append rows to one partition; the returned future is done when they are stored.
+
+        It need not be awaited, and cancelling it or the task that awaits it does not take the rows back. If the rows
+        cannot be stored, its exception is a StoreError.
+
+        Raises:
+            SchemaError: the rows do not have the data set's schema, or belong to another partition.
+            StoreError: the writer is not open.
+        """
+        if self._thread is None:
+            raise StoreError(
+                f"the run's writer is not open; {rows.num_rows} rows of {dataset} were not taken"
+            )
+        folder = partition_folder(dataset, partition)
+        check_rows(dataset, rows, partition)
+        acknowledgement: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unsettled.add(acknowledgement)
+        if not self._gathered and (lane := current_lane()) is not None:
+            self._lane = lane.sibling("writer")
+        self._gathered.setdefault(folder, []).append(PendingRows(rows, acknowledgement))
+        self._set_timer()
+        # Shielded: a caller that is cancelled must not cancel the future that the commit completes.
+        return asyncio.shield(acknowledgement)
+
+    @property
+    def n_waiting(self) -> int:
+        """Number of calls of `append` whose rows are not stored yet."""
+        return len(self._unsettled)
+
+    async def flush(self) -> None:
+        """Commit what was appended so far, without waiting for `flush_s`; returns when all of it is stored.
+
+        Raises:
+            StoreError: some of it could not be stored; the first such error.
+        """
+        appended = set(self._unsettled)
+        waiting = appended
+        # A commit that is running has only what was appended before it began, so that another may have to follow.
+        while waiting:
+            self._commit()
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for acknowledgement in appended:
+            acknowledgement.result()
+
+    async def note(self) -> None:
+        """Record in the inventory which shards were written and removed since the last call, as one small shard.
+
+        Raises:
+            StoreError: it could not be stored; the next call tries again.
+        """
+        if self._inventory is None or not (notes := self._inventory.take()):
+            return
+        try:
+            await self.append(INVENTORY, self._inventory.rows(notes), epoch=self._epoch)
+        except StoreError:
+            self._inventory.add(notes)
+            raise
+
+    def removed(self, keys: Iterable[str]) -> None:
+        """Register that shards were, or will be, removed; the next call of `note` records that.
+
+        A missing shard that is recorded as written is a finding of `verify`, unless a compacted one replaces it. If none
+        does, call this and `note` before the shard is removed.
+        """
+        self._note(ShardEvent(key, "removed") for key in keys)
+
+    def _note(self, notes: Iterable[ShardEvent]) -> None:
+        if self._inventory is not None:
+            self._inventory.add(notes)
+
+    async def compact(self, folder: str, large_bytes: int) -> str:
+        """Compact a partition's shards into one, concurrently with commits; see rollmill.tasks.store.shards.shard_compaction.
+
+        Args:
+            folder: of the partition, below the run's: "rollouts/step=000012".
+            large_bytes: mean shard size from which on a partition is left as it is.
+
+        Returns:
+            Key of the compacted shard; empty if there is nothing to do.
+
+        Raises:
+            ShardError: a shard of the partition cannot be read, or its rows are not right; nothing changed.
+            StoreError: the compacted shard could not be stored, or the writer is not open.
+        """
+        return await self._in_place(
+            folder, partial(compact_partition, self._files, folder, large_bytes=large_bytes)
+        )
+
+    async def replace(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> None:
+        """Replace all rows of a partition, for derived rows that are computed again.
+
+        Raises:
+            SchemaError: the rows do not have the data set's schema, or belong to another partition.
+            StoreError: they could not be stored, or the writer is not open; nothing changed.
+        """
+        folder = partition_folder(dataset, partition)
+        check_rows(dataset, rows, partition)
+
+        def store(name: ShardName) -> ShardEvent:
+            write = partial(write_shard, name=name, dataset=dataset, appended=[rows])
+            return publish_shard(self._files, folder, write, rows.num_rows)
+
+        await self._in_place(folder, store)
+
+    async def _in_place(self, folder: str, store: Callable[[ShardName], ShardEvent | None]) -> str:
+        """Store a shard that replaces those a partition has now, concurrently with commits.
+
+        Returns the key of the shard; empty if `store` stored none.
+        """
+        if self._thread is None or self._beside is None:
+            raise StoreError(f"the run's writer is not open; {folder} was not changed")
+        name = ShardName(self._epoch, self._n_shards, is_compacted=True)
+        self._n_shards += 1
+        loop = asyncio.get_running_loop()
+        # Commits run one after another in this thread, so every commit with a smaller number is stored after this call.
+        await loop.run_in_executor(self._thread, _do_nothing)
+        # The thread registers the shard too: a caller that is cancelled here cannot keep it out of the inventory.
+        return await loop.run_in_executor(self._beside, self._store_event, partial(store, name))
+
+    async def remove(self, keys: Sequence[str]) -> None:
+        """Remove superseded shards.
+
+        Raises:
+            StoreError: one could not be removed, or the writer is not open.
+        """
+        if self._beside is None:
+            raise StoreError(f"the run's writer is not open; {len(keys)} superseded shards were not removed")
+        await asyncio.get_running_loop().run_in_executor(self._beside, partial(self._remove, keys))
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.flush()
+            await self.note()
+        except StoreError:
+            # The error that ends the context is the one to report; the rows' own callers get this one.
+            if error is None:
+                raise
+        finally:
+            self._close()
+
+    def _set_timer(self) -> None:
+        if self._gathered and self._timer is None and not self._is_committing:
+            self._timer = asyncio.get_running_loop().call_later(self._flush_s, self._commit)
+
+    def _take(self) -> tuple[PendingByFolder, int]:
+        """Remove and return the pending rows, with the number that their first shard gets."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        gathered, self._gathered = self._gathered, {}
+        first, self._n_shards = self._n_shards, self._n_shards + len(gathered)
+        return gathered, first
+
+    def _commit(self) -> None:
+        """Start a commit of the pending rows; if one is running, its end starts the next."""
+        if self._is_committing or not self._gathered or self._thread is None:
+            return
+        gathered, first = self._take()
+        self._is_committing = True
+        work = partial(commit_rows, self._files, self._epoch, first, _rows_by_folder(gathered))
+        storing = span("storing").begin(self._lane)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        running.add_done_callback(partial(self._end_commit, gathered, storing))
+
+    def _end_commit(
+        self, gathered: PendingByFolder, storing: OpenSpan, running: asyncio.Future[CommitResult]
+    ) -> None:
+        self._is_committing = False
+        storing.end()
+        self._settle(gathered, running.result())
+        self._set_timer()
+
+    def _settle(self, gathered: PendingByFolder, committed: CommitResult) -> None:
+        failures = committed.failed
+        self._note(committed.written)
+        for folder, appended in gathered.items():
+            for each in appended:
+                self._unsettled.discard(each.acknowledgement)
+                if folder in failures:
+                    each.acknowledgement.set_exception(failures[folder])
+                else:
+                    each.acknowledgement.set_result(None)
+
+    def _close(self) -> None:
+        """Shut down, and store all rows that are still pending, without an await, which could be cancelled."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.shutdown(wait=True, cancel_futures=True)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=True)
+        gathered, first = self._take()
+        self._settle(gathered, commit_rows(self._files, self._epoch, first, _rows_by_folder(gathered)))
+        if self._inventory is not None and (notes := self._inventory.take()):
+            folder = partition_folder(INVENTORY, {"epoch": self._epoch})
+            commit_rows(self._files, self._epoch, self._n_shards, {folder: [self._inventory.rows(notes)]})
+
+    def _store_event(self, store: Callable[[], ShardEvent | None]) -> str:
+        """Call `store`, and register the shard that it stored for the inventory; returns its key, empty if it stored none."""
+        note = store()
+        self._note([note] if note else [])
+        return note.shard if note else ""
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        self._files.remove(keys)
+        self.removed(keys)
+
+
+def _do_nothing() -> None:
+    """Do nothing: run in a thread's queue, it shows that all work queued before it is done."""
+
+
+def _rows_by_folder(gathered: PendingByFolder) -> dict[str, list[pa.RecordBatch]]:
+    return {folder: [each.rows for each in appended] for folder, appended in gathered.items()}

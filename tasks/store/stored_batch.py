@@ -1,0 +1,55 @@
+"""The stored batch of a step: its digest, which is equal for equal batches on every machine, and a few of its sequences."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read, read_trajectories
+
+_NUMBER_COLUMNS = {"order": "<i4", "advantage": "<f4", "source_step": "<i4"}
+_TEXT_COLUMNS = ("trajectory_id", "source")
+
+
+def batch_digest(rows: pa.Table) -> str:
+    """Compute the SHA-256 of what the trainer trains on, 64 hex digits; independent of the rows' order and chunks.
+
+    It covers the columns order, trajectory_id, advantage (bit for bit), source and source_step of `batches`.
+    """
+    rows = rows.sort_by("order")
+    digest = hashlib.sha256(f"{rows.num_rows} rows".encode())
+    for name, kind in _NUMBER_COLUMNS.items():
+        digest.update(np.asarray(rows[name].to_numpy(), kind).tobytes())
+    for name in _TEXT_COLUMNS:
+        digest.update(json.dumps(rows[name].to_pylist()).encode())
+    return digest.hexdigest()
+
+
+def read_batch_digest(folder: RunFolder, step: int) -> str:
+    """Read the stored batch of a step and compute its digest, 64 hex digits; see `batch_digest`."""
+    return batch_digest(read(folder, "batches", step=step))
+
+
+def read_batch_sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarray]:
+    """Read the token ids, [T] int32 each, of at most `n` trajectories that are evenly spread over the batch of a step.
+
+    They are read from the runs that sampled them.
+    """
+    batch = read(folder, "batches", ["trajectory_id", "source", "source_step"], step=step)
+    places = np.linspace(0, batch.num_rows - 1, min(n, batch.num_rows)).astype(int)
+    chosen = [tuple(row.values()) for row in batch.take(places).to_pylist()]
+    origins = {(source, source_step) for _, source, source_step in chosen}
+    found = {
+        origin: _sequences(folder, *origin, [row[0] for row in chosen if row[1:] == origin])
+        for origin in origins
+    }
+    return [found[row[1:]][row[0]] for row in chosen]
+
+
+def _sequences(folder: RunFolder, source: str, step: int, ids: Sequence[str]) -> dict[str, np.ndarray]:
+    """Read the [T] int32 token ids of trajectories of one step, by id; an empty `source` is the run in `folder`."""
+    rows = read_trajectories(RunFolder(source) if source else folder, step, ids, ["token_ids"])["token_ids"]
+    return {each: np.asarray(row.values.to_numpy(), np.int32) for each, row in zip(ids, rows, strict=True)}

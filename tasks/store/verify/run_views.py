@@ -1,0 +1,356 @@
+"""What the checks of `verify` read of a run: the whole run, one shard, one policy version, one step."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Self
+
+import polars as pl
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollmill.tasks.errors import ManifestError, ShardError
+from rollmill.tasks.store.filesystem import Files, open_files
+from rollmill.tasks.store.folders import MANIFEST, POLICIES, RunFolder
+from rollmill.tasks.store.reader import list_scorers, list_steps, read
+from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
+from rollmill.tasks.store.run.manifest import Manifest, read_manifest
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
+from rollmill.tasks.store.run.run_kind import list_done_steps
+from rollmill.tasks.store.shards.inventory import ShardEvent, list_file_sizes, read_inventory
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class RolloutSettings(_Section):
+    """The settings `rollout.*` that checks need: trajectories per group, and policy versions that a row may be behind."""
+
+    group_size: int = 1
+    max_staleness: int = 0
+
+
+class ScoreSettings(_Section):
+    """The settings `score.*` that checks need: fewest successful trajectories with which a group is trained on.
+
+    0: all of them, so that an incomplete group is without scores.
+    """
+
+    min_group_size: int = 2
+
+
+class StoreSettings(_Section):
+    """The settings `store.*` that checks need: number of newest trained steps whose routed experts are kept.
+
+    0: all steps.
+    """
+
+    keep_routing_steps: int = 0
+
+
+class EvaluateSettings(_Section):
+    """The settings `evaluate.*` that checks need: evaluate every how many steps (0: never), on how many prompts."""
+
+    every: int = 0
+    n_prompts: int = 0
+
+
+class RunSettings(_Section):
+    """The settings of a run that determine what must be stored; with the defaults nothing must be.
+
+    Attributes:
+        steps: of the whole run; None if not recorded.
+    """
+
+    steps: int | None = None
+    rollout: RolloutSettings = RolloutSettings()
+    score: ScoreSettings = ScoreSettings()
+    store: StoreSettings = StoreSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+
+
+def read_settings_by_run(folder: RunFolder, manifest: Manifest) -> dict[str, RunSettings]:
+    """Read the settings of a run and of the runs it was forked from, by run id.
+
+    Runs whose settings are not recorded get those of the run itself.
+
+    Raises:
+        ManifestError: a setting has an invalid value; names it.
+    """
+    places = {
+        origin.run: (f"origins.{number}.config", origin.config)
+        for number, origin in enumerate(manifest.origins)
+        if origin.config
+    }
+    read = {run: _parse_settings(folder, *each) for run, each in places.items()}
+    own = _parse_settings(folder, "config", manifest.config)
+    return {origin.run: own for origin in manifest.origins} | read | {manifest.run: own}
+
+
+def _parse_settings(folder: RunFolder, where: str, config: Mapping[str, Any]) -> RunSettings:
+    try:
+        return RunSettings.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join([where, *(str(part) for part in first["loc"])])
+        raise ManifestError(f"{folder.path(MANIFEST)} is damaged: {place}: {first['msg']}") from error
+
+
+ROLLOUT_COLUMNS = ("trajectory_id", "run", "group", "sample", "attempt", "status", "policy_version_first")
+VALUE_COLUMNS = (
+    "trajectory_id",
+    "token_ids",
+    "loss_mask",
+    "logprobs",
+    "version_span_starts",
+    "version_span_versions",
+    "n_completion_tokens",
+)
+_BATCH_COLUMNS = ("run", "order", "trajectory_id", "source", "source_step")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A stored run, as the checks of `rollmill verify` read it.
+
+    Attributes:
+        folder: of the run.
+        manifest: content of run.json.
+        settings_by_run: settings of this run and of those that it was forked from, by run id.
+        files: the run's files.
+        keys: keys of all files in data sets, listed when the view was opened.
+    """
+
+    folder: RunFolder
+    manifest: Manifest
+    settings_by_run: Mapping[str, RunSettings]
+    files: Files
+    keys: Sequence[str]
+
+    @classmethod
+    def open(cls, folder: RunFolder) -> Self:
+        """Open the run in a folder for verification.
+
+        Raises:
+            ManifestError: run.json is damaged.
+            StoreError: there is no run, or its storage does not answer.
+        """
+        manifest, files = read_manifest(folder), open_files(folder)
+        return cls(
+            folder, manifest, read_settings_by_run(folder, manifest), files, list(list_file_sizes(files))
+        )
+
+    @property
+    def settings(self) -> RunSettings:
+        """Settings of this run, not of one that it was forked from."""
+        return self.settings_by_run[self.manifest.run]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if run.json has the status finished, which says that all steps are done."""
+        return self.manifest.status == "finished"
+
+    @cached_property
+    def inventory(self) -> Mapping[str, ShardEvent] | None:
+        """The last recorded event of each shard, by key; None if the inventory is damaged."""
+        try:
+            return read_inventory(self.folder)
+        except ShardError:
+            return None
+
+    @cached_property
+    def steps(self) -> Sequence[int]:
+        """Steps with a plan, rollouts or a batch, ascending."""
+        return sorted(
+            {each for name in ("rollouts", "batches", "plans") for each in list_steps(self.folder, name)}
+        )
+
+    @cached_property
+    def done_steps(self) -> Sequence[int]:
+        """Steps with a batch, or, in a run that only collects, with metrics, ascending."""
+        return list_done_steps(self.folder, self.manifest)
+
+    @cached_property
+    def scorers(self) -> Sequence[str]:
+        """NAME@VERSION of every scorer with stored scores."""
+        return list_scorers(self.folder)
+
+    @cached_property
+    def checkpoints(self) -> Sequence[int]:
+        """Versions with a complete checkpoint, ascending."""
+        return list_complete_checkpoints(self.folder)
+
+    @cached_property
+    def run_scorers(self) -> Mapping[str, str]:
+        """Scorer of each run, NAME@VERSION by run id, from the first batch of the run that names one."""
+        found: dict[str, str] = {}
+        for step in list_steps(self.folder, "batches"):
+            run = self.manifest.run_at_step(step)
+            # Rows with a source were scored in another run, possibly by another scorer. A batch that cannot be read is a
+            # finding of `find_damage`, and a later one names the scorer too.
+            with suppress(ShardError):
+                if run not in found:
+                    rows = self.frame("batches", ("scorer", "source"), step=step)
+                    own = rows.filter((pl.col("scorer") != "") & (pl.col("source") == ""))["scorer"]
+                    found |= {run: own[0]} if len(own) else {}
+        return found
+
+    def frame(self, dataset: str, columns: Sequence[str], **partition: int | str) -> pl.DataFrame:
+        """Read some columns of one partition of a data set."""
+        rows = pl.from_arrow(read(self.folder, dataset, columns, **partition))
+        assert isinstance(rows, pl.DataFrame)
+        return rows
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Policy versions that have, or should have, held-out rows or a checkpoint, ascending."""
+        stored = {
+            each for name in ("evaluations", "evaluation_scores") for each in list_steps(self.folder, name)
+        }
+        return sorted({*stored, *self.checkpoints, *self.due_evaluations})
+
+    @cached_property
+    def due_evaluations(self) -> Sequence[int]:
+        """Versions whose evaluation must be complete: those that have one, and the last version of a finished run.
+
+        A version without any evaluation need not have been due, since `evaluate.every` may change on resume; the inventory
+        shows a lost one.
+        """
+        evaluate, first = self.settings.evaluate, self.manifest.first_step
+        if not (evaluate.every and evaluate.n_prompts):
+            return []
+        n_batches = len(list_steps(self.folder, "batches"))
+        # While the run continues, the last step may be open, and the version before it under evaluation.
+        last = n_batches if self.is_finished else max(n_batches - 1, 0) - 1
+        begun = {each for each in list_steps(self.folder, "evaluations") if first <= each <= last}
+        return sorted(begun | ({last} if self.is_finished and last == self.settings.steps else set()))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """One file in a data set of a run, by its key."""
+
+    run: RunView
+    key: str
+
+    @property
+    def where(self) -> str:
+        """Path of the file."""
+        return self.run.folder.path(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionView:
+    """The stored evaluation and checkpoint of one policy version of a run."""
+
+    run: RunView
+    version: int
+
+    def read_held_out_ids(self) -> list[str]:
+        """Read the trajectory ids of the version's evaluation; an id that is stored twice is returned twice."""
+        rows = read(self.run.folder, "evaluations", ["trajectory_id"], version=self.version)
+        ids: list[str] = rows["trajectory_id"].to_pylist()
+        return ids
+
+
+@dataclass(frozen=True)
+class StepView:
+    """The stored rows of one step of a run; each data set is read when a check first asks for it."""
+
+    run: RunView
+    step: int
+
+    def where(self, dataset: str, **outer: str) -> str:
+        """Return the folder that has this step's rows of a data set; `outer` has further partition keys, as `scorer`.
+
+        For `states` without `outer`, return the folder of the whole data set.
+        """
+        if dataset == "states" and not outer:
+            # One folder for each environment.
+            return self.run.folder.dataset(dataset)
+        return self.run.folder.dataset(dataset, **outer, step=self.step)
+
+    @property
+    def writer(self) -> str:
+        """Id of the run that wrote the step: this run, or the one that it was forked from."""
+        return self.run.manifest.run_at_step(self.step)
+
+    @property
+    def settings(self) -> RunSettings:
+        """Settings of the run that wrote the step."""
+        return self.run.settings_by_run[self.writer]
+
+    @property
+    def scorer(self) -> str:
+        """NAME@VERSION of the scorer of the run that wrote the step; "" if it is not known."""
+        only = self.run.scorers[0] if len(self.run.scorers) == 1 else ""
+        return self.run.run_scorers.get(self.writer, only)
+
+    @property
+    def is_done(self) -> bool:
+        """True if all planned rows must exist: the step has a batch or, in a run that only collects, metrics."""
+        return self.has_batch or (not self.run.manifest.trains and self.step in self.run.done_steps)
+
+    @cached_property
+    def has_batch(self) -> bool:
+        """True if a batch is stored, also one that cannot be read or has no rows."""
+        return bool(self.run.files.keys(f"batches/step={self.step:06d}/*.arrow"))
+
+    @cached_property
+    def planned(self) -> Sequence[int]:
+        """Numbers of the groups in the step's plan and its refills; empty if the step sampled nothing."""
+        return group_numbers(read_plan(self.run.folder, self.step))
+
+    @cached_property
+    def rollouts(self) -> pl.DataFrame:
+        """The step's rows of `rollouts`, with the columns ROLLOUT_COLUMNS (ids, status, first policy version)."""
+        return self.run.frame("rollouts", ROLLOUT_COLUMNS, step=self.step)
+
+    @cached_property
+    def rollout_values(self) -> pa.Table:
+        """The step's rows of `rollouts`, with the columns VALUE_COLUMNS (token ids and values by token)."""
+        return read(self.run.folder, "rollouts", VALUE_COLUMNS, step=self.step)
+
+    @cached_property
+    def groups(self) -> pl.DataFrame:
+        """The step's rows of `groups`, with the columns run, group and subgroup."""
+        return self.run.frame("groups", ("run", "group", "subgroup"), step=self.step)
+
+    @cached_property
+    def batch(self) -> pl.DataFrame | None:
+        """The step's rows of `batches`; None if there is no batch yet.
+
+        The columns are run, order, trajectory_id, source and source_step.
+        """
+        return self.run.frame("batches", _BATCH_COLUMNS, step=self.step) if self.has_batch else None
+
+    @cached_property
+    def scores(self) -> Mapping[str, pl.Series]:
+        """Ids of the trajectories of the step that have a score, by scorer, NAME@VERSION."""
+        return {
+            scorer: self.run.frame("scores", ("trajectory_id",), scorer=scorer, step=self.step)[
+                "trajectory_id"
+            ]
+            for scorer in self.run.scorers
+        }
+
+    @cached_property
+    def token_rows(self) -> Mapping[str, pa.Table]:
+        """The step's rows that have a value for each token, by folder: annotations, and log-probabilities by each policy."""
+        read_rows = partial(read, self.run.folder, step=self.step)
+        found = {
+            self.where("logprobs", policy=each): read_rows(
+                "logprobs", ["trajectory_id", "logprobs"], policy=each
+            )
+            for each in POLICIES
+        }
+        columns = ["trajectory_id", "logprobs", "entropy", "ratio", "clipped"]
+        return found | {self.where("annotations"): read_rows("annotations", columns)}
+
+    def own_batch_rows(self) -> pl.DataFrame:
+        """Return the rows of the step's batch that this run sampled in the same step; empty if there is no batch."""
+        if self.batch is None:
+            return pl.DataFrame(schema={"trajectory_id": pl.String})
+        return self.batch.filter((pl.col("source") == "") & (pl.col("source_step") == self.step))

@@ -1,0 +1,324 @@
+"""The flow's part in a weight sync: sends one policy version from the trainer to its servers."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from rollmill.tasks.errors import (
+    ConfigError,
+    ParityError,
+    RequestError,
+    RequestsHeldError,
+    ServiceError,
+    SyncError,
+)
+from rollmill.tasks.observe.remote_spans import add_spans, shift_spans
+from rollmill.tasks.observe.span_waits import wait_for_others
+from rollmill.tasks.observe.spans import current_lane
+from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_messages import (
+    FIRST_RANK,
+    REQUESTS_HELD,
+    WAITING_FOR_TRAINER,
+    ProcessLocation,
+    ProgressCallback,
+    SendResult,
+    SendTarget,
+    ServerLocation,
+    WeightOffer,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+    encode_plan,
+)
+from rollmill.tasks.sync.weight_parity import largest_difference
+
+VERIFY = "verify"
+"""Mode of a request whose weights the server compares with its live ones, which stay."""
+
+FILES = "files"
+"""Transport by which servers read files. The trainer takes no part in it once they are written."""
+
+
+class WeightSource(Protocol):
+    """Interface of the trainer for a weight sync: it offers weights and sends them."""
+
+    async def offer(self) -> WeightOffer:
+        """Return a description of the weights that the trainer can send, and the address at which links are opened."""
+
+    async def send(
+        self, targets: Sequence[SendTarget], report: ProgressCallback | None, every_s: float
+    ) -> list[SendResult]:
+        """Send the weights to all servers concurrently; a server that fails does not delay the others.
+
+        Calls `report`, unless it is None, every `every_s` seconds.
+        """
+
+
+class LogprobSource(Protocol):
+    """Interface of the trainer for the comparison of log-probabilities with servers."""
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Compute raw log-probabilities of known tokens, [B][T-1] in nats."""
+
+
+def create_prefix() -> str:
+    """Create a random prefix for the names of the links to a server, so that its next transfer opens new links."""
+    return uuid.uuid4().hex
+
+
+REPORT_S = 10.0
+"""Seconds between two reports of the progress of a transfer."""
+
+
+class Broadcast:
+    """Sends one version to several servers: call `send` once and, concurrently, `update_server` for each of them.
+
+    Args:
+        source: the trainer, which sends.
+        offer: the weights that the trainer can send.
+        routes: how weights reach each server.
+        version: name of the weights.
+        config: settings.
+        checksums: names of the tensors whose checksums the servers return.
+        files: paths or addresses of the weights, for servers that read files; the trainer sends to the others alone.
+        mode: `WeightUpdateRequest.mode`; empty: that of the settings.
+        report: called every REPORT_S seconds with the trainer's progress, unless it is None.
+
+    Attributes:
+        updated: the servers that have the weights in place.
+        starts_ns: when each server in `updated` began, by its address, in nanoseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        offer: WeightOffer,
+        routes: Mapping[VllmClient, SendTarget],
+        version: str,
+        config: SyncConfig,
+        checksums: Sequence[str] = (),
+        files: Sequence[str] = (),
+        *,
+        mode: str = "",
+        report: ProgressCallback | None = None,
+    ) -> None:
+        self._source, self._offer, self._routes = source, offer, routes
+        self._version, self._config, self._checksums = version, config, tuple(checksums)
+        # Once for all servers: the plan of a large model may have 100,000 ranges.
+        self._plan = encode_plan(offer.plan)
+        self._files, self._mode, self._report = tuple(files), mode or config.mode, report
+        self.updated: set[VllmClient] = set()
+        self.starts_ns: dict[str, int] = {}
+        self._results: asyncio.Future[dict[str, SendResult]] = asyncio.Future()
+
+    async def send(self) -> list[SendResult]:
+        """Have the trainer send to all servers that do not read files; returns the outcome for each, in their order.
+
+        Raises:
+            ServiceError: the trainer is gone.
+        """
+        targets = [each for each in self._routes.values() if each.transport != FILES]
+        try:
+            sent = await self._source.send(targets, self._report, REPORT_S) if targets else []
+        except (RequestError, SyncError) as error:
+            sent = [SendResult(each.server, 0, 0.0, f"trainer: {error}") for each in targets]
+        self._results.set_result({each.server: each for each in sent})
+        return sent
+
+    async def update_server(self, server: VllmClient) -> WeightUpdateResponse:
+        """Have a server receive the weights; returns when they are in place and its requests continue.
+
+        Raises:
+            RequestsHeldError: it failed while it switched weights, so its requests stay held.
+            SyncError: it failed before that, and still serves the old weights.
+        """
+        what = f"receiving version {self._version} by {self._routes[server].transport}"
+        async with name_errors(server, what, "sync.timeout_s", self._config.timeout_s):
+            request = msgspec.json.encode(self._build_request(self._routes[server]))
+            asked_ns = time.time_ns()
+            updating = asyncio.ensure_future(server.update_weights(request, self._config.timeout_s))
+            ends: set[asyncio.Future[Any]] = {updating, self._results}
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not updating.done() and (error := self._send_error(server)):
+                    # The server says itself what it lacks; its own error is better than the trainer's.
+                    await asyncio.wait({updating}, timeout=self._config.stall_timeout_s)
+                    if not updating.done():
+                        raise SyncError(error)
+                response = msgspec.json.decode(await updating, type=WeightUpdateResponse)
+            finally:
+                # The server notices the lost connection and gives the update up.
+                updating.cancel()
+        self.updated.add(server)
+        self.starts_ns[server.url] = _keep_server_spans(server, response, asked_ns)
+        return response
+
+    def _send_error(self, server: VllmClient) -> str:
+        """Return why the trainer gave a server up; empty if it did not, or does not send to the server."""
+        result = self._results.result().get(server.url)
+        return result.error if result else ""
+
+    def _build_request(self, route: SendTarget) -> WeightUpdateRequest:
+        return WeightUpdateRequest(
+            version=self._version,
+            mode=self._mode,
+            transport=route.transport,
+            plan=self._plan,
+            timeout_s=self._config.timeout_s,
+            stall_timeout_s=self._config.stall_timeout_s,
+            base=self._offer.base,
+            host=self._offer.host,
+            port=self._offer.port,
+            prefix=route.prefix,
+            shared=self._offer.shared,
+            files=self._files if route.transport == FILES else (),
+            checksums=self._checksums,
+        )
+
+
+def _keep_server_spans(server: VllmClient, response: WeightUpdateResponse, asked_ns: int) -> int:
+    """Record a server's spans under the current step; returns when the first began, by the flow's clock, in ns since 1970."""
+    lane, until_ns = current_lane(), time.time_ns()
+    step = lane.step if lane else -1
+    spans = shift_spans(
+        [each._replace(process=server.url, step=step) for each in response.spans], asked_ns, until_ns
+    )
+    add_spans(spans)
+    return min((each.started_ns for each in spans), default=asked_ns)
+
+
+async def find_route(server: VllmClient, offer: WeightOffer, config: SyncConfig) -> tuple[SendTarget, str]:
+    """Choose how weights reach a server; returns the route, whose links are not open yet, and why its transport was chosen.
+
+    Raises:
+        ConfigError: the configured transport cannot reach it.
+        SyncError: the server does not report where it runs.
+    """
+    async with name_errors(server, "reporting where it runs", "sync.timeout_s", config.timeout_s):
+        location = msgspec.json.decode(await server.read_location(), type=ServerLocation)
+    try:
+        transport, reason = choose_transport(
+            config.transport, offer.location, location, shares_memory=bool(offer.shared)
+        )
+    except ValueError as error:
+        raise ConfigError("sync.transport", config.transport, f"server {server.url}: {error}") from error
+    return SendTarget(server.url, transport, create_prefix(), location.workers), reason
+
+
+def choose_transport(
+    setting: str, trainer: ProcessLocation, server: ServerLocation, *, shares_memory: bool
+) -> tuple[str, str]:
+    """Choose the transport to a server, the configured one or the fastest that is possible; returns it and the reason.
+
+    Args:
+        setting: the setting `sync.transport`.
+        trainer: location of rank 0.
+        server: location of the server.
+        shares_memory: True if the trainer offers its weights in shared memory.
+
+    Raises:
+        ValueError: the configured transport cannot work there; names the reason and a remedy.
+    """
+    if setting != "auto":
+        if obstacle := _find_obstacle(setting, trainer, server, shares_memory):
+            raise ValueError(f"{obstacle}; give tcp, or auto")
+        return setting, "sync.transport sets it"
+    if not _find_obstacle("nccl", trainer, server, shares_memory):
+        return "nccl", "trainer and server are on different GPUs"
+    if not (obstacle := _find_obstacle("shm", trainer, server, shares_memory)):
+        return "shm", "trainer and server are on one machine"
+    return "tcp", obstacle
+
+
+def _find_obstacle(
+    transport: str, trainer: ProcessLocation, server: ServerLocation, shares_memory: bool
+) -> str:
+    """Return why a transport cannot work between trainer and server; empty if it can."""
+    is_one_machine = trainer.machine == server.machine
+    if transport == "nccl":
+        for who, location in (("trainer", trainer), ("server", server)):
+            if location.device != "cuda":
+                return f"the {who} is on {location.device}, and nccl connects GPUs"
+        shared = set(trainer.gpus) & set(server.gpus)
+        if shared or (is_one_machine and not (trainer.gpus and server.gpus)):
+            which = ", ".join(sorted(shared)) or "that are not known"
+            return f"trainer and server are on the same GPUs ({which}), and nccl connects different ones"
+    if transport == "shm":
+        if not is_one_machine:
+            return "trainer and server are on different machines, or in different containers of one"
+        if not shares_memory:
+            return "the trainer offers no shared memory"
+    return ""
+
+
+async def check_parity(
+    source: LogprobSource,
+    server: VllmClient,
+    sequences: Sequence[np.ndarray],
+    version: str,
+    *,
+    threshold: float,
+    timeout_s: float,
+) -> float:
+    """Compare a server's log-probabilities of known tokens with the trainer's; returns the largest difference in nats.
+
+    NaN if there are no sequences. While the trainer takes longer than the server, the time is recorded as a wait for the trainer.
+
+    Raises:
+        ParityError: the difference is above `threshold` nats, or NaN.
+        SyncError: one of the two did not answer within `timeout_s` seconds.
+    """
+    if not sequences:
+        return float("nan")
+    what = f"comparing log-probabilities at version {version}"
+    async with name_errors(server, what, "sync.timeout_s", timeout_s), asyncio.TaskGroup() as group:
+        expected = group.create_task(source.logprobs([sequence.tolist() for sequence in sequences]))
+        found = [group.create_task(server.prompt_logprobs(each, timeout_s)) for each in sequences]
+        # The servers first: only what the trainer takes longer is a wait for the trainer.
+        await asyncio.wait(found)
+        await wait_for_others(WAITING_FOR_TRAINER, FIRST_RANK, expected)
+    difference = largest_difference(expected.result(), [each.result() for each in found])
+    # Not `>`, which is false for NaN.
+    if not difference <= threshold:
+        raise ParityError(server.url, version, difference, threshold)
+    return difference
+
+
+@asynccontextmanager
+async def name_errors(server: VllmClient, what: str, setting: str, limit_s: float) -> AsyncIterator[None]:
+    """Limit the time of a block, and raise its failures as SyncError that names the server and `what` it was doing.
+
+    Args:
+        server: the server that the block calls.
+        what: what the server does meanwhile, for the error.
+        setting: name of the setting with the time limit, for the error.
+        limit_s: the time limit in seconds.
+
+    Raises:
+        RequestsHeldError: the server reported that its requests are held.
+        ServiceError: one that a task group of the block raised.
+        SyncError: another failure, or the time limit passed.
+    """
+    where = f"server {server.url}: {what}"
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise SyncError(f"{where} took longer than {setting} = {limit_s:g} s") from None
+    except (RequestError, SyncError) as error:
+        kind = RequestsHeldError if REQUESTS_HELD in str(error) else SyncError
+        raise kind(f"{where}: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise SyncError(f"{where}: it answers in a form that this version does not know: {error}") from error
+    except ExceptionGroup as group:
+        for each in group.exceptions:
+            if isinstance(each, ServiceError | SyncError):
+                raise each from group
+        raise SyncError(f"{where}: {'; '.join(map(str, group.exceptions))}") from group

@@ -1,0 +1,158 @@
+"""Writes the weights of a trainer rank into buckets, while earlier buckets are being sent."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from rollmill.tasks.errors import SyncError
+from rollmill.tasks.sync.links.link import as_bytes
+from rollmill.tasks.sync.transfer_plan import Bucket
+
+
+class Piece(NamedTuple):
+    """A contiguous part of the stream of all weights' bytes, in the memory of one trainer rank.
+
+    Attributes:
+        offset: position in the stream of the piece's first byte.
+        data: a contiguous tensor, of any type and device.
+        is_live: True if the data stays in memory until the transfer ends; else it is overwritten after the next piece.
+    """
+
+    offset: int
+    data: torch.Tensor
+    is_live: bool
+
+
+class BucketOffset(NamedTuple):
+    """Position of bytes: byte `start` of the stream, which is byte `at` of bucket number `bucket`."""
+
+    bucket: int
+    start: int
+    at: int
+
+
+CopyToBucket = Callable[[BucketOffset, torch.Tensor, bool], torch.Tensor]
+"""Returns [n] uint8 that keeps the given bytes until the transfer ends; the flag is `Piece.is_live`."""
+
+
+ReadyBucket = Future[Sequence[torch.Tensor]]
+"""A bucket's parts, one for each of its ranges, once all its bytes are written; any thread may wait for it."""
+
+
+class BucketWriter:
+    """Writes pieces of the stream of weights into the buckets of one rank.
+
+    Args:
+        buckets: the buckets that this rank sends.
+        keep: called with bytes and their position; keeps them until they are sent.
+        ready: one future for each bucket, which gets the bucket's parts once all are written.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], keep: CopyToBucket, ready: Sequence[ReadyBucket]) -> None:
+        self._ranges = [
+            (number, at, start, end)
+            for number, bucket in enumerate(buckets)
+            for at, (start, end) in zip(
+                accumulate((end - start for start, end in bucket.ranges), initial=0),
+                bucket.ranges,
+                strict=False,
+            )
+        ]
+        self._lengths = [len(bucket.ranges) for bucket in buckets]
+        self._keep, self._ready = keep, ready
+        # Number of the range that is being written, what is written of it, and the complete parts of its bucket.
+        self._next = 0
+        self._partly: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, piece: Piece) -> None:
+        """Write the part of a piece that this rank sends; pieces come in the order of the stream.
+
+        Raises:
+            SyncError: the piece leaves a gap.
+        """
+        data = as_bytes(piece.data.detach())
+        while self._next < len(self._ranges):
+            number, at, start, end = self._ranges[self._next]
+            done = sum(map(len, self._partly))
+            first, stop = start + done, min(end, piece.offset + len(data))
+            if first >= stop:
+                return
+            if first < piece.offset:
+                raise SyncError(
+                    f"expected the stream's bytes from {first} on, got them from {piece.offset} on"
+                )
+            part = data[first - piece.offset : stop - piece.offset]
+            # A range in several pieces is copied, live or not: its parts must be adjacent to become one view.
+            is_whole = stop - first == end - start
+            self._partly.append(
+                self._keep(BucketOffset(number, first, at + done), part, piece.is_live and is_whole)
+            )
+            if stop == end:
+                self._complete(number, end - start)
+
+    def finish(self) -> None:
+        """Check that all bytes of all buckets were written.
+
+        Raises:
+            SyncError: some are missing.
+        """
+        if self._next < len(self._ranges):
+            _, _, start, end = self._ranges[self._next]
+            raise SyncError(
+                f"expected the stream's bytes {start} to {end} from this rank, got none or not all of them"
+            )
+
+    def _complete(self, number: int, size: int) -> None:
+        """End the range that is being written, of `size` bytes; publish bucket `number` if that was its last range."""
+        # Several pieces of a range are adjacent in staging memory, so one view covers them.
+        first = self._partly[0]
+        whole = first if len(self._partly) == 1 else first.as_strided((size,), (1,), first.storage_offset())
+        self._parts.append(whole)
+        self._partly, self._next = [], self._next + 1
+        if len(self._parts) == self._lengths[number]:
+            self._ready[number].set_result(self._parts)
+            self._parts = []
+
+
+class StagingMemory:
+    """Memory of one device for weights that are overwritten before they are sent, or are on another device.
+
+    Args:
+        device: "cpu" or "cuda". Host memory is page-locked for pieces that come from a GPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._sizes: list[int] = []
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def keeper(self, buckets: Sequence[Bucket]) -> CopyToBucket:
+        """Return a function that returns live bytes on this device as they are, and copies others into this memory."""
+        sizes = [bucket.size_bytes for bucket in buckets]
+        if sizes != self._sizes:
+            self._sizes, self._memory = sizes, {}
+
+        # Memory is kept between transfers: new memory for each of them takes four times as long.
+        def keep(offset: BucketOffset, data: torch.Tensor, is_live: bool) -> torch.Tensor:
+            if is_live and data.device.type == self._device:
+                return data
+            if offset.bucket not in self._memory:
+                self._memory[offset.bucket] = torch.empty(
+                    sizes[offset.bucket],
+                    dtype=torch.uint8,
+                    device=self._device,
+                    # CUDA copies into ordinary host memory through a page-locked buffer, so twice.
+                    pin_memory=data.is_cuda and self._device == "cpu",
+                )
+            return self._memory[offset.bucket][offset.at : offset.at + len(data)].copy_(data)
+
+        return keep
+
+
+def copy_into_stream(stream: torch.Tensor) -> CopyToBucket:
+    """Return a function that copies bytes to their position in `stream`, [total] uint8."""
+    return lambda offset, data, _: stream[offset.start : offset.start + len(data)].copy_(data)

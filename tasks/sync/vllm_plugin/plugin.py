@@ -1,0 +1,16 @@
+"""vLLM's general plugin of this distribution: registers the weight-transfer engine `rollmill`."""
+
+from contextlib import suppress
+
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+BACKEND = "rollmill"
+
+
+def register() -> None:
+    """Register Rollmill's weight transfer engine by name; vLLM imports it when a server asks for that name."""
+    # vLLM calls this in each of its processes, in some more than once; the second call finds it registered.
+    with suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "rollmill.tasks.sync.vllm_plugin.transfer_engine", "RollmillWeightTransferEngine"
+        )

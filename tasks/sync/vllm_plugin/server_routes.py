@@ -1,0 +1,272 @@
+"""vLLM's endpoint plugin of this distribution: routes for new weights, generations as arrays, an API key on all routes.
+
+GET  /rollmill/weights                               -> ServerLocation
+POST /rollmill/weights   WeightUpdateRequest         -> WeightUpdateResponse
+
+An update receives weights while the server samples, and holds requests only to put them in place.
+
+vLLM answers /inference/v1/generate with JSON: a text for each number, routed experts in base64. This plugin replaces the
+route and answers requests that accept ARRAYS with MessagePack, whose fields are the bytes of arrays. vLLM answers the rest.
+"""
+
+import asyncio
+import logging
+import math
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.platforms import current_platform
+
+from rollmill.tasks.errors import SyncError, text_of
+from rollmill.tasks.observe.spans import Recorder, Span, recording, span
+from rollmill.tasks.processes.machine import machine_id
+from rollmill.tasks.sync.vllm_plugin.key_guard import KeyGuard, read_keys
+from rollmill.tasks.sync.vllm_plugin.private_vllm import (
+    FIND_HANDLER,
+    GENERATE_ROUTE,
+    Feature,
+    encode_responses,
+    require,
+)
+from rollmill.tasks.sync.vllm_plugin.worker_reports import WorkerReport, WorkerReports
+from rollmill.tasks.sync.weight_messages import (
+    REQUESTS_HELD,
+    ServerLocation,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+
+ARRAYS = "application/vnd.rollmill.arrays"
+"""Equal to the client's (tasks/serve/responses.py), which may be missing in vLLM's environment."""
+
+# vLLM's JSON has this value for a log-probability that is not a number, so both forms decode to the same array.
+NO_LOGPROB = -9999.0
+
+UNUSABLE = "unusable"
+"""Version of a server that has neither the old nor the new weights; no policy version has this name."""
+
+arrays_router, weight_router = APIRouter(), APIRouter()
+
+
+class ServerRoutes:
+    """Rollmill's HTTP routes as a plugin of vLLM, by the protocol of such plugins; loaded if VLLM_PLUGINS names it."""
+
+    name = "rollmill"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add Rollmill's routes to a vLLM server, and let all its routes check API keys."""
+        app.add_middleware(KeyGuard)
+        try:
+            require(Feature.ARRAYS)
+            app.include_router(arrays_router)
+        except SyncError as error:
+            # The client reads vLLM's JSON as well.
+            logging.getLogger("vllm.rollmill").warning("%s", error)
+        app.include_router(weight_router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Store the server's API keys in the application's state, where `KeyGuard` finds them."""
+        state.rollmill_keys = read_keys(args)
+
+
+# Generations as arrays
+
+
+@arrays_router.post("/inference/v1/generate", dependencies=[Depends(validate_json_request)])
+async def generate(request: GenerateRequest, raw_request: Request) -> Response:
+    """Generate one completion; respond with arrays if the client accepts them and they can hold all it asks for.
+
+    Otherwise vLLM's route responds.
+    """
+    sampling = request.sampling_params
+    has_more = request.stream or sampling.n != 1 or sampling.prompt_logprobs is not None
+    if has_more or sampling.logprobs is None or ARRAYS not in raw_request.headers.get("accept", ""):
+        return await GENERATE_ROUTE.find()(request, raw_request)
+    return await _generate_arrays(request, raw_request)
+
+
+@with_cancellation
+@load_aware_call
+async def _generate_arrays(request: GenerateRequest, raw_request: Request) -> Response:
+    handler = FIND_HANDLER.find()(raw_request)
+    if handler is None:
+        raise HTTPException(501, "the model does not generate tokens")
+    answer = await encode_responses(handler, encode_arrays).serve_tokens(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return Response(answer.model_dump_json(), answer.error.code, media_type="application/json")
+    return Response(answer, media_type=ARRAYS)
+
+
+def encode_arrays(output: Any) -> bytes:
+    """Encode a finished completion (`vllm.outputs.CompletionOutput`) as MessagePack, in the media type ARRAYS."""
+
+    def find_logprob(token: int, by_token: Any) -> float:
+        found = by_token.get(token) if by_token else None
+        if found is None or math.isnan(found.logprob):
+            return NO_LOGPROB
+        return max(float(found.logprob), NO_LOGPROB)
+
+    token_ids = array("i", output.token_ids)
+    logprobs = array("f", map(find_logprob, token_ids, output.logprobs or ()))
+    answer = {
+        "token_ids": token_ids.tobytes(),
+        "logprobs": logprobs.tobytes(),
+        "finish_reason": output.finish_reason or "stop",
+        "weight_versions": output.weight_versions or [],
+    }
+    if (experts := output.routed_experts) is not None:
+        answer |= {
+            "routed_experts": experts.data.cast("B"),
+            "routed_shape": experts.shape,
+            "routed_dtype": experts.dtype.str,
+        }
+    return msgspec.msgpack.encode(answer)
+
+
+# New weights
+
+
+@weight_router.get("/rollmill/weights")
+async def read_location(raw_request: Request) -> Response:
+    """Answer GET: the server's machine, device type, GPUs and number of workers, as JSON of a `ServerLocation`."""
+    workers = _count_workers(raw_request.app.state.engine_client)
+    gpus: tuple[str, ...] = ()
+    if current_platform.is_cuda():
+        # NVML's ids, since torch would initialize a GPU in this process; torch's form of them lacks "GPU-".
+        gpus = tuple(
+            str(current_platform.get_device_uuid(number)).removeprefix("GPU-") for number in range(workers)
+        )
+    return _json(ServerLocation(machine_id(), current_platform.device_type, gpus, workers))
+
+
+@weight_router.post("/rollmill/weights")
+async def update_weights(raw_request: Request) -> Response:
+    """Answer POST of a `WeightUpdateRequest`: replace the weights. An error's text says whether the old ones still serve."""
+    state = raw_request.app.state
+    try:
+        request = msgspec.json.decode(await raw_request.body(), type=WeightUpdateRequest)
+    except msgspec.MsgspecError as error:
+        raise HTTPException(422, f"the old weights serve: {error}") from error
+    # A worker's buffer and links serve one request at a time.
+    if running := getattr(state, "weights_under_way", ""):
+        raise HTTPException(409, f"the old weights serve: the server is still receiving version {running}")
+    state.weights_under_way = request.version
+    try:
+        return _json(await _update_weights(state, request, raw_request))
+    finally:
+        state.weights_under_way = ""
+
+
+async def _update_weights(
+    state: Any, request: WeightUpdateRequest, raw_request: Request
+) -> WeightUpdateResponse:
+    engine = state.engine_client
+    if await engine.get_weight_version() == UNUSABLE:
+        raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: an earlier update failed")
+    try:
+        reports = await _collect_reports(engine, request, raw_request)
+    except Exception as error:
+        # Ends the threads of the workers that still receive; the live model stays as it was.
+        await engine.shutdown_weight_transfer_engine()
+        raise HTTPException(500, f"the old weights serve: {text_of(error)}") from error
+    if request.mode == "verify":
+        try:
+            # A kernel serves one thread at a time, so kernels are not compared while the model computes.
+            return _merge_reports([*reports, *await _compare_kernels(engine, request)], 0.0, ())
+        except Exception as error:
+            raise HTTPException(500, f"the old weights serve, not compared: {text_of(error)}") from error
+    recorder = Recorder("")
+    with recording(recorder, lane="weights"), span("switching") as switching:
+        await _switch_weights(engine, request.version)
+    return _merge_reports(reports, switching.duration_s, recorder.take())
+
+
+async def _collect_reports(
+    engine: Any, request: WeightUpdateRequest, raw_request: Request
+) -> list[WorkerReport]:
+    """Have the workers receive the weights; returns their reports once all are ready to switch.
+
+    Raises:
+        SyncError: a worker failed, the deadline passed, or the client disconnected.
+    """
+    try:
+        async with asyncio.timeout(request.timeout_s), WorkerReports(_count_workers(engine)) as reports:
+            info = {"request": msgspec.json.encode(request).decode(), "reports": reports.address}
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+            async with asyncio.TaskGroup() as group:
+                disconnect = group.create_task(_await_disconnect(raw_request))
+                found = await reports.all()
+                disconnect.cancel()
+            return found
+    except TimeoutError:
+        raise SyncError(f"not all workers had all weights within {request.timeout_s:g} s") from None
+    except ExceptionGroup as group_error:
+        raise SyncError("; ".join(map(text_of, group_error.exceptions))) from group_error
+
+
+async def _compare_kernels(engine: Any, request: WeightUpdateRequest) -> list[WorkerReport]:
+    """Have the workers compare their kernels with those of the second copy, between two steps of the model."""
+    async with asyncio.timeout(request.timeout_s), WorkerReports(_count_workers(engine)) as reports:
+        await engine.start_weight_update()
+        info = {"reports": reports.address}
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await engine.finish_weight_update()
+        return await reports.all()
+
+
+async def _switch_weights(engine: Any, version: str) -> None:
+    """Hold the server's requests, put the received weights in place, and continue the requests.
+
+    Raises:
+        HTTPException: putting the weights in place failed; the requests stay held.
+    """
+    # Requests are frozen before `start_weight_update`: from then on a decode step would kill the engine. With the keys and
+    # values of the old weights (clear_cache=False) they would continue with log-probabilities that are off by whole nats.
+    await engine.pause_generation(mode="keep", clear_cache=True)
+    try:
+        await engine.start_weight_update()
+        await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+        await engine.finish_weight_update(version)
+    except Exception as error:
+        # Some layers may have new weights and others old ones, so the requests are never continued.
+        await engine.update_weight_version(UNUSABLE)
+        raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: {text_of(error)}") from error
+    await engine.resume_generation()
+
+
+async def _await_disconnect(raw_request: Request) -> None:
+    """Raise SyncError when the client disconnects."""
+    while (await raw_request.receive())["type"] != "http.disconnect":
+        pass
+    raise SyncError("the client that asked for the update disconnected")
+
+
+def _merge_reports(
+    reports: Iterable[WorkerReport], held_s: float, switching: Iterable[Span]
+) -> WeightUpdateResponse:
+    """Merge the reports of all workers into one response: times of the slowest, differences of any, spans of all."""
+    reports = list(reports)
+    return WeightUpdateResponse(
+        bytes=max(each.bytes for each in reports),
+        received_s=max(each.received_s for each in reports),
+        held_s=held_s,
+        checksums=reports[0].checksums,
+        differing=tuple(sorted({name for each in reports for name in each.differing})),
+        spans=(*(each for report in reports for each in report.spans), *switching),
+    )
+
+
+def _count_workers(engine: Any) -> int:
+    return int(engine.vllm_config.parallel_config.world_size)
+
+
+def _json(message: ServerLocation | WeightUpdateResponse) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")

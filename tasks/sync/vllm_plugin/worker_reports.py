@@ -1,0 +1,106 @@
+"""Reports from a server's workers to its API server: one line of JSON from each, on a local socket.
+
+The socket's name is in Linux's abstract namespace, so no file remains.
+"""
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import msgspec
+
+from rollmill.tasks.errors import SyncError
+from rollmill.tasks.observe.spans import Span
+
+# 64 MiB: the checksums of all tensors take some hundred bytes each, and asyncio's default limit of a line is 64 KiB.
+_MAX_REPORT_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One worker's report that it has all weights, or failed.
+
+    Attributes:
+        bytes, received_s, checksums, differing, spans: see `WeightUpdateResponse`.
+        error: why it failed; empty on success.
+    """
+
+    bytes: int = 0
+    received_s: float = 0.0
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+    error: str = ""
+    spans: tuple[Span, ...] = ()
+
+
+class WorkerReports:
+    """Receives the reports of this server's workers; an async context manager.
+
+    Args:
+        n_workers: how many workers report.
+
+    Attributes:
+        address: name of the Unix socket to which `ReportSender` connects.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self.address = f"rollmill-{uuid.uuid4().hex}"
+        self._n_workers = n_workers
+        # Bounded by one report of each worker: nobody else knows the address.
+        self._received: asyncio.Queue[WorkerReport] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(
+            self._read, path=f"\0{self.address}", limit=_MAX_REPORT_BYTES
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def all(self) -> list[WorkerReport]:
+        """Wait for the report of every worker; returns them in the order of their arrival.
+
+        Raises:
+            SyncError: a worker failed, or ended without a report; the others are not awaited.
+        """
+        reports: list[WorkerReport] = []
+        while len(reports) < self._n_workers:
+            report = await self._received.get()
+            if report.error:
+                raise SyncError(report.error)
+            reports.append(report)
+        return reports
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        writer.close()
+        # The socket of a worker that was killed ends without a line.
+        if line:
+            self._received.put_nowait(msgspec.json.decode(line, type=WorkerReport))
+        else:
+            self._received.put_nowait(WorkerReport(error="a worker of the server ended without a report"))
+
+
+class ReportSender:
+    """A worker's connection for one report; it is opened at once, so that the worker's death is noticed.
+
+    Raises:
+        OSError: nobody listens at the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(f"\0{address}")
+
+    def send(self, report: WorkerReport) -> None:
+        """Send the report and close the connection."""
+        with self._socket:
+            try:
+                self._socket.sendall(msgspec.json.encode(report) + b"\n")
+            # An update that was given up needs no report.
+            except OSError:
+                return

@@ -1,0 +1,326 @@
+"""One trainer rank's end of a weight transfer: sends its buckets to every server, a thread for each link."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from rollmill.tasks.errors import SyncError
+from rollmill.tasks.observe.spans import current_lane, time_items
+from rollmill.tasks.sync.bucket_writer import (
+    BucketWriter,
+    CopyToBucket,
+    Piece,
+    ReadyBucket,
+    StagingMemory,
+    copy_into_stream,
+)
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.link import (
+    Rendezvous,
+    SendingLink,
+    join_store,
+    link_name,
+    local_address,
+    use_all_cores,
+)
+from rollmill.tasks.sync.links.nccl_link import NcclSender
+from rollmill.tasks.sync.links.shm_link import SharedSender
+from rollmill.tasks.sync.links.tcp_link import TcpSender
+from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
+from rollmill.tasks.sync.weight_messages import SendResult, SendTarget
+
+SENDERS: Mapping[str, Callable[[Rendezvous], SendingLink]] = {
+    "tcp": TcpSender,
+    "nccl": NcclSender,
+    "shm": SharedSender,
+}
+"""The trainer's end of a link, by transport."""
+
+SOURCE_MEMORY = {"tcp": "cpu", "nccl": "cuda", "shm": "shared"}
+"""The memory from which a transport sends: host memory, the GPU's, or the segment that servers read."""
+
+
+class ServerTransfer:
+    """Sends all buckets of one trainer rank to one server, with a thread for each link.
+
+    Args:
+        links: [workers * streams], each True if it is open already.
+        streams: links to each worker, which carry buckets in turn.
+        sizes: bytes of each bucket.
+        ready: futures of the buckets' bytes.
+        on_end: called once, in a thread of the transfer, when all of its threads are done.
+
+    Attributes:
+        error: why the transfer was given up; empty if it was not.
+        ended_at: end of the link that ended last, in seconds of `time.monotonic`.
+        stalls: intervals (`time.perf_counter_ns`) in which the link that ended last waited for the server.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[SendingLink, bool],
+        streams: int,
+        sizes: Sequence[int],
+        ready: Sequence[ReadyBucket],
+        on_end: Callable[["ServerTransfer"], None],
+    ) -> None:
+        self.error = ""
+        self.ended_at = 0.0
+        self.stalls: list[tuple[int, int]] = []
+        self._links, self._sizes, self._ready, self._on_end = links, sizes, ready, on_end
+        self._streams = streams
+        self._sent = [0] * len(links)
+        self._running, self._lock = len(links), threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=each, daemon=True) for each in enumerate(links)
+        ]
+
+    def start(self) -> None:
+        """Start the threads that send."""
+        with use_all_cores():
+            for thread in self._threads:
+                thread.start()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Number of bytes sent so far to the worker that has received the fewest."""
+        return min(
+            sum(self._sent[first : first + self._streams])
+            for first in range(0, len(self._sent), self._streams)
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Close all links and record the reason, unless the transfer was given up before."""
+        with self._lock:
+            if self.error:
+                return
+            so_far = f"{self.sent_bytes / 1e6:.1f} of {sum(self._sizes) / 1e6:.1f} MB had been sent"
+            self.error = f"{reason}; {so_far}"
+        for link in self._links:
+            link.close()
+
+    def join(self) -> None:
+        """Wait until all threads have ended, so that none reads the weights any more."""
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int, link: SendingLink) -> None:
+        try:
+            link.stalls.take()
+            if not self._links[link]:
+                with link.stalls.watched():
+                    link.open()
+            for bucket in range(number % self._streams, len(self._sizes), self._streams):
+                link.send(self._ready[bucket].result())
+                self._sent[number] += self._sizes[bucket]
+        except Exception as error:  # noqa: BLE001 - of any kind: a thread's error is lost, and the server's part would pass for sent
+            self.give_up(str(error) or type(error).__name__)
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_last = not self._running
+            if is_last:
+                self.stalls = link.stalls.take()
+                self.ended_at = time.monotonic()
+                self._on_end(self)
+
+
+# Seconds that slower servers get once the first one has everything: the rest take the weights by files, and training resumes.
+STRAGGLER_TIMEOUT_S = 30.0
+
+
+class WeightSender:
+    """Sends a rank's part of the weights to any number of servers, over separate links to each.
+
+    Args:
+        rank: its number among the plan's senders.
+        host: address of the store through which links are opened.
+        port: port of the store.
+        config: settings of the sync, for its time limits.
+        straggler_timeout_s: seconds that slower servers get after the first one has everything.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        port: int,
+        config: SyncConfig,
+        straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+    ) -> None:
+        self._rank, self._config, self._straggler_timeout_s = rank, config, straggler_timeout_s
+        self._store = join_store(host, port, config.timeout_s)
+        self._address = local_address(host, port, config.timeout_s)
+        self._links: dict[str, tuple[str, list[SendingLink]]] = {}
+        self._staging = {device: StagingMemory(device) for device in ("cpu", "cuda")}
+        self._transfers: Mapping[str, ServerTransfer] = {}
+
+    def send(
+        self,
+        plan: TransferPlan,
+        targets: Sequence[SendTarget],
+        pieces: Iterable[Piece],
+        shared: torch.Tensor | None = None,
+    ) -> list[SendResult]:
+        """Send this rank's part of the weights; a server that fails does not hold the others.
+
+        The weights may change once it returns: no transfer reads them any more.
+
+        Args:
+            plan: the transfer plan.
+            targets: the servers.
+            pieces: this rank's part of the stream or more, in order.
+            shared: [total_bytes] uint8 that targets with the transport shm read.
+
+        Returns:
+            The outcome for each target, in their order.
+
+        Raises:
+            SyncError: the pieces do not match the plan.
+        """
+        started, buckets = time.monotonic(), plan.senders[self._rank]
+        for each in targets:
+            if each.transport not in SENDERS:
+                raise SyncError(f"expected a link by {', '.join(SENDERS)}, got {each.transport!r}")
+        ready: dict[str, list[ReadyBucket]] = {
+            SOURCE_MEMORY[each.transport]: [Future() for _ in buckets] for each in targets
+        }
+        writers = [
+            BucketWriter(buckets, self._keep(memory, buckets, shared), each) for memory, each in ready.items()
+        ]
+        ended = queue.SimpleQueue[ServerTransfer]()
+        sizes = [bucket.size_bytes for bucket in buckets]
+        self._transfers = transfers = {
+            each.server: ServerTransfer(
+                self._links_to(each, plan.streams),
+                plan.streams,
+                sizes,
+                ready[SOURCE_MEMORY[each.transport]],
+                ended.put,
+            )
+            for each in targets
+        }
+        try:
+            for transfer in transfers.values():
+                transfer.start()
+            _write_buckets(writers, pieces)
+            filled_ns = time.perf_counter_ns()
+            self._await(transfers, ended, started)
+            _record_stalls(transfers, filled_ns)
+        except Exception as error:
+            _give_up_all(transfers, ready, f"the trainer could not send its weights: {error}")
+            raise
+        finally:
+            # The optimizer may change the weights as soon as this returns.
+            for server, transfer in transfers.items():
+                transfer.join()
+                if transfer.error:
+                    self._links.pop(server)
+        return [
+            SendResult(server, each.sent_bytes, each.ended_at - started, each.error)
+            for server, each in transfers.items()
+        ]
+
+    def progress(self) -> dict[str, int]:
+        """Return the bytes sent to each server in the current or last transfer; may be called from any thread."""
+        return {server: each.sent_bytes for server, each in self._transfers.items()}
+
+    def close(self) -> None:
+        """Close all links to all servers."""
+        for _, links in self._links.values():
+            for link in links:
+                link.close()
+        self._links.clear()
+
+    def _await(
+        self,
+        transfers: Mapping[str, ServerTransfer],
+        ended: "queue.SimpleQueue[ServerTransfer]",
+        started: float,
+    ) -> None:
+        """Wait until all transfers have ended, and give up those that exceed the time limits."""
+        limits = self._config
+        deadline = started + limits.timeout_s
+        reason = f"it took longer than {limits.timeout_s:g} s (sync.timeout_s)"
+        left = set(transfers.values())
+        while left:
+            try:
+                done = ended.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                for each in left:
+                    each.give_up(reason)
+                return
+            left.remove(done)
+            # A server that failed shows nothing about how long the others need.
+            if not done.error and done.ended_at + self._straggler_timeout_s < deadline:
+                deadline = done.ended_at + self._straggler_timeout_s
+                reason = f"it was not done {self._straggler_timeout_s:g} s after another server"
+
+    def _keep(self, memory: str, buckets: Sequence[Bucket], shared: torch.Tensor | None) -> CopyToBucket:
+        if memory != "shared":
+            return self._staging[memory].keeper(buckets)
+        if shared is None:
+            raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
+        return copy_into_stream(shared)
+
+    def _links_to(self, target: SendTarget, streams: int) -> dict[SendingLink, bool]:
+        """Return the [workers * streams] links to a server, each with True if it is open already.
+
+        They are open if the last transfer to the server had the same prefix.
+        """
+        prefix, links = self._links.get(target.server, ("", []))
+        if prefix == target.prefix:
+            return dict.fromkeys(links, True)
+        # A server that asks for new links no longer reads the old ones.
+        for link in links:
+            link.close()
+        limits = self._config.timeout_s, self._config.stall_timeout_s
+        links = [
+            SENDERS[target.transport](
+                Rendezvous(
+                    self._store,
+                    link_name(target.prefix, self._rank, worker, stream),
+                    self._address,
+                    *limits,
+                )
+            )
+            for worker in range(target.workers)
+            for stream in range(streams)
+        ]
+        self._links[target.server] = target.prefix, links
+        return dict.fromkeys(links, False)
+
+
+def _write_buckets(writers: Sequence[BucketWriter], pieces: Iterable[Piece]) -> None:
+    for piece in time_items(pieces, "gathering"):
+        for writer in writers:
+            writer.add(piece)
+    for writer in writers:
+        writer.finish()
+
+
+def _give_up_all(
+    transfers: Mapping[str, ServerTransfer], ready: Mapping[str, Sequence[ReadyBucket]], reason: str
+) -> None:
+    """Give up all transfers because the weights are incomplete; `reason` is the error that each gets."""
+    # Threads that wait for a bucket end by the one, threads that wait for a server by the other.
+    for bucket in (each for buckets in ready.values() for each in buckets):
+        if not bucket.done():
+            bucket.set_exception(SyncError(reason))
+    for transfer in transfers.values():
+        transfer.give_up(reason)
+
+
+def _record_stalls(transfers: Mapping[str, ServerTransfer], filled_ns: int) -> None:
+    """Record, as spans, how long this rank waited for the slowest server after its own buckets were ready."""
+    lane = current_lane()
+    if lane is None or not transfers:
+        return
+    server, last = max(transfers.items(), key=lambda each: each[1].ended_at)
+    for started, ended in last.stalls:
+        if ended > filled_ns:
+            lane.add("waiting_for_receiver", max(started, filled_ns), ended, server)

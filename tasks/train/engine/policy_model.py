@@ -1,0 +1,270 @@
+"""A causal language model whose head runs on chosen positions only, in chunks of bounded memory; log-probabilities by token."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.collectives import times
+from rollmill.tasks.train.engine.private_transformers import GradientCheckpointingLayer
+from rollmill.tasks.train.packing.micro_batch import MicroBatch
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] log-probabilities of the targets, with a gradient, and [N] entropies; in nats.
+
+    Args:
+        logits: [N, V]; the softmax is in at least single precision, of logits divided by the temperature.
+        targets: [N] token ids.
+        temperatures: [N] sampling temperature of each token.
+        entropy_gradient: True for entropies with a gradient.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperatures)  # type: ignore[no-untyped-call]  # torch gives `apply` no type
+    return logprobs, entropies if entropy_gradient else entropies.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities and entropies that keep one [N, V] tensor for the backward pass: p = softmax(x / T).
+
+    With logits x, temperature T, the entropy H = -sum_k p_k log p_k, and y the target,
+
+        d log p_y / dx_j = ((j = y) - p_j) / T
+        d H / dx_j = -p_j (log p_j + H) / T
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        divisors = temperatures.to(precise.dtype).unsqueeze(1)
+        log_p = torch.log_softmax(precise / divisors, dim=1)
+        logprobs = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+        p = log_p.exp()
+        # A logit of -inf has p = 0, and 0 * -inf would be NaN.
+        entropies = -torch.linalg.vecdot(p, log_p.clamp_(min=torch.finfo(p.dtype).min))
+        ctx.save_for_backward(p, targets, divisors, entropies)
+        # An output without a gradient gets None instead of zeros, so that its [N, V] product is not computed.
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropies: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None]:
+        p, targets, divisors, entropies = ctx.saved_tensors
+        total: torch.Tensor | None = None
+        if grad_logprobs is not None:
+            upstream = grad_logprobs.unsqueeze(1) / divisors
+            total = p * -upstream
+            total.scatter_add_(1, targets.unsqueeze(1), upstream)
+        if grad_entropies is not None:
+            upstream = grad_entropies.unsqueeze(1) / divisors
+            part = (torch.xlogy(p, p) + p * entropies.unsqueeze(1)) * -upstream
+            total = part if total is None else total + part
+        return total, None, None
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MIB, _LOGIT_BYTES = 2**20, 4
+
+Values = tuple[torch.Tensor, torch.Tensor]
+
+
+class HeadPositions:
+    """Hook that passes the hidden states of `positions` alone to the model's head.
+
+    Over a large vocabulary the head is the most expensive layer and its logits the largest tensor, and prompts need
+    neither. Whatever a model does to its logits (scaling, soft caps) still happens.
+
+    Attributes:
+        positions: [N] indices into the flattened [B * T] tokens; the logits are then [N, V].
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.positions = torch.empty(0, dtype=torch.int64)
+        model.get_output_embeddings().register_forward_pre_hook(self._select)
+
+    def _select(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *others = inputs
+        return hidden.flatten(0, 1).index_select(0, self.positions), *others
+
+
+class PolicyModel:
+    """Computes log-probabilities and entropies of a micro-batch's trained tokens with a limit on the logits in memory.
+
+    Logits beyond the limit are computed in chunks of tokens, each of which is computed again in the backward pass.
+
+    Args:
+        model: a causal language model, not yet partitioned.
+        chunk_mib: largest size of the logits in MiB.
+        is_partitioned: True when ranks hold the head's weight in parts (ZeRO-3), and must all run the same number of chunks.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk_mib: int, *, is_partitioned: bool) -> None:
+        self._model, self._head, self._is_partitioned = model, HeadPositions(model), is_partitioned
+        vocabulary_size: int = model.get_output_embeddings().weight.shape[0]
+        self._chunk_tokens = max(1, chunk_mib * _MIB // (_LOGIT_BYTES * vocabulary_size))
+
+    def values(self, run: Callable[..., Any], batch: MicroBatch, *, entropy_gradient: bool) -> Values:
+        """[N] log-probabilities and [N] entropies of the trained tokens, in nats.
+
+        Args:
+            run: what to call with the model's inputs: the model itself, or DeepSpeed's engine around it.
+            batch: the micro-batch.
+            entropy_gradient: True for entropies with a gradient.
+        """
+        inputs: dict[str, Any] = {"input_ids": batch.token_ids, "use_cache": False}
+        if batch.packed is not None:
+            inputs |= {"position_ids": batch.packed.position_ids, "packed": batch.packed}
+        n_chunks = self._n_chunks(batch)
+        if n_chunks > 1:
+            return self._in_chunks(run, inputs, batch, n_chunks, entropy_gradient)
+        self._head.positions = batch.positions
+        logits = run(**inputs).logits
+        return token_logprobs(logits, batch.targets, batch.temperatures, entropy_gradient=entropy_gradient)
+
+    def _n_chunks(self, batch: MicroBatch) -> int:
+        n_chunks = -(-len(batch.positions) // self._chunk_tokens)
+        if not (self._is_partitioned and dist.is_initialized()):
+            return n_chunks
+        # Each chunk gathers the head's weight, a collective: ranks with fewer tokens run as many chunks.
+        most = torch.tensor(n_chunks, device=batch.positions.device)
+        with times.collective():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def _in_chunks(
+        self,
+        run: Callable[..., Any],
+        inputs: dict[str, Any],
+        batch: MicroBatch,
+        n_chunks: int,
+        entropy_gradient: bool,
+    ) -> Values:
+        # The decoder runs once with no positions for the head; the head then runs chunk by chunk.
+        self._head.positions = batch.positions[:0]
+        with _keep_output(_find_decoder(self._model)[1]) as kept:
+            run(**inputs)
+        hidden = kept[0].flatten(0, 1)
+        parts = [batch.positions, batch.targets, batch.temperatures]
+        found = [
+            # Computed again in the backward pass, so that one chunk of logits is in memory at a time.
+            checkpoint(
+                self._chunk,
+                hidden,
+                *chunk,
+                entropy_gradient,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for chunk in zip(*(each.tensor_split(n_chunks) for each in parts), strict=True)
+        ]
+        logprobs, entropies = zip(*found, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _chunk(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        entropy_gradient: bool,
+    ) -> Values:
+        """Compute log-probabilities and entropies of one chunk of positions from the decoder's output `hidden`.
+
+        The model's own forward pass applies the head and everything else above the decoder.
+        """
+        # The given hidden states are those of the chunk's positions already.
+        self._head.positions = torch.arange(len(positions), device=hidden.device)
+        with _replace_decoder(self._model, hidden.index_select(0, positions).unsqueeze(0)):
+            logits = self._model.forward(input_ids=targets.unsqueeze(0), use_cache=False).logits
+        return token_logprobs(logits, targets, temperatures, entropy_gradient=entropy_gradient)
+
+
+class _KnownHidden(torch.nn.Module):
+    """Takes the decoder's place in the model and returns hidden states that were computed before."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self._hidden)
+
+
+def _find_decoder(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:
+    """Name and module of a model's decoder, below the head.
+
+    Raises:
+        ConfigError: the decoder is not a direct child of the model, so that the head cannot run in chunks.
+    """
+    decoder = model.get_decoder()
+    for name, child in model.named_children():
+        if child is decoder:
+            return name, decoder
+    remedy = f"the head of {type(model).__name__} cannot be run in chunks: raise it, or lower train.micro_batch_tokens"
+    raise ConfigError("train.head_chunk_mib", "too small for a micro-batch", remedy)
+
+
+@contextmanager
+def _keep_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the last hidden states that a module returns in the `with` block, one list entry for each call."""
+    kept: list[torch.Tensor] = []
+    handle = module.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state))
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _replace_decoder(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
+    """Make the model's decoder return `hidden` in the `with` block, without computing anything below the output head."""
+    name, decoder = _find_decoder(model)
+    setattr(model, name, _KnownHidden(hidden))
+    try:
+        yield
+    finally:
+        setattr(model, name, decoder)
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep the input of each decoder layer alone, and compute the layer again in the backward pass.
+
+    transformers recomputes only layers in training mode. Their submodules stay in evaluation mode, so there is no dropout.
+
+    Raises:
+        ConfigError: the model has no layers that support it.
+    """
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not (model.supports_gradient_checkpointing and layers):
+        remedy = f"{type(model).__name__} cannot compute its layers again; set it to false"
+        raise ConfigError("train.gradient_checkpointing", True, remedy)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
+
+
+def load_policy(folder: str, dtype: str) -> PreTrainedModel:
+    """Read a Hugging Face model folder, without dropout.
+
+    Raises:
+        ConfigError: there is no such model folder.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError("model", folder, "there is no model folder (config.json and weights) at this path")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], local_files_only=True
+    )
+    model.eval()
+    return model

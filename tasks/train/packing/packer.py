@@ -1,0 +1,101 @@
+"""Chooses the layout of a model's micro-batches, plans them, and builds their tensors."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.private_transformers import carries_state, takes_attention
+from rollmill.tasks.train.packing.micro_batch import MicroBatch, build_micro_batch
+from rollmill.tasks.train.packing.packing_plan import (
+    Layout,
+    RowNumbers,
+    TokenBudget,
+    pack_padded,
+    pack_varlen,
+)
+from rollmill.tasks.train.packing.prefixes import group_by_prefix
+from rollmill.tasks.train.packing.varlen import ATTENTION
+from rollmill.tasks.train.samples import Samples
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def choose_layout(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Layout:
+    """Choose padded or varlen (packed) rows by `train.layout`; for varlen the model's attention is replaced.
+
+    `auto` is varlen wherever the model and the machine support it: on CPU, where it was measured (docs/performance.md) as
+    quicker when rows share a prompt and as quick when they do not, and in bfloat16 on CUDA, whose kernel has no float32.
+
+    Raises:
+        ConfigError: varlen is set, and the model or the machine does not support it.
+    """
+    obstacle = _obstacle(model, config, device)
+    if config.layout == "varlen" and obstacle:
+        raise ConfigError("train.layout", "varlen", f"{obstacle}; set it to padded")
+    if config.layout == "padded" or obstacle:
+        return "padded"
+    # transformers finds an attention by its registered name, and passes the packed sequence to it.
+    model.set_attn_implementation(ATTENTION)
+    return "varlen"
+
+
+def _obstacle(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> str:
+    """Return the reason why a model's rows cannot be packed into one sequence; empty if they can."""
+    name, settings = type(model).__name__, model.config.get_text_config()
+    if device.type == "cuda" and config.dtype == "float32":
+        return "the kernel on CUDA has no float32"
+    if not takes_attention(model):
+        return f"{name} has a custom attention"
+    if carries_state(model):
+        return f"{name} is recurrent: its state would pass from one packed row to the next"
+    if others := set(getattr(settings, "layer_types", None) or ()) - _KNOWN_LAYERS:
+        return f"{name} has layers of {', '.join(sorted(others))}"
+    if getattr(settings, "attn_logit_softcapping", None):
+        return f"{name} caps the scores of its attention"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no position_ids"
+    return ""
+
+
+OVERHEAD_TOKENS = 64
+"""What one more forward and backward pass costs besides its tokens, in tokens; padding is weighed against it."""
+
+
+class Packer:
+    """Plans a policy's micro-batches, and builds their tensors.
+
+    Attributes:
+        layout: padded: rows side by side as [B, T]; varlen: rows packed into one sequence.
+    """
+
+    def __init__(self, config: TrainConfig, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self._device = device
+        self._budget = TokenBudget(config.micro_batch_tokens, OVERHEAD_TOKENS)
+
+    def plan(self, samples: Samples, rows: Sequence[int], n_ranks: int) -> list[list[RowNumbers]]:
+        """Divide rows into micro-batches: for each of the W ranks equally many lists of row numbers.
+
+        Args:
+            samples: the batch.
+            rows: row numbers to divide; each row has a trained token.
+            n_ranks: number of ranks, W.
+        """
+        if self.layout == "varlen":
+            return pack_varlen(group_by_prefix(samples, rows), n_ranks, self._budget.tokens)
+        shares = pack_padded([len(samples.token_ids[row]) for row in rows], n_ranks, self._budget)
+        return [[[rows[place] for place in cut] for cut in share] for share in shares]
+
+    def micro_batch(self, samples: Samples, rows: RowNumbers, env_names: list[str]) -> MicroBatch:
+        """Build the tensors of one micro-batch from its row numbers.
+
+        Args:
+            samples: the batch.
+            rows: the micro-batch's row numbers, from `plan`.
+            env_names: the batch's environments, sorted.
+        """
+        return build_micro_batch(samples, rows, env_names, self._device, self.layout)

@@ -1,0 +1,109 @@
+"""The command that starts a trainer service; nothing here imports torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.python_child import SAFE_PATH, child_environment, python_command
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.commands import ServiceConfig
+
+TOKEN_ENV = "ROLLMILL_TRAINER_TOKEN"
+_LOOPBACK = "127.0.0.1"
+
+
+def write_config(
+    train: TrainConfig, sync: SyncConfig, port: int, log_dir: Path, host: str = _LOOPBACK, **more: float
+) -> Path:
+    """Write the trainer service's configuration to LOG_DIR/trainer.json, and return that path.
+
+    Args:
+        train: settings of training.
+        sync: settings of the weight sync.
+        port: port of the control API.
+        log_dir: folder for the configuration and logs.
+        host: address that the control API listens on.
+        more: further fields of ServiceConfig.
+    """
+    config = ServiceConfig(
+        train=train,
+        sync=sync,
+        host=host,
+        port=port,
+        log_dir=str(log_dir),
+        **more,
+    )
+    log_dir.mkdir(parents=True, exist_ok=True)
+    path = log_dir / "trainer.json"
+    path.write_text(config.model_dump_json(indent=2))
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines that a trainer runs on, and which of them this one is.
+
+    Attributes:
+        count: number of nodes; each has train.ranks / count ranks.
+        number: number of this node; node 0 has rank 0, which serves the control API.
+        rendezvous: HOST:PORT of node 0 at which the nodes connect to each other; by default any free port, for a single node.
+    """
+
+    count: int = 1
+    number: int = 0
+    rendezvous: str = f"{_LOOPBACK}:0"
+
+    def check(self, ranks: int) -> None:
+        """Raise ConfigError unless `ranks` divide evenly among the nodes, and node number and rendezvous are valid."""
+        if ranks % self.count:
+            raise ConfigError("train.ranks", ranks, f"give a multiple of the {self.count} nodes")
+        if not 0 <= self.number < self.count:
+            raise ConfigError(
+                "--node", self.number, f"give a number from 0 to {self.count - 1}, another on each node"
+            )
+        host, _, port = self.rendezvous.rpartition(":")
+        if not host or not port.isdigit() or (self.count > 1 and not int(port)):
+            remedy = "give HOST:PORT of node 0, an address that all nodes reach and a port that is free there"
+            raise ConfigError("--rendezvous", self.rendezvous, remedy)
+
+
+def build_command(train: TrainConfig, config: Path, nodes: Nodes = Nodes()) -> list[str]:
+    """Command line that starts a trainer service, or one node's part of it, with a configuration file."""
+    return [
+        *torchrun_command(train.ranks, nodes),
+        *("-m", "rollmill.tasks.processes.python_child", "rollmill.tasks.train.service.trainer_process"),
+        str(config),
+    ]
+
+
+def torchrun_command(n_ranks: int, nodes: Nodes = Nodes()) -> list[str]:
+    """Return torchrun's command line for this machine, by which a failed rank ends all ranks without a restart.
+
+    Several nodes meet by torchrun's static rendezvous, where each node has a fixed number: so node 0, which flows connect to, is
+    known beforehand.
+    """
+    counts = ("--nnodes", str(nodes.count), "--nproc-per-node", str(n_ranks // nodes.count))
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.rendezvous, "--local-addr", _LOOPBACK]
+    if nodes.count > 1:
+        host, _, port = nodes.rendezvous.rpartition(":")
+        meeting = ["--node-rank", str(nodes.number), "--master-addr", host, "--master-port", port]
+    # No restarts by torchrun: the flow starts the whole service again, and brings it back to the run's step.
+    return [*python_command("torch.distributed.run", *counts, "--max-restarts", "0"), *meeting]
+
+
+def build_environment(train: TrainConfig, token: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the trainer service's environment, made from `base`: access token, thread count, and downloads switched off."""
+    return {
+        **child_environment(base),
+        # torchrun starts the ranks with `python -m`, which would put the working folder before the standard library.
+        SAFE_PATH: "1",
+        TOKEN_ENV: token,
+        "OMP_NUM_THREADS": str(train.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # The last lines of a trainer that died must be in its log.
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,158 @@
+"""Checks of the trainer's settings against each other, before anything is started; imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import yaml
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.train.config import TrainConfig
+
+_LEAST_STAGES = {
+    "optimizer": (1, "the optimizer's state, which ZeRO stage 1 and above alone know how to keep elsewhere"),
+    "optimizer_and_weights": (3, "the weights too, which ZeRO stage 3 alone partitions"),
+}
+
+HAS_RATIO: Mapping[str, bool] = {"reinforce": False, "ppo_clip": True, "cispo": True, "gspo": True}
+"""The losses of this package; True for those whose gradient is weighted by pi / mu."""
+
+
+def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> None:
+    """Refuse settings of the objective that contradict each other.
+
+    Args:
+        config: the settings.
+        has_ratio: for a loss of another package, whether the probability ratio weights its gradient; None if not known.
+
+    Raises:
+        ConfigError: names the first wrong setting.
+    """
+    if config.loss in HAS_RATIO and config.loss_options:
+        remedy = f"is for losses of your own; {config.loss} has its settings in train (clip_low, clip_high)"
+        raise ConfigError("train.loss_options", config.loss_options, remedy)
+    parse_loss_options(config)
+    ratio_rules = _importance_rules(config, HAS_RATIO.get(config.loss, has_ratio))
+    for field, value, is_wrong, remedy in [*ratio_rules, *_rate_rules(config), *_reference_rules(config)]:
+        if is_wrong:
+            raise ConfigError(field, value, remedy)
+
+
+def check_offload(config: TrainConfig, device_type: str = "cuda") -> None:
+    """Refuse an offload that the ZeRO stage or the device does not support.
+
+    Args:
+        config: the settings.
+        device_type: "cpu" or "cuda", where a rank computes; the default where that is not known yet.
+
+    Raises:
+        ConfigError: names train.offload and what to change.
+    """
+    if config.offload == "none":
+        return
+    least, what = _LEAST_STAGES[config.offload]
+    if config.zero_stage < least:
+        remedy = f"it takes away {what}: set train.zero_stage to {least} at least, which is {config.zero_stage}, or it to none"
+        raise ConfigError("train.offload", config.offload, remedy)
+    if device_type == "cpu":
+        remedy = "this trainer computes on the CPU, whose memory everything is in already; set it to none"
+        raise ConfigError("train.offload", config.offload, remedy)
+
+
+def parse_loss_options(config: TrainConfig) -> dict[str, Any]:
+    """Parse the NAME=VALUE strings of `train.loss_options`; returns values as YAML reads them, by name.
+
+    Example: ("beta=0.1", "sides=[1, 2]") is {"beta": 0.1, "sides": [1, 2]}.
+
+    Raises:
+        ConfigError: one of them is not written NAME=VALUE, or its value is not YAML.
+    """
+    options: dict[str, Any] = {}
+    for option in config.loss_options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError("train.loss_options", option, "write each as NAME=VALUE, for example beta=0.1")
+        try:
+            options[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError("train.loss_options", option, f"the value is not YAML: {error}") from error
+    return options
+
+
+_Rule: TypeAlias = tuple[str, object, bool, str]
+"""(field, value, is wrong, remedy)."""
+
+
+def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule]:
+    mode, floor, cap = config.importance.mode, config.importance.floor, config.importance.cap
+    return [
+        (
+            "train.importance.mode",
+            mode,
+            mode == "truncated" and bool(has_ratio) and config.old_logprobs == "sampler",
+            f"the loss {config.loss} has the ratio to the sampler already, and would count it twice; set "
+            "train.old_logprobs=trainer, or mode masked, or a loss without a ratio (reinforce)",
+        ),
+        (
+            "train.importance.floor",
+            floor,
+            mode == "masked" and floor >= cap,
+            f"must be below train.importance.cap, which is {cap:g}",
+        ),
+        (
+            "train.importance.floor",
+            floor,
+            mode != "masked" and floor > 0.0,
+            f"is for train.importance.mode masked, which leaves smaller ratios out; the mode is {mode}",
+        ),
+    ]
+
+
+def _rate_rules(config: TrainConfig) -> list[_Rule]:
+    """Return the rules for the settings of the loss's denominator and of the learning rate."""
+    return [
+        (
+            "train.normalization_tokens",
+            config.normalization_tokens,
+            config.normalization == "fixed_length" and config.normalization_tokens == 0,
+            "normalization fixed_length needs the length that every row counts for, such as the longest completion "
+            "(rollout.max_completion_tokens)",
+        ),
+        (
+            "train.lr_decay_updates",
+            config.lr_decay_updates,
+            config.lr_decay != "none" and config.lr_decay_updates <= config.warmup_steps,
+            f"lr_decay {config.lr_decay} needs a number of updates above train.warmup_steps, which is "
+            f"{config.warmup_steps}",
+        ),
+        (
+            "train.lr_decay_updates",
+            config.lr_decay_updates,
+            config.lr_decay == "none" and config.lr_decay_updates > 0,
+            "the rate falls with train.lr_decay linear or cosine alone: set it, or give 0",
+        ),
+        (
+            "train.min_lr_ratio",
+            config.min_lr_ratio,
+            config.lr_decay == "none" and config.min_lr_ratio > 0.0,
+            "the rate falls with train.lr_decay linear or cosine alone: set it, or give 0",
+        ),
+    ]
+
+
+def _reference_rules(config: TrainConfig) -> list[_Rule]:
+    return [
+        (
+            "train.kl.model",
+            config.kl.model,
+            bool(config.kl.model) and config.kl.reference != "frozen",
+            f"is the model of a frozen reference, and train.kl.reference is {config.kl.reference}: set it to frozen, or "
+            "give no model",
+        ),
+        (
+            "train.kl.urls",
+            list(config.kl.urls),
+            bool(config.kl.urls) and config.kl.reference != "deployment",
+            f"are servers of a reference deployment, and train.kl.reference is {config.kl.reference}: set it to "
+            "deployment, or give none",
+        ),
+    ]

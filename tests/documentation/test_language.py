@@ -1,0 +1,65 @@
+"""Documentation and settings' texts use the field's words: idioms that readers stumbled over do not come back."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollmill.flows.settings import describe
+
+ROOT = Path(__file__).parents[2]
+GENERATED = {"reference.md"}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [
+    page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED
+]
+INSTEAD = {
+    r"gone on with|go(es|ing)? on with": "resume, continue",
+    r"(is|are|was|were) told": "report, record",
+    r"go(es)? by\b": "use",
+    r"of (its|their) own": "separate, dedicated",
+    r"beside (the|each|steps|training|scoring|them|others|other)": "concurrently, in the background, next to",
+    r"hand(s|ed)? over|taken? in\b": "stage, ingest",
+    r"set aside": "remove from the pool",
+    r"judged? anew|scored anew|made anew": "again",
+    r"vouch|distrust": "verify, reject",
+    r"by half": "50 %",
+}
+"""Pattern of an idiom, and the words to use instead; AGENTS.md lists them too."""
+
+
+def find_idioms(text: str) -> list[str]:
+    """What to write instead, for each idiom in a text."""
+    found = [
+        (match[0], words) for idiom, words in INSTEAD.items() for match in re.finditer(idiom, text, re.I)
+    ]
+    return [f"{idiom!r}: write {words}" for idiom, words in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_no_idiom(page: Path) -> None:
+    assert find_idioms(re.sub(r"\s+", " ", page.read_text())) == []
+
+
+def test_the_text_of_a_setting_has_no_idiom() -> None:
+    texts = {line.partition(" = ")[0]: find_idioms(line) for line in describe()}
+    assert {name: found for name, found in texts.items() if found} == {}
+
+
+def test_an_idiom_is_found() -> None:
+    assert find_idioms("A run is gone on with by the same command.") == [
+        "'gone on with': write resume, continue"
+    ]
+
+
+IN_DOCSTRINGS = re.compile(
+    r"\b(gone on with|goes? on with|go(es)? by\b|is told|are told|vouch|hand(s|ed)? over|of its own|"
+    r"stands? in the place|beside the (next )?steps?|by us over theirs)",
+    re.IGNORECASE,
+)
+SOURCES = sorted(path for folder in ("flows", "tasks") for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_source_file_has_no_idiom(path: Path) -> None:
+    """Docstrings, comments, log lines and errors."""
+    assert IN_DOCSTRINGS.findall(re.sub(r"\s+", " ", path.read_text())) == []

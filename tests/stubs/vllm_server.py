@@ -1,0 +1,137 @@
+"""A vLLM server that sleeps: the routes that a run uses, each rollout as long as it is told."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request
+
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.serve.vllm_launch import LOGPROBS_MODE, TRANSFER_BACKEND
+from rollmill.tasks.sync.weight_messages import ServerLocation, WeightUpdateRequest, WeightUpdateResponse
+from rollmill.tasks.train.service.control_api import ControlServer
+from tests.stubs.trainer import LOGPROB
+
+MAX_MODEL_LEN = 1 << 20
+LOOK_AGAIN_S = 0.02
+ANSWERS = ("85", "")
+"""Texts it answers with, in turn: one is in the environment's form and one is not, so that rewards are spread."""
+
+
+class Asked(NamedTuple):
+    """A completion that was asked for.
+
+    Attributes:
+        seed: of the sampler.
+        version: what the server was told that its weights are.
+    """
+
+    seed: int
+    temperature: float
+    version: str
+
+
+@dataclass
+class StubVllmServer:
+    """Stands for a server of the model in `model`, of which only the tokenizer is read.
+
+    What it answers is a function of the sampler's seed alone.
+
+    Attributes:
+        rollout_s: seconds of one completion.
+        asked: every completion that it was asked for, in order.
+        most: how many of those it answers for now, and holds the others back; None: all.
+    """
+
+    model: Path
+    rollout_s: float
+    asked: list[Asked] = field(default_factory=list)
+    most: int | None = None
+    _version: str = "start"
+
+    def name(self, version: str) -> None:
+        """Call its weights so."""
+        self._version = version
+
+    def serve(self, port: int) -> ControlServer:
+        """Answer at a loopback port, on a thread."""
+        app, tokenizer = FastAPI(), ChatTokenizer.load(self.model)
+        answers = [tokenizer.encode_answer(answer).tolist() for answer in ANSWERS]
+
+        @app.get("/health")
+        async def health() -> None:
+            return None
+
+        @app.get("/weight_info")
+        async def weight_info() -> dict[str, str]:
+            return {"weight_version": self._version}
+
+        @app.get("/server_info")
+        async def server_info() -> dict[str, Any]:
+            model = {"max_model_len": MAX_MODEL_LEN, "logprobs_mode": LOGPROBS_MODE}
+            return {
+                "vllm_config": {
+                    "model_config": model,
+                    "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+                }
+            }
+
+        @app.post("/tokenize")
+        async def tokenize(body: dict[str, Any]) -> dict[str, list[int]]:
+            return {"tokens": tokenizer.encode([Message("user", body["prompt"])]).tolist()}
+
+        @app.post("/inference/v1/generate")
+        async def generate(body: dict[str, Any]) -> dict[str, Any]:
+            if "sampling_params" not in body:
+                raise HTTPException(400, "sampling_params are missing")
+            sampling = body["sampling_params"]
+            if "prompt_logprobs" in sampling:
+                return _prompt_logprobs(body["token_ids"])
+            version = self._version
+            self.asked.append(Asked(sampling["seed"], sampling["temperature"], version))
+            number = len(self.asked)
+            await asyncio.sleep(self.rollout_s)
+            while self.most is not None and number > self.most:  # noqa: ASYNC110 - set by another thread
+                await asyncio.sleep(LOOK_AGAIN_S)
+            return _completion(answers[sampling["seed"] % len(answers)], version)
+
+        self._add_weights(app)
+        return ControlServer(app, "127.0.0.1", port)
+
+    def _add_weights(self, app: FastAPI) -> None:
+        """The routes of a sync: weights are as good as there, and only their name is kept."""
+
+        @app.get("/rollmill/weights")
+        async def place() -> dict[str, Any]:
+            return asdict(ServerLocation("here", "cpu"))
+
+        @app.post("/rollmill/weights")
+        async def take(request: Request) -> dict[str, Any]:
+            body = await request.body()
+            self._version = msgspec.json.decode(body, type=WeightUpdateRequest).version
+            return asdict(WeightUpdateResponse(bytes=0, received_s=0.0, held_s=0.0))
+
+        @app.post("/update_weight_version")
+        async def name(body: dict[str, Any]) -> None:
+            self._version = body["new_version"]
+
+
+def _completion(token_ids: Sequence[int], version: str) -> dict[str, Any]:
+    n = len(token_ids)
+    choice = {
+        "token_ids": token_ids,
+        "logprobs": {"content": [{"logprob": LOGPROB}] * n},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": version, "start": 0, "end": n}],
+    }
+    return {"choices": [choice]}
+
+
+def _prompt_logprobs(token_ids: Sequence[int]) -> dict[str, Any]:
+    by_position = [{str(token): {"logprob": LOGPROB}} for token in token_ids[1:]]
+    choice = {"token_ids": [0], "finish_reason": "length"}
+    return {"choices": [choice], "prompt_logprobs": [None, *by_position]}
