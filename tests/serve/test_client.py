@@ -116,12 +116,12 @@ async def test_a_cut_completion_keeps_its_tokens_their_logprobs_and_versions(cli
 
 @pytest.mark.service
 async def test_a_request_that_a_paused_server_holds_is_cut_with_its_tokens(client) -> None:
-    await client._call("POST", "/pause?mode=keep", None, 10.0)
+    await client._call("POST", "/pause?mode=keep")
     try:
         until = asyncio.get_running_loop().time() + 0.2
         completion = await client.generate(PROMPT, **SAMPLING, until=until)
     finally:
-        await client._call("POST", "/resume", None, 10.0)
+        await client._call("POST", "/resume")
     assert completion.finish_reason == "abort"
     assert len(completion.token_ids) == len(completion.logprobs) == 0
 

@@ -32,6 +32,7 @@ def main() -> None:
     ranks = join_ranks(60.0)
     for step in job["steps"]:
         run(job["model"], step, ranks.device)
+    dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
 
 

@@ -57,9 +57,9 @@ def run_trainer(
 
     @asynccontextmanager
     async def running(
-        config: TrainConfig, sync: SyncConfig | None = None, **more: float
+        config: TrainConfig, sync: SyncConfig | None = None, *, port: int = 0, **more: float
     ) -> AsyncIterator[RunningTrainer]:
-        port, token = free_port(), secrets.token_hex(8)
+        port, token = port or free_port(), secrets.token_hex(8)
         path = launch.write_config(config, sync or SyncConfig(), port, tmp_path / "logs", **more)
         process = LaunchedProcess.start(
             "trainer",

@@ -97,6 +97,7 @@ def main() -> None:
             save_file(gradient, Path(job["output"]) / f"{number}.safetensors")
     if ranks.rank == 0:
         (Path(job["output"]) / "facts.json").write_text(json.dumps(facts))
+    dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
 
 

@@ -76,6 +76,7 @@ def main() -> None:
             for kind, tensors in (("gradient", engine.gradient), ("weights", weights)):
                 save_file(tensors, Path(job["output"]) / f"{case['name']}.{kind}.safetensors")
         engine.close()
+    dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
 
 

@@ -81,6 +81,7 @@ def main() -> None:
             assert engine.gradient is not None
             save_file(engine.gradient, Path(job["output"]) / f"{case['name']}.safetensors")
         engine.close()
+    dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
 
 

@@ -73,6 +73,7 @@ def main() -> None:
     ranks = join_ranks(TIMEOUT_S)
     for number, case in enumerate(job["cases"]):
         run(case, Path(job["folder"]) / str(number), ranks)
+    dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
 
 

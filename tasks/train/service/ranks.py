@@ -85,7 +85,9 @@ class Heartbeats:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._beats = [b""] * world_size
         self._heard_at = [time.monotonic()] * world_size
-        threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
+        self._thread.start()
 
     @property
     def silences_s(self) -> list[float]:
@@ -93,14 +95,19 @@ class Heartbeats:
         now = time.monotonic()
         return [now - heard_at for heard_at in self._heard_at]
 
+    def stop(self) -> None:
+        """End the heartbeats of this rank, and its watch over the others."""
+        self._stopped.set()
+        # A thread that is in a request to the store while Python ends aborts the process.
+        self._thread.join(self._timeout_s)
+
     def _beat(self) -> None:
         number = 0
-        while True:
+        while not self._stopped.wait(self._timeout_s / _BEATS_PER_TIMEOUT if number else 0.0):
             number += 1
             self._store.set(f"beat/{self._rank}", str(number))
             if self._rank == 0:
                 self._listen()
-            time.sleep(self._timeout_s / _BEATS_PER_TIMEOUT)
 
     def _listen(self) -> None:
         for rank, beat in enumerate(self._beats):

@@ -50,6 +50,7 @@ def main() -> None:
         follow(worker, channel)
     # A checkpoint that is being written is completed before the process ends.
     writer.join()
+    heartbeats.stop()
     dist.destroy_process_group()
 
 
