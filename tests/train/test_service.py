@@ -342,7 +342,9 @@ async def test_an_error_in_a_rank_ends_the_service_with_its_traceback(
 
 
 async def test_a_taken_port_is_said_at_the_start(run_trainer: RunTrainer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(ServiceStartError, match="Address already in use"):
-            async with run_trainer(TrainConfig(), port=taken.getsockname()[1]):
-                pass
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ServiceStartError, match="Address already in use"),
+    ):
+        async with run_trainer(TrainConfig(), port=taken.getsockname()[1]):
+            pass
