@@ -39,7 +39,7 @@ def measured(chunk_mib: int) -> Figures:
         tie_word_embeddings=False,
     )
     model = Qwen2ForCausalLM(config).eval()
-    policy = PolicyModel(model, chunk_mib, is_partitioned=False)
+    policy = PolicyModel(model, is_partitioned=False, chunk_bytes=chunk_mib << 20)
     rows = list(np.random.default_rng(0).integers(0, VOCABULARY, (N_ROWS, 1 + N_TOKENS)))
     samples = Samples.from_tokens(rows, [np.arange(1 + N_TOKENS) > 0] * N_ROWS)
     batch = build_micro_batch(samples, list(range(N_ROWS)), [""], torch.device("cpu"), "padded")

@@ -160,7 +160,7 @@ async def tokens(http: httpx.AsyncClient) -> AsyncIterator[None]:
 async def server(folder: Path) -> AsyncIterator[VllmClient]:
     extension = ("--worker-extension-cls", "benchmarks.stalls.one_by_one.OneByOne")
     config, port = (
-        ServeConfig(dtype="float32", kv_cache_gib=1, max_model_len=MAX_TOKENS, extra_args=extension),
+        ServeConfig(dtype="float32", max_model_len=MAX_TOKENS, extra_args=extension),
         free_port(),
     )
     process = LaunchedProcess.start(
@@ -173,7 +173,7 @@ async def server(folder: Path) -> AsyncIterator[VllmClient]:
     try:
         async with VllmClient(f"http://{HOST}:{port}", config) as client:
             await client.wait_until_healthy(300.0, process)
-            await client.warm_up(process)
+            await client.warm_up(300.0, process)
             yield client
     finally:
         process.stop_now()

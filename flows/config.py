@@ -1,9 +1,9 @@
 """RunConfig: the settings of all stages, those that only flows read, and the names that settings no longer have."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.config import StageConfig, setting
@@ -18,16 +18,27 @@ from rollmill.tasks.train.config import CheckpointConfig, StartModelConfig, Trai
 RENAMED = {
     "evaluate.enabled": "evaluate.every (0: no evaluation)",
     "evaluate.version": "the parameter `version` of the flow evaluate (`rollmill evaluate --version`)",
+    "observe.experiment": "the environment variable MLFLOW_EXPERIMENT_NAME",
+    "retrain.first_step": "retrain.steps ([first, last])",
     "retrain.groups_per_step": "rollout.groups_per_step",
+    "retrain.last_step": "retrain.steps ([first, last])",
+    "rollout.group_timeout_s": "rollout.trajectory_timeout_s (a group may take twice as long)",
+    "score.judge.prompt": "score.judge.prompt_file",
     "score.judge.score_max": "score.judge.score_range ([smallest, largest])",
     "score.judge.score_min": "score.judge.score_range ([smallest, largest])",
-    "serve.port": "the option --port of `rollmill vllm` (launched servers have free ports)",
-    "train.port": "the option --port of `rollmill trainer` (launched trainers have free ports)",
+    "score.judge.timeout_s": "score.timeout_s (a request may take half of it)",
     "score.needs_whole_group": "score.min_group_size (0: all of a group)",
     "score.overlong_cache_tokens": "score.overlong_tokens ([limit - cache, limit])",
     "score.overlong_limit_tokens": "score.overlong_tokens ([limit - cache, limit])",
     "score.require_full_group": "score.min_group_size (0: all of a group)",
+    "score.reward_model.timeout_s": "score.timeout_s (a request may take half of it)",
+    "serve.api_key_env": "the environment variable ROLLMILL_VLLM_API_KEY",
+    "serve.kv_cache_gib": "the environment variable VLLM_CPU_KVCACHE_SPACE (GiB)",
+    "serve.max_num_seqs": "serve.extra_args ([--max-num-seqs, N])",
     "serve.max_restarts": "max_restarts",
+    "serve.port": "the option --port of `rollmill vllm` (launched servers have free ports)",
+    "serve.start_timeout_s": "start_timeout_s",
+    "serve.threads": "the environment variable OMP_NUM_THREADS",
     "start_model.enabled": "start_model.steps (0: load `model`)",
     "store.remove_superseded": "store.compact (at_end, after_grace or never)",
     "train.behaviour": "train.old_logprobs (sampler, or trainer for recomputed)",
@@ -35,11 +46,16 @@ RENAMED = {
     "train.beta2": "train.betas ([first, second])",
     "train.checkpoint_every": "checkpoint.every",
     "train.export_every": "checkpoint.export_every",
+    "train.importance.cap": "train.importance.bounds ([smallest, largest])",
+    "train.importance.floor": "train.importance.bounds ([smallest, largest])",
     "train.keep_checkpoint_every": "checkpoint.keep_every",
     "train.keep_checkpoints": "checkpoint.keep",
     "train.kl.place": "train.kl.apply_to",
     "train.min_lr_share": "train.min_lr_ratio",
+    "train.port": "the option --port of `rollmill trainer` (launched trainers have free ports)",
+    "train.start_timeout_s": "start_timeout_s",
     "train.step_timeout_s": "train.command_timeout_s",
+    "train.token_env": "the environment variable ROLLMILL_TRAINER_TOKEN",
 }
 """What to write instead of each setting that has moved, by its old name."""
 
@@ -79,8 +95,10 @@ CONSTANTS = {
     "score.reward_model.connect_timeout_s": "5 s",
     "score.reward_model.max_attempts": "4",
     "score.reward_model.retry_backoff_s": "0.5 s",
+    "score.reward_model.use_activation": "false",
     "score.worker_start_timeout_s": "120 s",
     "serve.abort_grace_s": "2 s",
+    "serve.attach_timeout_s": "60 s",
     "serve.connect_timeout_s": "10 s",
     "serve.control_attempts": "4",
     "serve.control_backoff_s": "0.2 s",
@@ -94,13 +112,19 @@ CONSTANTS = {
     "start_model.decay_share": "0.3",
     "start_model.heads": "start_model.hidden_size / 32",
     "start_model.intermediate_size": "2 x start_model.hidden_size",
+    "start_model.layers": "2",
     "start_model.lr": "0.003",
     "start_model.max_position_embeddings": "4096",
+    "start_model.root": "models",
     "start_model.threads": "1",
     "start_model.timeout_s": "1800 s",
     "start_model.warmup_steps": "100",
     "store.compaction_large_bytes": "8 MiB",
     "store.flush_s": "0.02 s on a disk, 2 s on S3",
+    "store.lease_s": "60 s",
+    "store.lock_timeout_s": "10 s",
+    "store.min_free_bytes": "256 MiB",
+    "sync.bucket_mib": "32 MiB",
     "sync.checksums": "8",
     "sync.ratio_threshold": "0.001",
     "sync.report_s": "10 s",
@@ -108,6 +132,8 @@ CONSTANTS = {
     "sync.straggler_timeout_s": "30 s",
     "sync.streams": "2",
     "train.cuda_sync_spans": "true",
+    "train.eps": "1e-8",
+    "train.head_chunk_mib": "512 MiB",
     "train.heartbeat_timeout_s": "60 s",
     "train.lora.seed": "0",
     "train.micro_batch_overhead_tokens": "64",
@@ -147,6 +173,11 @@ def refuse_moved_settings(values: Any) -> None:
         raise PydanticCustomError("moved_setting", "{field}: {remedy}", context)
 
 
+FirstStep = Annotated[int, Field(ge=0)]
+# -1 is the last one there is.
+LastStep = Annotated[int, Field(ge=-1)]
+
+
 class FlowConfig(StageConfig):
     """Base of a flow's settings: refuses a setting that was renamed or removed, and names what to write instead."""
 
@@ -178,9 +209,8 @@ class RetrainConfig(StageConfig):
         (), "Runs whose rollouts are trained on: folders, or s3://bucket/prefix.", fixed=True, basic=True
     )
     scores: str = setting("", "Scores to take rewards from, as NAME@VERSION.", fixed=True, basic=True)
-    first_step: int = setting(0, "First step of the sources to draw from.", ge=0, fixed=True)
-    last_step: int = setting(
-        -1, "Last step of the sources to draw from; -1: all finished steps.", ge=-1, fixed=True
+    steps: tuple[FirstStep, LastStep] = setting(
+        (0, -1), "First and last step of the sources to draw from; -1: all finished steps.", fixed=True
     )
 
 
@@ -221,6 +251,9 @@ class RunConfig(FlowConfig):
         "How often each launched trainer or vLLM server is restarted; the run stops when the trainer or the last server "
         "may not be restarted any more.",
         ge=0,
+    )
+    start_timeout_s: float = setting(
+        600.0, "Time limit for a launched trainer or vLLM server to become healthy, in seconds.", gt=0.0
     )
     rollout: RolloutConfig = setting(RolloutConfig(), "Sampling.")
     score: ScoreConfig = setting(ScoreConfig(), "Scoring and advantages.")

@@ -70,7 +70,7 @@ class RunForm:
 def merge_advanced(given: Any) -> Any:
     """Return settings with those below `advanced` put back into their sections.
 
-    Example: {"train": {"lr": 1e-6}, "advanced": {"train": {"eps": 1e-6}}} gives {"train": {"lr": 1e-6, "eps": 1e-6}}.
+    Example: {"train": {"lr": 1e-6}, "advanced": {"train": {"weight_decay": 0.1}}} gives {"train": {"lr": 1e-6, "weight_decay": 0.1}}.
     """
     if not isinstance(given, Mapping) or ADVANCED not in given:
         return given

@@ -12,11 +12,13 @@ from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.train.config import StartModelRecipe
 
 RECIPE_VERSION = 1
+# Folder, below the working folder, that keeps start models, each under a digest of recipe and seed.
+START_MODELS = Path("models")
 
 
 def start_model_recipe(config: RunConfig) -> StartModelRecipe:
-    """Return the settings by which a run's start model is trained: `config.start_model` without its folder `root`."""
-    return StartModelRecipe.model_validate(config.start_model.model_dump(exclude={"root"}))
+    """Return the settings by which a run's start model is trained: `config.start_model` and constants."""
+    return StartModelRecipe.model_validate(config.start_model.model_dump())
 
 
 def start_model_folder(config: RunConfig) -> Path:
@@ -26,7 +28,7 @@ def start_model_folder(config: RunConfig) -> Path:
     recipe = start_model_recipe(config).model_dump()
     recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    return Path(config.start_model.root) / f"start-{digest[:16]}"
+    return START_MODELS / f"start-{digest[:16]}"
 
 
 def run_tokenizer(folder: RunFolder, model: str = "") -> ChatTokenizer:

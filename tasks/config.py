@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.errors import ConfigError
 
-UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "bytes": "bytes", "env": "environment variable"}
+UNITS = {"s": "seconds", "env": "environment variable"}
 # Abbreviations in names of settings, as a form's titles have them.
 SPOKEN = {
     "api": "API",
@@ -22,7 +22,6 @@ SPOKEN = {
     "gpu": "GPU",
     "gpus": "GPUs",
     "kl": "KL",
-    "kv": "KV",
     "len": "length",
     "lora": "LoRA",
     "lr": "learning-rate",

@@ -84,7 +84,7 @@ def run_server(
     ) -> Iterator[ServedModel]:
         extension = ("--worker-extension-cls", "repair_switch.RepairSwitch", *extra_args)
         config, port = (
-            ServeConfig(dtype="float32", kv_cache_gib=1, max_model_len=max_model_len, extra_args=extension),
+            ServeConfig(dtype="float32", max_model_len=max_model_len, extra_args=extension),
             free_port(),
         )
         process = LaunchedProcess.start(
@@ -116,7 +116,7 @@ def vllm_server(
 async def _started(served: ServedModel) -> None:
     async with VllmClient(served.url, served.config) as client:
         await client.wait_until_healthy(LONGEST_START_S, served.process)
-        await client.warm_up(served.process)
+        await client.warm_up(LONGEST_START_S, served.process)
 
 
 @pytest.fixture(scope="session")

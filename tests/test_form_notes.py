@@ -36,7 +36,6 @@ def test_a_default_that_says_nothing_is_left_out() -> None:
         ("request_timeout_s", "Request timeout (seconds)"),
         ("lr", "Learning rate"),
         ("api_key_env", "API key (environment variable)"),
-        ("bucket_mib", "Bucket (MiB)"),
         ("s", "S"),
         ("max_in_flight", "Max in flight"),
         ("max_grad_norm", "Max grad norm"),

@@ -64,7 +64,6 @@ def settings(folder: Path, mode: Mode) -> RunConfig:
                 "max_in_flight": ROLLOUT_SLOTS,
                 "trajectories_per_task": TRAJECTORIES_PER_TASK[mode],
                 "trajectory_timeout_s": TIMEOUT_S,
-                "group_timeout_s": TIMEOUT_S,
             },
             "score": {
                 "scorer": f"{scorer.__module__}:{scorer.__name__}",

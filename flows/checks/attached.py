@@ -8,12 +8,16 @@ from http import HTTPStatus
 import msgspec
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.settings import HIDDEN
 from rollmill.tasks.errors import ConfigError, RequestError, TransientRequestError
 from rollmill.tasks.serve.http_connection import TRANSIENT_STATUSES, HttpConnection
 from rollmill.tasks.serve.vllm_client import PATIENCE
-from rollmill.tasks.serve.vllm_launch import LOGPROBS_MODE, PLUGIN_REMEDY, TRANSFER_BACKEND
+from rollmill.tasks.serve.vllm_launch import API_KEY_ENV, LOGPROBS_MODE, PLUGIN_REMEDY, TRANSFER_BACKEND
+from rollmill.tasks.train.service.launch import TOKEN_ENV
 
 RETRY_INTERVAL_S = 0.5
+# Seconds before a run starts in which an address must answer: a service may be starting, and a wrong address must soon be named.
+ATTACH_TIMEOUT_S = 60.0
 
 
 class _Model(msgspec.Struct):
@@ -49,7 +53,7 @@ async def check_attached(config: RunConfig, *, samples: bool = True, trains: boo
     """Check every service that a run attaches to: train.url and train.kl.urls if it trains, serve.urls if it samples.
 
     Raises:
-        ConfigError: one does not answer within serve.attach_timeout_s or lacks something; names the setting.
+        ConfigError: one does not answer within ATTACH_TIMEOUT_S or lacks something; names the setting.
     """
     urls = [("serve.urls", url) for url in config.serve.urls if samples]
     if trains and config.train.kl.reference == "deployment":
@@ -59,10 +63,10 @@ async def check_attached(config: RunConfig, *, samples: bool = True, trains: boo
 
 
 async def _check(config: RunConfig, field: str, url: str) -> None:
-    key_env = config.train.token_env if field == "train.url" else config.serve.api_key_env
+    key_env = TOKEN_ENV if field == "train.url" else API_KEY_ENV
     connection = HttpConnection(url, api_key=os.environ.get(key_env, ""), connect_timeout_s=_CONNECT_S)
     try:
-        async with asyncio.timeout(config.serve.attach_timeout_s):
+        async with asyncio.timeout(ATTACH_TIMEOUT_S):
             if field == "train.url":
                 await _check_trainer(config, connection)
             elif field == "train.kl.urls":
@@ -70,7 +74,7 @@ async def _check(config: RunConfig, field: str, url: str) -> None:
             else:
                 await _check_vllm(config, url, connection)
     except TimeoutError:
-        within = f"within serve.attach_timeout_s = {config.serve.attach_timeout_s:g} s"
+        within = f"within {ATTACH_TIMEOUT_S:g} s"
         raise ConfigError(
             field,
             url,
@@ -88,7 +92,7 @@ async def _check_trainer(config: RunConfig, connection: HttpConnection) -> None:
         remedy = (
             f"the trainer at {config.train.url} has a different access token than this environment variable"
         )
-        raise ConfigError("train.token_env", config.train.token_env, remedy)
+        raise ConfigError(TOKEN_ENV, HIDDEN, remedy)
     if status != HTTPStatus.OK:
         raise ConfigError(
             "train.url", config.train.url, f"the service there is not a trainer (/v1/health: {status})"
@@ -106,7 +110,7 @@ async def _ask_to_generate(config: RunConfig, url: str, connection: HttpConnecti
     generate, _ = await _answer(connection, "POST", "/inference/v1/generate", _CONNECT_S)
     if generate == HTTPStatus.UNAUTHORIZED:
         remedy = f"the vLLM server at {url} has a different API key than this environment variable"
-        raise ConfigError("serve.api_key_env", config.serve.api_key_env, remedy)
+        raise ConfigError(API_KEY_ENV, HIDDEN, remedy)
     return generate
 
 
@@ -137,12 +141,12 @@ async def _check_vllm(config: RunConfig, url: str, connection: HttpConnection) -
         connection,
         "GET",
         "/server_info?config_format=json",
-        config.serve.attach_timeout_s,
+        ATTACH_TIMEOUT_S,
         final={HTTPStatus.INTERNAL_SERVER_ERROR},
     )
     if missing := _missing(config, generate, info, body):
         raise ConfigError("serve.urls", url, f"this vLLM server cannot serve a run: start it {missing}")
-    weights, _ = await _answer(connection, "GET", "/rollmill/weights", config.serve.attach_timeout_s)
+    weights, _ = await _answer(connection, "GET", "/rollmill/weights", ATTACH_TIMEOUT_S)
     if weights == HTTPStatus.NOT_FOUND:
         raise ConfigError("serve.urls", url, PLUGIN_REMEDY)
 

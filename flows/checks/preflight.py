@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.recipe import START_MODELS, start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
@@ -34,6 +34,7 @@ from rollmill.tasks.store.folders import S3_SCHEME, SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import NUMBERS_OF_EXPERTS
+from rollmill.tasks.train.service.launch import TOKEN_ENV
 from rollmill.tasks.train.setting_rules import HAS_RATIO
 
 
@@ -67,7 +68,7 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
         _check_stages(config)
     # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:
-        _check_loss(config.train)
+        _check_loss(config.train, config.start_timeout_s)
     _check_model(config)
     check_store(config.store.root)
     check_sinks(config.observe)
@@ -83,9 +84,9 @@ def _check_trainer(config: RunConfig) -> None:
     """Raise ConfigError if a C++ compiler is missing to launch a trainer, or the access token of the one at train.url."""
     if not config.train.url:
         check_trainer()
-    elif not os.environ.get(config.train.token_env):
+    elif not os.environ.get(TOKEN_ENV):
         remedy = "set this environment variable to the access token of the trainer at train.url"
-        raise ConfigError("train.token_env", config.train.token_env, remedy)
+        raise ConfigError(TOKEN_ENV, "", remedy)
 
 
 def _check_stages(config: RunConfig) -> None:
@@ -113,10 +114,10 @@ def _check_environment_name(name: str) -> None:
         raise ConfigError("rollout.environment", ALL, remedy)
 
 
-def _check_loss(train: TrainConfig) -> None:
+def _check_loss(train: TrainConfig, timeout_s: float) -> None:
     """Raise ConfigError if `train.loss` is of another package and does not work.
 
-    It is tried in a separate process, since it imports torch.
+    It is tried in a separate process, since it imports torch, for at most `timeout_s` seconds.
     """
     if train.loss in HAS_RATIO:
         return
@@ -124,7 +125,7 @@ def _check_loss(train: TrainConfig) -> None:
     command = python_command("rollmill.tasks.train.objective.objective", train.model_dump_json())
     environment = child_environment()
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=train.start_timeout_s
+        command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
     if done.returncode:
         remedy = f"the process that tried it failed: {done.stderr.strip()[-500:]}"
@@ -168,7 +169,7 @@ def _check_model(config: RunConfig) -> None:
         remedy = "the start model is not a mixture of experts; set it to false"
         raise ConfigError("train.replay_routing", True, remedy)
     if config.start_model.steps:
-        _check_folder("start_model.root", config.start_model.root)
+        _check_folder("working folder", str(START_MODELS.absolute().parent))
         return
     folder = start_model_folder(config)
     if not (folder / "config.json").is_file():

@@ -16,7 +16,7 @@ from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.serve import vllm_launch
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.train.service import launch
-from rollmill.tasks.train.service.launch import Nodes
+from rollmill.tasks.train.service.launch import TOKEN_ENV, Nodes
 
 
 def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
@@ -34,14 +34,14 @@ def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
     nodes.check(config.train.ranks)
     check_trainer()
     check_port(port)
-    token = os.environ.get(config.train.token_env) or secrets.token_urlsafe(24)
+    token = os.environ.get(TOKEN_ENV) or secrets.token_urlsafe(24)
     port = port or free_port()
     logs = RunFolder(f"{config.store.root}/trainer").local / (
         f"node-{nodes.number}" if nodes.count > 1 else ""
     )
     # Flows connect to machine 0 only.
     if nodes.number == 0:
-        typer.echo(f"train.url=http://{host}:{port}\n{config.train.token_env}={token}")
+        typer.echo(f"train.url=http://{host}:{port}\n{TOKEN_ENV}={token}")
     file = launch.write_config(config.train, config.sync, port, logs, host)
     _run_service(
         launch.build_command(config.train, file, nodes),

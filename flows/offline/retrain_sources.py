@@ -46,20 +46,20 @@ def _check_routing(config: RunConfig) -> None:
         if missing := sorted({*steps} - {*list_steps(source, "routing")}):
             remedy = (
                 f"{source.location} has no routed experts of step {missing[0]}, nor of {len(missing) - 1} more steps: use "
-                "other steps (retrain.first_step, retrain.last_step), or set it to false"
+                "other steps (retrain.steps), or set it to false"
             )
             raise ConfigError("train.replay_routing", True, remedy)
 
 
 def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
-    """Return each source with its finished steps from retrain.first_step to retrain.last_step.
+    """Return each source with its finished steps within the bounds retrain.steps.
 
     A step is finished when it was trained on; in a run of the flow collect, when all its groups are collected.
 
     Raises:
         ConfigError: a source is not a run or lacks the scores, or no step is within the bounds.
     """
-    scores, first, last = config.retrain.scores, config.retrain.first_step, config.retrain.last_step
+    scores, (first, last) = config.retrain.scores, config.retrain.steps
     found, done = [], []
     for source in map(find_run, config.retrain.sources):
         if scores not in (there_are := list_scorers(source)):
@@ -69,8 +69,8 @@ def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
         done.append(f"{source.location} has done {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}")
         found.append((source, [step for step in steps if first <= step and (last < 0 or step <= last)]))
     if found and not any(steps for _, steps in found):
-        bounds = f"no step is from retrain.first_step = {first} to retrain.last_step = {last}"
-        raise ConfigError("retrain.first_step", first, f"{bounds}: {', '.join(done)}")
+        bounds = f"no step is from {first} to {last}"
+        raise ConfigError("retrain.steps", [first, last], f"{bounds}: {', '.join(done)}")
     return found
 
 

@@ -12,6 +12,8 @@ from rollmill.tasks.processes.python_child import child_environment, python_comm
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.vllm_client import VllmClient
 
+# Seconds in which the server of made-up answers starts: it imports no torch.
+START_TIMEOUT_S = 60.0
 PROMPT_TOKENS = 64
 # Longest pause, in seconds, between an answer and the next request; it takes the place of an environment.
 BETWEEN_S = 0.1
@@ -51,7 +53,7 @@ async def synthetic_traffic(
     )
     client = VllmClient(f"http://127.0.0.1:{port}", config, api_key="")
     try:
-        await client.wait_until_healthy(config.start_timeout_s, server)
+        await client.wait_until_healthy(START_TIMEOUT_S, server)
         async with asyncio.TaskGroup() as traffic:
             tasks = [traffic.create_task(_ask(client, config, seed)) for seed in range(n_tasks)]
             yield [server.pid]

@@ -26,8 +26,7 @@ LOOPBACK = "127.0.0.1"
 HEALTH_INTERVAL_S = 2.0
 # Settings of `train` that the flow uses, not the trainer, so that an attached trainer may have others.
 FLOW_SETTINGS = {
-    *("url", "token_env", "start_timeout_s", "command_timeout_s"),
-    *("max_skipped_steps", "recompute_rows"),
+    *("url", "command_timeout_s", "max_skipped_steps", "recompute_rows"),
 }
 
 
@@ -48,11 +47,11 @@ class TrainerService:
     def __init__(self, config: RunConfig, logs: Path, variables: Mapping[str, str]) -> None:
         settings = config.train
         self._config, self._logs, self._variables = config, logs, variables
-        self._token = os.environ.get(settings.token_env, "") if settings.url else secrets.token_urlsafe(24)
+        self._token = os.environ.get(launch.TOKEN_ENV, "") if settings.url else secrets.token_urlsafe(24)
         self._port = free_port()
         if not self._token:
             remedy = "set this environment variable to the access token of the trainer at train.url"
-            raise ConfigError("train.token_env", settings.token_env, remedy)
+            raise ConfigError(launch.TOKEN_ENV, "", remedy)
         url = settings.url or f"http://{LOOPBACK}:{self._port}"
         self.client = TrainerClient(url, self._token, timeout_s=settings.command_timeout_s)
         self.span_processes = [rank_process(rank) for rank in range(settings.ranks)]
@@ -74,7 +73,7 @@ class TrainerService:
                 log=self._logs / "trainer.log",
                 env={**launch.build_environment(settings, self._token), **self._variables},
             )
-        health = await self.client.wait_until_healthy(settings.start_timeout_s, self.process)
+        health = await self.client.wait_until_healthy(self._config.start_timeout_s, self.process)
         check_settings(settings, health.settings)
 
 
@@ -106,7 +105,7 @@ class ServerService:
         self.is_ours = not serve.urls
         self._port = free_port()
         url = f"http://{LOOPBACK}:{self._port}" if self.is_ours else serve.urls[number]
-        self._key = os.environ.get(serve.api_key_env, "")
+        self._key = os.environ.get(vllm_launch.API_KEY_ENV, "")
         if self.is_ours and not self._key:
             # Other users of this machine reach loopback too.
             self._key = secrets.token_urlsafe(24)
@@ -131,8 +130,9 @@ class ServerService:
                 log=self._logs / f"vllm-{self._number}.log",
                 env=vllm_launch.vllm_environment(serve, self._number, api_key=self._key),
             )
-        await self.client.wait_until_healthy(serve.start_timeout_s, self.process)
-        await self.client.warm_up(self.process, needs_routing=self._keeps_routing)
+        timeout_s = self._config.start_timeout_s
+        await self.client.wait_until_healthy(timeout_s, self.process)
+        await self.client.warm_up(timeout_s, self.process, needs_routing=self._keeps_routing)
 
     async def wait_for_failure(self, alarm: asyncio.Event) -> str:
         """Wait until the server fails or the alarm is set; returns the reason, "" after an alarm."""
@@ -165,7 +165,7 @@ class ServerService:
             await asyncio.sleep(HEALTH_INTERVAL_S)
         # A server that still has a version's name did not restart, so it has answered requests before.
         if not PolicyVersion.is_one(await self.client.version()):
-            await self.client.warm_up(needs_routing=self._keeps_routing)
+            await self.client.warm_up(self._config.start_timeout_s, needs_routing=self._keeps_routing)
 
 
 async def restart(

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
@@ -21,6 +22,8 @@ from rollmill.tasks.store.run.writable_run import OpenRun
 
 # Seconds that a run waits at its end for a sink to take what is left: a dead receiver must not hold a finished run.
 TIMEOUT_S = 20.0
+# MLflow's own variable: other programs of a user name their experiment by it too.
+EXPERIMENT_ENV = "MLFLOW_EXPERIMENT_NAME"
 
 SPAN_SINK_COMMAND = tuple(python_command("rollmill.tasks.look.export.otlp_process"))
 SPAN_SINK_REMEDY = (
@@ -78,7 +81,7 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
         name=folder.name,
         tensorboard=files,
         mlflow_uri=observe.mlflow_uri,
-        experiment=observe.experiment,
+        experiment=os.environ.get(EXPERIMENT_ENV, "rollmill"),
         timeout_s=TIMEOUT_S,
     )
     if files:

@@ -28,7 +28,12 @@ from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket
 from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk, StepSampler, StoredChunk
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
-from rollmill.tasks.rollout.trajectory_requests import GroupClock, plan_group_requests, split_chunks
+from rollmill.tasks.rollout.trajectory_requests import (
+    GROUP_TIMEOUT_RATIO,
+    GroupClock,
+    plan_group_requests,
+    split_chunks,
+)
 from rollmill.tasks.score.group_outcomes import GroupOutcome
 from rollmill.tasks.score.scoring import ScoreChunk, ScoredChunk, select_scorable
 from rollmill.tasks.store.rows import Rows, column_values, concat_rows, sort_rows
@@ -240,7 +245,7 @@ class GroupCollection:
     ) -> list[RolloutWork]:
         """Split the group's requests and slots into one chunk for each rollout task, and start the group's time limit."""
         config = self._run.config.rollout
-        clock = GroupClock(config.group_timeout_s)
+        clock = GroupClock(GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s)
         clock.deadline()
         size = config.trajectories_per_task
         parts = zip(split_chunks(requests, size), split_chunks(tickets, size), strict=True)

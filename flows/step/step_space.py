@@ -10,6 +10,8 @@ from rollmill.tasks.train.config import TrainConfig
 
 BYTES_OF_A_WEIGHT = {"float32": 4, "bfloat16": 2}
 
+# Bytes that stay free on the disk of the run's folder: logs and other programs must not fail before the run stops.
+MIN_FREE_BYTES = 256 << 20
 # A weight and AdamW's two moments of it, in single precision.
 STATE_BYTES = 12
 
@@ -24,7 +26,7 @@ class StepSpace:
         self._config = run.config
         self._trains = run.store.manifest.trains
         first = checkpoint_bytes(run.model, run.config.train)
-        self._space = DiskSpaceGuard(run.folder, run.config.store.min_free_bytes, first)
+        self._space = DiskSpaceGuard(run.folder, MIN_FREE_BYTES, first)
 
     async def check(self, step: int, *, is_collected: bool = False) -> None:
         """Raise DiskSpaceError if the disk lacks room for a step; call it before collecting and before training the step.

@@ -29,11 +29,12 @@ class ObserveConfig(StageConfig):
         False, "Write the metrics to RUN/tensorboard too (pip install 'rollmill[tensorboard]')."
     )
     mlflow_uri: str = setting(
-        "", "MLflow tracking server that gets the metrics too (pip install 'rollmill[mlflow]'); empty: none."
+        "",
+        "MLflow tracking server that gets the metrics too (pip install 'rollmill[mlflow]'); empty: none. The environment variable "
+        "MLFLOW_EXPERIMENT_NAME names the experiment; unset: rollmill.",
     )
     otlp_endpoint: str = setting(
         "",
         "OpenTelemetry receiver, such as http://127.0.0.1:4318, that gets each step's spans too, by OTLP over HTTP "
         "(pip install 'rollmill[otel]'); empty: none.",
     )
-    experiment: str = setting("rollmill", "Experiment of the run in MLflow.")

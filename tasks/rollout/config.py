@@ -150,8 +150,3 @@ class RolloutConfig(StageConfig):
         "Time limit of one trajectory, in seconds, including waits for a server; then it is cancelled.",
         gt=0.0,
     )
-    group_timeout_s: float = setting(
-        1800.0,
-        "Time limit of one group, in seconds, from its first trajectory; then the rest is cancelled.",
-        gt=0.0,
-    )

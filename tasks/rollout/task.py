@@ -68,7 +68,7 @@ class RolloutWork(Protocol):
 
 # No retries, whatever PREFECT_TASKS_DEFAULT_RETRIES says: each request is repeated by itself, a failed trajectory is a
 # stored row, and Prefect would sample a chunk again under trajectory ids that are stored.
-# No timeout_seconds: rollout.trajectory_timeout_s and rollout.group_timeout_s turn what is late into rows and keep the rest of
+# No timeout_seconds: rollout.trajectory_timeout_s and the group's limit turn what is late into rows and keep the rest of
 # the chunk, which Prefect's timeout would lose.
 @task(
     name="rollout",

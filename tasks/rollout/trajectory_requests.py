@@ -99,6 +99,10 @@ def split_chunks(work: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [work[first : first + step] for first in range(0, len(work), step)]
 
 
+# Longest time of a group, as a multiple of rollout.trajectory_timeout_s: its last trajectory may get a slot when the first one ends.
+GROUP_TIMEOUT_RATIO = 2.0
+
+
 class GroupClock:
     """Deadline of a group: `timeout_s` seconds after the first call of `deadline`."""
 
@@ -110,7 +114,7 @@ class GroupClock:
         """Return the group's deadline; the first call starts the clock."""
         if self._deadline is None:
             at = asyncio.get_running_loop().time() + self._timeout_s
-            self._deadline = Deadline(at, f"rollout.group_timeout_s = {self._timeout_s:g} s")
+            self._deadline = Deadline(at, f"the group's limit of {self._timeout_s:g} s")
         return self._deadline
 
     def remaining_s(self) -> float:

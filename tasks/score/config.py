@@ -2,20 +2,6 @@
 
 from rollmill.tasks.config import ADDRESS, StageConfig, setting, variable
 
-JUDGE_PROMPT = """\
-Judge the last answer of the assistant in this conversation.
-
-{% for message in messages %}
-[{{ message.role }}] {{ message.content }}
-{% endfor %}
-{% if example.answer is defined %}
-Reference answer: {{ example.answer }}
-{% endif %}
-
-Reply with one JSON object and nothing else: {"explanation": "one sentence", "score": S}, where S is a number from 0
-(useless) to 1 (correct and complete).
-"""
-
 RUBRIC = """\
 - An attempt that reaches its goal scores well above every attempt that does not.
 - Among attempts that reach it, the one that does so with less waste scores slightly higher.
@@ -28,11 +14,6 @@ class EndpointConfig(StageConfig):
     """A model served over HTTP."""
 
     api_key_env: str = variable("", "Environment variable that holds the API key; empty: no key.")
-    timeout_s: float = setting(
-        30.0,
-        "Time limit of one request, in seconds; all attempts together must end within score.timeout_s.",
-        gt=0.0,
-    )
 
 
 class JudgeConfig(EndpointConfig):
@@ -42,12 +23,12 @@ class JudgeConfig(EndpointConfig):
         "", "Base URL, such as https://host/v1; chat/completions is appended.", pattern=ADDRESS
     )
     model: str = setting("", "Name of the model.", fixed=True)
-    prompt: str = setting(
-        JUDGE_PROMPT,
-        "Prompt of the scorer `judge`: a Jinja template with messages, answer, example, outcome and env.",
+    prompt_file: str = setting(
+        "",
+        "File with the prompt of the scorer `judge`: a Jinja template with messages, answer, example, outcome and env; empty: a "
+        "general prompt.",
         fixed=True,
     )
-    prompt_file: str = setting("", "File with that prompt; empty: `prompt` is used.", fixed=True)
     rubric: str = setting(RUBRIC, "Criteria by which the scorer `ruler` compares trajectories.", fixed=True)
     temperature: float = setting(0.0, "Sampling temperature of the judge.", ge=0.0, le=10.0, fixed=True)
     max_tokens: int = setting(2048, "Largest number of tokens of one judgement.", ge=1)
@@ -62,7 +43,6 @@ class RewardModelConfig(EndpointConfig):
     url: str = setting("", "Base URL of the server, such as http://host:8000.", pattern=ADDRESS)
     model: str = setting("", "Name of the model; empty: the one that the server has.", fixed=True)
     output: int = setting(0, "Index of the model's output that is the reward, from 0.", ge=0, fixed=True)
-    use_activation: bool = setting(False, "Apply the model's sigmoid or softmax to the reward.", fixed=True)
 
 
 class WeightedScorer(StageConfig):

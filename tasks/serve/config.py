@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import Address, StageConfig, choose_dtype, setting, variable
+from rollmill.tasks.config import Address, StageConfig, choose_dtype, setting
 
 # Arguments of vLLM that hold a key or a token, and the abbreviations that argparse accepts for them.
 _SECRET_ARGUMENT = re.compile(
@@ -46,11 +46,6 @@ class ServeConfig(StageConfig):
         "float32.",
         fixed=True,
     )
-    max_num_seqs: int = setting(256, "Largest number of sequences that a server decodes concurrently.", ge=1)
-    kv_cache_gib: int = setting(4, "Key-value cache of a launched CPU server, in GiB.", ge=1)
-    threads: int = setting(
-        1, "CPU threads of a launched server; more of them slow each other down on shared cores.", ge=1
-    )
     extra_args: tuple[str, ...] = setting(
         (), "Further command-line arguments of a launched server; no key or token, since settings are shown."
     )
@@ -61,16 +56,6 @@ class ServeConfig(StageConfig):
         (),
         "Addresses (http://host:port) of running vLLM servers to attach to; empty: launch serve.servers on this machine.",
     )
-    api_key_env: str = variable(
-        "ROLLMILL_VLLM_API_KEY",
-        "Environment variable that holds the API key of attached servers; unset: none.",
-    )
-    start_timeout_s: float = setting(
-        600.0, "Time limit for a launched server to become healthy, in seconds.", gt=0.0
-    )
-    attach_timeout_s: float = setting(
-        30.0, "Time limit, before a run starts, for addresses to attach to, in seconds.", gt=0.0
-    )
     request_timeout_s: float = setting(300.0, "Time limit of one generation request, in seconds.", gt=0.0)
 
     @field_validator("extra_args")
@@ -78,6 +63,6 @@ class ServeConfig(StageConfig):
     def _has_no_secret(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
         names = [each.split("=", 1)[0].replace("_", "-") for each in arguments]
         if found := next((each for each in names if _SECRET_ARGUMENT.match(each)), ""):
-            remedy = f"{found} would be stored and shown: put the key in the environment variable serve.api_key_env names"
+            remedy = f"{found} would be stored and shown: put the key in the environment variable ROLLMILL_VLLM_API_KEY"
             raise PydanticCustomError("secret", "{remedy}", {"remedy": remedy})
         return arguments

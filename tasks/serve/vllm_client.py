@@ -17,7 +17,7 @@ from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import Body, ServiceClient, wait_for_start
 from rollmill.tasks.serve.responses import ARRAYS, Completion, decode_completion, prompt_logprobs_reader
-from rollmill.tasks.serve.vllm_launch import PLUGIN_REMEDY, ROUTING_ARGUMENT, has_plugin_failure
+from rollmill.tasks.serve.vllm_launch import API_KEY_ENV, PLUGIN_REMEDY, ROUTING_ARGUMENT, has_plugin_failure
 
 Answer = TypeVar("Answer")
 
@@ -65,7 +65,7 @@ class VllmClient(ServiceClient):
     Args:
         url: http://host:port of the server.
         config: settings of the servers.
-        api_key: key of the server; None: read from the variable that serve.api_key_env names; empty: none.
+        api_key: key of the server; None: read from the environment variable API_KEY_ENV; empty: none.
         limits: time limits and retries.
 
     Attributes:
@@ -77,7 +77,7 @@ class VllmClient(ServiceClient):
         self, url: str, config: ServeConfig, api_key: str | None = None, limits: ClientLimits = PATIENCE
     ) -> None:
         self.max_failures_in_a_row = limits.max_failures_in_a_row
-        self.api_key = os.environ.get(config.api_key_env, "") if api_key is None else api_key
+        self.api_key = os.environ.get(API_KEY_ENV, "") if api_key is None else api_key
         super().__init__(url, api_key=self.api_key, connect_timeout_s=limits.connect_timeout_s)
         self._config, self._limits = config, limits
         self._decoders = ThreadPoolExecutor(limits.decode_threads, thread_name_prefix="decode-answer")
@@ -98,7 +98,7 @@ class VllmClient(ServiceClient):
                 raise ServiceStartError(name, PLUGIN_REMEDY, process.log_tail())
             return None
 
-        await wait_for_start(name, ask, process, timeout_s, "serve.start_timeout_s")
+        await wait_for_start(name, ask, process, timeout_s, "start_timeout_s")
 
     async def is_healthy(self) -> bool:
         """Return True if the server and its engine answer."""
@@ -122,17 +122,20 @@ class VllmClient(ServiceClient):
             return False
         return True
 
-    async def warm_up(self, process: LaunchedProcess | None = None, *, needs_routing: bool = False) -> None:
+    async def warm_up(
+        self, timeout_s: float, process: LaunchedProcess | None = None, *, needs_routing: bool = False
+    ) -> None:
         """Check that the plugin is loaded, and send the first, slow requests, with every feature that later ones use.
 
         Args:
+            timeout_s: seconds for each of them.
             process: the launched process, whose log an error quotes.
             needs_routing: True if responses must have the routed experts.
 
         Raises:
             ServiceStartError: it failed; some models load and cannot be computed.
         """
-        tokens, timeout_s = np.zeros(2, np.int32), self._config.start_timeout_s
+        tokens = np.zeros(2, np.int32)
         try:
             await self._check_plugin()
             first = await self._again(

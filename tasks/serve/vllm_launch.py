@@ -9,6 +9,14 @@ from pathlib import Path
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.serve.config import ServeConfig
 
+API_KEY_ENV = "ROLLMILL_VLLM_API_KEY"
+"""Environment variable that holds the API key of attached servers; unset: none."""
+# Largest number of sequences that a server decodes concurrently: as many as rollout.max_in_flight by default. vLLM takes the last
+# --max-num-seqs, which serve.extra_args may give.
+_MAX_NUM_SEQS = "256"
+# Environment variables of a CPU server and their defaults: 1 GiB of key-value cache holds the tokens of a small model, and more
+# threads slow each other down on shared cores.
+_CPU_RESOURCES = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 TRANSFER_BACKEND = "rollmill"
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities are those that tokens were sampled by, the temperature applied."""
@@ -55,7 +63,7 @@ def vllm_command(config: ServeConfig, model: str, port: int, *, returns_routing:
         *("--host", LOOPBACK, "--port", str(port)),
         *("--dtype", config.dtype),
         *("--max-model-len", str(config.max_model_len)),
-        *("--max-num-seqs", str(config.max_num_seqs)),
+        *("--max-num-seqs", _MAX_NUM_SEQS),
         *("--gpu-memory-utilization", str(config.gpu_memory_utilization)),
         *("--logprobs-mode", LOGPROBS_MODE),
         *("--weight-transfer-config", f'{{"backend": "{TRANSFER_BACKEND}"}}'),
@@ -78,14 +86,14 @@ def vllm_environment(
         config: settings of the servers.
         number: which of the launched servers it is, from 0; it sees its share of serve.gpus.
         base: the environment to start from.
-        api_key: key that every request needs; empty: the value of the variable serve.api_key_env, if any.
+        api_key: key that every request needs; empty: the value of the variable API_KEY_ENV, if any.
 
     Example: of the GPUs ("0", "1", "2", "3") for two servers, number 1 sees "2,3".
     """
     share = len(config.gpus) // config.servers
     gpus = ",".join(config.gpus[number * share : (number + 1) * share])
     ours = {name: value for name, value in base.items() if not name.startswith(("PREFECT_", "PYTHON"))}
-    key = api_key or base.get(config.api_key_env)
+    key = api_key or base.get(API_KEY_ENV)
     plugins = dict.fromkeys([*filter(None, base.get("VLLM_PLUGINS", "").split(",")), PLUGIN])
     return {
         **ours,
@@ -93,8 +101,7 @@ def vllm_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": ",".join(plugins),
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
-        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
-        "OMP_NUM_THREADS": str(config.threads),
+        **{name: ours.get(name, default) for name, default in _CPU_RESOURCES.items()},
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(config.python).absolute().parent}:{ours.get('PATH', '')}",
@@ -116,10 +123,9 @@ def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ) -> 
         ConfigError: names the setting.
     """
     words = [word for each in config.extra_args for word in each.split("=", 1)]
-    variable = config.api_key_env
     hosts = [after for word, after in pairwise(words) if word == "--host"]
-    if any(host != LOOPBACK for host in hosts) and not base.get(variable):
-        remedy = f"others reach its control routes there: put a key in the environment variable {variable}, which they need"
+    if any(host != LOOPBACK for host in hosts) and not base.get(API_KEY_ENV):
+        remedy = f"others reach its control routes there: put a key in the environment variable {API_KEY_ENV}, which they need"
         raise ConfigError("serve.extra_args", f"--host {hosts[-1]}", remedy)
 
 

@@ -66,7 +66,7 @@ def check_room(need: SpaceNeed, free_bytes: int, step: int, folder: RunFolder) -
         return
     parts = [f"{_format_bytes(need.rows)} for rows as the largest of the last {LOOKED_AT} steps has them"]
     parts += [f"{_format_bytes(need.checkpoint)} for a checkpoint"] if need.checkpoint else []
-    parts += [f"{_format_bytes(need.reserve)} that stay free (store.min_free_bytes)"]
+    parts += [f"{_format_bytes(need.reserve)} that stay free"]
     place = "" if folder.is_local else f", or name a folder on a larger disk in {SCRATCH_ENV}"
     raise DiskSpaceError(
         f"step {step} was not begun: the disk of {folder.local} has {_format_bytes(free_bytes)} free, and "

@@ -23,12 +23,6 @@ class SyncConfig(StageConfig):
         "",
         "Folder or s3:// address, readable by all servers, for weights that travel by files; empty: the run's folder.",
     )
-    bucket_mib: int = setting(
-        32,
-        "Size of one transfer buffer in MiB; a sync needs two of them, and tensors are split across them.",
-        ge=1,
-        le=4096,
-    )
     timeout_s: float = setting(120.0, "Time limit of the sync of one server, in seconds.", gt=0.0)
     stall_timeout_s: float = setting(
         20.0, "Time without any byte after which a server is removed from the pool, in seconds.", ge=0.1
@@ -50,8 +44,3 @@ class SyncConfig(StageConfig):
         "model with a second copy, as by `rollmill verify-sync`; 0: none.",
         ge=0,
     )
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of one transfer buffer."""
-        return self.bucket_mib << 20

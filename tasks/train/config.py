@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.tasks.config import ADDRESS, Address, StageConfig, choose_dtype, setting, variable
+from rollmill.tasks.config import ADDRESS, Address, StageConfig, choose_dtype, setting
 
+Ratio = Annotated[float, Field(ge=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 # Longest sequence of a start model, in tokens: the default of serve.max_model_len. No weight depends on it.
@@ -43,14 +44,15 @@ class ImportanceConfig(StageConfig):
 
     mode: Literal["none", "truncated", "masked"] = setting(
         "none",
-        "truncated: multiply the loss by the importance ratio, at most `cap`. masked: multiply, and leave out each ratio "
-        "below `floor` or above `cap`.",
+        "truncated: multiply the loss by the importance ratio, at most the larger bound. masked: multiply, and leave out each "
+        "ratio outside the bounds.",
     )
     level: Literal["token", "sequence"] = setting(
         "token", "Compute the ratio of each token, or of all trained tokens of a trajectory."
     )
-    cap: float = setting(2.0, "Largest importance ratio.", gt=0.0)
-    floor: float = setting(0.0, "Smallest importance ratio, for mode masked.", ge=0.0)
+    bounds: tuple[Ratio, Ratio] = setting(
+        (0.0, 2.0), "Smallest and largest importance ratio; the smallest is for mode masked."
+    )
 
 
 class LoraConfig(StageConfig):
@@ -110,12 +112,8 @@ class TrainConfig(StageConfig):
         0, "Updates, warm-up included, after which the learning rate is at its minimum; 0: never.", ge=0
     )
     min_lr_ratio: float = setting(0.0, "Minimum of the learning rate, as a ratio of `lr`.", ge=0.0, le=1.0)
-    start_timeout_s: float = setting(
-        600.0, "Time limit for a launched trainer to become healthy, in seconds.", gt=0.0
-    )
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", ge=0.0)
     betas: tuple[Decay, Decay] = setting((0.9, 0.999), "Decay of AdamW's first and second moment.")
-    eps: float = setting(1e-8, "Epsilon of AdamW.", gt=0.0)
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0: no limit.", ge=0.0)
     loss_options: tuple[str, ...] = setting(
         (), "Arguments of a loss of your own, NAME=VALUE each, passed to it by name."
@@ -160,19 +158,11 @@ class TrainConfig(StageConfig):
         "How trajectories share a forward pass. padded: trajectories of similar length, padded. varlen: one after another "
         "without padding, a common prompt computed once. auto: varlen where model and machine support it.",
     )
-    head_chunk_mib: int = setting(
-        512,
-        "Largest size of the logits in memory, in MiB; more trained tokens pass the head in chunks.",
-        ge=1,
-    )
     threads: int = setting(1, "CPU threads of each rank.", ge=1)
     url: str = setting(
         "",
         "Address (http://host:port) of a running trainer to attach to; empty: launch one on this machine.",
         pattern=ADDRESS,
-    )
-    token_env: str = variable(
-        "ROLLMILL_TRAINER_TOKEN", "Environment variable that holds the access token of an attached trainer."
     )
     command_timeout_s: float = setting(
         3600.0, "Time limit of one command of the trainer (a step, a load, a checkpoint), in seconds.", gt=0.0
@@ -202,8 +192,6 @@ class StartModelConfig(StageConfig):
         ge=0,
         fixed=True,
     )
-    root: str = setting("models", "Folder that keeps start models, each under a digest of recipe and seed.")
-    layers: int = setting(2, "Decoder layers.", ge=1, fixed=True)
     hidden_size: int = setting(
         128,
         f"Width of the hidden states, a multiple of {START_MODEL_HEAD_SIZE}.",
@@ -228,7 +216,7 @@ class StartModelRecipe(StageConfig):
     """
 
     steps: int
-    layers: int
+    layers: int = 2
     hidden_size: int
     max_position_embeddings: int = START_MODEL_POSITIONS
     batch_size: int = 64

@@ -83,7 +83,7 @@ _Rule: TypeAlias = tuple[str, object, bool, str]
 
 
 def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule]:
-    mode, floor, cap = config.importance.mode, config.importance.floor, config.importance.cap
+    mode, bounds = config.importance.mode, config.importance.bounds
     return [
         (
             "train.importance.mode",
@@ -93,16 +93,17 @@ def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule
             "train.old_logprobs=trainer, or mode masked, or a loss without a ratio (reinforce)",
         ),
         (
-            "train.importance.floor",
-            floor,
-            mode == "masked" and floor >= cap,
-            f"must be below train.importance.cap, which is {cap:g}",
+            "train.importance.bounds",
+            bounds,
+            bounds[0] >= bounds[1],
+            "give the smallest ratio first, then a larger one",
         ),
         (
-            "train.importance.floor",
-            floor,
-            mode != "masked" and floor > 0.0,
-            f"is for train.importance.mode masked, which leaves smaller ratios out; the mode is {mode}",
+            "train.importance.bounds",
+            bounds,
+            mode != "masked" and bounds[0] > 0.0,
+            "a smallest ratio above 0 is for train.importance.mode masked, which leaves smaller ratios out; the mode is "
+            f"{mode}",
         ),
     ]
 

@@ -126,7 +126,7 @@ class WeightTransfer:
         layers = (adapter_layers if sends_adapters else weight_layers)(engine.model)
         self._base = adapter_base(engine.model) if sends_adapters else None
         stream = WeightStream(engine.model, layers, self._rank, self._world_size)
-        self._plan = plan_transfer(stream.tensors, stream.shares, self._config.sync.bucket_bytes, STREAMS)
+        self._plan = plan_transfer(stream.tensors, stream.shares, self._config.bucket_bytes, STREAMS)
         self._stream = stream
         self._meet(engine.model.device)
 

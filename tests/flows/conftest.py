@@ -96,9 +96,9 @@ class Workplace:
         self.vllm_python = vllm_python = (
             Path(sys.executable).parent.parent.parent / ".venv-vllm" / "bin" / "python"
         )
-        start_model = SMALL["start_model"] | {"root": str(start_models)}
         serve = SMALL["serve"] | {"python": str(vllm_python)}
-        preset = SMALL | {"serve": serve, "start_model": start_model}
+        preset = SMALL | {"serve": serve}
+        (folder / "models").symlink_to(start_models)
         (folder / "conf").mkdir()
         (folder / "conf" / "small.yaml").write_text(yaml.safe_dump(preset))
         self.environment = os.environ | {

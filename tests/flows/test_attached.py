@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollmill.flows.checks import attached as attached_services
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
@@ -60,8 +61,13 @@ def vllm(settings: dict[str, Any] | None = None, **routes: Route) -> dict[str, R
     return {paths[name]: answer for name, answer in answers.items()}
 
 
-def attached(timeout_s: float = 60.0, **urls: Any) -> RunConfig:
-    serve = {"attach_timeout_s": timeout_s, "urls": urls.get("serve", ())}
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_services, "ATTACH_TIMEOUT_S", 0.2)
+
+
+def attached(**urls: Any) -> RunConfig:
+    serve = {"urls": urls.get("serve", ())}
     train = {"url": urls.get("train", "")}
     return validate_toy({"serve": serve, "train": train})
 
@@ -83,32 +89,34 @@ async def test_a_server_that_cannot_say_how_it_was_started_is_accepted(serve: Se
         await check_attached(attached(serve=[url]))
 
 
+@pytest.mark.usefixtures("_impatient")
 async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiting_time(serve: Serve) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     async with serve(vllm()) as url:
-        error = await refusal(attached(0.2, serve=[nowhere, url]))
+        error = await refusal(attached(serve=[nowhere, url]))
     assert (error.field, error.value) == ("serve.urls", nowhere)
-    assert "serve.attach_timeout_s = 0.2 s" in error.remedy
-    assert (await refusal(attached(0.2, train=nowhere))).field == "train.url"
+    assert "within 0.2 s" in error.remedy
+    assert (await refusal(attached(train=nowhere))).field == "train.url"
 
 
 async def test_what_is_no_address_is_refused_at_once() -> None:
-    error = await refusal(attached(60.0, serve=["http://"]))
+    error = await refusal(attached(serve=["http://"]))
     assert error.field == "serve.urls"
 
 
 async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    checking = asyncio.ensure_future(check_attached(attached(60.0, serve=[url])))
+    checking = asyncio.ensure_future(check_attached(attached(serve=[url])))
     await asyncio.sleep(0.1)
     assert not checking.done()
     async with serve(vllm(), url):
         await checking
 
 
+@pytest.mark.usefixtures("_impatient")
 async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(serve: Serve) -> None:
     async with serve(vllm(health=(503, {}))) as url:
-        assert "no service answers" in (await refusal(attached(0.2, serve=[url]))).remedy
+        assert "no service answers" in (await refusal(attached(serve=[url]))).remedy
 
 
 @pytest.mark.parametrize(
@@ -138,14 +146,14 @@ async def test_a_server_started_otherwise_is_refused_with_what_it_lacks(
 
 async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> None:
     async with serve(vllm(generate=(401, {}))) as url:
-        assert (await refusal(attached(serve=[url]))).field == "serve.api_key_env"
+        assert (await refusal(attached(serve=[url]))).field == "ROLLMILL_VLLM_API_KEY"
     async with serve({"/v1/health": (401, {})}) as trainer:
-        assert (await refusal(attached(train=trainer))).field == "train.token_env"
+        assert (await refusal(attached(train=trainer))).field == "ROLLMILL_TRAINER_TOKEN"
 
 
 def reference(url: str) -> RunConfig:
     kl = {"reference": "deployment", "urls": (url,)}
-    return validate_toy({"serve": {"attach_timeout_s": 60.0}, "train": {"kl": kl}})
+    return validate_toy({"train": {"kl": kl}})
 
 
 @pytest.mark.parametrize(

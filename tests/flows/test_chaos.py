@@ -180,7 +180,6 @@ async def test_a_run_completes_while_requests_a_server_and_scorers_fail(
             "score.scorer": "planted_scorer:PlantedScorer",
             "score.workers": 2,
             "score.timeout_s": 5,
-            "serve.attach_timeout_s": 120,
             "evaluate.every": course.steps,
             "evaluate.scorer": "addition",
         }

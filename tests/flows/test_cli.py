@@ -90,7 +90,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         (["quickstart", "--set", "store.root=conf/quickstart.yaml"], ["store.root", "cannot write"]),
         (
             ["quickstart", "--set", "train.url=http://127.0.0.1:9"],
-            ["train.token_env", "ROLLMILL_TRAINER_TOKEN"],
+            ["ROLLMILL_TRAINER_TOKEN", "access token of the trainer at train.url"],
         ),
         (["quickstart"], ["PREFECT_API_URL", "http://127.0.0.1:9/api"]),
     ],

@@ -1,6 +1,7 @@
 """The command `rollmill compact` on a real run's folder."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,8 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
 from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run import writable_run
+from rollmill.tasks.store.run.lock import lock_run
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import make_batch
@@ -20,7 +23,7 @@ STEPS = 4
 
 
 def opened(folder: RunFolder) -> OpenRun:
-    config = StoreConfig(root=str(folder.local.parent), lock_timeout_s=0.0)
+    config = StoreConfig(root=str(folder.local.parent))
     return OpenRun.open(
         folder,
         config={"steps": STEPS, "store": config.model_dump(mode="json")},
@@ -72,7 +75,10 @@ async def test_of_a_stopped_run_the_checkpointed_steps_are_compacted_and_of_a_fi
     assert read_manifest(folder).status == "finished"
 
 
-async def test_a_run_that_is_written_to_is_not_compacted(folder: RunFolder) -> None:
+async def test_a_run_that_is_written_to_is_not_compacted(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writable_run, "lock_run", partial(lock_run, timeout_s=0.0))
     with opened(folder), pytest.raises(RunLockedError, match="is being written to"):
         await compact_run(folder, 0.1, silent)
     assert shards_by_step(folder) == [3, 3, 3, 3]

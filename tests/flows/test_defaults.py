@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import apply_overrides, validate
+from rollmill.flows.settings import apply_overrides, settings, validate
 from rollmill.tasks.config import choose_dtype
 from rollmill.tasks.errors import ConfigError
 
@@ -52,6 +52,11 @@ def test_no_default_is_one_that_only_a_toy_survives() -> None:
     assert config.train.dtype == config.serve.dtype == choose_dtype()
     assert config.start_model.steps == 0
     assert "addition" not in json.dumps(config.model_dump(mode="json"))
+
+
+def test_settings_stay_few_enough_to_read() -> None:
+    """What nobody changes is a constant: see CONSTANTS in flows/config.py."""
+    assert len(settings()) <= 141
 
 
 def test_weights_are_bfloat16_where_there_is_a_gpu_and_float32_elsewhere(tmp_path: Path) -> None:

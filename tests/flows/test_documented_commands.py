@@ -42,7 +42,7 @@ RUN = [
     ("checkpoints.md", "rollmill export-policy RUN FOLDER --version 40"),
     ("operations.md", "rollmill fork runs/quickstart 20 --name warmer --set rollout.temperature=1.2 --set seed=1"),
     ("rescoring.md", "rollmill rescore quickstart --scorer rewards:Estimate --evaluations"),
-    ("rescoring.md", "rollmill retrain quickstart --from quickstart --scores estimate@1 --name short --set score.scorer=rewards:Estimate --set train.loss=cispo --set train.clip_low=1 --set train.clip_high=1 --set retrain.last_step=9 --set steps=20"),
+    ("rescoring.md", "rollmill retrain quickstart --from quickstart --scores estimate@1 --name short --set score.scorer=rewards:Estimate --set train.loss=cispo --set train.clip_low=1 --set train.clip_high=1 --set retrain.steps=[0,9] --set steps=20"),
     ("rescoring.md", "rollmill replay quickstart --from 0 --to 40"),
     ("rescoring.md", "rollmill replay quickstart --attribute --step 20 --synthetic-traffic 100"),
 ]  # fmt: skip
@@ -73,7 +73,9 @@ def page(name: str) -> str:
 def smaller(text: str, s3_root: str) -> list[str]:
     """The words of a command, those of a long run exchanged for the small run's."""
     words = [SMALLER.get(word, word) for word in shlex.split(text)]
-    joined = [re.sub(r"(?<=last_step=)9$", "2", re.sub(r"(?<=^steps=)20$", "2", word)) for word in words]
+    joined = [
+        re.sub(r"(?<=\.steps=\[0,)9(?=]$)", "2", re.sub(r"(?<=^steps=)20$", "2", word)) for word in words
+    ]
     words = [word.replace("s3://my-bucket/team/runs", s3_root) for word in joined][1:]
     return (
         [*words, "--set", "train.url="] if "retrain" in words else words

@@ -109,7 +109,7 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
     for wrong in ("nope@1", ""):
         with pytest.raises(ConfigError, match=r"has no such scores, but short@1"):
             steps_of_sources(config_of(source, scores=wrong))
-    for bounds in ({"first_step": 9}, {"first_step": 1, "last_step": 0}):
+    for bounds in ({"steps": (9, -1)}, {"steps": (1, 0)}):
         with pytest.raises(ConfigError, match=r"no step is from .* has done steps 0 to 1"):
             steps_of_sources(config_of(source, **bounds))
 

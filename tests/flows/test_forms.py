@@ -78,7 +78,7 @@ def test_a_form_has_the_settings_that_its_flow_reads_and_no_others(flow: Flow[..
 
 @pytest.mark.parametrize("flow", FLOWS[:4], ids=lambda flow: flow.name)
 def test_settings_are_the_same_by_way_of_the_form(flow: Flow[..., Any]) -> None:
-    config = load("quickstart", ("train.eps=1e-7", "serve.threads=2", "evaluate.n_prompts=9"))
+    config = load("quickstart", ("train.weight_decay=1e-7", "train.threads=2", "evaluate.n_prompts=9"))
     values = FORMS[flow.name].values(config)
     assert validate({"run_name": "any", "config": values}, parameter_schema(flow).model_dump()) == []
     shown = {name.removeprefix("advanced.") for name in fields(form(flow))}
@@ -104,8 +104,10 @@ def test_an_unknown_setting_is_refused_by_the_form_at_either_level() -> None:
 
 def test_plain_settings_are_taken_as_they_are() -> None:
     assert merge_advanced({"train": {"lr": 1.0}}) == {"train": {"lr": 1.0}}
-    assert merge_advanced({"train": {"lr": 1.0}, "advanced": {"train": {"eps": 2.0}, "seed": 3}}) == {
-        "train": {"lr": 1.0, "eps": 2.0},
+    assert merge_advanced(
+        {"train": {"lr": 1.0}, "advanced": {"train": {"weight_decay": 2.0}, "seed": 3}}
+    ) == {
+        "train": {"lr": 1.0, "weight_decay": 2.0},
         "seed": 3,
     }
 

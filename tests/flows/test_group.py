@@ -12,6 +12,7 @@ from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, 
 
 from rollmill.flows.policies.checkpointing import drop_old_routing
 from rollmill.flows.run.live_run import Run
+from rollmill.flows.step import step_collection
 from rollmill.flows.step.drops import FailureWatch, StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import GroupCollection, StepCollection
 from rollmill.flows.step.step_groups import plan_groups
@@ -84,8 +85,11 @@ async def test_a_group_that_must_be_whole_is_not_scored_when_it_is_not(tmp_path:
     assert outcome.reason == NOT_WHOLE
 
 
-async def test_a_straggler_is_cut_and_the_group_goes_on_without_it(tmp_path: Path) -> None:
-    settings = {"group_timeout_s": 1.0, "trajectories_per_task": 1}
+async def test_a_straggler_is_cut_and_the_group_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_collection, "GROUP_TIMEOUT_RATIO", 0.01)
+    settings = {"trajectory_timeout_s": 100.0, "trajectories_per_task": 1}
     async with opened(tmp_path, PlannedSampler({0: 60.0}), PlannedScoring(), rollout=settings) as run:
         (outcome,) = await collected(run)
         first, *rest = stored(run, "rollouts")
@@ -210,8 +214,11 @@ async def test_each_failure_is_logged_once_with_its_cause(
     assert "dropped: ScoreError: it would not" in told[1]
 
 
-async def test_a_step_says_what_it_lost_by_cause_and_by_length(tmp_path: Path) -> None:
-    settings = {"group_timeout_s": 1.0, "trajectories_per_task": 1}
+async def test_a_step_says_what_it_lost_by_cause_and_by_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_collection, "GROUP_TIMEOUT_RATIO", 0.01)
+    settings = {"trajectory_timeout_s": 100.0, "trajectories_per_task": 1}
     sampler = PlannedSampler({0: 60.0, 1: RequestError("no")})
     scoring = PlannedScoring(statuses={2: "dropped"})
     async with opened(tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}) as run:

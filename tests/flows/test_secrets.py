@@ -66,7 +66,7 @@ def test_arguments_about_tokens_are_none() -> None:
     assert ServeConfig(extra_args=arguments).extra_args == arguments
 
 
-@pytest.mark.parametrize("field", ["serve.api_key_env", "train.token_env", "score.judge.api_key_env"])
+@pytest.mark.parametrize("field", ["score.reward_model.api_key_env", "score.judge.api_key_env"])
 @pytest.mark.parametrize("secret", ["sk-planted", "planted word", "hf_planted"])
 def test_a_secret_in_the_place_of_a_variables_name_is_refused(field: str, secret: str) -> None:
     values: dict[str, object] = {}
@@ -82,10 +82,10 @@ def test_a_secret_in_the_place_of_a_variables_name_is_refused(field: str, secret
 
 
 def test_a_server_that_others_reach_needs_a_key() -> None:
-    open_to_all = ServeConfig(extra_args=("--host=0.0.0.0",), api_key_env="KEY")
-    with pytest.raises(ConfigError, match="environment variable KEY"):
+    open_to_all = ServeConfig(extra_args=("--host=0.0.0.0",))
+    with pytest.raises(ConfigError, match="environment variable ROLLMILL_VLLM_API_KEY"):
         check_guarded(open_to_all, {})
-    check_guarded(open_to_all, {"KEY": SECRET})
+    check_guarded(open_to_all, {"ROLLMILL_VLLM_API_KEY": SECRET})
     check_guarded(ServeConfig(extra_args=("--host", "127.0.0.1")), {})
 
 

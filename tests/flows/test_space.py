@@ -6,6 +6,7 @@ import pytest
 from planned_run import PlannedSampler, PlannedScoring, opened
 
 from rollmill.flows.settings import load
+from rollmill.flows.step import step_space
 from rollmill.flows.step.overlap import StepPipeline
 from rollmill.flows.step.step_space import checkpoint_bytes, due_checkpoints
 from rollmill.tasks.errors import DiskSpaceError
@@ -13,9 +14,10 @@ from rollmill.tasks.train.config import LoraConfig, TrainConfig
 
 
 async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_left_alone(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"store": {"min_free_bytes": 1 << 62}, "evaluate": {"every": 0}, "steps": 2}
+    monkeypatch.setattr(step_space, "MIN_FREE_BYTES", 1 << 62)
+    settings = {"evaluate": {"every": 0}, "steps": 2}
     sampler = PlannedSampler()
     async with (
         opened(tmp_path, sampler, PlannedScoring(), **settings) as run,
@@ -23,7 +25,7 @@ async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_le
     ):
         pipeline.begin(1)
         await pipeline.finish_evaluation(1)
-        with pytest.raises(DiskSpaceError, match=r"step 1 was not begun: .*store\.min_free_bytes.*to resume"):
+        with pytest.raises(DiskSpaceError, match=r"step 1 was not begun: .*that stay free.*to resume"):
             await pipeline.collect(1)
     assert not sampler.sampled
 

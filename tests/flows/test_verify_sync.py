@@ -1,5 +1,6 @@
 """`rollmill verify-sync` with a real trainer and a real vLLM server, both attached to."""
 
+import asyncio
 import os
 import re
 import secrets
@@ -16,13 +17,13 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.sync.config import SyncConfig
-from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service import launch
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 from tests.stubs.toy_settings import validate_toy
 
 pytestmark = pytest.mark.service
 
-TOKEN_ENV = TrainConfig().token_env
+TOKEN_ENV = launch.TOKEN_ENV
 
 
 @pytest.fixture
@@ -36,8 +37,17 @@ def trainer_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
         env=launch.build_environment(config, token),
         stop_grace_s=2.0,
     )
-    yield f"http://127.0.0.1:{port}"
-    process.stop_now()
+    url = f"http://127.0.0.1:{port}"
+
+    async def wait() -> None:
+        async with TrainerClient(url, token, timeout_s=60.0) as client:
+            await client.wait_until_healthy(600.0, process)
+
+    try:
+        asyncio.run(wait())
+        yield url
+    finally:
+        process.stop_now()
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def run(vllm_server: Any, save_tiny: Callable[..., Path], trainer_url: str, tmp_
         {
             "model": str(model),
             "start_model": {"steps": 0},
-            "serve": {"urls": [vllm_server.url], "attach_timeout_s": 600.0},  # the trainer is only starting
+            "serve": {"urls": [vllm_server.url]},
             "train": {"url": trainer_url},
             "store": {"root": str(tmp_path / "runs")},
         }

@@ -240,7 +240,7 @@ async def test_a_sampler_that_does_not_answer_at_its_deadline_is_cut_too(tokeniz
 async def test_a_group_deadline_cuts_those_that_wait_for_a_slot_as_well(tokenizer: ChatTokenizer) -> None:
     rows = await finish(tokenizer, Scripted({0: "hang"}), in_flight=1, group_timeout_s=0.1, cut_grace_s=0.1)
     assert [row["status"] for row in rows] == ["cancelled"] * 4
-    assert "cut before it began: rollout.group_timeout_s = 0.1 s" in str(rows[3]["error"])
+    assert "cut before it began: the group's limit of 0.1 s" in str(rows[3]["error"])
 
 
 async def test_a_request_that_the_server_aborts_is_a_failed_row_with_its_tokens(

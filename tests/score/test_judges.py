@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -142,8 +143,11 @@ async def test_an_answer_of_another_shape_is_a_row(server: Server, rollouts: Mak
     assert any("no such model" in error for error in rows["error"])
 
 
-async def test_a_name_that_a_prompt_does_not_have_is_a_row(server: Server, rollouts: MakeRows) -> None:
-    rows = await scored(config("judge", server, prompt="{{ example.solution }}"), rollouts(["two"]))
+async def test_a_name_that_a_prompt_does_not_have_is_a_row(
+    server: Server, rollouts: MakeRows, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("{{ example.solution }}")
+    rows = await scored(config("judge", server, prompt_file=str(tmp_path / "prompt.txt")), rollouts(["two"]))
     assert rows["error_type"] == ["UndefinedError"]
 
 
@@ -261,7 +265,6 @@ JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m"}
             {"scorer": "judge", "judge": JUDGE | {"api_key_env": "NOT_SET_ANYWHERE"}},
             "score.judge.api_key_env",
         ),
-        ({"scorer": "judge", "judge": JUDGE | {"prompt": "{{"}}, "score.judge.prompt"),
         ({"scorer": "judge", "judge": JUDGE | {"prompt_file": "absent"}}, "score.judge.prompt_file"),
         ({"sum": [{"scorer": "judge"}]}, "score.judge.model"),
         ({"scorer": "judge", "judge": JUDGE | {"score_range": [1, 1]}}, "score.judge.score_range"),
@@ -273,6 +276,17 @@ def test_what_a_scorer_needs_is_missed_before_anything_starts(settings: dict, fi
     assert raised.value.field == field
 
 
-def test_another_prompt_is_another_version(server: Server) -> None:
-    keys = {Scoring(config("judge", server, prompt=prompt), "run").key for prompt in ("a", "b")}
+def test_a_prompt_that_is_no_template_is_missed_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("{{")
+    judge = JUDGE | {"prompt_file": str(tmp_path / "prompt.txt")}
+    with pytest.raises(ConfigError, match="not a Jinja template: line 1") as raised:
+        check_scorer(ScoreConfig.model_validate({"scorer": "judge", "judge": judge}))
+    assert raised.value.field == "score.judge.prompt_file"
+
+
+def test_another_prompt_is_another_version(server: Server, tmp_path: Path) -> None:
+    file, keys = tmp_path / "prompt.txt", set()
+    for prompt in ("a", "b"):
+        file.write_text(prompt)
+        keys.add(Scoring(config("judge", server, prompt_file=str(file)), "run").key)
     assert len(keys) == 2

@@ -281,5 +281,5 @@ async def test_a_server_that_ends_while_starting_shows_its_last_lines(tmp_path: 
 
 async def test_a_server_that_never_answers_names_the_setting() -> None:
     async with VllmClient(f"http://127.0.0.1:{free_port()}", ServeConfig()) as client:
-        with pytest.raises(ServiceStartError, match=r"serve\.start_timeout_s = 0\.1 s"):
+        with pytest.raises(ServiceStartError, match=r"start_timeout_s = 0\.1 s"):
             await client.wait_until_healthy(0.1)

@@ -55,8 +55,8 @@ def test_a_server_knows_nothing_of_prefect_or_of_our_python(config_of) -> None:
 
 
 def test_a_server_asks_for_the_key_that_the_client_sends(config_of) -> None:
-    config = config_of("vllm", api_key_env="KEY")
-    assert vllm_launch.vllm_environment(config, base={"KEY": "k"})["VLLM_API_KEY"] == "k"
+    config = config_of("vllm")
+    assert vllm_launch.vllm_environment(config, base={vllm_launch.API_KEY_ENV: "k"})["VLLM_API_KEY"] == "k"
     assert "VLLM_API_KEY" not in vllm_launch.vllm_environment(config, base={})
 
 

@@ -52,7 +52,7 @@ def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFol
 
 def loaded(folder: RunFolder) -> OpenRun:
     """The run, opened once more, with one more trainer that has loaded it."""
-    config_of = StoreConfig(lock_timeout_s=0.0)
+    config_of = StoreConfig()
     run = OpenRun.open(folder, config={"steps": 1}, fixed={}, versions={}, git_commit="", config_of=config_of)
     run.next_incarnation()
     return run

@@ -21,7 +21,7 @@ from rollmill.tasks.store.run.writable_run import OpenRun
 
 RowMaker = Callable[..., pa.RecordBatch]
 CONFIG: dict[str, Any] = {"seed": 0, "steps": 9}
-CONFIG_OF = StoreConfig(lock_timeout_s=0.0)
+CONFIG_OF = StoreConfig()
 
 
 def opened(folder: RunFolder, config: dict[str, Any] = CONFIG) -> OpenRun:

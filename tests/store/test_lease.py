@@ -34,7 +34,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.lock import lock_run
 
 folder = RunFolder(sys.argv[1])
-lock = lock_run(folder, StoreConfig(lease_s=float(sys.argv[2])))
+lock = lock_run(folder, StoreConfig(), lease_s=float(sys.argv[2]))
 print("held", flush=True)
 for line in sys.stdin:
     try:
@@ -52,7 +52,7 @@ def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFol
 
 
 def locked(run: RunFolder, timeout_s: float = 0.0, lease_s: float = LEASE_S) -> RunLock:
-    return lock_run(run, StoreConfig(lease_s=lease_s, lock_timeout_s=timeout_s))
+    return lock_run(run, StoreConfig(), lease_s=lease_s, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder
 
 def opened(run: RunFolder, steps: int = 1) -> OpenRun:
     settings = {"config": {"steps": steps}, "fixed": {}, "versions": {}, "git_commit": ""}
-    return OpenRun.open(run, **settings, config_of=StoreConfig(lease_s=3600.0, lock_timeout_s=0.0))
+    return OpenRun.open(run, **settings, config_of=StoreConfig())
 
 
 def taken_over(run: RunFolder) -> OpenRun:

@@ -7,6 +7,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run import writable_run
 from rollmill.tasks.store.run.lock import lock_run, unwritable_error
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
@@ -33,7 +35,7 @@ def opened(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
         fixed={"seed": 0, "train.dtype": "fp32"},
         versions={"rollmill": "0.1"},
         git_commit="abc",
-        config_of=StoreConfig(root=str(root), lock_timeout_s=0.0),
+        config_of=StoreConfig(root=str(root)),
     )
 
 
@@ -73,7 +75,10 @@ def test_incarnations_rise_over_the_runs_whole_life(root: str) -> None:
         assert read_manifest(run.folder).incarnation == 3
 
 
-def test_a_run_open_elsewhere_is_refused_naming_the_process(root: str) -> None:
+def test_a_run_open_elsewhere_is_refused_naming_the_process(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writable_run, "lock_run", partial(lock_run, timeout_s=0.0))
     with (
         opened(root),
         pytest.raises(RunLockedError, match=f"a is being written to by process {os.getpid()} on "),
@@ -84,11 +89,11 @@ def test_a_run_open_elsewhere_is_refused_naming_the_process(root: str) -> None:
 
 def test_a_run_waits_for_the_lock_as_long_as_it_is_told(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    first = lock_run(folder, StoreConfig(lock_timeout_s=0.0))
+    first = lock_run(folder, StoreConfig(), timeout_s=0.0)
     child = os.fork()
     if child == 0:
         with suppress(RunLockedError):
-            lock_run(folder, StoreConfig(lock_timeout_s=30.0))
+            lock_run(folder, StoreConfig(), timeout_s=30.0)
             os._exit(0)
         os._exit(1)
     first.release()
@@ -100,7 +105,7 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_
     told, tell = os.pipe()
     owner = os.fork()
     if owner == 0:
-        held = lock_run(folder, StoreConfig(lock_timeout_s=0.0))
+        held = lock_run(folder, StoreConfig(), timeout_s=0.0)
         if os.fork() == 0:
             os.write(tell, str(os.getpid()).encode())  # from the child: the fork is complete for it too
         signal.pause()
@@ -110,7 +115,7 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     try:
-        lock_run(folder, StoreConfig(lock_timeout_s=0.0)).release()
+        lock_run(folder, StoreConfig(), timeout_s=0.0).release()
     finally:
         os.kill(grandchild, signal.SIGKILL)
 

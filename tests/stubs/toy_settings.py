@@ -12,7 +12,7 @@ TOY: Mapping[str, Any] = {
     "rollout": {"environment": "addition", "max_completion_tokens": 24},
     "score": {"scorer": "addition"},
     "train": {"dtype": "float32", "lr": 1e-3, "micro_batch_tokens": 4096, "gradient_checkpointing": False},
-    "serve": {"dtype": "float32", "max_model_len": 256, "kv_cache_gib": 1},
+    "serve": {"dtype": "float32", "max_model_len": 256},
 }
 
 

@@ -21,7 +21,8 @@ from rollmill.tasks.train.engine.policy_model import load_policy
 from rollmill.tasks.train.service.commands import ServiceConfig
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 
-SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
+SYNC = SyncConfig(timeout_s=60.0)
+BUCKET_BYTES = 1 << 20
 REPAIRS = ("repack_heads", "repack_experts")
 UNDER_WAY = 16
 
@@ -39,7 +40,9 @@ class ModelSource:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        config = ServiceConfig(train=TrainConfig(lora=self.lora), sync=SYNC, port=0, log_dir="")
+        config = ServiceConfig(
+            train=TrainConfig(lora=self.lora), sync=SYNC, bucket_bytes=BUCKET_BYTES, port=0, log_dir=""
+        )
         self._transfer = WeightTransfer(config, 0, 1)
         self._transfer.prepare(Loaded(self.model))
 

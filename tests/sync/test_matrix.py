@@ -25,7 +25,7 @@ from rollmill.tasks.train.service.commands import DigestWeights, LoadPolicy, Tra
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 START_S = 300.0
-SYNC = SyncConfig(timeout_s=60.0, bucket_mib=1)
+SYNC = SyncConfig(timeout_s=60.0)
 
 
 class Case(NamedTuple):
@@ -90,7 +90,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         [
             *launch.torchrun_command(config.ranks),
             str(script),
-            str(launch.write_config(config, SYNC, port, logs)),
+            str(launch.write_config(config, SYNC, port, logs, bucket_bytes=1 << 20)),
         ],
         log=logs / "trainer.log",
         env=launch.build_environment(config, token),

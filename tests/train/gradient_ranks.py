@@ -1,12 +1,13 @@
 """Run by torchrun: the gradient and the metrics of one stored batch, split in given ways, written by rank 0.
 
-JOB.json: {"folder", "output", "shift_nats", "cases": [{"model", "order", "annotated", "rank_by_rank", "config"}]}. Of case n are
-n.safetensors, and in facts.json at place n the metrics and how many chunks each rank's largest micro-batch has.
+JOB.json: {"folder", "output", "shift_nats", "eps", "cases": [{"model", "order", "annotated", "rank_by_rank", "head_chunk_bytes",
+"config"}]}. Of case n are n.safetensors, and in facts.json at place n the metrics and how many chunks each rank's largest micro-batch has.
 """
 
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from safetensors.torch import save_file
 from rollmill.tasks.observe.metrics import MetricTable
 from rollmill.tasks.train.batch_training import Annotations, UpdateLoop
 from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine import deepspeed_engine
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward, Update
+from rollmill.tasks.train.engine.policy_model import PolicyModel
 from rollmill.tasks.train.objective.objective import Objective
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
 from rollmill.tasks.train.samples import Samples, read_samples
@@ -66,6 +69,7 @@ def reordered(samples: Samples, order: list[int], shift_nats: float) -> Samples:
 
 def trained(case: dict[str, Any], ranks: Ranks, samples: Samples) -> tuple[dict[str, torch.Tensor], Any]:
     """Gradient and facts of a case; a collective."""
+    deepspeed_engine.PolicyModel = partial(PolicyModel, chunk_bytes=case["head_chunk_bytes"])
     config = TrainConfig(ranks=ranks.world_size, max_grad_norm=0.0, **case["config"])
     engine = RecordingEngine.load(config, case["model"], ranks.device)
     kind = RankByRank if case["rank_by_rank"] else UpdateLoop
@@ -87,6 +91,7 @@ def trained(case: dict[str, Any], ranks: Ranks, samples: Samples) -> tuple[dict[
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
+    deepspeed_engine.ADAMW_EPS = job["eps"]
     ranks = join_ranks(300.0)
     _, samples = read_samples(job["folder"], 0)
     facts = []

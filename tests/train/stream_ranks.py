@@ -82,7 +82,7 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     config = TrainConfig(
         ranks=ranks.world_size, zero_stage=case["zero_stage"], dtype=case["dtype"], lora=lora
     )
-    service = ServiceConfig(train=config, sync=SyncConfig(bucket_mib=1), port=0, log_dir="")
+    service = ServiceConfig(train=config, sync=SyncConfig(), bucket_bytes=1 << 20, port=0, log_dir="")
     engine = Engine.load(config, case["model"], ranks.device)
     transfer = WeightTransfer(service, ranks.rank, ranks.world_size)
     transfer.prepare(engine)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
 from rollmill.tasks.train.samples import Samples, read_samples
 
 Gradient = dict[str, torch.Tensor]
@@ -31,15 +32,17 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     "sequence": {"normalization": "sequence"},
     "fixed_length": {"normalization": "fixed_length", "normalization_tokens": 90},
     "gspo": {"loss": "gspo", "normalization": "sequence", "clip_low": 0.05, "clip_high": 0.05},
-    "epochs": {"epochs": 2, "updates_per_step": 2, "lr": 1.0, "eps": 1.0, "warmup_steps": 0},
+    "epochs": {"epochs": 2, "updates_per_step": 2, "lr": 1.0, "warmup_steps": 0},
 }
-"""Settings of the objective by name; the first is the default. With so large an epsilon AdamW does not blow up rounding."""
+"""Settings of the objective by name; the first is the default."""
+EPS = 1.0
+"""With so large an epsilon AdamW does not blow up rounding."""
 
 WAYS = st.fixed_dictionaries(
     {
         "layout": st.sampled_from(["padded", "varlen"]),
         "micro_batch_tokens": st.sampled_from([120, 300, 700, 10_000]),
-        "head_chunk_mib": st.sampled_from([1, 512]),
+        "head_chunk_bytes": st.sampled_from([1 << 20, 512 << 20]),
         "gradient_checkpointing": st.booleans(),
     }
 )
@@ -50,7 +53,7 @@ class Case:
     """One way to train the batch.
 
     Attributes:
-        way: settings that must not matter.
+        way: settings that must not matter, and the size of the logits in memory.
         order: of the rows; where a batch makes several updates it says of which a row is, and stays.
     """
 
@@ -67,12 +70,14 @@ class Case:
             "order": self.order,
             "annotated": self.annotated,
             "rank_by_rank": self.rank_by_rank,
-            "config": OBJECTIVES[self.objective] | self.way,
+            "head_chunk_bytes": self.way.get("head_chunk_bytes", HEAD_CHUNK_BYTES),
+            "config": OBJECTIVES[self.objective]
+            | {name: self.way[name] for name in self.way.keys() - {"head_chunk_bytes"}},
         }
 
 
-CHUNKED = {"zero_stage": 3, "layout": "padded", "micro_batch_tokens": 10_000, "head_chunk_mib": 1}
-TOKENS_OF_A_CHUNK = 2**20 // (4 * VOCABULARY)
+CHUNKED = {"zero_stage": 3, "layout": "padded", "micro_batch_tokens": 10_000, "head_chunk_bytes": 1 << 20}
+TOKENS_OF_A_CHUNK = (1 << 20) // (4 * VOCABULARY)
 WRONG = Case("token", {"layout": "padded", "micro_batch_tokens": 700}, rank_by_rank=True)
 
 
@@ -114,7 +119,7 @@ class Naive:
             self.model, dtype=torch.float64, experts_implementation="eager"
         )
         config, samples = self.config, self.samples
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=EPS, weight_decay=0.0)
         for number, part in enumerate(config.epochs * samples.split(config.updates_per_step)):
             optimizer.zero_grad()
             averaged([self._row(policy, row, number) for row in part], config).backward()
@@ -251,7 +256,7 @@ def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
     for n_ranks in (1, 2, 4):
         cases, output = cases_of(n_ranks, n_drawn), tmp_path / f"ranks{n_ranks}"
         output.mkdir()
-        job = {"folder": str(tmp_path), "output": str(output), "shift_nats": SHIFT_NATS}
+        job = {"folder": str(tmp_path), "output": str(output), "shift_nats": SHIFT_NATS, "eps": EPS}
         run_ranks("gradient_ranks.py", n_ranks, job | {"cases": [each.job(models) for each in cases]})
         facts = json.loads((output / "facts.json").read_text())
         for number, (case, found) in enumerate(zip(cases, facts, strict=True)):

@@ -17,6 +17,7 @@ from transformers import (
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
 from rollmill.tasks.train.engine.policy_model import PolicyModel
 from rollmill.tasks.train.packing.packer import Packer, choose_layout
 from rollmill.tasks.train.samples import Samples
@@ -57,11 +58,15 @@ def rows_with_prompts(seed: int = 0) -> Samples:
 
 
 def outcome(
-    model: PreTrainedModel, samples: Samples, cuts: list[list[int]], config: TrainConfig
+    model: PreTrainedModel,
+    samples: Samples,
+    cuts: list[list[int]],
+    config: TrainConfig,
+    chunk_bytes: int = HEAD_CHUNK_BYTES,
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
     """Log-probabilities by row, and the gradient of a weighted sum of them and of the entropies."""
     packer = Packer(config, choose_layout(model, config, CPU), CPU)
-    policy, found = PolicyModel(model, config.head_chunk_mib, is_partitioned=False), {}
+    policy, found = PolicyModel(model, is_partitioned=False, chunk_bytes=chunk_bytes), {}
     model.zero_grad()
     for rows in cuts:
         batch = packer.micro_batch(samples, rows, [""])
@@ -124,9 +129,7 @@ def test_head_in_chunks_gives_what_it_gives_at_once(layout: Any) -> None:
     both = Samples.from_tokens(samples.token_ids, samples.loss_masks)
     cuts = [list(range(18))]
     whole = outcome(model_of(CONFIGS["grouped heads"]), both, cuts, TrainConfig(layout=layout))
-    parts = outcome(
-        model_of(CONFIGS["grouped heads"]), both, cuts, TrainConfig(layout=layout, head_chunk_mib=1)
-    )
+    parts = outcome(model_of(CONFIGS["grouped heads"]), both, cuts, TrainConfig(layout=layout), 1 << 20)
 
     assert sum(int(mask.sum()) for mask in both.loss_masks) * V * 4 > 2**20
     assert distance(parts[0], whole[0]) < 1e-6
@@ -138,7 +141,7 @@ def test_what_a_model_does_to_its_logits_is_done_in_every_chunk() -> None:
     samples = Samples.from_tokens(first.token_ids + second.token_ids, first.loss_masks + second.loss_masks)
     cuts = [list(range(18))]
     whole = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded"))
-    parts = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded", head_chunk_mib=1))
+    parts = outcome(model_of(CAPPED), samples, cuts, TrainConfig(layout="padded"), 1 << 20)
 
     assert distance(parts[0], whole[0]) < 1e-6
     assert distance(parts[1], whole[1]) < 1e-6

@@ -138,7 +138,7 @@ def test_weights_are_of_the_trained_policy_over_the_sampler_cut_at_the_cap() -> 
 
 def test_what_is_masked_lies_outside_of_the_bounds_and_has_no_gradient() -> None:
     """IcePop, Ling Team 2025, equation 4: M(k) = k for alpha <= k <= beta, else 0."""
-    masked = {"mode": "masked", "floor": 0.5}
+    masked = {"mode": "masked", "bounds": (0.5, 2.0)}
     said, what = forward(), objective(importance=masked)
 
     assert weights_of(said, micro_batch(), importance=masked) == pytest.approx([1.0, 0.0, 0.0, RATIOS[3]])
@@ -147,12 +147,12 @@ def test_what_is_masked_lies_outside_of_the_bounds_and_has_no_gradient() -> None
 
 
 def test_a_loss_with_the_ratio_to_the_sampler_does_not_count_it_twice() -> None:
-    masked = {"mode": "masked", "floor": 0.5}
+    masked = {"mode": "masked", "bounds": (0.5, 2.0)}
     assert weights_of(forward(), micro_batch(), loss="ppo_clip", importance=masked) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_of_a_whole_row_it_is_the_product_of_its_ratios() -> None:
-    truncated = {"mode": "truncated", "level": "sequence", "cap": 1.05}
+    truncated = {"mode": "truncated", "level": "sequence", "bounds": (0.0, 1.05)}
     whole = math.exp(0.0 + 1.0 - 2.0)
     assert weights_of(forward(), micro_batch(), importance=truncated) == pytest.approx([whole] * 3 + [1.05])
 
@@ -207,7 +207,7 @@ def test_a_row_without_an_advantage_has_no_gradient_in_any_loss_of_ours(
     loss: str, level: str, mode: str
 ) -> None:
     advantages = torch.tensor([0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
-    importance = {"mode": mode, "level": level, "cap": 100.0}
+    importance = {"mode": mode, "level": level, "bounds": (0.0, 100.0)}
     what = objective(loss=loss, old_logprobs="trainer", importance=importance)
     batch = micro_batch(advantages=advantages, old_logprobs=OLD)
 

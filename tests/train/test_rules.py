@@ -13,7 +13,10 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
     ("settings", "told"),
     [
         ({"importance": {"mode": "truncated"}}, "train.importance.mode = 'truncated': the loss ppo_clip"),
-        ({"importance": {"mode": "masked", "floor": 3.0}}, "train.importance.floor = 3.0: must be below"),
+        (
+            {"importance": {"mode": "masked", "bounds": (3.0, 2.0)}},
+            "train.importance.bounds = (3.0, 2.0): give the smallest",
+        ),
         (
             {"normalization": "fixed_length"},
             "train.normalization_tokens = 0: normalization fixed_length needs",
@@ -21,7 +24,10 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
         ({"lr_decay": "linear"}, "train.lr_decay_updates = 0: lr_decay linear needs"),
         ({"lr_decay_updates": 40}, "train.lr_decay_updates = 40: the rate falls with train.lr_decay"),
         ({"min_lr_ratio": 0.1}, "train.min_lr_ratio = 0.1: the rate falls with train.lr_decay"),
-        ({"importance": {"floor": 0.5}}, "train.importance.floor = 0.5: is for train.importance.mode masked"),
+        (
+            {"importance": {"bounds": (0.5, 2.0)}},
+            "train.importance.bounds = (0.5, 2.0): a smallest ratio above 0 is for train.importance.mode masked",
+        ),
         ({"kl": {"model": "models/a"}}, "train.kl.model = 'models/a': is the model of a frozen reference"),
         ({"kl": {"urls": ["http://a:1"]}}, "train.kl.urls = ['http://a:1']: are servers of a reference"),
     ],
@@ -35,7 +41,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 @pytest.mark.parametrize(
     "settings",
     [
-        {"importance": {"mode": "masked", "floor": 0.5}},
+        {"importance": {"mode": "masked", "bounds": (0.5, 2.0)}},
         {"importance": {"mode": "truncated"}, "old_logprobs": "trainer"},
         {"importance": {"mode": "truncated"}, "loss": "reinforce"},
         {"normalization": "fixed_length", "normalization_tokens": 24},

@@ -289,11 +289,8 @@ async def test_a_rank_that_is_killed_while_it_sends_ends_the_service_and_all_rec
     larger_model: Path, run_trainer: RunTrainer, receive_weights: Receive, rank_pids: Any, tmp_path: Path
 ) -> None:
     may_begin, reports = threading.Event(), asyncio.Queue[dict[str, int]]()
-    config, sync = (
-        TrainConfig(ranks=2, zero_stage=3),
-        SyncConfig(stall_timeout_s=END_S, bucket_mib=1),
-    )
-    async with run_trainer(config, sync, progress_interval_s=0.2) as (client, process):
+    config, sync = TrainConfig(ranks=2, zero_stage=3), SyncConfig(stall_timeout_s=END_S)
+    async with run_trainer(config, sync, bucket_bytes=1 << 20, progress_interval_s=0.2) as (client, process):
         await load(client, larger_model, tmp_path / "run")
         offer = await client.offer()
         receiving = asyncio.create_task(asyncio.to_thread(receive_weights, offer, "held", may_begin))

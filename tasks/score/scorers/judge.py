@@ -18,6 +18,19 @@ from rollmill.tasks.score.scorer import Candidate, Reward
 from rollmill.tasks.score.scorers.model_endpoint import SHOWN_CHARACTERS, Endpoint
 
 Answer = TypeVar("Answer")
+JUDGE_PROMPT = """\
+Judge the last answer of the assistant in this conversation.
+
+{% for message in messages %}
+[{{ message.role }}] {{ message.content }}
+{% endfor %}
+{% if example.answer is defined %}
+Reference answer: {{ example.answer }}
+{% endif %}
+
+Reply with one JSON object and nothing else: {"explanation": "one sentence", "score": S}, where S is a number from 0
+(useless) to 1 (correct and complete).
+"""
 END_OF_THOUGHTS = "</think>"
 _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
@@ -42,11 +55,12 @@ class JudgeModel:
         self._config, self._endpoint = config, endpoint
 
     @classmethod
-    def from_config(cls, config: JudgeConfig) -> Self:
+    def from_config(cls, config: ScoreConfig) -> Self:
         """Create the client from settings; raises ConfigError if they do not say where the model is."""
-        if not config.model:
+        judge = config.judge
+        if not judge.model:
             raise ConfigError("score.judge.model", "", "give the name of the model that is to judge")
-        return cls(config, Endpoint("score.judge", config.url, config))
+        return cls(judge, Endpoint("score.judge", judge.url, judge.api_key_env, config.timeout_s))
 
     async def ask(self, prompt: str, kind: type[Answer]) -> Answer:
         """Send one user message to the model and return its answer, JSON of the shape of `kind`.
@@ -123,7 +137,7 @@ class Judge:
     def __init__(self, config: JudgeConfig, model: JudgeModel) -> None:
         self._config, self._model = config, model
         text = read_prompt(config)
-        self._prompt = compile_prompt(text)
+        self._prompt = compile_prompt(text, config.prompt_file)
         self.version = settings_version([config.model, text, config.temperature, *config.score_range])
 
     @classmethod
@@ -133,7 +147,7 @@ class Judge:
         if lowest >= highest:
             remedy = "give the smallest score first, then a larger one"
             raise ConfigError("score.judge.score_range", [lowest, highest], remedy)
-        return cls(config.judge, JudgeModel.from_config(config.judge))
+        return cls(config.judge, JudgeModel.from_config(config))
 
     async def score(self, candidate: Candidate) -> Reward:
         prompt = self._prompt.render(
@@ -155,9 +169,9 @@ class Judge:
 
 
 def read_prompt(config: JudgeConfig) -> str:
-    """Return the judge's prompt template, from the settings or the file they name; raises ConfigError if it is unreadable."""
+    """Return the judge's prompt template, from the file that the settings name or the general one; raises ConfigError if it is unreadable."""
     if not config.prompt_file:
-        return config.prompt
+        return JUDGE_PROMPT
     try:
         return Path(config.prompt_file).read_text()
     except (OSError, UnicodeError) as error:
@@ -166,8 +180,8 @@ def read_prompt(config: JudgeConfig) -> str:
         ) from error
 
 
-def compile_prompt(text: str) -> jinja2.Template:
-    """Compile a Jinja template of the judge's prompt; raises ConfigError if it is invalid.
+def compile_prompt(text: str, file: str) -> jinja2.Template:
+    """Compile a Jinja template of the judge's prompt, read from `file`; raises ConfigError if it is invalid.
 
     Rendering the template raises an error for an unknown name.
     """
@@ -178,7 +192,7 @@ def compile_prompt(text: str) -> jinja2.Template:
         return environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         remedy = f"not a Jinja template: line {error.lineno}: {error.message}"
-        raise ConfigError("score.judge.prompt", text, remedy) from error
+        raise ConfigError("score.judge.prompt_file", file, remedy) from error
 
 
 # RULER, "relative universal LLM-elicited rewards" (OpenPipe, 2025): comparing attempts is easier for a judge than grading one, the
@@ -221,7 +235,7 @@ class Ruler:
     @classmethod
     def from_config(cls, config: ScoreConfig) -> Self:
         """Create the scorer from settings; raises ConfigError if a setting of score.judge is missing or wrong."""
-        return cls(config.judge, JudgeModel.from_config(config.judge))
+        return cls(config.judge, JudgeModel.from_config(config))
 
     async def score(self, candidates: Sequence[Candidate]) -> list[Reward]:
         prompt = ranking_prompt(self._config.rubric, [candidate.messages for candidate in candidates])

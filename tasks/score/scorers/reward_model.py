@@ -10,6 +10,9 @@ from rollmill.tasks.score.score_function import settings_version
 from rollmill.tasks.score.scorer import Candidate, Reward
 from rollmill.tasks.score.scorers.model_endpoint import Endpoint
 
+# The reward is the raw output: a sigmoid or softmax would squeeze the differences between good answers, which advantages need.
+USE_ACTIVATION = False
+
 
 class _PoolingOutput(msgspec.Struct):
     data: list[float | list[float]]
@@ -32,20 +35,22 @@ class RewardModel:
 
     def __init__(self, config: RewardModelConfig, endpoint: Endpoint) -> None:
         self._config, self._endpoint = config, endpoint
-        self.version = settings_version([config.model, config.output, config.use_activation])
+        self.version = settings_version([config.model, config.output, USE_ACTIVATION])
 
     @classmethod
     def from_config(cls, config: ScoreConfig) -> Self:
         """Create the scorer from settings; raises ConfigError if a setting of score.reward_model is missing or wrong."""
         settings = config.reward_model
-        return cls(settings, Endpoint("score.reward_model", settings.url, settings))
+        return cls(
+            settings, Endpoint("score.reward_model", settings.url, settings.api_key_env, config.timeout_s)
+        )
 
     async def score(self, candidate: Candidate) -> Reward:
         request: dict[str, object] = {
             "messages": [dict(message) for message in candidate.messages],
             # The conversation is over: no header of a next answer may follow.
             "add_generation_prompt": False,
-            "use_activation": self._config.use_activation,
+            "use_activation": USE_ACTIVATION,
         }
         if self._config.model:
             request["model"] = self._config.model

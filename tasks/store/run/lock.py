@@ -14,6 +14,11 @@ from rollmill.tasks.store.filesystem import describe_os_error, empty_folder
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.lock_holder import LockHolder
 
+# Seconds to wait for another process to release a run: one that was just stopped needs a moment to end.
+LOCK_TIMEOUT_S = 10.0
+# Seconds without renewal after which another machine may take over a run on S3; it is renewed three times as often. A late write
+# of the former holder, of at most 20 seconds, has been decided long before.
+LEASE_S = 60.0
 # Seconds between two attempts at the flock, which cannot wait with a timeout.
 RETRY_S = 0.05
 
@@ -37,22 +42,34 @@ class RunLock(Protocol):
         """Drop this process's copy of the lock; called in a forked child, since only the parent holds the lock."""
 
 
-def lock_run(folder: RunFolder, config: StoreConfig) -> RunLock:
+def lock_run(
+    folder: RunFolder,
+    config: StoreConfig,
+    *,
+    timeout_s: float = LOCK_TIMEOUT_S,
+    lease_s: float = LEASE_S,
+) -> RunLock:
     """Create a run's folder if needed, lock it, and remove the staged files of an earlier writer.
+
+    Args:
+        folder: of the run.
+        config: settings of the data sets.
+        timeout_s: seconds to wait for another process to release the run.
+        lease_s: seconds that a lease on S3 lasts without renewal.
 
     Raises:
         ConfigError: the folder cannot be written.
         StoreError: the disk is full, or the S3 server does not answer or refuses.
-        RunLockedError: another process holds the lock for longer than store.lock_timeout_s.
+        RunLockedError: another process holds the lock for longer than `timeout_s`.
     """
     lock: RunLock
     if folder.is_local:
-        lock = FolderLock.acquire(folder, config.root, config.lock_timeout_s)
+        lock = FolderLock.acquire(folder, config.root, timeout_s)
     else:
         # s3fs and botocore take a second to import, and only runs on S3 need them.
         from rollmill.tasks.store.s3.s3_lease import S3Lease
 
-        lock = S3Lease.acquire(folder, config.lease_s, config.lock_timeout_s)
+        lock = S3Lease.acquire(folder, lease_s, timeout_s)
     _held_locks.add(lock)
     # Only now: before, they could have been another writer's, who is still at work.
     try:

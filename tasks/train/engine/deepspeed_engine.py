@@ -59,6 +59,10 @@ class Forward(NamedTuple):
     entropies: torch.Tensor
 
 
+# Epsilon of AdamW, as in the paper (Loshchilov & Hutter 2019, arXiv:1711.05101): single precision needs no larger one.
+ADAMW_EPS = 1e-8
+
+
 class Engine:
     """A Hugging Face causal language model trained by DeepSpeed.
 
@@ -75,7 +79,7 @@ class Engine:
         self._replay = RoutingReplay(model) if config.replay_routing else None
         check_offload(config, device.type)
         self.packer = Packer(config, choose_layout(model, config, device), device)
-        self._policy = PolicyModel(model, config.head_chunk_mib, is_partitioned=config.zero_stage == _ZERO_3)
+        self._policy = PolicyModel(model, is_partitioned=config.zero_stage == _ZERO_3)
         self._max_grad_norm = config.max_grad_norm
         # The host runs ahead of a GPU: without waiting, a part's seconds would be booked to later parts.
         self._waits_for_device = device.type == "cuda"
@@ -84,7 +88,7 @@ class Engine:
             [each for each in model.parameters() if each.requires_grad],
             lr=config.lr,
             betas=config.betas,
-            eps=config.eps,
+            eps=ADAMW_EPS,
             weight_decay=config.weight_decay,
             fused=True,
         )

@@ -15,7 +15,9 @@ from typing import Any, Self
 from rollmill.tasks.train.config import LoraConfig, TrainConfig
 
 GIB = 1 << 30
-_MIB = 1 << 20
+# Largest size of the logits in memory; more trained tokens pass the head in chunks. A GPU is busy with one of this size, and
+# smaller ones save little next to a micro-batch's activations.
+HEAD_CHUNK_BYTES = 512 << 20
 _SINGLE = 4
 _MOMENTS = 2
 _REDUCE_ELEMENTS = 500_000_000
@@ -153,8 +155,7 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
         optimizer=optimizer * (not is_offloaded),
         activations=_activations(sizes, config),
         logits=float(
-            _LOGIT_COPIES
-            * min(config.head_chunk_mib * _MIB, config.micro_batch_tokens * sizes.vocabulary * _SINGLE)
+            _LOGIT_COPIES * min(HEAD_CHUNK_BYTES, config.micro_batch_tokens * sizes.vocabulary * _SINGLE)
         ),
         reference=n * item / share[2] * has_copy,
         buffers=bucket,

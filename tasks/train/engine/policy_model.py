@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.collectives import times
+from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
 from rollmill.tasks.train.engine.private_transformers import GradientCheckpointingLayer
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
 
@@ -75,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MIB, _LOGIT_BYTES = 2**20, 4
+_LOGIT_BYTES = 4
 
 Values = tuple[torch.Tensor, torch.Tensor]
 
@@ -106,14 +107,16 @@ class PolicyModel:
 
     Args:
         model: a causal language model, not yet partitioned.
-        chunk_mib: largest size of the logits in MiB.
         is_partitioned: True when ranks hold the head's weight in parts (ZeRO-3), and must all run the same number of chunks.
+        chunk_bytes: largest size of the logits.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_mib: int, *, is_partitioned: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, is_partitioned: bool, chunk_bytes: int = HEAD_CHUNK_BYTES
+    ) -> None:
         self._model, self._head, self._is_partitioned = model, HeadPositions(model), is_partitioned
         vocabulary_size: int = model.get_output_embeddings().weight.shape[0]
-        self._chunk_tokens = max(1, chunk_mib * _MIB // (_LOGIT_BYTES * vocabulary_size))
+        self._chunk_tokens = max(1, chunk_bytes // (_LOGIT_BYTES * vocabulary_size))
 
     def values(self, run: Callable[..., Any], batch: MicroBatch, *, entropy_gradient: bool) -> Values:
         """[N] log-probabilities and [N] entropies of the trained tokens, in nats.
@@ -212,8 +215,11 @@ def _find_decoder(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:
     for name, child in model.named_children():
         if child is decoder:
             return name, decoder
-    remedy = f"the head of {type(model).__name__} cannot be run in chunks: raise it, or lower train.micro_batch_tokens"
-    raise ConfigError("train.head_chunk_mib", "too small for a micro-batch", remedy)
+    remedy = (
+        f"the head of {type(model).__name__} cannot be run in chunks: lower it until the logits of a micro-batch fit into "
+        f"{HEAD_CHUNK_BYTES >> 20} MiB"
+    )
+    raise ConfigError("train.micro_batch_tokens", "too large for a micro-batch", remedy)
 
 
 @contextmanager

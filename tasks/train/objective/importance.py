@@ -2,7 +2,8 @@
 
 With mu the sampler and p the policy that the loss takes for the sampler (the trainer's before the step where it was
 recomputed, else the trained policy itself, without a gradient), the ratio of a token is w = p(token) / mu(token), and on the
-level of sequences the product of w over the trained tokens of its row. The token's loss is multiplied by
+level of sequences the product of w over the trained tokens of its row. With (floor, cap) = `bounds` the
+token's loss is multiplied by
 
     truncated   min(w, cap)
     masked      w where floor <= w <= cap, else 0
@@ -54,10 +55,10 @@ def importance_weights(
         return ImportanceWeights(torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool))
     if config.level == "sequence":
         log_ratio = tokens.row_sums(log_ratio)[tokens.rows]
-    ratio = torch.exp(log_ratio)
+    ratio, (floor, cap) = torch.exp(log_ratio), config.bounds
     if config.mode == "truncated":
-        return ImportanceWeights(ratio.clamp(max=config.cap), torch.zeros_like(ratio, dtype=torch.bool))
-    masked = (ratio < config.floor) | (ratio > config.cap)
+        return ImportanceWeights(ratio.clamp(max=cap), torch.zeros_like(ratio, dtype=torch.bool))
+    masked = (ratio < floor) | (ratio > cap)
     # A loss with the ratio to the sampler is multiplied by it already, and would count it twice.
     weight = torch.ones_like(ratio) if has_sampler_ratio else ratio
     return ImportanceWeights(weight.masked_fill(masked, 0.0), masked)

@@ -21,6 +21,7 @@ from rollmill.tasks.store.checkpoints.weight_snapshots import list_complete_weig
 from rollmill.tasks.store.folders import RunFolder, policy_key
 from rollmill.tasks.store.staged_rows import StagedRows
 from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.transfer_plan import BUCKET_BYTES
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.config import TrainConfig
 
@@ -40,6 +41,7 @@ class ServiceConfig(StageConfig):
         host: address that the control API listens on.
         port: port of the control API.
         log_dir: folder for logs other than the service's output.
+        bucket_bytes: size of one transfer buffer; a sync needs two of them, and tensors are split across them.
         heartbeat_timeout_s: seconds of silence after which a rank counts as dead.
         progress_interval_s: seconds between two reports of how far a weight transfer is.
     """
@@ -49,6 +51,7 @@ class ServiceConfig(StageConfig):
     host: str = "127.0.0.1"
     port: int
     log_dir: str
+    bucket_bytes: int = BUCKET_BYTES
     # A rank that computes sends heartbeats from a thread: a minute of silence means that it is dead or its machine is gone.
     heartbeat_timeout_s: float = 60.0
     progress_interval_s: float = 10.0

@@ -80,7 +80,7 @@ class TrainerClient(ServiceClient):
             return None
 
         name = f"trainer at {self.url}"
-        return await wait_for_start(name, ask, process, timeout_s, "train.start_timeout_s")
+        return await wait_for_start(name, ask, process, timeout_s, "start_timeout_s")
 
     async def health(self) -> TrainerHealth:
         """Ask for the trainer's state: run and version loaded, heartbeats of the ranks, command being carried out."""
