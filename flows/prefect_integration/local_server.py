@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from rollmill.tasks.errors import ConfigError, ServiceError, ServiceStartError
-from rollmill.tasks.processes.python_child import python_command
+from rollmill.tasks.processes.python_child import child_environment, python_command
 
 HOME = Path(".rollmill/prefect")
 HOST = "127.0.0.1"
@@ -152,7 +152,7 @@ def _launch(home: Path, port: int) -> Server:
     with _log_file(home).open("wb") as log:
         process = subprocess.Popen(
             python_command("prefect", "server", "start", "--host", HOST, "--port", str(port)),
-            env=environment(home, os.environ),
+            env=child_environment(environment(home, os.environ)),
             cwd=home,
             stdin=subprocess.DEVNULL,
             stdout=log,

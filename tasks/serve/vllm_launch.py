@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.python_child import SAFE_PATH
 from rollmill.tasks.serve.config import ServeConfig
 
 API_KEY_ENV = "ROLLMILL_VLLM_API_KEY"
@@ -53,12 +54,12 @@ def vllm_command(config: ServeConfig, model: str, port: int, *, returns_routing:
     """Return the command line that starts a vLLM server of the model folder `model` on a loopback port.
 
     The module is run rather than the `vllm` command: that one needs a distribution called vllm, which the
-    CPU build is not. Log-probabilities are those the tokens were sampled by (temperature applied).
+    CPU build is not. Log-probabilities are those the tokens were sampled by (temperature applied). Start it with
+    `vllm_environment`, which keeps the working folder off sys.path.
     """
     return [
         config.python,
-        # -P: the working folder is not on sys.path, so no file there shadows a module of vLLM or its plugin.
-        *("-P", "-m", "vllm.entrypoints.openai.api_server"),
+        *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", "policy"),
         *("--host", LOOPBACK, "--port", str(port)),
         *("--dtype", config.dtype),
@@ -97,6 +98,8 @@ def vllm_environment(
     plugins = dict.fromkeys([*filter(None, base.get("VLLM_PLUGINS", "").split(",")), PLUGIN])
     return {
         **ours,
+        # vLLM starts `python -m` itself, to inspect a model: no file of the working folder may shadow a module there either.
+        SAFE_PATH: "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": ",".join(plugins),

@@ -54,7 +54,7 @@ def test_images_are_those_that_compose_and_kubernetes_name() -> None:
 
 
 def test_an_image_takes_a_work_pools_command_as_its_program() -> None:
-    # Docker's and Kubernetes' pools give `prefect flow-run execute` as arguments of the entrypoint.
+    # Docker's and Kubernetes' pools give the command of a flow run as arguments of the entrypoint.
     assert entrypoint("base") == ["tini", "--"]
     for target in ("server", "worker"):
         assert not [word for word, _ in dockerfile()[target] if word == "ENTRYPOINT"]
@@ -120,7 +120,7 @@ def check_same_start(config: Any, model: str, ours: list[str], machine: str) -> 
     """The image's words and the manifest's ours are those of `rollmill vllm`, but for where the server listens."""
     if machine == "laptop" and not vllm_launch.is_cpu_build(config.python):
         pytest.skip("vLLM's CPU build is not here")
-    theirs = vllm_launch.vllm_command(config, model, A_PORT)[4:]
+    theirs = vllm_launch.vllm_command(config, model, A_PORT)[3:]
     if machine == "gpu":  # a server of its own GPU takes more of it
         theirs[theirs.index("--gpu-memory-utilization") + 1] = "0.85"
     for option, value in (("--host", "127.0.0.1"), ("--port", str(A_PORT)), ("--model", model)):

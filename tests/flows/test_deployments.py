@@ -1,6 +1,7 @@
 """prefect.yaml: its parameters fit the flows' forms, its job variables the work pools; and what deploying says."""
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from prefect.workers.utilities import get_default_base_job_template_for_infrastr
 from rollmill.flows import cli
 from rollmill.flows.prefect_integration.deployments import render_deployments
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.python_child import python_command
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
@@ -58,6 +60,12 @@ def wrong_variables(kind: str, variables: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("kind", POOLS)
 def test_job_variables_are_those_that_the_kind_of_work_pool_has(kind: str) -> None:
     assert wrong_variables(kind, POOLS[kind]["job_variables"]) == []
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_an_images_run_is_the_engine_itself_in_the_images_folder(kind: str) -> None:
+    _, *words = shlex.split(POOLS[kind]["job_variables"]["command"])
+    assert words == python_command("prefect.engine")[1:]
 
 
 def test_a_job_variable_that_a_work_pool_lacks_or_takes_otherwise_is_found() -> None:

@@ -1,5 +1,7 @@
 """How a server is launched, for what its environment holds."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,14 @@ def test_a_plugin_that_vllm_could_not_load_is_found_in_its_log() -> None:
     assert not vllm_launch.has_plugin_failure("ERROR Failed to load plugin another")
 
 
-def test_the_working_folder_is_not_on_a_servers_path(config_of) -> None:
-    assert vllm_launch.vllm_command(config_of("vllm"), "model", 80)[1:3] == ["-P", "-m"]
+def test_the_working_folder_is_not_on_a_servers_path_nor_on_that_of_what_it_starts(
+    config_of, tmp_path: Path
+) -> None:
+    (tmp_path / "queue.py").write_text("raise ImportError(__file__)")
+    environment = vllm_launch.vllm_environment(config_of("vllm"), base={"PYTHONSAFEPATH": ""})
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'queue'], check=True)"
+    for words in (["-m", "queue"], ["-c", start]):
+        subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, check=True)
 
 
 def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
