@@ -78,6 +78,8 @@ _LOADER = "vllm.model_executor.model_loader"
 _SERVING = "vllm.entrypoints.scale_out.token_in_token_out"
 INITIALIZE_RELOAD = VllmName(Feature.RELOAD, f"{_LOADER}.reload", "initialize_layerwise_reload")
 FINALIZE_RELOAD = VllmName(Feature.RELOAD, f"{_LOADER}.reload", "finalize_layerwise_reload")
+# vLLM's worker on CPU replaces torch.set_num_threads by a function that does nothing.
+SET_THREADS = VllmName(Feature.RELOAD, "torch._C", "set_num_threads")
 HEAD = VllmName(Feature.CPU_REPAIRS, "vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead")
 MOE_KERNEL = VllmName(
     Feature.CPU_REPAIRS,
@@ -210,13 +212,12 @@ def separate_modules(model: nn.Module, live: nn.Module) -> None:
     # vLLM caches rotary embeddings for the whole process: loading the one model would change the other.
     shared = set(live.modules())
     own: dict[nn.Module, nn.Module] = {}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in shared:
-                if child not in own:
-                    own[child] = copy.deepcopy(child)
-                    RECORD_METADATA.find()(own[child])
-                parent._modules[name] = own[child]
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in shared:
+            if module not in own:
+                own[module] = copy.deepcopy(module)
+                RECORD_METADATA.find()(own[module])
+            model.set_submodule(name, own[module])
 
 
 def exchange_models(live: nn.Module, other: nn.Module, config: Any, other_config: Any) -> None:
@@ -296,5 +297,4 @@ def limit_threads() -> None:
     """Let the current thread compute on any core, but on one at a time."""
     # vLLM's worker on CPU pins itself to cores, which its threads inherit.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    # vLLM's worker on CPU replaces torch.set_num_threads by a function that does nothing.
-    torch._C.set_num_threads(1)
+    SET_THREADS.find()(1)

@@ -101,14 +101,14 @@ def select_tasks(
 
 def offers_tools(environment: Any) -> bool:
     """Return True if the environment's problems come with tools, or its program may add tools."""
-    from rollmill.tasks.rollout.environments.verifiers.chat_harness import InProcessChat
+    from rollmill.tasks.rollout.environments.verifiers.chat_harness import PLUGIN
 
     task_set = environment.taskset
-    harnesses = environment._harnesses.values()
+    harnesses = environment.config.agent_harnesses().values()
     return bool(
         task_set.toolsets(task_set.config)
         or task_set.task_type().toolsets(task_set.config.task)
-        or any(not isinstance(each, InProcessChat) for each in harnesses)
+        or any(each.id != PLUGIN for each in harnesses)
     )
 
 
