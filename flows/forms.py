@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 
 from rollmill.flows.config import RescoreConfig, RunConfig
-from rollmill.flows.settings import settings
+from rollmill.flows.settings import UNREAD_BY_COLLECT, settings
 from rollmill.tasks.config import StageConfig
 
 ADVANCED = "advanced"
@@ -137,7 +137,7 @@ _NOT_EVALUATED = {
 _NOT_SAMPLED = {f"rollout.{name}" for name in ("max_staleness", "max_refill_groups", "trajectories_per_task")}
 
 POST_TRAIN = RunForm(RunConfig, frozenset({"retrain"}))
-COLLECT = RunForm(RunConfig, frozenset({"train", "checkpoint", "evaluate", "sync", "retrain"}))
+COLLECT = RunForm(RunConfig, UNREAD_BY_COLLECT)
 EVALUATE = RunForm(RunConfig, frozenset({"checkpoint", "sync", "retrain", *_NOT_EVALUATED}))
 RETRAIN = RunForm(RunConfig, frozenset(_NOT_SAMPLED))
 RESCORE = RunForm(RescoreConfig)

@@ -21,6 +21,9 @@ from rollmill.tasks.store.run.immutable_settings import get_setting
 HIDDEN = "***"
 NAMES_VARIABLE = "give the name of the environment variable that holds the secret (capital letters, digits and _), not the secret"
 
+UNREAD_BY_COLLECT = frozenset({"train", "checkpoint", "evaluate", "sync", "retrain"})
+"""Sections that the flow collect does not read: its form does not show them, its runs neither record nor compare them."""
+
 # Of two names, from 0 to 1, for one to be suggested for the other.
 LEAST_LIKENESS = 0.75
 
@@ -110,10 +113,18 @@ def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str
     return found
 
 
-def find_fixed_settings() -> dict[str, object]:
-    """Return the defaults, by dotted name, of the settings that may not change when a run is resumed."""
+def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
+    """Return the defaults, by dotted name, of the settings that may not change when a run is resumed.
+
+    Args:
+        trains: False for a run of the flow collect, without the sections that it does not read.
+    """
     defaults = RunConfig().model_dump(mode="json")
-    return {name: get_setting(defaults, name, None) for name, is_fixed in settings().items() if is_fixed}
+    return {
+        name: get_setting(defaults, name, None)
+        for name, is_fixed in settings().items()
+        if is_fixed and (trains or name.partition(".")[0] not in UNREAD_BY_COLLECT)
+    }
 
 
 def describe(model: type[StageConfig] = RunConfig, prefix: str = "") -> Iterator[str]:

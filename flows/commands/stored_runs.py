@@ -237,8 +237,9 @@ def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
 
 def _check_fixed(folder: RunFolder, config: RunConfig) -> None:
     """Raise RunMismatchError, with both values, for settings that differ from the stored run's and cannot change on resume."""
-    stored = read_manifest(folder).config
-    check_immutable(folder.location, stored, config.model_dump(mode="json"), find_fixed_settings())
+    manifest = read_manifest(folder)
+    fixed = find_fixed_settings(trains=manifest.trains)
+    check_immutable(folder.location, manifest.config, config.model_dump(mode="json"), fixed)
 
 
 def _parse_steps(text: str) -> dict[str, int]:

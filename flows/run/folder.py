@@ -95,7 +95,8 @@ def check_resumable(folder: RunFolder, config: RunConfig, *, trains: bool = True
         return
     manifest = read_manifest(folder)
     check_run_kind(folder, manifest, trains=trains)
-    check_immutable(folder.location, manifest.config, config.model_dump(mode="json"), find_fixed_settings())
+    fixed = find_fixed_settings(trains=trains)
+    check_immutable(folder.location, manifest.config, config.model_dump(mode="json"), fixed)
     n_done = len(list_done_steps(folder, manifest))
     if config.steps < n_done:
         raise ConfigError(

@@ -18,7 +18,7 @@ from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
 from rollmill.flows.run.vitals import Vitals
-from rollmill.flows.settings import find_fixed_settings
+from rollmill.flows.settings import UNREAD_BY_COLLECT, find_fixed_settings
 from rollmill.tasks.observe.process_memory import keep_for_good
 from rollmill.tasks.observe.sinks.sink_client import NoSinks, Sinks
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, span
@@ -105,15 +105,18 @@ class Run(TrainingRun):
 
 
 def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> OpenRun:
-    folder, settings, fixed = run_folder(name, config), config.model_dump(mode="json"), find_fixed_settings()
+    folder = run_folder(name, config)
+    settings = config.model_dump(mode="json", exclude=None if trains else set(UNREAD_BY_COLLECT))
     if adds and has_manifest(folder):
-        check_immutable(folder.location, read_manifest(folder).config, settings, fixed)
+        manifest = read_manifest(folder)
+        fixed = find_fixed_settings(trains=manifest.trains)
+        check_immutable(folder.location, manifest.config, settings, fixed)
         # The run may be finished, which `OpenRun.open` would refuse.
         return OpenRun.extend(folder, config_of=config.store)
     return OpenRun.open(
         folder,
         config=settings,
-        fixed=fixed,
+        fixed=find_fixed_settings(trains=trains),
         versions={package: importlib.metadata.version(package) for package in VERSIONED_PACKAGES},
         git_commit=_git_commit(),
         config_of=config.store,

@@ -13,7 +13,7 @@ from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 
 
-def begun(root: Path, status: str) -> Path:
+def begun(root: Path, status: str, *, trains: bool = True) -> Path:
     """A folder that holds a run of the quickstart, called `quickstart`."""
     settings_of_it = load("quickstart", (f"store.root={root}",))
     folder = run_folder("quickstart", settings_of_it)
@@ -31,6 +31,7 @@ def begun(root: Path, status: str) -> Path:
             git_commit="",
             created_at="2026-01-01T00:00:00+00:00",
             status=status,
+            trains=trains,
         ),
         None,
     )
@@ -61,6 +62,18 @@ def test_what_would_make_another_run_is_refused_with_both_values(tmp_path: Path,
         check_resumable(run_folder("quickstart", given), given)
     assert f"{field}: the run has" in str(refused.value)
     assert value in str(refused.value)
+
+
+@pytest.mark.parametrize("change", ["train.epochs=2", "evaluate.n_prompts=7", "retrain.first_step=1"])
+def test_what_a_collection_does_not_read_may_change_and_nothing_else(tmp_path: Path, change: str) -> None:
+    begun(tmp_path, "running", trains=False)
+    given = load("quickstart", (f"store.root={tmp_path}", change))
+    check_resumable(run_folder("quickstart", given), given, trains=False)
+    other = load("quickstart", (f"store.root={tmp_path}", change, "rollout.group_size=4"))
+    with pytest.raises(RunMismatchError) as refused:
+        check_resumable(run_folder("quickstart", other), other, trains=False)
+    assert "rollout.group_size: the run has" in str(refused.value)
+    assert change.partition("=")[0] not in str(refused.value)
 
 
 def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> None:
