@@ -22,7 +22,7 @@ HIDDEN = "***"
 NAMES_VARIABLE = "give the name of the environment variable that holds the secret (capital letters, digits and _), not the secret"
 
 UNREAD_BY_COLLECT = frozenset({"train", "checkpoint", "evaluate", "sync", "retrain"})
-"""Sections that the flow collect does not read: its form does not show them, its runs neither record nor compare them."""
+"""Sections that the flow collect does not read: its form does not show them, resuming its runs does not compare them."""
 
 # Of two names, from 0 to 1, for one to be suggested for the other.
 LEAST_LIKENESS = 0.75

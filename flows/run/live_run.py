@@ -106,10 +106,16 @@ class Run(TrainingRun):
 
 def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> OpenRun:
     folder = run_folder(name, config)
-    settings = config.model_dump(mode="json", exclude=None if trains else set(UNREAD_BY_COLLECT))
+    # The start model of a collected run can be evaluated, and what is shown of that reads the record.
+    unread = set(UNREAD_BY_COLLECT - {"evaluate"})
+    settings = config.model_dump(mode="json", exclude=None if trains else unread)
     if adds and has_manifest(folder):
         manifest = read_manifest(folder)
-        fixed = find_fixed_settings(trains=manifest.trains)
+        fixed = {
+            setting: default
+            for setting, default in find_fixed_settings().items()
+            if manifest.trains or setting.partition(".")[0] not in unread
+        }
         check_immutable(folder.location, manifest.config, settings, fixed)
         # The run may be finished, which `OpenRun.open` would refuse.
         return OpenRun.extend(folder, config_of=config.store)

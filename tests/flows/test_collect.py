@@ -88,7 +88,7 @@ def test_a_killed_collection_goes_on_and_has_each_trajectory_once(collected: Run
     assert list_steps(collected, "batches") == []
     manifest = read_manifest(collected)
     assert manifest.status == "finished"
-    assert not {"train", "checkpoint", "evaluate", "sync", "retrain"} & manifest.config.keys()
+    assert not {"train", "checkpoint", "sync", "retrain"} & manifest.config.keys()
 
 
 def test_a_step_of_it_that_lost_its_rows_is_found(collected: RunFolder, tmp_path: Path) -> None:
