@@ -182,8 +182,8 @@ def _commands() -> Iterator[str]:
         yield f"### rollmill {name}\n\n`rollmill {usage}`\n\n{_paragraph(command.help or '')}\n"
         if command.params:
             yield _COMMANDS_HEAD
-            told = (each.get_help_record(context) for each in command.params)
-            yield from (_line(f"`{name}`", meaning) for name, meaning in filter(None, told))
+            records = (each.get_help_record(context) for each in command.params)
+            yield from (_line(f"`{name}`", meaning) for name, meaning in filter(None, records))
             yield ""
 
 

@@ -14,7 +14,7 @@ from rollmill.flows.step.step_collection import (
     CollectedStep,
     GroupCollection,
     StepCollection,
-    is_shown,
+    is_scorable_group,
 )
 from rollmill.flows.step.step_groups import store_batch, store_group_outcomes
 from rollmill.tasks.observe.step_clock import StepClock
@@ -86,7 +86,7 @@ class StepPhases:
     def read_s(self) -> float | None:
         """Seconds for which the trainer read the batch's rows; None before training, and without a trainer."""
         metrics = self._result.metrics if self._result else ()
-        return next((each.value for each in metrics if each.name == "train/handing_over_s"), None)
+        return next((each.value for each in metrics if each.name == "train/reading_batch_s"), None)
 
     async def _each(self, work: Callable[[GroupPlan], Awaitable[None]]) -> None:
         """Call `work` for all groups of the step concurrently, and wait for all calls."""
@@ -113,7 +113,7 @@ class StepPhases:
         survivors = select_scorable(group.rollouts)
         self._scores[group.group] = no_rows("scores")
         if not survivors.num_rows or (
-            self._run.scoring.by_group and not is_shown(self._run.config, survivors)
+            self._run.scoring.by_group and not is_scorable_group(self._run.config, survivors)
         ):
             return
         chunk = ScoreChunk(self._run.scoring, survivors, self._sampled.step, self._collection.store_scores)
@@ -160,8 +160,8 @@ class StepPhases:
     async def _ingest(self) -> None:
         """Store the rows that the trainer has staged: annotations and log-probabilities of tokens."""
         store = self._run.store
-        for delivery in self._result.staged if self._result else ():
-            await ingest_rows(store.folder, store.files, store.writer, delivery)
+        for staged in self._result.staged if self._result else ():
+            await ingest_rows(store.folder, store.files, store.writer, staged)
 
     async def _weights(self) -> None:
         """Have the trainer write its weights as files for servers to read: the trainer's half of a weight sync by files."""

@@ -75,25 +75,25 @@ class RouteReport:
 
     def __init__(self) -> None:
         self._ways: dict[str, str] = {}
-        self._untold: set[str] = set()
+        self._unlogged: set[str] = set()
 
     def note(self, server: str, transport: str, reason: str) -> None:
-        """Keep by which transport weights reach a server, and why; the next `tell` logs it if it is new."""
+        """Keep by which transport weights reach a server, and why; the next `log_new_routes` logs it if it is new."""
         way = f"weights travel by {transport}, since {reason}"
         if self._ways.get(server) != way:
             self._ways[server] = way
-            self._untold.add(server)
+            self._unlogged.add(server)
 
-    def tell(self) -> None:
+    def log_new_routes(self) -> None:
         """Log the transport, and its reason, of each server whose transport or reason changed since the last call, or is new.
 
         Servers with the same transport and reason share a line.
         """
         servers: dict[str, list[str]] = defaultdict(list)
         for server, way in self._ways.items():
-            if server in self._untold:
+            if server in self._unlogged:
                 servers[way].append(server)
-        self._untold.clear()
+        self._unlogged.clear()
         for way, of_one_way in servers.items():
             others = f" and {len(of_one_way) - 1} more" if len(of_one_way) > 1 else ""
             whom = (

@@ -107,8 +107,8 @@ class TrainerState:
         submitted.book()
         store = self._run.store
         # Before any checkpoint includes the step: a resumed run does not train it again, and would lack these rows.
-        for delivery in result.staged:
-            await ingest_rows(store.folder, store.files, store.writer, delivery)
+        for staged in result.staged:
+            await ingest_rows(store.folder, store.files, store.writer, staged)
         return replace(result, metrics=[*result.metrics, *submitted.metrics("submit/ranks_")])
 
     def advance_version(self, result: StepResult) -> None:
@@ -122,7 +122,7 @@ class TrainerState:
             RollmillError: the trainer is at another step, or gone.
         """
         store = self._run.store
-        delivery = await self._client.do(
+        staged = await self._client.do(
             ComputeOldLogprobs(
                 folder=self._run.folder.location,
                 run_id=self._run.id,
@@ -130,5 +130,5 @@ class TrainerState:
                 trajectory_ids=list(trajectory_ids),
             )
         )
-        if delivery is not None:
-            await ingest_rows(store.folder, store.files, store.writer, delivery)
+        if staged is not None:
+            await ingest_rows(store.folder, store.files, store.writer, staged)

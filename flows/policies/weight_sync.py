@@ -212,7 +212,7 @@ class WeightSync(PolicyServers):
             ServiceDiedError: the trainer is gone.
         """
         self.submitted = submitted = Submission("servers")
-        self._route_report.tell()
+        self._route_report.log_new_routes()
         # Taken out until the transfer has succeeded: a link that broke must not be used again.
         routes = {server: self._routes.pop(server)[1] for server in servers}
         if len(servers) > 1:

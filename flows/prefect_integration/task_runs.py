@@ -16,7 +16,7 @@ from prefect.states import Completed
 
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.tasks.observe.config import ObserveConfig
-from rollmill.tasks.observe.loop_turns import take_turn
+from rollmill.tasks.observe.loop_yield import yield_to_loop
 from rollmill.tasks.rollout.task import rollout
 from rollmill.tasks.score.task import score
 
@@ -61,9 +61,9 @@ class TaskRunRecorder:
         return partial(task.with_options(tags=config.task_run_tags), return_state=True)
 
     async def begin_task_run(self) -> None:
-        """Wait for a turn of the event loop and count the next task run, if `observe.task_runs` is `all`; else do nothing."""
+        """Yield to the event loop and count the next task run, if `observe.task_runs` is `all`; else do nothing."""
         if self._kind == "all":
-            await take_turn()
+            await yield_to_loop()
             self._recording.started()
 
     @asynccontextmanager
@@ -79,7 +79,7 @@ class TaskRunRecorder:
             case "all":
                 yield
             case "groups":
-                await take_turn()
+                await yield_to_loop()
                 self._recording.started()
                 async with _group_task_run(step, group, summaries):
                     yield

@@ -60,7 +60,7 @@ async def open_span_sink(
         timeout_s=timeout_s,
     )
     async with SinkClient(settings, warn, SPAN_SINK_COMMAND, SPAN_SINK_REMEDY) as sink:
-        store.spans.tell = lambda step: sink.put(Point("spans", step, {}))
+        store.spans.on_stored = lambda step: sink.put(Point("spans", step, {}))
         yield
 
 

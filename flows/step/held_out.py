@@ -107,10 +107,10 @@ async def evaluate_held_out(
     async def evaluate_chunk(number: int, chunk: Sequence[TrajectoryRequest]) -> None:
         with (
             within(lane=f"evaluate.{version}/{number}"),
-            run.admission.places(len(chunk), (version, EVALUATION)) as tickets,
+            run.admission.request_slots(len(chunk), (version, EVALUATION)) as tickets,
         ):
             # A task run that waits for a slot would look in Prefect as if it were sampling.
-            await tickets[0].turn()
+            await tickets[0].wait()
             run.recording.started()
             with span("recording"):
                 work = quote((run, chunk, tickets, failures))

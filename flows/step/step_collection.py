@@ -214,9 +214,9 @@ class GroupCollection:
             self._recompute_logprobs(self._plan.rollouts)
             unscored = select_scorable(self._plan.to_score).num_rows
             stored = select_scorable(self._plan.rollouts if by_group else self._plan.to_score)
-            with run.admission.places(len(requests), (self._step, ROLLOUT)) as tickets:
+            with run.admission.request_slots(len(requests), (self._step, ROLLOUT)) as tickets:
                 if tickets:
-                    await tickets[0].turn()
+                    await tickets[0].wait()
                 started, chunks = time.perf_counter(), self._split(requests, tickets)
                 if stored.num_rows:
                     # Prefect draws no edge from another flow run's task, so a resumed run has a rollout task for stored rollouts.
@@ -249,7 +249,7 @@ class GroupCollection:
         clock.deadline()
         size = config.trajectories_per_task
         parts = zip(split_chunks(requests, size), split_chunks(tickets, size), strict=True)
-        return [RolloutChunk(self._collection.sampler, part, places, clock) for part, places in parts]
+        return [RolloutChunk(self._collection.sampler, work, granted, clock) for work, granted in parts]
 
     async def rollout_then_score(self, chunk: RolloutWork, label: str) -> None:
         """Sample a chunk of the group once its first trajectory has a slot, and score it as soon as it is sampled.
@@ -261,7 +261,7 @@ class GroupCollection:
             if is_new := isinstance(chunk, RolloutChunk):
                 # A chunk whose group ends before it has a slot is sampled all the same: its rows are stored as cancelled.
                 with suppress(TimeoutError):
-                    await chunk.places[0].turn(chunk.clock.deadline().at)
+                    await chunk.tickets[0].wait(chunk.clock.deadline().at)
             with span("recording"):
                 await recorder.begin_task_run()
                 rolled = await recorder.rollout(chunk, self._step, label)
@@ -294,7 +294,7 @@ class GroupCollection:
         survivors = sort_rows(select_scorable(concat_rows(*self._rollouts)), "sample")
         if concat_rows(*self._scores).num_rows or not survivors.num_rows:
             return
-        if is_shown(self._run.config, survivors):
+        if is_scorable_group(self._run.config, survivors):
             label, recorder = str(self._group), self._run.task_runs
             with span("recording"):
                 await recorder.begin_task_run()
@@ -343,6 +343,6 @@ class GroupCollection:
         )
 
 
-def is_shown(config: RunConfig, survivors: Rows) -> bool:
+def is_scorable_group(config: RunConfig, survivors: Rows) -> bool:
     """Return True if the scorer is given these survivors: the group is whole, or the scorer accepts partial groups."""
     return survivors.num_rows >= config.rollout.group_size or not config.score.needs_full_group

@@ -130,7 +130,7 @@ async def store_group_outcomes(
         dropped=rows_where(scores, "status", "dropped").num_rows,
     )
     # A row that is stored stays: a resumed step computes the same outcomes again.
-    if not plan.is_judged:
+    if not plan.has_outcome:
         await run.store.writer.append("groups", group_rows(run.id, step, outcomes, duration_s), step=step)
     return outcomes
 

@@ -34,7 +34,7 @@ class SlotTicket:
         self.is_over = False
         self.granted_ns = 0
 
-    async def turn(self, until: float | None = None) -> None:
+    async def wait(self, until: float | None = None) -> None:
         """Wait until the requested slot is granted.
 
         Raises:
@@ -43,7 +43,7 @@ class SlotTicket:
         if not self.granted.done():
             with span("waiting_for_server", cause=SLOT):
                 async with asyncio.timeout_at(until):
-                    # A slot that is granted at this moment must be released by `leave`, not lost with a cancelled future.
+                    # If the slot is granted at this moment, the ticket must keep it until `release`; the future is not cancelled.
                     await asyncio.shield(self.granted)
 
 
@@ -59,52 +59,52 @@ class Admission:
 
     def __init__(self, n_slots: int) -> None:
         self._free = n_slots
-        self._line: list[tuple[Urgency, int, SlotTicket]] = []
+        self._waiting: list[tuple[Urgency, int, SlotTicket]] = []
         # Breaks ties by arrival; without it the heap would compare tickets, which have no order.
         self._numbers = itertools.count()
 
     @contextmanager
-    def places(self, n: int, urgency: Urgency) -> Iterator[list[SlotTicket]]:
+    def request_slots(self, n: int, urgency: Urgency) -> Iterator[list[SlotTicket]]:
         """Request `n` slots at once; requests that are still open at the end of the context are withdrawn."""
-        taken = [SlotTicket() for _ in range(n)]
-        for place in taken:
-            heapq.heappush(self._line, (urgency, next(self._numbers), place))
+        tickets = [SlotTicket() for _ in range(n)]
+        for ticket in tickets:
+            heapq.heappush(self._waiting, (urgency, next(self._numbers), ticket))
         self._grant()
         try:
-            yield taken
+            yield tickets
         finally:
-            for place in taken:
-                self.leave(place)
+            for ticket in tickets:
+                self.release(ticket)
 
     @asynccontextmanager
-    async def slot(self, place: SlotTicket, until: float | None = None) -> AsyncIterator[None]:
+    async def slot(self, ticket: SlotTicket, until: float | None = None) -> AsyncIterator[None]:
         """Wait for the slot of a ticket, and release it at the end of the context.
 
         Raises:
             TimeoutError: it was not granted by `until`, a time of the event loop's clock in seconds.
         """
         try:
-            await place.turn(until)
+            await ticket.wait(until)
             yield
         finally:
-            self.leave(place)
+            self.release(ticket)
 
-    def leave(self, place: SlotTicket) -> None:
+    def release(self, ticket: SlotTicket) -> None:
         """Withdraw a request and release its slot if it has one; further calls do nothing."""
-        if place.is_over:
+        if ticket.is_over:
             return
-        place.is_over = True
-        if place.granted.done():
+        ticket.is_over = True
+        if ticket.granted.done():
             self._free += 1
             self._grant()
         else:
-            place.granted.cancel()
+            ticket.granted.cancel()
 
     def _grant(self) -> None:
-        while self._free and self._line:
-            _, _, place = heapq.heappop(self._line)
+        while self._free and self._waiting:
+            _, _, ticket = heapq.heappop(self._waiting)
             # A withdrawn request stays in the heap until it is popped: to remove it would take linear time.
-            if not place.is_over:
+            if not ticket.is_over:
                 self._free -= 1
-                place.granted_ns = time.perf_counter_ns()
-                place.granted.set_result(None)
+                ticket.granted_ns = time.perf_counter_ns()
+                ticket.granted.set_result(None)

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from rollmill.tasks.observe.loop_turns import take_turn
+from rollmill.tasks.observe.loop_yield import yield_to_loop
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import Admission, SlotTicket
 from rollmill.tasks.rollout.environment_calls import state_columns
@@ -88,7 +88,7 @@ async def rollout(chunk: RolloutWork, step: int, label: str) -> State[SampledChu
         label: "384" for group 384, "384.2" for the third of its chunks.
     """
     sampled = await chunk.sample()
-    await take_turn()
+    await yield_to_loop()
     return Completed(message=sampled.summary, data=sampled)
 
 
@@ -113,12 +113,12 @@ class RowBatcher:
         """
         loop = asyncio.get_running_loop()
         if not self._ended:
-            loop.call_soon(self._hand_over)
+            loop.call_soon(self._store_ended)
         kept: asyncio.Future[StoredRow] = loop.create_future()
         self._ended.append((trajectory, kept))
         return await kept
 
-    def _hand_over(self) -> None:
+    def _store_ended(self) -> None:
         ended, self._ended = self._ended, []
         waiting = [(place, kept) for place, (_, kept) in enumerate(ended) if not kept.cancelled()]
         try:
@@ -239,16 +239,16 @@ class RolloutChunk:
     Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
     """
 
-    __slots__ = ("clock", "places", "sampler", "work")
+    __slots__ = ("clock", "sampler", "tickets", "work")
 
     def __init__(
         self,
         sampler: StepSampler,
         work: Sequence[TrajectoryRequest],
-        places: Sequence[SlotTicket],
+        tickets: Sequence[SlotTicket],
         clock: GroupClock,
     ) -> None:
-        self.sampler, self.work, self.places, self.clock = sampler, work, places, clock
+        self.sampler, self.work, self.tickets, self.clock = sampler, work, tickets, clock
 
     async def sample(self) -> SampledChunk:
         """Sample the trajectories concurrently; each is given to the run's writer when it finishes."""
@@ -257,8 +257,8 @@ class RolloutChunk:
         with span("sampling"):
             async with asyncio.TaskGroup() as sampling:
                 tasks = [
-                    sampling.create_task(self.sampler.sample(request, place, deadline, acknowledgements))
-                    for request, place in zip(self.work, self.places, strict=True)
+                    sampling.create_task(self.sampler.sample(request, ticket, deadline, acknowledgements))
+                    for request, ticket in zip(self.work, self.tickets, strict=True)
                 ]
         return SampledChunk(concat_rows(*(task.result() for task in tasks)), acknowledgements)
 

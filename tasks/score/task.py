@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from rollmill.tasks.observe.loop_turns import take_turn
+from rollmill.tasks.observe.loop_yield import yield_to_loop
 from rollmill.tasks.score.scoring import ScoredChunk
 
 
@@ -42,5 +42,5 @@ async def score(chunk: ScoreWork, step: int, label: str) -> State[ScoredChunk]:
     """
     scored = await chunk.score()
     # Prefect's work at the end of a task run holds the event loop: tasks that end together take turns.
-    await take_turn()
+    await yield_to_loop()
     return Completed(message=scored.summary, data=scored)

@@ -56,8 +56,8 @@ class Occupancy:
         self._now = WaitSpan(name, self._lane, cause)
 
     def _idle_for(self) -> str:
-        """Return why the server is idle: what the step does meanwhile, or "set aside" if the server is not in the pool."""
-        return self._recorder.step_does if self._is_admitted() else "set aside"
+        """Return why the server is idle: what the step does meanwhile, or "not in the pool" if the server is not in the pool."""
+        return self._recorder.step_does if self._is_admitted() else "not in the pool"
 
 
 class ServerPool:
@@ -133,7 +133,7 @@ class ServerPool:
         self.reject(server)
         if server not in self._admitted:
             return
-        self._counts["set_aside"] += 1
+        self._counts["removals"] += 1
         self._admitted.discard(server)
         if occupancy := self._occupancies.get(server):
             occupancy.look()
@@ -175,7 +175,7 @@ class ServerPool:
 
         The number of servers now in the pool is among them.
         """
-        counts = {name: float(self._counts[name]) for name in ("requests", "retries", "set_aside")}
+        counts = {name: float(self._counts[name]) for name in ("requests", "retries", "removals")}
         counts["servers"] = float(len(self._admitted))
         largest = Metric("serve/outstanding_tokens", ALL, "max", float(self._max_outstanding))
         self._counts.clear()

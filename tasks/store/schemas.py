@@ -31,8 +31,8 @@ def _column(
     unit: str = "",
     shape: str = "",
 ) -> pa.Field:
-    told = {"meaning": meaning, "unit": unit, "shape": shape}
-    return pa.field(name, kind, nullable=False, metadata={key: text for key, text in told.items() if text})
+    texts = {"meaning": meaning, "unit": unit, "shape": shape}
+    return pa.field(name, kind, nullable=False, metadata={key: text for key, text in texts.items() if text})
 
 
 def _schema(name: str, *columns: pa.Field) -> pa.Schema:

@@ -31,14 +31,14 @@ class RunSpans:
 
     Attributes:
         recorder: keeps the spans until they are stored.
-        tell: called with the number of a step when its spans are stored.
+        on_stored: called with the number of a step when its spans are stored.
     """
 
     def __init__(self, run: str, writer: RunWriter) -> None:
         self.recorder = current_recorder()
         self._run, self._writer, self._step = run, writer, 0
         self._recording = recording(self.recorder)
-        self.tell: Callable[[int], object] = lambda _: None
+        self.on_stored: Callable[[int], object] = lambda _: None
         self._closing: OpenSpan | None = None
 
     async def __aenter__(self) -> Self:
@@ -76,7 +76,7 @@ class RunSpans:
         await asyncio.gather(
             *(self._writer.append("spans", rows, step=each) for each, rows in by_step.items())
         )
-        self.tell(step)
+        self.on_stored(step)
 
 
 def rows_by_step(run: str, spans: Sequence[Span], step: int) -> Mapping[int, pa.RecordBatch]:

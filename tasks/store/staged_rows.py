@@ -19,7 +19,7 @@ from rollmill.tasks.store.rows import Rows, column_values, no_rows, rows_from_ta
 from rollmill.tasks.store.schemas import dataset_schema
 from rollmill.tasks.store.shards.writer import RunWriter
 
-_FOLDER = ".tmp/deliveries"
+_FOLDER = ".tmp/staged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +62,32 @@ def stage_rows(
     return StagedRows(dataset, dict(partition), key, tuple(rows.column("trajectory_id").to_pylist()))
 
 
-async def ingest_rows(folder: RunFolder, files: Files, writer: RunWriter, delivery: StagedRows) -> int:
+async def ingest_rows(folder: RunFolder, files: Files, writer: RunWriter, staged: StagedRows) -> int:
     """Store staged rows, except those that are stored already, and remove the file; returns how many were stored.
 
     Raises:
         StoreError: the file cannot be read although not all rows are stored, or they could not be stored.
     """
-    rows = await asyncio.to_thread(_read_unstored, folder, delivery)
+    rows = await asyncio.to_thread(_read_unstored, folder, staged)
     if rows.num_rows:
-        await writer.append(delivery.dataset, rows, **delivery.partition)
-    await asyncio.to_thread(files.remove, [delivery.key])
+        await writer.append(staged.dataset, rows, **staged.partition)
+    await asyncio.to_thread(files.remove, [staged.key])
     return int(rows.num_rows)
 
 
-def _read_unstored(folder: RunFolder, delivery: StagedRows) -> Rows:
+def _read_unstored(folder: RunFolder, staged: StagedRows) -> Rows:
     # A kill between storing the rows and removing the file leaves both; the rows must not be stored twice.
-    table = read(folder, delivery.dataset, ["trajectory_id"], **delivery.partition)
+    table = read(folder, staged.dataset, ["trajectory_id"], **staged.partition)
     stored = set(column_values(rows_from_table(table), "trajectory_id"))
-    if delivery.trajectory_ids and stored.issuperset(delivery.trajectory_ids):
-        return no_rows(delivery.dataset)
+    if staged.trajectory_ids and stored.issuperset(staged.trajectory_ids):
+        return no_rows(staged.dataset)
     try:
-        with open_files(folder).open(delivery.key) as file:
+        with open_files(folder).open(staged.key) as file:
             rows = rows_from_table(pa.ipc.open_file(file).read_all())
     except (ShardError, pa.ArrowException) as error:
-        where = folder.path(delivery.key)
+        where = folder.path(staged.key)
         raise StoreError(
-            f"rows of {delivery.dataset} were staged in {where}, which cannot be read: {error}"
+            f"rows of {staged.dataset} were staged in {where}, which cannot be read: {error}"
         ) from error
     return rows_without(rows, "trajectory_id", stored)
 

@@ -335,7 +335,7 @@ class BatchTraining:
     def _read_on_all_ranks(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
         """Read and check a step's batch; returns its rows and their stored log-probabilities. A collective."""
         verdicts: list[RollmillError | None] = [None] * dist.get_world_size()
-        with span("handing_over"):
+        with span("reading_batch"):
             try:
                 rows = self._read_and_check(command, engine)
             except RollmillError as error:

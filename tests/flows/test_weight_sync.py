@@ -255,11 +255,11 @@ def test_servers_that_weights_reach_otherwise_have_a_line_of_their_own_and_a_new
     for server in ("a", "b", "c"):
         report.note(server, "shm" if server == "b" else "tcp", "it is so")
     with disable_run_logger():
-        report.tell()
+        report.log_new_routes()
         report.note("a", "tcp", "it is so")
         report.note("b", "tcp", "it is so now")
-        report.tell()
-        report.tell()
+        report.log_new_routes()
+        report.log_new_routes()
     assert capsys.readouterr().err.splitlines() == [
         "2 servers, a and 1 more: weights travel by tcp, since it is so",
         "server b: weights travel by shm, since it is so",

@@ -75,7 +75,7 @@ def test_a_step_is_read_with_all_its_trajectories_and_none_of_what_came_after(sm
     step = sampled(small_run, 1)
     assert [group.group for group in step.groups] == [4, 5, 6, 7]
     assert [group.rollouts.num_rows for group in step.groups] == [step.group_size] * 4 == [4] * 4
-    assert not any(group.scores.num_rows or group.is_judged for group in step.groups)
+    assert not any(group.scores.num_rows or group.has_outcome for group in step.groups)
 
 
 def test_the_table_has_80_columns_and_names_what_held_the_loop() -> None:

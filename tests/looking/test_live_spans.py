@@ -34,7 +34,7 @@ def run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
 
 def store_of(folder: RunFolder) -> Any:
     """What is seen of an open run."""
-    spans = SimpleNamespace(tell=lambda step: None)
+    spans = SimpleNamespace(on_stored=lambda step: None)
     return SimpleNamespace(folder=folder, manifest=read_manifest(folder), spans=spans)
 
 
@@ -50,11 +50,11 @@ async def test_each_step_is_sent_while_the_run_goes_on_and_what_comes_later_with
     store, n = store_of(run), len(whole_step())
     async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, *whole_step(0))
-        store.spans.tell(0)
+        store.spans.on_stored(0)
         await until(lambda: len(receiver.spans) == n)
         late = (0, "flow", "checkpoint", "storing", 9, 12)
         store_spans(run, RUN, late, *whole_step(1, began=10))
-        store.spans.tell(1)
+        store.spans.on_stored(1)
         await until(lambda: len(receiver.spans) == 2 * n + 1)
         store_spans(run, RUN, (1, "flow", "main", "end", 20, 22))
     ids = [each.span_id for each in receiver.spans]
@@ -74,7 +74,7 @@ async def test_a_step_whose_process_was_killed_gets_the_span_around_it_from_the_
     store_spans(run, RUN, (0, "flow", "step", "collect", 0, 2), (0, "flow", "7.0", "generating", 1, 2))
     async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, (1, "flow", "main", "start", 5, 10), *whole_step(1, began=10))
-        store.spans.tell(1)
+        store.spans.on_stored(1)
         await until(lambda: bool(receiver.spans))
     sent = {
         each.name: each for each in receiver.spans if each.start_time_unix_nano / 1e9 < BEGAN.timestamp() + 3
@@ -89,7 +89,7 @@ async def test_a_step_that_goes_on_is_given_no_span_around_it_before_it_ends(
     store = store_of(run)
     async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, (0, "flow", "main", "start", -5, 0), (0, "flow", "step", "collect", 0, 2))
-        store.spans.tell(0)
+        store.spans.on_stored(0)
         await until(lambda: bool(receiver.spans))
         (named,) = {each.parent_span_id for each in receiver.spans}
         store_spans(run, RUN, (0, "flow", "step", "step", 0, 3))
@@ -106,11 +106,11 @@ async def test_a_receiver_that_is_down_is_said_once_and_gets_all_when_it_is_back
     async with open_span_sink(config, store, said.append):
         for step in range(2):
             store_spans(run, RUN, *whole_step(step, began=10.0 * step))
-            store.spans.tell(step)
+            store.spans.on_stored(step)
             await until(lambda n_before=step: len(receiver.requests) > n_before)
         receiver.status = 200
         store_spans(run, RUN, *whole_step(2, began=20))
-        store.spans.tell(2)
+        store.spans.on_stored(2)
         await until(lambda: len({each.span_id for each in receiver.spans}) == 3 * n)
     (warning,) = said
     assert warning.startswith("OpenTelemetry: ")
@@ -128,7 +128,7 @@ async def test_a_receiver_that_never_answers_holds_the_end_for_the_time_set_and_
     async with silent:
         async with open_span_sink(ObserveConfig(otlp_endpoint=url), store, list[str]().append, waited_s):
             for _ in range(1000):
-                store.spans.tell(0)
+                store.spans.on_stored(0)
             left = time.perf_counter()
         assert time.perf_counter() - left < PATIENCE_S / 2
 

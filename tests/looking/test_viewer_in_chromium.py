@@ -152,11 +152,11 @@ def test_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbers(small: Ope
     expect(page.locator("#legend")).to_contain_text("not sampled")
     token.hover()
     for told in ("token 8", "policy version 1", "logprob -", "advantage 0.3"):
-        expect(page.locator("#token-told")).to_contain_text(told)
+        expect(page.locator("#token-details")).to_contain_text(told)
     picture(page, "trajectory")
     page.locator("#painted").focus()
     page.keyboard.press("ArrowRight")
-    expect(page.locator("#token-told")).to_contain_text("token 9")
+    expect(page.locator("#token-details")).to_contain_text("token 9")
 
 
 def test_two_scorers_and_two_versions_stand_side_by_side(small: Open) -> None:

@@ -130,14 +130,14 @@ def ranks_step(*rows: Row) -> list[Row]:
 
 def test_a_rank_that_others_waited_for_is_on_the_path_though_nobody_has_its_last_moment() -> None:
     rows = ranks_step(
-        ("trainer/0", "handing_over", 0, 2.9),
+        ("trainer/0", "reading_batch", 0, 2.9),
         ("trainer/1", "waiting_for_rank", 0, 3, "trainer/0"),
-        ("trainer/1", "handing_over", 3, 4),
+        ("trainer/1", "reading_batch", 3, 4),
     )
     assert path(build_ledger(spans_of(*rows))) == [
-        (0, 2.9, "trainer/0", "handing_over"),
+        (0, 2.9, "trainer/0", "reading_batch"),
         (2.9, 3, "trainer/1", "waiting_for_rank"),
-        (3, 4, "trainer/1", "handing_over"),
+        (3, 4, "trainer/1", "reading_batch"),
     ]
 
 

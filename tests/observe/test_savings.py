@@ -282,13 +282,13 @@ def test_a_checkpoint_and_weights_that_are_waited_for_are_told() -> None:
         (0, "flow", "step", "checkpoint", 4, 6),
         (0, "trainer/0", "main", "checkpointing", 4, 6),
         (0, "flow", "step", "train", 6, 9),
-        (0, "trainer/0", "main", "handing_over", 6, 9),
+        (0, "trainer/0", "main", "reading_batch", 6, 9),
         (0, "flow", "step", "recording", 9, 10),
     ]
     assert saved(*rows) == pytest.approx(
         {
             "weights sent in no time": 4.0,
-            "batches staged in no time": 3.0,
+            "batches read in no time": 3.0,
             "checkpoints concurrent with steps": 2.0,
             "nothing recorded in Prefect": 1.0,
         }

@@ -189,7 +189,7 @@ async def test_a_server_is_idle_for_what_the_step_does_and_its_open_span_is_cut_
     of_server = [each for each in second if each.process == "http://a"]
     assert seconds(of_server, "generating") == PLANTED_S
     assert seconds(of_server, "idle", "train") == PLANTED_S
-    assert seconds(of_server, "idle", "set aside") == PLANTED_S
+    assert seconds(of_server, "idle", "not in the pool") == PLANTED_S
     assert step.seconds["train"] == 2 * PLANTED_S
 
 

@@ -1,4 +1,4 @@
-"""Who is let in, and when."""
+"""Slots are granted by urgency, then in the order of the requests."""
 
 import asyncio
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from rollmill.tasks.rollout.admission import Admission, SlotTicket
 
 
-async def test_places_are_served_in_the_order_they_were_taken() -> None:
+async def test_slots_are_granted_in_the_order_of_requests() -> None:
     admission = Admission(2)
-    with admission.places(3, (0, 0)) as first, admission.places(2, (0, 0)) as second:
-        granted = [place.granted.done() for place in (*first, *second)]
+    with admission.request_slots(3, (0, 0)) as first, admission.request_slots(2, (0, 0)) as second:
+        granted = [ticket.granted.done() for ticket in (*first, *second)]
         assert granted == [True, True, False, False, False]
         async with admission.slot(first[0]):
             pass
@@ -24,8 +24,8 @@ async def test_places_are_served_in_the_order_they_were_taken() -> None:
 
 async def test_the_more_urgent_work_goes_first() -> None:
     admission = Admission(1)
-    with admission.places(1, (0, 0)) as held, admission.places(1, (1, 0)) as later:
-        with admission.places(1, (0, 1)) as evaluation:
+    with admission.request_slots(1, (0, 0)) as held, admission.request_slots(1, (1, 0)) as later:
+        with admission.request_slots(1, (0, 1)) as evaluation:
             async with admission.slot(held[0]):
                 pass
             assert evaluation[0].granted.done()
@@ -33,40 +33,40 @@ async def test_the_more_urgent_work_goes_first() -> None:
         assert later[0].granted.done()
 
 
-async def test_a_place_that_is_not_used_is_given_up() -> None:
+async def test_a_ticket_that_is_not_used_is_withdrawn() -> None:
     admission = Admission(1)
-    with admission.places(2, (0, 0)):
+    with admission.request_slots(2, (0, 0)):
         pass
-    with admission.places(1, (0, 0)) as places:
-        assert places[0].granted.done()
+    with admission.request_slots(1, (0, 0)) as tickets:
+        assert tickets[0].granted.done()
 
 
 async def test_who_is_cancelled_while_waiting_holds_no_slot() -> None:
     admission = Admission(1)
 
-    async def use(place: SlotTicket) -> None:
-        async with admission.slot(place):
+    async def use(ticket: SlotTicket) -> None:
+        async with admission.slot(ticket):
             await asyncio.sleep(0)
 
-    with admission.places(3, (0, 0)) as places:
-        waiting = asyncio.ensure_future(use(places[1]))
+    with admission.request_slots(3, (0, 0)) as tickets:
+        waiting = asyncio.ensure_future(use(tickets[1]))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await use(places[0])
-        assert places[2].granted.done()
+        await use(tickets[0])
+        assert tickets[2].granted.done()
 
 
 async def test_a_slot_that_does_not_come_in_time_is_given_up() -> None:
     admission = Admission(1)
-    with admission.places(2, (0, 0)) as places:
+    with admission.request_slots(2, (0, 0)) as tickets:
         with pytest.raises(TimeoutError):
-            async with admission.slot(places[1], asyncio.get_running_loop().time() + 0.01):
+            async with admission.slot(tickets[1], asyncio.get_running_loop().time() + 0.01):
                 pass
-        async with admission.slot(places[0]):
+        async with admission.slot(tickets[0]):
             pass
-    with admission.places(1, (0, 0)) as again:
+    with admission.request_slots(1, (0, 0)) as again:
         assert again[0].granted.done()
 
 
@@ -77,9 +77,9 @@ def test_never_more_than_the_slots_are_in_flight_and_all_get_their_turn(
     async def run() -> tuple[int, int]:
         admission, in_flight, most, done = Admission(n_slots), 0, 0, 0
 
-        async def use(place: SlotTicket) -> None:
+        async def use(ticket: SlotTicket) -> None:
             nonlocal in_flight, most, done
-            async with admission.slot(place):
+            async with admission.slot(ticket):
                 in_flight += 1
                 most = max(most, in_flight)
                 await asyncio.sleep(0)
@@ -87,8 +87,8 @@ def test_never_more_than_the_slots_are_in_flight_and_all_get_their_turn(
                 done += 1
 
         async def lot(n: int, urgency: int) -> None:
-            with admission.places(n, (urgency, 0)) as places:
-                await asyncio.gather(*(use(place) for place in places))
+            with admission.request_slots(n, (urgency, 0)) as tickets:
+                await asyncio.gather(*(use(ticket) for ticket in tickets))
 
         await asyncio.gather(*(lot(*each) for each in lots))
         return most, done

@@ -110,8 +110,8 @@ async def part_of(
         temperature=1.0,
         timeout_s=5.0,
     )
-    with admission.places(len(work), (2, 0)) as places:
-        yield RolloutChunk(step_sampler, work, places, GroupClock(group_timeout_s))
+    with admission.request_slots(len(work), (2, 0)) as tickets:
+        yield RolloutChunk(step_sampler, work, tickets, GroupClock(group_timeout_s))
 
 
 async def finish(

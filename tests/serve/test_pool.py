@@ -128,7 +128,7 @@ async def test_metrics_count_from_the_last_call_on() -> None:
     assert counted == {
         "serve/requests": 3,
         "serve/retries": 1,
-        "serve/set_aside": 1,
+        "serve/removals": 1,
         "serve/servers": 1,
         "serve/outstanding_tokens": 55,
     }

@@ -11,7 +11,7 @@ from rollmill.tasks.errors import ShardError
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.rows import column_values, no_rows
-from rollmill.tasks.store.run.step_plan import Attempt, StoredStep, plan_step, select_unscored
+from rollmill.tasks.store.run.step_plan import Attempt, StepPlan, StoredStep, plan_step, select_unscored
 from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -29,6 +29,10 @@ def keyed(rows: RowMaker, dataset: str, keys: list[tuple[int, int]], **columns: 
     return rows(dataset, len(keys), group=groups, sample=samples, trajectory_id=ids, **columns)
 
 
+def without_outcome(plan: StepPlan) -> tuple[int, ...]:
+    return tuple(each.group for each in plan.groups if not each.has_outcome)
+
+
 @given(st.lists(st.integers(0, 9), unique=True), st.integers(1, 4), KEYS, st.data())
 def test_planned_work_is_stored_or_to_be_done_and_never_both(
     rows: RowMaker, groups: list[int], group_size: int, finished: list[tuple[int, int]], data: st.DataObject
@@ -40,14 +44,14 @@ def test_planned_work_is_stored_or_to_be_done_and_never_both(
     assert [each[:2] for each in plan.to_sample] == [key for key in planned if key not in finished]
     to_score = {id_ for group in plan.groups for id_ in column_values(group.to_score, "trajectory_id")}
     assert to_score == {f"r.{g}.{s}.0" for g, s in finished if (g, s) not in scored and g in groups}
-    assert plan.to_judge == tuple(groups)
+    assert without_outcome(plan) == tuple(groups)
     done = StoredStep(
         keyed(rows, "rollouts", sorted({*finished, *planned})),
         keyed(rows, "scores", sorted({*finished, *planned})),
         frozenset(groups),
     )
     rest = plan_step(groups, group_size, done)
-    assert (rest.to_sample, rest.to_judge) == ((), ())
+    assert (rest.to_sample, without_outcome(rest)) == ((), ())
     assert not any(each.to_score.num_rows for each in rest.groups)
 
 
@@ -62,7 +66,7 @@ def test_failed_and_cancelled_ones_are_attempted_once_more_when_a_user_asks(rows
     stored = StoredStep(made, no_rows("scores"), frozenset({4}))
     plan = plan_step([4], 3, stored, redo_failed=True)
     assert plan.to_sample == (Attempt(4, 0, 1), Attempt(4, 1, 1))
-    assert (column_values(plan.groups[0].rollouts, "sample"), plan.to_judge) == ([2], (4,))
+    assert (column_values(plan.groups[0].rollouts, "sample"), without_outcome(plan)) == ([2], (4,))
 
 
 def test_of_several_attempts_the_last_one_counts(rows: RowMaker) -> None:
@@ -80,7 +84,7 @@ def test_of_several_attempts_the_last_one_counts(rows: RowMaker) -> None:
 
 def test_rows_that_were_stored_and_are_gone_are_named_and_not_sampled_again(rows: RowMaker) -> None:
     judged = StoredStep(keyed(rows, "rollouts", [(4, 0)]), no_rows("scores"), frozenset({4}))
-    with pytest.raises(ShardError, match=r"group 4: .*sample 1; the group is judged"):
+    with pytest.raises(ShardError, match=r"group 4: .*sample 1; its advantages are computed"):
         plan_step([4], 2, judged)
     scored = StoredStep(no_rows("rollouts"), keyed(rows, "scores", [(4, 0)]), frozenset())
     with pytest.raises(ShardError, match=r"r\.4\.0\.0; they have scores"):
@@ -95,4 +99,4 @@ async def test_only_one_scorers_scores_count(folder: RunFolder, rows: RowMaker) 
         writer.append("groups", rows("groups", step=2, group=4), step=2)
     stored = StoredStep.read(folder, 2, "addition@1")
     assert column_values(select_unscored(stored.rollouts, stored.scores), "trajectory_id") == ["r.5.0.0"]
-    assert (stored.judged, stored.has_batch) == (frozenset({4}), False)
+    assert (stored.outcomes, stored.has_batch) == (frozenset({4}), False)

@@ -65,11 +65,11 @@ def by_id(folder: Path, dataset: str, column: str, **partition: Any) -> dict[str
     return {name: np.array(each) for name, each in zip(ids, values, strict=True)}
 
 
-async def store(folder: Path, *deliveries: StagedRows) -> list[int]:
+async def store(folder: Path, *staged: StagedRows) -> list[int]:
     """As the flow does; returns how many rows each had that were not stored."""
     run, epoch = RunFolder(folder), 1 + len(open_files(RunFolder(folder)).keys("**/*.arrow"))
     async with RunWriter(open_files(run), epoch, 0.0) as writer:
-        return [await ingest_rows(run, open_files(run), writer, each) for each in deliveries]
+        return [await ingest_rows(run, open_files(run), writer, each) for each in staged]
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 3), pytest.param(1, 0, marks=pytest.mark.long)])
@@ -112,7 +112,7 @@ async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
         assert await store(run, *resumed.staged) == [0]
         assert await weights(client) == trained
 
-    assert not list((run / ".tmp/deliveries").iterdir())
+    assert not list((run / ".tmp/staged").iterdir())
     models = scan(RunFolder(run), "logprobs", ["model"]).collect()["model"].value_counts().rows()
     assert sorted(models) == [("r:1:0", 11), (tiny_model.name, 11)]
     for policy in ("reference", "trainer"):
@@ -156,9 +156,9 @@ async def weights(client: TrainerClient) -> dict[str, str]:
     }
 
 
-def rows_of(run: Path, delivery: StagedRows | None) -> dict[str, np.ndarray]:
-    assert delivery is not None
-    rows = pl.read_ipc((run / delivery.key).read_bytes())
+def rows_of(run: Path, staged: StagedRows | None) -> dict[str, np.ndarray]:
+    assert staged is not None
+    rows = pl.read_ipc((run / staged.key).read_bytes())
     return {name: np.array(each) for name, each in rows.select("trajectory_id", "logprobs").iter_rows()}
 
 

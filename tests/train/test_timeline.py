@@ -99,7 +99,7 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
     for process in ("trainer/0", "trainer/1"):
         found = of_ranks[process]
         assert found["idle of no command"] > 0.9 * PAUSE_S, found
-        assert {"handing_over", "packing", "forward", "backward", "optimizer", "annotating"} <= set(found)
+        assert {"reading_batch", "packing", "forward", "backward", "optimizer", "annotating"} <= set(found)
         assert {"parity", "checkpointing"} <= set(found)
         assert unattributed(spans, process) < 0.02, spans
 
@@ -121,10 +121,10 @@ def test_a_rank_began_with_its_last_command_when_it_first_did_something_but_wait
     spans = [
         Span("trainer/0", "main", "forward", 0, 1, 2),
         Span("trainer/0", "main", "idle", 1, 3, 2, "no command"),
-        Span("trainer/0", "main", "handing_over", 1, 5, 1),
+        Span("trainer/0", "main", "reading_batch", 1, 5, 1),
         Span("trainer/0", "main", "forward", 1, 6, 1),
         Span("trainer/1", "main", "waiting_for_rank", 1, 5, 1, "trainer/0"),
-        Span("trainer/1", "main", "handing_over", 1, 6, 1),
+        Span("trainer/1", "main", "reading_batch", 1, 6, 1),
         Span("trainer/2", "main", "idle", 1, 3, 2, "no command"),
     ]
     assert command_starts(spans) == {"trainer/0": 5, "trainer/1": 6}

@@ -20,13 +20,13 @@ def columns_table(schema: pa.Schema) -> str:
     """
     lines = [_table_line(HEADINGS), "|---|---|---|---|---|"]
     for field in schema:
-        told = [field.metadata.get(key, b"").decode() for key in (b"shape", b"unit", b"meaning")]
-        lines.append(_table_line((field.name, str(field.type), *told)))
+        described = [field.metadata.get(key, b"").decode() for key in (b"shape", b"unit", b"meaning")]
+        lines.append(_table_line((field.name, str(field.type), *described)))
     return "\n".join(lines) + "\n"
 
 
 def insert_tables(page: str) -> str:
-    """Return `page`, the text of docs/datasets.md, with the table below each heading `## DATASET` made anew from its schema.
+    """Return `page`, the text of docs/datasets.md, with the table below each heading `## DATASET` generated from its schema.
 
     Raises:
         SchemaError: a data set has no section, or its section has no table.

@@ -30,10 +30,10 @@ def split_attempts(rows: pl.DataFrame, steps: list[int], *, is_over: bool) -> pl
         The spans of a timeline with a column `attempt`, from 0 for each step's first; by lane and start, outer spans first.
     """
     spans = build_timeline(rows).spans.rename({"attempt": "nth"})
-    told = spans.filter(pl.col("step").is_in(steps))
-    told = told.join(_number_attempts(told), on=["step", "nth"], maintain_order="left")
+    selected = spans.filter(pl.col("step").is_in(steps))
+    selected = selected.join(_number_attempts(selected), on=["step", "nth"], maintain_order="left")
     is_whole = (pl.col("process") == FLOW) & (pl.col("lane") == LINE) & (pl.col("name") == WHOLE)
-    unfinished = told.join(told.filter(is_whole), on=["step", "attempt"], how="anti")
+    unfinished = selected.join(selected.filter(is_whole), on=["step", "attempt"], how="anti")
     by = unfinished.group_by("step", "attempt")
     extents = by.agg(pl.col("start").min(), pl.col("end").max(), pl.col("nth").min())
     extents = extents.filter((pl.col("nth") < spans["nth"].max()) | pl.lit(is_over))
@@ -41,7 +41,7 @@ def split_attempts(rows: pl.DataFrame, steps: list[int], *, is_over: bool) -> pl
     around = extents.with_columns(
         *(pl.lit(text).alias(name) for name, text in texts.items()), lane_id=pl.lit(-1)
     )
-    return pl.concat([around.select(told.columns).cast(told.schema), told]).drop("nth")
+    return pl.concat([around.select(selected.columns).cast(selected.schema), selected]).drop("nth")
 
 
 def _number_attempts(spans: pl.DataFrame) -> pl.DataFrame:

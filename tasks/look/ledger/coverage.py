@@ -39,16 +39,18 @@ def measure_coverage(timeline: SpanTimeline) -> pl.DataFrame:
     return reported.group_by("step", "process").agg(pl.col("us").sum())
 
 
-def list_gaps(owners: pl.DataFrame, told: pl.DataFrame, lengths: pl.DataFrame) -> list[pl.DataFrame]:
+def list_gaps(owners: pl.DataFrame, reported: pl.DataFrame, lengths: pl.DataFrame) -> list[pl.DataFrame]:
     """Return rows of owners for time without a span: `unattributed` within reported time, `no_spans` outside of it.
 
     Args:
         owners: microseconds of ranks and servers that have a span; see `Ledger`.
-        told: reported microseconds; see `measure_coverage`.
+        reported: reported microseconds; see `measure_coverage`.
         lengths: columns step, us: microseconds of each step.
     """
     known = owners.group_by("step", "process").agg(pl.col("us").sum().alias("known"))
-    both = told.join(known, on=["step", "process"], how="left").join(lengths, on="step", suffix="_of_step")
+    both = reported.join(known, on=["step", "process"], how="left").join(
+        lengths, on="step", suffix="_of_step"
+    )
     us = {
         UNATTRIBUTED: pl.col("us") - pl.col("known").fill_null(0),
         NO_SPANS: pl.col("us_of_step") - pl.col("us"),
@@ -61,14 +63,14 @@ def list_gaps(owners: pl.DataFrame, told: pl.DataFrame, lengths: pl.DataFrame) -
     ]
 
 
-def count_processes(lengths: pl.DataFrame, told: pl.DataFrame) -> pl.DataFrame:
+def count_processes(lengths: pl.DataFrame, reported: pl.DataFrame) -> pl.DataFrame:
     """Return the number of servers and ranks in each step: columns step, n_servers, n_ranks.
 
     Args:
         lengths: has the steps in a column `step`.
-        told: the processes with spans in each step; see `measure_coverage`.
+        reported: the processes with spans in each step; see `measure_coverage`.
     """
     rank = pl.col("process").str.starts_with(RANK)
-    found = told.group_by("step").agg(n_servers=(~rank).sum(), n_ranks=rank.sum())
+    found = reported.group_by("step").agg(n_servers=(~rank).sum(), n_ranks=rank.sum())
     none = pl.col("n_servers", "n_ranks").fill_null(0).cast(pl.Int64)
     return lengths.select("step").join(found, on="step", how="left", maintain_order="left").with_columns(none)

@@ -68,7 +68,7 @@ def list_remedies(n_servers: int) -> list[Remedy]:
         Remedy("twice as many ranks, or as fast ones", dict.fromkeys(TRAINING, twice)),
         Remedy("weights sent in no time", dict.fromkeys(SENDING, none)),
         Remedy("rows stored in no time", {"storing": none}),
-        Remedy("batches staged in no time", {"handing_over": none}),
+        Remedy("batches read in no time", {"reading_batch": none}),
         Remedy("nothing recorded in Prefect", {"recording": none}),
     ]
 
@@ -83,9 +83,9 @@ def estimate_savings(ledger: Ledger) -> list[Saving]:
     n_servers = max(ledger.there["n_servers"].to_list(), default=0)
     saved = {each.what: _estimate_saving(each, line, room, rollouts) for each in list_remedies(n_servers)}
     saved["rows balanced over ranks, no slow one"] = _limit_to_room(_balance_saving(ledger, line), room)
-    saved["evaluation concurrent with steps"] = _phase_seconds(path, WAITS[EVALUATION])
-    saved["checkpoints concurrent with steps"] = _limit_to_room(_phase_seconds(line, ["checkpoint"]), room)
-    saved["no wait for the last trajectories"] = _phase_seconds(path, [STRAGGLERS])
+    saved["evaluation concurrent with steps"] = _phase_us(path, WAITS[EVALUATION])
+    saved["checkpoints concurrent with steps"] = _limit_to_room(_phase_us(line, ["checkpoint"]), room)
+    saved["no wait for the last trajectories"] = _phase_us(path, [STRAGGLERS])
     if find_overlapping_steps(ledger).is_empty():
         saved["steps that overlap: rollout.max_staleness: 1"] = _overlap_saving(path, line)
     found = []
@@ -126,7 +126,7 @@ class _Rollouts:
 def _schedule_rollouts(ledger: Ledger, path: pl.DataFrame, step: int) -> list[_Rollouts]:
     own, found = ledger.episodes.filter(pl.col("step") == step), []
     for use, phases in WAITS.items():
-        waited_us = int(_phase_seconds(path.filter(pl.col("step") == step), phases)["saved"].sum())
+        waited_us = int(_phase_us(path.filter(pl.col("step") == step), phases)["saved"].sum())
         if waited_us:
             rows = own.filter(pl.col("use") == use).select(Stretch._fields).iter_rows()
             schedule = build_schedule(Stretch(*row) for row in rows)
@@ -176,7 +176,7 @@ def _limit_to_room(saved: pl.DataFrame, room: pl.DataFrame) -> pl.DataFrame:
     return both.select("step", pl.min_horizontal("saved", "room").cast(pl.Float64).alias("saved"))
 
 
-def _phase_seconds(path: pl.DataFrame, phases: Sequence[str]) -> pl.DataFrame:
+def _phase_us(path: pl.DataFrame, phases: Sequence[str]) -> pl.DataFrame:
     """Return columns step, saved: microseconds of the critical path while the step lane was in these phases."""
     return path.filter(pl.col("phase").is_in(phases)).group_by("step").agg(_length().sum().alias("saved"))
 
@@ -187,7 +187,7 @@ def _balance_saving(ledger: Ledger, line: pl.DataFrame) -> pl.DataFrame:
     waits = pl.col("us").filter(pl.col("name") == "waiting_for_rank").sum() / pl.col("process").n_unique()
     mean = ranks.group_by("step").agg(waits.alias("mean"))
     return (
-        _phase_seconds(line, ["train"])
+        _phase_us(line, ["train"])
         .join(mean, on="step")
         .select("step", pl.min_horizontal("saved", "mean").alias("saved"))
     )
@@ -196,5 +196,5 @@ def _balance_saving(ledger: Ledger, line: pl.DataFrame) -> pl.DataFrame:
 def _overlap_saving(path: pl.DataFrame, line: pl.DataFrame) -> pl.DataFrame:
     """Return columns step, saved: microseconds of generation or of all other work, whichever is shorter."""
     others = line.filter(~pl.col("phase").is_in(COLLECT)).group_by("step").agg(rest=_length().sum())
-    both = _phase_seconds(path, COLLECT).join(others, on="step")
+    both = _phase_us(path, COLLECT).join(others, on="step")
     return both.select("step", saved=pl.min_horizontal("saved", "rest"))

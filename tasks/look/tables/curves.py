@@ -92,9 +92,9 @@ def _metrics(folder: RunFolder, scan: Scan) -> pl.LazyFrame:
     name = pl.col("name")
     is_drawn = (name == _ENTROPY) | name.str.starts_with(_TIME) | name.str.starts_with(_CAUSE)
     rows = scan(folder, "metrics", ["step", "name", "env", "stat", "value"])
-    is_told = (pl.col("env") == "all") & pl.col("stat").is_in(["value", "mean"])
+    is_overall = (pl.col("env") == "all") & pl.col("stat").is_in(["value", "mean"])
     # A repeated step has stored its metrics twice; the later rows are those of the attempt that counts.
-    return rows.filter(is_drawn & is_told).unique(["step", "name"], keep="last")
+    return rows.filter(is_drawn & is_overall).unique(["step", "name"], keep="last")
 
 
 def _spans(metrics: pl.LazyFrame) -> pl.DataFrame:

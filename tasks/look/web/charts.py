@@ -102,7 +102,7 @@ def make_timeline_chart(timeline: StepTimeline) -> Component:
     )
     least_s = LEAST_TOLD * float(names["seconds"].sum())
     bars = [
-        _stretches(timeline.pieces.filter(name=name), name, is_told=seconds >= least_s)
+        _stretches(timeline.pieces.filter(name=name), name, in_legend=seconds >= least_s)
         for name, seconds in names.rows()
     ]
     height = LANE * len(timeline.lanes) + 90
@@ -123,10 +123,10 @@ def make_timeline_chart(timeline: StepTimeline) -> Component:
     return html.Figure([head, _graph(bars, layout, height)], className="chart timeline")
 
 
-def _stretches(pieces: pl.DataFrame, name: str, *, is_told: bool) -> dict[str, Any]:
+def _stretches(pieces: pl.DataFrame, name: str, *, in_legend: bool) -> dict[str, Any]:
     # Time that is no work is grey, so that the colours show the work.
     colour = GREYS.get(name, WAITING if is_wait(name) else WORK.get(name, OTHER))
-    told = [f"<br>{_plain(cause)}" if cause else "" for cause in pieces["cause"]]
+    causes = [f"<br>{_plain(cause)}" if cause else "" for cause in pieces["cause"]]
     return {
         "type": "bar",
         "orientation": "h",
@@ -135,10 +135,10 @@ def _stretches(pieces: pl.DataFrame, name: str, *, is_told: bool) -> dict[str, A
         "base": pieces["start_s"].round(6).to_list(),
         "x": pieces["seconds"].round(6).to_list(),
         "customdata": [
-            [f"{seconds:.3f} s", cause] for seconds, cause in zip(pieces["seconds"], told, strict=True)
+            [f"{seconds:.3f} s", cause] for seconds, cause in zip(pieces["seconds"], causes, strict=True)
         ],
         "marker": {"color": colour, "line": {"width": 0}},
-        "showlegend": is_told and colour != OTHER,
+        "showlegend": in_legend and colour != OTHER,
         "hovertemplate": "%{customdata[0]}, from %{base:.3f} s%{customdata[1]}",
     }
 

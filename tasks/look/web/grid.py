@@ -63,9 +63,9 @@ def make_whole_grid(
     # Cells are texts, which the browser would sort 10 before 9.
     for each in shown:
         each["comparator"] = {"function": "byNumber(valueA, valueB)"}
-    told = [{column.name: column.cell(row) for column in columns} for row in rows]
+    cells = [{column.name: column.cell(row) for column in columns} for row in rows]
     height = min(len(rows), MOST_ROWS_SHOWN) * ROW_HEIGHT + HEAD_HEIGHT + 4
-    return html.Div(_grid(name, shown, {}, rowData=told), style={"height": height}, className="steps")
+    return html.Div(_grid(name, shown, {}, rowData=cells), style={"height": height}, className="steps")
 
 
 def _grid(name: str, columns: Sequence[Mapping[str, Any]], options: dict[str, Any], **more: Any) -> Component:

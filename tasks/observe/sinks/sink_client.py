@@ -65,7 +65,7 @@ class SinkClient:
         remedy: str = REMEDY,
     ) -> None:
         self._settings, self._say, self._command, self._remedy = settings, say, command, remedy
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.n_failures = 0
 
     async def __aenter__(self) -> Self:
@@ -113,6 +113,6 @@ class SinkClient:
 
     def _fail(self, sink: str, what: str) -> None:
         self.n_failures += 1
-        if sink not in self._told:
-            self._told.add(sink)
+        if sink not in self._reported:
+            self._reported.add(sink)
             self._say(f"{sink}: {what}\n{self._remedy}")

@@ -40,13 +40,13 @@ class StoredStep:
     Attributes:
         rollouts: rows of the `rollouts` data set.
         scores: rows of one scorer's `scores` data set.
-        judged: groups that have a row in the `groups` data set.
+        outcomes: groups that have a row in the `groups` data set.
         has_batch: True if its batch is stored, after which the step never changes.
     """
 
     rollouts: Rows
     scores: Rows
-    judged: frozenset[int]
+    outcomes: frozenset[int]
     has_batch: bool = False
 
     @classmethod
@@ -60,7 +60,7 @@ class StoredStep:
         return cls(
             rollouts=rows_from_table(read(folder, "rollouts", step=step)),
             scores=rows_from_table(read(folder, "scores", scorer=scorer, step=step)),
-            judged=frozenset(int(str(group)) for group in column_values(groups, "group")),
+            outcomes=frozenset(int(str(group)) for group in column_values(groups, "group")),
             has_batch=bool(open_files(folder).keys(f"{partition_folder('batches', {'step': step})}/*.arrow")),
         )
 
@@ -74,7 +74,7 @@ class GroupPlan:
         rollouts: stored rollouts, the last attempt of each sample, including failed and cancelled ones.
         scores: stored rows of scores of these rollouts.
         to_score: `rollouts` without a score, including failed and cancelled ones.
-        is_judged: True when the group has its row in `groups`, and nothing of it is to be sampled.
+        has_outcome: True when the group has its row in `groups`, and nothing of it is to be sampled.
     """
 
     group: int
@@ -82,7 +82,7 @@ class GroupPlan:
     rollouts: Rows
     scores: Rows
     to_score: Rows
-    is_judged: bool
+    has_outcome: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,6 @@ class StepPlan:
     def redone(self) -> tuple[int, ...]:
         """Numbers of the groups in which failed or cancelled trajectories are to be sampled again."""
         return tuple(each.group for each in self.groups if any(one.attempt for one in each.to_sample))
-
-    @property
-    def to_judge(self) -> tuple[int, ...]:
-        """Numbers of the groups whose advantages are to be computed: without a row in `groups`, or sampled again."""
-        return tuple(each.group for each in self.groups if not each.is_judged)
 
 
 def plan_step(
@@ -154,10 +149,10 @@ def _plan_group(group: int, group_size: int, stored: StoredStep, redo_failed: bo
     latest = zip(*(column_values(rollouts, name) for name in ("sample", "attempt", "status")), strict=True)
     attempts = {int(str(sample)): (int(str(attempt)), status) for sample, attempt, status in latest}
     missing = [Attempt(group, sample, 0) for sample in range(group_size) if sample not in attempts]
-    # What a judged group lacks was there once: sampled again, it would differ from what its advantages were computed from.
-    if missing and (stored.has_batch or group in stored.judged):
+    # What a outcomes group lacks was there once: sampled again, it would differ from what its advantages were computed from.
+    if missing and (stored.has_batch or group in stored.outcomes):
         raise _missing_rollouts_error(
-            group, [f"sample {each.sample}" for each in missing], "the group is judged"
+            group, [f"sample {each.sample}" for each in missing], "its advantages are computed"
         )
     redone = [
         Attempt(group, sample, attempt + 1)
@@ -172,7 +167,7 @@ def _plan_group(group: int, group_size: int, stored: StoredStep, redo_failed: bo
         rollouts=kept,
         scores=scores,
         to_score=select_unscored(kept, scores),
-        is_judged=group in stored.judged and not redone,
+        has_outcome=group in stored.outcomes and not redone,
     )
 
 

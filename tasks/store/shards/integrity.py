@@ -208,9 +208,9 @@ class CheckedShard:
         """Read the bytes per block, and the hash of each block, from the last batch's metadata."""
         try:
             last = self._reader.num_record_batches - 1
-            told = self._reader.get_batch_with_custom_metadata(last).custom_metadata or {}
-            hashes = np.frombuffer(base64.b64decode(told[_HASHES], validate=True), "<u8").tolist()
-            return int(told[_HASHED_BYTES]), hashes
+            metadata = self._reader.get_batch_with_custom_metadata(last).custom_metadata or {}
+            hashes = np.frombuffer(base64.b64decode(metadata[_HASHES], validate=True), "<u8").tolist()
+            return int(metadata[_HASHED_BYTES]), hashes
         except (KeyError, ValueError, binascii.Error) as error:
             raise damage_error(self._where, "it lacks the hashes of its blocks") from error
 

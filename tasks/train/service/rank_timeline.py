@@ -22,7 +22,7 @@ LANE = "main"
 NO_COMMAND = "no command"
 """Cause of idle time; the flow's spans show what the flow does then."""
 PHASES = (
-    "handing_over",
+    "reading_batch",
     "recomputing",
     "packing",
     "forward",

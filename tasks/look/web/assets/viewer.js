@@ -79,11 +79,11 @@
     return value === null || value === undefined ? "–" : Number(value.toPrecision(5)).toString();
   }
 
-  function told(data, at) {
+  function describe(data, at) {
     const lines = [`token ${at}, id ${data.id[at]}: ${JSON.stringify(data.text[at])}`];
     if (data.version[at] === null) lines.push("not sampled");
     else lines.push(`policy version ${data.version[at]}`);
-    for (const [name, values] of Object.entries({ ...data.values, ...data.told }))
+    for (const [name, values] of Object.entries({ ...data.values, ...data.plain }))
       if (values[at] !== null) lines.push(`${name} ${number(values[at])}`);
     return lines;
   }
@@ -91,7 +91,7 @@
   function paint(data, by) {
     const place = document.getElementById("painted");
     if (!data || !place) return window.dash_clientside.no_update;
-    const note = document.getElementById("token-told");
+    const note = document.getElementById("token-details");
     const stops = data.scales[by];
     let shown = 0;
     let chosen = -1;
@@ -119,23 +119,23 @@
       }
     }
 
-    function tell(at) {
+    function showDetails(at) {
       const token = place.children[at];
       if (!token || token.dataset.at === undefined) return;
       if (chosen >= 0 && place.children[chosen]) place.children[chosen].classList.remove("chosen");
       chosen = at;
       token.classList.add("chosen");
-      note.textContent = told(data, at).join(" · ");
+      note.textContent = describe(data, at).join(" · ");
     }
 
     more();
     note.textContent = "point at a token, or go through them with the arrow keys";
-    place.onmouseover = (event) => event.target.dataset.at !== undefined && tell(Number(event.target.dataset.at));
+    place.onmouseover = (event) => event.target.dataset.at !== undefined && showDetails(Number(event.target.dataset.at));
     place.onkeydown = (event) => {
       const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!by) return;
       event.preventDefault();
-      tell(Math.max(0, chosen + by));
+      showDetails(Math.max(0, chosen + by));
     };
     const address = new URL(window.location.href);
     address.searchParams.set("by", by);

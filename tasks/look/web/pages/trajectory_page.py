@@ -45,7 +45,7 @@ def make_token_data(
 ) -> dict[str, Any]:
     """Return a trajectory's tokens and their values, as JSON for the script that colours them in the browser.
 
-    Keys: text, id, version ([T]), values ({measure: [T], null for tokens that were not sampled}), told ({name: [T]} shown next
+    Keys: text, id, version ([T]), values ({measure: [T], null for tokens that were not sampled}), plain ({name: [T]} shown next
     to a token), scales ({measure: [[number, colour], ...]}), names ({measure: its name}), n (number of tokens).
     """
     tokens = list_tokens(found, tokenizer)
@@ -68,7 +68,7 @@ def make_token_data(
         "version": [token.version for token in shown],
         "values": values,
         # Values without a colour scale; the sampler's log-probability has a name already.
-        "told": {
+        "plain": {
             "trainer's logprob" if name == "logprobs" else name: column for name, column in annotated.items()
         },
         "scales": {name: list(token_scale(folder, found, parse_measure(name)).stops) for name in values},
@@ -183,5 +183,5 @@ def _render_tokens(source: RunData, found: TrajectoryRecord, by: str) -> list[Co
         *notes,
         dcc.Store(id="tokens", data=data),
         html.Div(id="painted", className="tokens", tabIndex=0, role="group"),
-        html.Div(id="token-told", className="told", role="status"),
+        html.Div(id="token-details", className="details", role="status"),
     ]

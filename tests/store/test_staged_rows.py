@@ -23,7 +23,7 @@ async def writer(folder: RunFolder) -> AsyncIterator[RunWriter]:
         yield opened
 
 
-def handed_over(folder: RunFolder, rows: RowMaker, ids: list[str] = IDS) -> StagedRows:
+def stage(folder: RunFolder, rows: RowMaker, ids: list[str] = IDS) -> StagedRows:
     made = rows("logprobs", len(ids), step=3, trajectory_id=ids)
     return stage_rows(folder, "logprobs", made, "name", policy="trainer", step=3)
 
@@ -33,32 +33,32 @@ def stored(folder: RunFolder) -> list[str]:
     return sorted(found)
 
 
-async def test_rows_that_were_handed_over_twice_are_stored_once(
+async def test_rows_that_were_staged_twice_are_stored_once(
     folder: RunFolder, writer: RunWriter, rows: RowMaker
 ) -> None:
     """As when a process dies between storing them and removing the file, and they are made again."""
     files = open_files(folder)
-    assert await ingest_rows(folder, files, writer, handed_over(folder, rows, IDS[:2])) == 2
-    again = handed_over(folder, rows)
+    assert await ingest_rows(folder, files, writer, stage(folder, rows, IDS[:2])) == 2
+    again = stage(folder, rows)
     assert await ingest_rows(folder, files, writer, again) == 1
     assert stored(folder) == IDS
-    assert not files.keys(".tmp/deliveries/*")
+    assert not files.keys(".tmp/staged/*")
 
 
 async def test_rows_that_are_stored_need_no_file_any_more(
     folder: RunFolder, writer: RunWriter, rows: RowMaker
 ) -> None:
-    """As when a delivery is told of again, by an answer that came twice."""
-    told = asdict(handed_over(folder, rows))
+    """As when a response that names a staged file is received twice."""
+    fields = asdict(stage(folder, rows))
     for n_new in (len(IDS), 0):
-        assert await ingest_rows(folder, open_files(folder), writer, StagedRows.parse(told)) == n_new
+        assert await ingest_rows(folder, open_files(folder), writer, StagedRows.parse(fields)) == n_new
     assert stored(folder) == IDS
 
 
 async def test_rows_that_are_neither_there_nor_stored_are_an_error(
     folder: RunFolder, writer: RunWriter, rows: RowMaker
 ) -> None:
-    delivery = handed_over(folder, rows)
+    staged = stage(folder, rows)
     remove_staged_rows(open_files(folder))
     with pytest.raises(StoreError, match=r"name\.arrow, which cannot be read"):
-        await ingest_rows(folder, open_files(folder), writer, delivery)
+        await ingest_rows(folder, open_files(folder), writer, staged)
