@@ -58,7 +58,7 @@ check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 bench: setup  ## quick benchmarks, without peers, in 15 minutes; ARGS="sync lag" for these alone
 	@.venv/bin/python -m benchmarks.run quick $(ARGS)
 
-bench-full: setup  ## all benchmarks beside their peers, in about two hours
+bench-full: setup  ## all benchmarks and those of peers, in about two hours
 	@.venv/bin/python -m benchmarks.run full $(ARGS)
 
 clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay

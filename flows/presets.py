@@ -59,7 +59,7 @@ def _read_preset(part: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("preset", part, f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError("preset", part, f"{path} must hold settings by name, such as `steps: 40`")
+        raise ConfigError("preset", part, f"{path} must contain settings as a mapping, such as `steps: 40`")
     return values
 
 
@@ -72,7 +72,9 @@ def _find_preset(part: str) -> Path:
         if path.is_file():
             return path
     names = _names(PRESETS) or f"none in {PRESETS.absolute()}"
-    algorithms = f"; to be joined to one of them with +: {_names(ALGORITHMS)}" if _names(ALGORITHMS) else ""
+    algorithms = (
+        f"; algorithms, to combine with one of them by +: {_names(ALGORITHMS)}" if _names(ALGORITHMS) else ""
+    )
     raise ConfigError("preset", part, f"there is no file {paths[0]}; presets are: {names}{algorithms}")
 
 

@@ -102,7 +102,7 @@ class Rescoring:
                         scoring.create_task(self._score(step, part))
         if self._n_failed:
             say(
-                f"{self._n_failed} of {self._n_scores} scores failed and are kept as such; the first: {self._first_error}"
+                f"{self._n_failed} of {self._n_scores} scores failed and are stored as failed; the first: {self._first_error}"
             )
         await self._recording.wait_until_recorded()
 

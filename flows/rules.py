@@ -71,7 +71,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             "rollout.max_in_flight",
             rollout.max_in_flight,
             rollout.max_in_flight < rollout.group_size,
-            f"must hold one group at least: rollout.group_size is {rollout.group_size}",
+            f"must be at least one group: rollout.group_size is {rollout.group_size}",
         ),
         (
             "rollout.trajectories_per_task",
@@ -83,7 +83,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             "rollout.keep_states",
             rollout.keep_states,
             bool(rollout.keep_states) and not environment_library(rollout),
-            f"is for environments of libraries; {rollout.environment} says itself what it keeps (docs/environments.md)",
+            f"is for library environments only; {rollout.environment} declares its states itself (docs/environments.md)",
         ),
         (
             "score.min_group_size",
@@ -101,7 +101,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             "serve.gpus",
             serve.gpus,
             len(serve.gpus) % serve.servers != 0,
-            f"must be shared out evenly between serve.servers, which is {serve.servers}",
+            f"must be a multiple of serve.servers, which is {serve.servers}",
         ),
     ]
 
@@ -120,7 +120,7 @@ def _overlong_rules(config: RunConfig) -> list[Rule]:
             "score.overlong_tokens",
             lengths,
             max(lengths, default=0) > longest,
-            f"no answer gets so long: serve.max_model_len is {config.serve.max_model_len}, the prompt included; give at "
+            f"no completion can be that long: serve.max_model_len is {config.serve.max_model_len}, the prompt included; give at "
             f"most {longest}, or [] for no shaping",
         ),
     ]
@@ -143,7 +143,7 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
             "train.micro_batch_tokens",
             train.micro_batch_tokens,
             train.micro_batch_tokens < config.serve.max_model_len,
-            f"must hold the longest sequence: serve.max_model_len is {config.serve.max_model_len}",
+            f"must be at least as long as the longest sequence: serve.max_model_len is {config.serve.max_model_len}",
         ),
         (
             "train.replay_routing",

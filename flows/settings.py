@@ -40,9 +40,7 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
     """
     values = apply_overrides(preset_values(preset), overrides)
     if are_algorithms(preset) and not {"model", "start_model"} & values.keys():
-        remedy = (
-            f"an algorithm alone has no model and no task; join it to a task's preset: quickstart+{preset}"
-        )
+        remedy = f"an algorithm has no model and no task; combine it with a preset that has both: quickstart+{preset}"
         raise ConfigError("preset", preset, remedy)
     return validate(values)
 
@@ -102,7 +100,7 @@ def _refused_value(error: ErrorDetails) -> tuple[object, str]:
 
 
 def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:
-    """Return every setting by its dotted name; True for those that may not change when a run is resumed."""
+    """Return every setting by its dotted name; True for those that cannot change when a run is resumed."""
     found: dict[str, bool] = {}
     for name, field in model.model_fields.items():
         section = field.annotation
@@ -114,7 +112,7 @@ def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str
 
 
 def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
-    """Return the defaults, by dotted name, of the settings that may not change when a run is resumed.
+    """Return the defaults, by dotted name, of the settings that cannot change when a run is resumed.
 
     Args:
         trains: False for a run of the flow collect, without the sections that it does not read.

@@ -67,8 +67,8 @@ def summarize(verdicts: Sequence[SyncVerdict], version: int) -> str:
     """
     if wrong := [each for each in verdicts if each.differing]:
         names = "; ".join(f"server {each.server}: {', '.join(each.differing)}" for each in wrong)
-        raise SyncError(f"version {version} is not on the servers as the trainer has it: {names}")
-    return f"version {version} is as the trainer has it on {len(verdicts)} of {len(verdicts)} servers"
+        raise SyncError(f"version {version} differs from the trainer's on servers: {names}")
+    return f"version {version} equals the trainer's on {len(verdicts)} of {len(verdicts)} servers"
 
 
 async def verify_weights(

@@ -96,7 +96,7 @@ class DiskSpaceError(StoreError):
 
 
 class RunMismatchError(StoreError):
-    """A run was resumed with other values of settings that may not change on resume."""
+    """A run was resumed with other values of settings that cannot change on resume."""
 
 
 class RunFinishedError(StoreError):

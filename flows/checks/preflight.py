@@ -252,7 +252,7 @@ def check_port(port: int) -> None:
             raise ConfigError("--port", port, remedy) from None
 
 
-# Stands for the newest version that has a checkpoint.
+# Means the newest version that has a checkpoint.
 LAST_VERSION = -1
 
 

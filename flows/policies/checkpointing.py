@@ -107,5 +107,5 @@ def other_ranks(folder: RunFolder, version: int, config: RunConfig) -> str:
         return ""
     return (
         f"version {version} was stored by {theirs[0]} ranks under ZeRO stage {theirs[1]}, and continues with {ours[0]} under "
-        f"{ours[1]}: it is taken over bit for bit, and what follows is the same within rounding"
+        f"{ours[1]}: its state is loaded exactly; later steps are the same within rounding"
     )

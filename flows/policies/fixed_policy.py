@@ -79,7 +79,7 @@ async def open_fixed_policy(run: Run, version: PolicyVersion, logs: Path) -> Asy
         ConfigError: a server has another tokenizer, chat template or other weights.
     """
     async with _start_model(run, version.version, logs) as model:
-        say(f"bringing up the vLLM servers with version {version.version}")
+        say(f"starting the vLLM servers with version {version.version}")
         services = create_servers(run.config, model, logs)
         async with start_services(services):
             servers = FixedServers(ServedRun.of(run), services, version)

@@ -58,7 +58,7 @@ class PolicyServers:
         if can_sample:
             self.run.pool.admit(server.client)
         elif has_weights:
-            await self.fail(server, "it answers /health and fails generations", is_mute=True)
+            await self.fail(server, "it passes the health check but fails generation requests", is_mute=True)
         else:
             await self.fail(server, "it no longer has the policy's weights")
 

@@ -308,7 +308,7 @@ async def open_policy(run: TrainingRun) -> AsyncIterator[RunPolicy]:
     is_sampling, opening = isinstance(run, Run), OpenSpan("opening").begin(current_lane())
     # A trainer that was killed may have left rows that nobody ingests; its steps are trained again.
     await asyncio.to_thread(remove_staged_rows, run.store.files)
-    say(f"bringing up the trainer{' and the vLLM servers' if is_sampling else ''}")
+    say(f"starting the trainer{' and the vLLM servers' if is_sampling else ''}")
     opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)
     async with opened as (trainer, services):
         servers = (

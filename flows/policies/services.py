@@ -178,7 +178,7 @@ async def restart(
     """
     if service.process is None:
         raise ServiceDiedError(
-            service.name, f"{reason}; it was not launched by this run: bring it back and run again"
+            service.name, f"{reason}; it was not launched by this run: restart it, then run the same command"
         )
     tail = service.process.log_tail()
     await service.process.stop()

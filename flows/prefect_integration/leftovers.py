@@ -55,7 +55,7 @@ async def mark_leftovers(folder: RunFolder, files: Files, timeout_s: float = TIM
                 ended.append(each)
     except PREFECT_ERRORS as error:
         say(
-            f"not all that earlier attempts left in Prefect is marked as crashed: {type(error).__name__}: {error}"
+            f"some unfinished runs of earlier attempts could not be marked as Crashed in Prefect: {type(error).__name__}: {error}"
         )
     if ended:
         left = [each for each in earlier if each not in ended]

@@ -60,7 +60,7 @@ class Server:
 
     Attributes:
         pid: its process, the leader of a separate session and process group.
-        started: the kernel's start time of that process; it tells the process from a later one with the same pid.
+        started: the kernel's start time of that process, which distinguishes it from a later process with the same pid.
         port: loopback port that it listens on.
     """
 

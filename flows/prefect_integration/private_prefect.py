@@ -182,7 +182,7 @@ def end_in_order() -> Iterator[None]:
 
 
 def _install_handler(lock: Any, handler: Any) -> None:
-    # Prefect acknowledges a cancel only while its module's name stands for the handler of SIGTERM.
+    # Prefect acknowledges a cancel only while its module's name is bound to the handler of SIGTERM.
     with lock:
         setattr(import_module(SIGTERM_HANDLER.module), SIGTERM_HANDLER.name, handler)
         signal.signal(signal.SIGTERM, handler)

@@ -72,7 +72,7 @@ def _known_runs(root: str) -> str:
 
 def _candidate_folders(run: str) -> list[RunFolder]:
     """Return the folders where a run may be: `run` as a location, and if it has no slash, as a name in the default root."""
-    # "." and ".." have no name of their own, which messages and moved runs need.
+    # "." and ".." have no folder name, which messages and moved runs need.
     is_relative = run.rpartition("/")[2] in (".", "..")
     folders = [RunFolder(Path(run).resolve() if is_relative else run)]
     return folders if "/" in run else [*folders, RunFolder(f"{StoreConfig().root}/{run}")]

@@ -115,7 +115,7 @@ class VitalLimits:
     """Limits above which a run warns; 0 switches a warning off.
 
     Attributes:
-        max_stall_ms: milliseconds that the event loop may stand still: half a second is felt by every server.
+        max_stall_ms: milliseconds that the event loop may be blocked: half a second delays every server.
         max_lag_p99_ms: 99th percentile of the event loop's lag in a step, in milliseconds.
         max_rss_growth: share by which a process may grow once its first steps are done.
     """

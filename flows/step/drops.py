@@ -64,7 +64,7 @@ class FailureWatch:
             raise FailedShareError(
                 f"step {self._step}: {self.n_failed} of {self._n_planned} trajectories failed, rollout.max_failed_share "
                 f"allows {self._max_share:g}; {n} times {kind}, for example: {self._examples[kind]}\n"
-                "what is stored stays, failed rows are not sampled again: fix the cause, and raise the share to continue"
+                "stored rows are kept, failed ones are not sampled again: fix the cause, and raise the share to continue"
             )
 
     def plan_more(self, n: int) -> None:

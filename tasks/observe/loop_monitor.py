@@ -150,7 +150,7 @@ class LagWarnings:
     """Warns of stalls, once for each cause, and of steps whose p99 lag is above its bound.
 
     A cause is a stack site, or without samples what the lag mostly consists of. A busy machine is reported once, for a stall or for
-    a step; the metrics show the rest. A step that our own work delayed is reported again if its lag grows by half or its stack site
+    a step; the metrics show the rest. A step that our own work delayed is reported again if its lag grows by 50 % or its stack site
     changes.
 
     Args:
@@ -216,7 +216,7 @@ class LagWarnings:
         )
 
     def _is_news(self, p99_ms: float, site: str) -> bool:
-        """Return True, and remember both, if a step's p99 lag grew by half or its stack site is new.
+        """Return True, and remember both, if a step's p99 lag grew by 50 % or its stack site is new.
 
         Return False once the largest number of warnings is reached.
         """

@@ -30,7 +30,7 @@ YOUNG_OBJECTS = 20_000
 
 MOST_NAMED = 5
 OLDEST_GENERATION = 2
-# Counting takes about 50 ms for each 200,000 objects, in which the event loop stands still.
+# Counting takes about 50 ms for each 200,000 objects, in which the event loop is blocked.
 MOST_COUNTED = 2_000_000
 
 

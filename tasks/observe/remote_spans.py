@@ -16,7 +16,7 @@ def shift_spans(
         spans: of one process, or of several that share a clock.
         since_ns: time of our request, by our clock, in nanoseconds since 1970.
         until_ns: time of the response, by our clock, in nanoseconds since 1970.
-        asked: the spans that lie between request and response; None: all.
+        asked: the spans between request and response; None: all.
 
     Example: spans from 5 to 7 with a request from 10 to 13 are shifted by 5; with a request from 4 to 8, by 0.
     """

@@ -20,7 +20,7 @@ from rollmill.tasks.rollout.environment import Environment, Episode, Example, Me
 from rollmill.tasks.store.environment_states import check_columns
 
 NO_PROBLEM = Example("", {})
-"""Stands in the row of a trajectory whose problem the environment could not give."""
+"""Placeholder in the row of a trajectory whose problem the environment could not give."""
 
 
 @contextmanager

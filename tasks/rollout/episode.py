@@ -216,7 +216,7 @@ class EpisodePlayer:
         draft.messages = await self._reply(episode, draft, deadline)
         opening = self.tokenizer.encode(draft.messages, tools)
         if len(opening) >= self.max_tokens:
-            text = f"the opening has {len(opening)} tokens, and an episode is below {self.max_tokens}"
+            text = f"the opening has {len(opening)} tokens; an episode must be shorter than {self.max_tokens}"
             raise EpisodeError(f"{text} (serve.max_model_len)")
         draft.add_context(opening)
         while draft.n_tokens < self.max_tokens:

@@ -64,7 +64,7 @@ def check_room(need: SpaceNeed, free_bytes: int, step: int, folder: RunFolder) -
     """
     if free_bytes >= need.total:
         return
-    parts = [f"{_format_bytes(need.rows)} for rows as the largest of the last {LOOKED_AT} steps has them"]
+    parts = [f"{_format_bytes(need.rows)} for as many rows as in the largest of the last {LOOKED_AT} steps"]
     parts += [f"{_format_bytes(need.checkpoint)} for a checkpoint"] if need.checkpoint else []
     parts += [f"{_format_bytes(need.reserve)} that stay free"]
     place = "" if folder.is_local else f", or name a folder on a larger disk in {SCRATCH_ENV}"

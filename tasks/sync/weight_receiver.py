@@ -147,7 +147,7 @@ def _receive_buckets(
 class WeightInbox:
     """Receives weights for one worker of a server, from the trainer's ranks or from files, into a buffer.
 
-    Buffer and links are kept for the next request. The links to the ranks are opened anew when a request has another `prefix`
+    Buffer and links are kept for the next request. The links to the ranks are opened again when a request has another `prefix`
     (see `SendTarget`). The buffer is replaced when a request needs a larger one, or starts, changes or stops using the
     trainer's shared memory.
     """

@@ -94,7 +94,7 @@ def test_runs_of_one_gpu_set_follow_each_other_and_what_is_wrong_is_said_before_
     unreachable, contradiction = (each["state"]["message"] for each in runs)
     assert "store.root = 's3://bucket/runs': cannot write" in unreachable
     assert "check the server and AWS_ENDPOINT_URL, which names it" in unreachable
-    assert "rollout.max_in_flight = 1: must hold one group at least" in contradiction
+    assert "rollout.max_in_flight = 1: must be at least one group" in contradiction
     assert not (deployed.folder / "runs").exists()
     assert not list(deployed.folder.glob("models*"))
     spans = [spans_of(prefect_api, each["id"]) for each in runs]

@@ -240,7 +240,7 @@ def choose(page: Page, entry: str, confirmation: str) -> None:
 def reopen(page: Page) -> None:
     """The page of a run as who comes later finds it, without toasts."""
     page.reload()
-    page.get_by_text("bringing up the trainer").first.wait_for()
+    page.get_by_text("starting the trainer").first.wait_for()
     page.wait_for_load_state("networkidle")
 
 
@@ -342,7 +342,7 @@ def test_a_run_that_is_cancelled_at_its_page_leaves_no_process_and_can_be_retrie
     said = product.command(*command_with("--deployment"))
     link = re.findall(r"http://\S+/flow-run/\S+", said)[0]
     page.goto(link)
-    page.get_by_text("bringing up the trainer").first.wait_for(timeout=LONGEST_RUN_MS)
+    page.get_by_text("starting the trainer").first.wait_for(timeout=LONGEST_RUN_MS)
     choose(page, "Cancel", confirmation="Cancel Flow Run")
     page.get_by_text("Cancelled", exact=True).first.wait_for(timeout=CANCEL_MS)
     deadline = time.monotonic() + CANCEL_MS / 1000

@@ -16,14 +16,14 @@ OTHER = SyncVerdict.of(
 
 
 def test_servers_that_have_every_tensor_pass() -> None:
-    assert summarize([SAME], 3) == "version 3 is as the trainer has it on 1 of 1 servers"
+    assert summarize([SAME], 3) == "version 3 equals the trainer's on 1 of 1 servers"
 
 
 def test_a_server_that_differs_is_named_with_all_that_differs() -> None:
     with pytest.raises(SyncError) as wrong:
         summarize([SAME, OTHER], 3)
     assert str(wrong.value).endswith(
-        "version 3 is not on the servers as the trainer has it: server http://b: head (arrived otherwise), lm_head (live)"
+        "version 3 differs from the trainer's on servers: server http://b: head (arrived otherwise), lm_head (live)"
     )
 
 

@@ -98,10 +98,10 @@ def test_servers_are_verified_and_what_is_stale_in_one_is_named(
 
     assert stale.returncode == 1, stale.stdout
     assert re.search(
-        r"version 0 is not on the servers as the trainer has it: server \S+: .*lm_head.* \(live\)",
+        r"version 0 differs from the trainer's on servers: server \S+: .*lm_head.* \(live\)",
         stale.stdout,
     )
     assert verified.returncode == 0, verified.stdout
-    assert "version 0 is as the trainer has it on 1 of 1 servers" in verified.stdout
+    assert "version 0 equals the trainer's on 1 of 1 servers" in verified.stdout
     assert shards(run) == before
     assert read_manifest(run).incarnation == incarnation + 2

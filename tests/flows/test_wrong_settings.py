@@ -21,7 +21,7 @@ from rollmill.tasks.store.run.writable_run import OpenRun
     [
         (
             ["score.overlong_tokens=[247, 256]"],
-            r"score\.overlong_tokens = \[247, 256\]: no answer gets so long: .* give at most 255",
+            r"score\.overlong_tokens = \[247, 256\]: no completion can be that long: .* give at most 255",
         ),
         (
             ["score.overlong_tokens=[9]"],
@@ -34,7 +34,7 @@ from rollmill.tasks.store.run.writable_run import OpenRun
         (["score.overlong_tokens=[20, 20]"], r"score\.overlong_tokens = \[20, 20\]: must be .* 0 < A < B"),
         (
             ["train.micro_batch_tokens=255"],
-            r"train\.micro_batch_tokens = 255: must hold the longest sequence: serve\.max_model_len is 256",
+            r"train\.micro_batch_tokens = 255: must be at least as long as the longest sequence: serve\.max_model_len is 256",
         ),
         (
             ["rollout.groups_per_step=1", "train.ranks=4", "train.updates_per_step=3"],

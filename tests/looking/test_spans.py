@@ -166,7 +166,7 @@ def test_a_receiver_that_refuses_spans_is_named(
 ) -> None:
     receiver.status = 400
     said = rollmill("spans", timed_run.location, "--otlp", receiver.url)
-    assert f"{receiver.url}/v1/traces did not take the spans" in said
+    assert f"{receiver.url}/v1/traces did not accept the spans" in said
 
 
 def test_an_address_with_a_password_is_not_sent_to_and_not_shown(

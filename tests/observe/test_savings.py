@@ -19,7 +19,7 @@ SERVER = "http://10.0.0.1:8000"
 ENVIRONMENTS, SCORERS = "environments twice as fast", "scorers twice as fast"
 SLOTS = "no wait for a server: rollout.max_in_flight, more servers"
 WORKERS = "no wait for a scorer: score.workers, score.max_in_flight"
-RANKS, EVEN_RANKS = "twice as many ranks, or as fast ones", "rows balanced over ranks, no slow one"
+RANKS, EVEN_RANKS = "twice as many ranks, or ranks twice as fast", "rows balanced over ranks, no slow rank"
 OVERLAP = "steps that overlap: rollout.max_staleness: 1"
 ANOTHER_SERVER = "another server"
 

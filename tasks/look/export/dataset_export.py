@@ -67,9 +67,9 @@ def export_datasets(
     for name in datasets:
         if name not in PARTITION_KEYS:
             known = ", ".join(PARTITION_KEYS)
-            raise ConfigError("--dataset", name, f"no data set is called that; there are {known}")
+            raise ConfigError("--dataset", name, f"unknown data set; the data sets are {known}")
     if output.exists():
-        raise ConfigError("--output", str(output), "it is there already; name a new folder, or remove it")
+        raise ConfigError("--output", str(output), "it exists already; give a new folder, or remove it")
     with contextlib.ExitStack() as publishing:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ def export_traces(
         for at in range(0, len(new), BATCH):
             batch = new[at : at + BATCH]
             if exporter.export(batch) is not SpanExportResult.SUCCESS:
-                raise RequestError(f"{url} did not take the spans; {at} were sent")
+                raise RequestError(f"{url} did not accept the spans; {at} were sent")
             known.update(each.context.span_id for each in batch)
     finally:
         exporter.shutdown()

@@ -236,7 +236,7 @@ class _Builder:
         """Add a job for an interval of a trajectory's lane."""
         family = self._families[lane.kin.family]
         lane.is_played |= each.name == SCORING
-        # A job is ready when its wait begins: the simulation decides anew how long it waits.
+        # A job is ready when its wait begins: the simulation recomputes how long it waits.
         ready = lane.wait[0] if lane.wait else each.start
         # The group waited for the first slot of its trajectories, and what it did between that and the start held the slot.
         if not lane.works and family.wait and family.wait[1] <= ready:

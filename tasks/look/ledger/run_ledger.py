@@ -42,7 +42,7 @@ def select_steps(folder: RunFolder, asked: Interval | None) -> list[int]:
     stored = list_steps(folder, "spans")
     if not stored:
         remedy = (
-            "no spans are stored of it: it was made before there were any, or has done no step yet; "
+            "it has no stored spans: it was made by an earlier version, or has not finished a step; "
             "`rollmill inspect` shows what is stored"
         )
         raise ConfigError("RUN", folder.location, remedy)

@@ -65,7 +65,7 @@ def list_remedies(n_servers: int) -> list[Remedy]:
         Remedy("environments twice as fast", {"environment": twice}),
         Remedy("scorers twice as fast", {"scoring": twice}),
         Remedy("no wait for a scorer: score.workers, score.max_in_flight", unlimited=["workers", "calls"]),
-        Remedy("twice as many ranks, or as fast ones", dict.fromkeys(TRAINING, twice)),
+        Remedy("twice as many ranks, or ranks twice as fast", dict.fromkeys(TRAINING, twice)),
         Remedy("weights sent in no time", dict.fromkeys(SENDING, none)),
         Remedy("rows stored in no time", {"storing": none}),
         Remedy("batches read in no time", {"reading_batch": none}),
@@ -82,7 +82,7 @@ def estimate_savings(ledger: Ledger) -> list[Saving]:
     rollouts = [each for step in steps["step"] for each in _schedule_rollouts(ledger, path, step)]
     n_servers = max(ledger.there["n_servers"].to_list(), default=0)
     saved = {each.what: _estimate_saving(each, line, room, rollouts) for each in list_remedies(n_servers)}
-    saved["rows balanced over ranks, no slow one"] = _limit_to_room(_balance_saving(ledger, line), room)
+    saved["rows balanced over ranks, no slow rank"] = _limit_to_room(_balance_saving(ledger, line), room)
     saved["evaluation concurrent with steps"] = _phase_us(path, WAITS[EVALUATION])
     saved["checkpoints concurrent with steps"] = _limit_to_room(_phase_us(line, ["checkpoint"]), room)
     saved["no wait for the last trajectories"] = _phase_us(path, [STRAGGLERS])

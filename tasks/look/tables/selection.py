@@ -102,7 +102,7 @@ class Selection:
 def select_partitions(
     folder: RunFolder, dataset: str, key: str, asked: Interval | None, known: list[int] | None = None
 ) -> list[int] | None:
-    """Return the steps (or versions) of a data set that lie in `asked`, in order; None if `asked` is None.
+    """Return the steps (or versions) of a data set that are in `asked`, in order; None if `asked` is None.
 
     `known` are the steps (or versions) that the data set has, if they are listed already.
 

@@ -114,9 +114,7 @@ def check_has_rollouts(folder: RunFolder) -> None:
     """Raise ConfigError for a run that was retrained from other runs' rollouts and has none; the error names those runs."""
     sources = [source.folder for source in read_manifest(folder).sources]
     if sources and not list_steps(folder, "plans"):
-        remedy = (
-            f"it was trained from trajectories that others have sampled; they lie in {', '.join(sources)}"
-        )
+        remedy = f"it was trained on stored trajectories of other runs: {', '.join(sources)}"
         raise ConfigError("RUN", folder.location, remedy)
 
 

@@ -92,7 +92,7 @@ def serve_viewer(
     listener = open_listener(LOOPBACK, port)
     chosen = int(listener.getsockname()[1])
     if port is None and chosen != PORT:
-        typer.echo(f"port {PORT} is taken, so it is {chosen}", err=True)
+        typer.echo(f"port {PORT} is taken; using {chosen}", err=True)
     # It would print a line for each request, several a second while a page is open.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     source = RunData(folder, refresh_s / 2, tokenizer)
@@ -201,7 +201,7 @@ def _route(app: Dash, source: RunData) -> None:
             status = read_manifest(source.folder).status
             state = f"{status}{f' · step {steps[-1]}' if steps else ''}"
         else:
-            state = "the run is not there any more"
+            state = "the run no longer exists"
         # The browser drops the answer to a callback that is triggered again. A page that takes longer than a tick would
         # never be shown, so a new revision is sent only when the browser shows the page of the one before.
         revision = source.revision()
@@ -216,7 +216,7 @@ def _route(app: Dash, source: RunData) -> None:
         State("written", "data"),
     )
     def show(path: str, search: str, revision: str | None, written: str | None) -> tuple[Any, Any]:
-        """Return the page of an address, or `no_update` if the browser shows it already and need not draw it anew."""
+        """Return the page of an address, or `no_update` if the browser shows it already and need not draw it again."""
         is_whole = path == HOME or path.startswith(COMPARE) or (path == TIMING and not search)
         asked = {each["prop_id"] for each in ctx.triggered}
         # A table reloads its rows by itself and keeps its scroll position; a trajectory does not change.
@@ -235,9 +235,7 @@ def render_page(source: RunData, path: str, search: str) -> Component:
     try:
         query = Query.of(search or "")
         if not has_manifest(source.folder):
-            return render_problem(
-                f"{source.folder.location} is not there any more: it was removed, or moved elsewhere."
-            )
+            return render_problem(f"{source.folder.location} no longer exists: it was removed or moved.")
         if path == HOME:
             return render_home(source)
         if path in TABLES:

@@ -45,12 +45,12 @@ def check_request(asked: Request, hosts: set[str]) -> str:
         return "this viewer changes nothing"
     origin = asked.headers.get("Origin")
     if origin is not None and origin not in {f"http://{host}" for host in hosts}:
-        return "this viewer answers to its own pages alone"
+        return "this viewer accepts requests from its own pages only"
     site = asked.headers.get("Sec-Fetch-Site", "none")
     # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
     is_link = asked.method == "GET" and asked.headers.get("Sec-Fetch-Mode") == "navigate"
     if site not in ("none", "same-origin") and not is_link:
-        return "this viewer answers to its own pages alone"
+        return "this viewer accepts requests from its own pages only"
     return ""
 
 

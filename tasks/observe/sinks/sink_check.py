@@ -35,7 +35,7 @@ def check_installed(field: str, value: object, module: str, extra: str) -> None:
     try:
         is_there = find_spec(module) is not None
     except ModuleNotFoundError:
-        # Not even the package that it lies in.
+        # Not even its parent package is installed.
         is_there = False
     if not is_there:
         raise ConfigError(field, value, f"needs {module}: pip install 'rollmill[{extra}]'")

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 """Prints what goes wrong, the first time for each sink."""
 SINK_COMMAND = tuple(python_command("rollmill.tasks.observe.sinks.sink_process"))
 REMEDY = (
-    "the run continues; the sink gets what it lacks when it answers again, or when the run is resumed, and all of it is "
+    "the run continues; the sink gets the missing points when it answers again, or when the run is resumed; all points are "
     "in the data set `metrics`"
 )
 

@@ -81,7 +81,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class TensorBoardSink:
-    """Writes a run's points to a TensorBoard event file, anew each time the run is resumed.
+    """Writes a run's points to a TensorBoard event file, a new one each time the run is resumed.
 
     Args:
         folder: folder of the file; it is emptied first.
@@ -117,7 +117,7 @@ class TensorBoardSink:
 
 
 Report = Callable[[str, int, str], None]
-"""Told (which sink, points that it does not have, the error)."""
+"""Called with (name of the sink, number of points that it does not have, the error)."""
 
 
 class Feed:

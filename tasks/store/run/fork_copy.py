@@ -109,9 +109,7 @@ def _target_manifest(
     last = ForkOrigin(origin.run, source.absolute, step, origin.config)
     if found:
         if [(each.run, each.step) for each in found.origins[-1:]] != [(last.run, last.step)]:
-            remedy = (
-                f"{target.location} is a run already, and none forked from {source.location} at step {step}"
-            )
+            remedy = f"{target.location} is another run, not a fork of {source.location} at step {step}"
             raise ConfigError("--name", target.name, f"{remedy}; give another name")
         return found
     before = (replace(each, step=min(each.step, step)) for each in origin.origins)

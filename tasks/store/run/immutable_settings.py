@@ -1,4 +1,4 @@
-"""Settings that may not change when a run is resumed."""
+"""Settings that cannot change when a run is resumed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from rollmill.tasks.errors import RunMismatchError
 def check_immutable(
     run: str, stored: Mapping[str, Any], given: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> None:
-    """Refuse to resume a run with other values of settings that may not change.
+    """Refuse to resume a run with other values of settings that cannot change.
 
     Args:
         run: name of the run in errors.
@@ -25,7 +25,7 @@ def check_immutable(
     """
     if lines := list_differences(stored, given, fixed):
         raise RunMismatchError(
-            f"{run} was begun with other settings that may not change:\n"
+            f"{run} was begun with other settings that cannot change:\n"
             + "\n".join(lines)
             + "\ngive the run's values to resume it, or another name to begin a new run; `rollmill fork` begins one at a "
             "step of this one"

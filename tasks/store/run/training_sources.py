@@ -21,7 +21,7 @@ def describe_misplaced(source: TrainingSource) -> str:
     """
     folder = RunFolder(source.folder)
     if not has_manifest(folder):
-        return f"expected run {source.run} in {source.folder}, and there is no run"
+        return f"expected run {source.run} in {source.folder}, found no run"
     found = read_manifest(folder).run
     return (
         ""

@@ -72,7 +72,7 @@ class OpenRun:
         Args:
             folder: of the run; created if missing.
             config: resolved configuration, JSON values; `steps` says how many steps the run has.
-            fixed: defaults, by dotted name, of the settings that may not change.
+            fixed: defaults, by dotted name, of the settings that cannot change.
             versions: of the packages in use.
             git_commit: of the checkout; empty outside of one.
             config_of: settings of the data sets.
@@ -161,7 +161,7 @@ def _begin_manifest(folder: RunFolder, now: dict[str, Any]) -> Manifest:
     # Rows without a run.json may be those of a run that lost it: a new one would take them for its own.
     if orphans := [name for name in PARTITION_KEYS if files.keys(f"{name}/**/*")]:
         raise StoreError(
-            f"{folder.location} has data sets ({', '.join(orphans)}) but no run.json: it is no run's folder"
+            f"{folder.location} has data sets ({', '.join(orphans)}) but no run.json: it is not the folder of a run"
         )
     return Manifest(
         run=secrets.token_hex(RUN_ID_BYTES),
@@ -178,7 +178,7 @@ def _resume_manifest(
     folder: RunFolder, stored: Manifest, fixed: Mapping[str, Any], now: dict[str, Any]
 ) -> Manifest:
     if stored.status == "forking":
-        raise StoreError(f"{folder.location} was not forked to the end; give the same `rollmill fork` again")
+        raise StoreError(f"{folder.location} is an unfinished fork; run the same `rollmill fork` again")
     check_immutable(folder.location, stored.config, now["config"], fixed)
     steps = stored.config.get("steps", 0)
     if stored.status == "finished" and now["config"].get("steps", 0) <= steps:

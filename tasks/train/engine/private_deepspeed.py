@@ -1,6 +1,6 @@
 """Every use of DeepSpeed's private API; DeepSpeed is imported here alone. Seen in DeepSpeed 0.19.8.
 
-| private | stands for | public alternative |
+| private | used for | public alternative |
 |---|---|---|
 | `ops.__compatible_ops__` | kernels that DeepSpeed would compile | none |
 | `ds_shape`, `ds_numel`, `ds_tensor`, `partition_numel` | a parameter's shard under ZeRO-3 | none without a gather |

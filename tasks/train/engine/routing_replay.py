@@ -19,7 +19,7 @@ from rollmill.tasks.errors import BatchRefusedError, ConfigError
 from rollmill.tasks.train.engine.private_transformers import is_router
 
 NO_EXPERT = -1
-"""Stands for every expert of a token that has none stored: the router chooses."""
+"""Marks all experts of a token that has none stored: the router chooses them."""
 
 _FIELD = "train.replay_routing"
 _N_PROBES = 64

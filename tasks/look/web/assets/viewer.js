@@ -153,7 +153,7 @@
     return [...shown, entry({ className: "given" }, "not sampled")];
   }
 
-  // A table that is filtered otherwise begins anew.
+  // A table with another filter starts at the top.
   async function ask_again(asked) {
     const api = await window.dash_ag_grid.getApiAsync("grid");
     if (api.getDisplayedRowCount()) api.ensureIndexVisible(0, "top");

@@ -163,7 +163,7 @@ def render_filter(
     """Render a filter: a list of the known values, or a field for text if they are None."""
     of = {"type": "filter", "name": name}
     if known is None:
-        # Each value asks for the table anew, so a pause in typing is awaited.
+        # Each value requests the table again, so it waits for a pause in typing.
         shown: Component = dcc.Input(
             id=of,
             value=value,

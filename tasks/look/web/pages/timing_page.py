@@ -37,7 +37,7 @@ def render_timing(source: RunData, query: Query) -> Component:
     ledger, timeline = source.derive(
         ("timing", tuple(steps)), source.parts(), lambda: _read_ledger(source, steps)
     )
-    which = f"steps {steps[0]} to {steps[-1]}; a step by itself has its timeline and its critical path too"
+    which = f"steps {steps[0]} to {steps[-1]}; a single step also has a timeline and its critical path"
     if len(steps) == 1:
         which = f"step {steps[0]}; the rows of its first table add up to it"
     views = [view for view in make_ledger_views(source.folder.name, ledger) if view.rows]

@@ -142,7 +142,7 @@ def _load_environment(name: str, settings: dict[str, Any]) -> Any:
         return loaders.load_environment(_with_roles(loaders.resolve_env_config(settings)))
     except ValidationError as error:
         raise ConfigError(
-            ARGUMENTS_FIELD, settings, f"the environment does not take this: {error}"
+            ARGUMENTS_FIELD, settings, f"the environment rejects these arguments: {error}"
         ) from error
     except Exception as error:
         # User code may raise anything.
@@ -163,7 +163,7 @@ def _loading_remedy(name: str, error: Exception) -> str:
         return f"{_NOT_INSTALLED} ({raised})"
     no_plugin = isinstance(error, AttributeError | TypeError)
     if no_plugin and hasattr(import_module(_module_name(name)), "load_environment"):
-        return "the package is written for verifiers before 0.4: ask for a version of it that has a Taskset"
+        return "the package is written for verifiers before 0.4: install a version of it that has a Taskset"
     return f"the environment cannot be created; {raised}"
 
 

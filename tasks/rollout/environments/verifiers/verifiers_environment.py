@@ -185,7 +185,7 @@ def rollout_end_from_record(record: Any, asking: set[str], version: str) -> Roll
     if trace is None:
         errors = [*record.errors, *(error for each in record.traces for error in each.errors)]
         why = f": {_error_text(errors[-1])}" if errors else " and ended"
-        return RolloutEnd({}, f"the environment never asked the policy{why}")
+        return RolloutEnd({}, f"the environment never requested a completion{why}")
     outcome = {
         "reward": trace.reward,
         "rewards": {name: part and part.value for name, part in trace.rewards.items()},
