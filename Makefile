@@ -1,4 +1,4 @@
-# One command a job. `make help` lists them; ARGS="..." is passed on to what a job runs.
+# One command per job. `make help` lists them; ARGS="..." is passed to the job's program.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -10,15 +10,15 @@ ARGS ?=
 PYTHON ?=
 CXX ?= g++
 
-# Tests mostly wait, for processes that start: two files of them side by side.
+# Tests mostly wait for processes to start, so two test files run concurrently.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 UV := .venv/bin/uv
 MAIN_STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
 
-# A machine with an NVIDIA GPU takes the CUDA builds. Elsewhere vLLM is the CPU build, without three packages
-# whose builds would be for CUDA and which it runs without.
+# A machine with an NVIDIA GPU gets the CUDA builds, any other the CPU build of vLLM, without three packages
+# that exist for CUDA only and are not needed.
 ifneq ($(shell nvidia-smi --list-gpus 2>/dev/null),)
 VLLM := vllm-cuda
 VLLM_CONSTRAINTS := constraints-vllm-cuda.txt
@@ -39,7 +39,7 @@ setup: $(MAIN_STAMP) $(VLLM_STAMP)  ## make both environments, or bring them up 
 quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed=1" for another seed
 	@.venv/bin/rollmill run quickstart --again $(ARGS)
 
-deploy: setup  ## give the Prefect server a work pool and all deployments of prefect.yaml
+deploy: setup  ## create the work pool and all deployments of prefect.yaml on the Prefect server
 	@.venv/bin/rollmill deploy $(ARGS)
 
 test: setup test-packages  ## all tests but the long products of cases
@@ -80,7 +80,7 @@ test-packages:
 	  echo "the tests need$$missing: install them (Debian: apt install$$missing)" >&2; exit 1; \
 	fi
 
-# The first of these that is Python 3.11 with venv, and with the headers that DeepSpeed's own ops are built with.
+# The first of these that is Python 3.11 with venv and with the headers needed to build DeepSpeed's ops.
 define find_python
 python=""; \
 for candidate in $(PYTHON) python3.11 python3 python /usr/bin/python3.11 /usr/local/bin/python3.11; do \

@@ -69,7 +69,7 @@ GONE = {
     "rollout.collectors": "one process collects a run",
     "rollout.prompts.max_prompts": "give a file with the prompts to use, or train[:1000] as rollout.prompts.train_split of a Hugging Face data set",
 }
-"""Why each setting without a successor is gone, by its name."""
+"""Why each setting without a successor was removed, by its name."""
 
 CONSTANTS = {
     "evaluate.prompts_per_task": "64",

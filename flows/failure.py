@@ -9,7 +9,7 @@ from prefect.exceptions import PrefectException
 
 from rollmill.tasks.errors import RollmillError
 
-# Errors of a Prefect API call whose server is gone, too slow, or refuses; a run continues without the server.
+# Errors of a Prefect API call whose server has ended, is too slow, or refuses; a run continues without the server.
 PREFECT_ERRORS = (httpx.HTTPError, PrefectException, TimeoutError)
 
 

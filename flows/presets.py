@@ -72,9 +72,7 @@ def _find_preset(part: str) -> Path:
         if path.is_file():
             return path
     names = _names(PRESETS) or f"none in {PRESETS.absolute()}"
-    algorithms = (
-        f"; algorithms, to combine with one of them by +: {_names(ALGORITHMS)}" if _names(ALGORITHMS) else ""
-    )
+    algorithms = f"; algorithms to add to a preset with +: {_names(ALGORITHMS)}" if _names(ALGORITHMS) else ""
     raise ConfigError("preset", part, f"there is no file {paths[0]}; presets are: {names}{algorithms}")
 
 

@@ -16,7 +16,7 @@ def check_config(config: RunConfig) -> None:
     for field, value, is_wrong, remedy in _rules(config):
         if is_wrong:
             raise ConfigError(field, value, remedy)
-    # The trainer checks its settings with these too, so they raise by themselves.
+    # The trainer checks its settings with these too, so they raise instead of returning errors.
     check_objective(config.train)
     check_offload(config.train)
 

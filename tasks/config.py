@@ -39,7 +39,7 @@ NO_SECRET = (
     "an address may hold no user name, password or key: settings are stored and shown; leave them out, and give them by "
     "the environment variables that docs/security.md names"
 )
-# Shape of an environment variable's name; a key that is given in its place has another one.
+# Pattern of an environment variable's name; a key given instead of a name does not match it.
 VARIABLE = "^([A-Z_][A-Z0-9_]*)?$"
 # Start of a service's address, or no address.
 ADDRESS = "^(https?://|$)"
@@ -113,7 +113,7 @@ def setting(
 
 def choose_dtype(devices: Path = Path("/dev")) -> str:
     """Return the number format of weights on this machine: bfloat16 with an NVIDIA GPU, else float32."""
-    # Device files, since torch, which knows too, takes seconds to import.
+    # Device files, because importing torch to ask it takes seconds.
     return "bfloat16" if any(devices.glob("nvidia[0-9]*")) else "float32"
 
 

@@ -34,7 +34,7 @@ class RollmillError(Exception):
 
 
 class ConfigError(RollmillError):
-    """A setting or an argument is wrong; says which, its value, and what to do."""
+    """A setting or an argument is wrong; the text has its name, its value, and the remedy."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         # All arguments are passed on: an error that crosses a process is pickled by its `args`.

@@ -95,7 +95,7 @@ def exit_in_time(
             raise
         status = 0
     finally:
-        # Prefect sends its last logs and events at exit, and retries for minutes if its server is gone.
+        # Prefect sends its last logs and events at exit, and retries for minutes if its server has ended.
         _exit_within(exit_timeout_s, status)
 
 

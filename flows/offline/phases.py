@@ -32,7 +32,7 @@ from rollmill.tasks.train.service.commands import (
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 Phase = Callable[[], Awaitable[None]]
-# Share of trajectories that may have failed: the step was finished in spite of them.
+# Share of trajectories that may have failed: the stored step was finished although some had.
 ALL_FAIL = 1.0
 
 

@@ -56,7 +56,7 @@ class ReplayTrainer:
         return (await train_step(self, step, digest)).result
 
     async def train(self, step: int, digest: str) -> StepResult:
-        """Apply the stored batch of a step; the rows that the trainer makes of it are not stored."""
+        """Apply the stored batch of a step; the rows that the trainer stages are not stored."""
         command = TrainStep(
             folder=self._folder.location, run_id=self._run, step=step, digest=digest, stages_rows=False
         )

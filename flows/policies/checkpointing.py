@@ -37,7 +37,7 @@ async def drop_old_routing(run: Run, done: int) -> None:
     gone = await asyncio.to_thread(list_expired_routing, files, done=done, checkpoint=checkpoint, keep=keep)
     if gone:
         writer.removed(gone)
-        # A shard that is gone without a note is damage.
+        # A shard that is missing without a record is damage.
         await writer.note()
         await writer.remove(gone)
 
@@ -66,7 +66,7 @@ class Checkpointing:
             await self._use(version)
 
     async def wait_until_written(self) -> RollmillError | None:
-        """Wait until no checkpoint is being written; returns the error of the last one, the first time it is asked for, or None."""
+        """Wait until no checkpoint is being written; returns the error of the last one once, otherwise None."""
         if (following := self._following) is None:
             return None
         error = await following

@@ -83,7 +83,7 @@ class RunPolicy:
         self._run.compactor.begin(self.trained.version)
         for step in range(self.trained.version, end):
             run = self._run
-            # Its weights are gone once the step is trained again, and with them the rest of its evaluation.
+            # Its weights are lost once the step is trained again, so the rest of its evaluation is impossible.
             lacks_evaluation = is_due(run, step) and not await asyncio.to_thread(is_evaluated, run, step)
             if isinstance(run, Run) and lacks_evaluation:
                 async with self._still:
@@ -188,7 +188,7 @@ class RunPolicy:
 
     async def report_spans(self) -> None:
         """Have the trainer send its ranks' spans up to now, after the last step; an unreachable trainer is ignored."""
-        # If the trainer is gone, only these spans are lost.
+        # If the trainer has ended, only these spans are lost.
         with suppress(RequestError, ServiceDiedError):
             await self._trainer.client.do(ReportSpans())
 
@@ -306,7 +306,7 @@ async def restore_policy(policy: RunPolicy) -> SyncedVersion:
 async def open_policy(run: TrainingRun) -> AsyncIterator[RunPolicy]:
     """Start the trainer of a run and, if it samples, its servers, which are watched until the block ends."""
     is_sampling, opening = isinstance(run, Run), OpenSpan("opening").begin(current_lane())
-    # A trainer that was killed may have left rows that nobody ingests; its steps are trained again.
+    # A killed trainer may have left staged rows, which are never ingested: its steps are trained again.
     await asyncio.to_thread(remove_staged_rows, run.store.files)
     say(f"starting the trainer{' and the vLLM servers' if is_sampling else ''}")
     opened = open_services(run.config, run.model, run.folder.logs, with_servers=is_sampling)

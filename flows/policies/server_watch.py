@@ -41,7 +41,7 @@ class WatchLimits:
 async def watch_server(
     servers: PolicyServers, server: ServerService, limits: WatchLimits, rejoin: Rejoin
 ) -> None:
-    """Bring a server back whenever it fails; returns when it is given up.
+    """Restore a server to the pool whenever it fails; returns when it cannot be restored.
 
     Training waits for the transfer of the weights only, not while the server starts or returns.
 

@@ -197,7 +197,7 @@ async def restart(
 async def open_services(
     config: RunConfig, model: Path, logs: Path, *, with_servers: bool, variables: Mapping[str, str] = {}
 ) -> AsyncIterator[tuple[TrainerService, tuple[ServerService, ...]]]:
-    """Start the trainer and, if asked for, the servers concurrently; launched ones are stopped when the block ends.
+    """Start the trainer and, if requested, the servers concurrently; launched ones are stopped when the block ends.
 
     Args:
         config: settings of the run.

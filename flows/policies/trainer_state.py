@@ -68,7 +68,7 @@ class TrainerState:
         """
         run = self._run
         point = await asyncio.to_thread(find_resume_point, run.folder)
-        # A new one for each load: servers must not take weights of a trainer that is gone for this one's.
+        # A new one for each load: servers must not confuse the weights of an earlier trainer with this one's.
         incarnation = await asyncio.to_thread(run.store.next_incarnation)
         version = point.checkpoint_version or 0
         loaded = PolicyVersion(run.id, incarnation, version)

@@ -23,7 +23,7 @@ def run_logger() -> Logger:
     """Return the logger of the current flow run, also from inside its task runs, whose own loggers begin at WARNING."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        # Raises what says so, unless it is disabled.
+        # Prefect's exception for this is raised, unless it is disabled.
         return get_run_logger()
     return flow_run_logger(context.flow_run, context.flow)
 

@@ -15,7 +15,7 @@ QUIET_TERMINAL = {
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
 }
 
-# A request to a server that is gone fails after about 6 s instead of a minute.
+# A request to a server that has ended fails after about 6 s instead of a minute.
 SHORT_RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "2"}
 
 

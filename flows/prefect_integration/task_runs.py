@@ -68,7 +68,7 @@ class TaskRunRecorder:
 
     @asynccontextmanager
     async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:
-        """Record a group in Prefect while it is collected: as a task run, or at its end as an event, or not at all.
+        """Record a group in Prefect while it is collected: as a task run, as an event when it ends, or not at all.
 
         Args:
             step: the step.

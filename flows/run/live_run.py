@@ -154,7 +154,7 @@ async def open_offline_run(
         # Only the holder of the run's lock knows that no earlier attempt is alive.
         await mark_leftovers(store.folder, store.files)
         quiet_task_runs()
-        # What is imported by now lives as long as the process; the garbage collector need not look at it.
+        # Modules imported so far live as long as the process; the garbage collector need not scan them.
         keep_for_good()
         vitals = Vitals(waiting=store.waiting, diagnostics=config.observe.diagnostics)
         with RunProgress(name, config.steps) as progress, vitals.watch():

@@ -60,7 +60,7 @@ class LogprobRecomputation:
 
     def begin(self, step: int) -> None:
         """Start sending the queued trajectories of a step, which the trainer has reached and not begun to train."""
-        # Earlier steps are trained: nobody needs their log-probabilities.
+        # Earlier steps are trained already, and do not need log-probabilities.
         self._waiting = defaultdict(list, {each: ids for each, ids in self._waiting.items() if each >= step})
         self._step, self.hidden_s = step, 0.0
         self._wake.set()

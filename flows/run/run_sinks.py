@@ -20,7 +20,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
 from rollmill.tasks.store.run.writable_run import OpenRun
 
-# Seconds that a run waits at its end for a sink to take what is left: a dead receiver must not hold a finished run.
+# Seconds that a finished run waits for a sink to receive the remaining points: a dead receiver must not block it.
 TIMEOUT_S = 20.0
 # MLflow's own variable: other programs of a user name their experiment by it too.
 EXPERIMENT_ENV = "MLFLOW_EXPERIMENT_NAME"

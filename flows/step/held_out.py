@@ -159,7 +159,7 @@ async def evaluate_prompts(
     version: int,
     number: int,
 ) -> State[None]:
-    """Sample, score and store a part of the held-out trajectories; the returned state's message says how many."""
+    """Sample, score and store a part of the held-out trajectories; the returned state's message has their number."""
     run, requests, tickets, failures = work
     async with asyncio.TaskGroup() as scoring:
 

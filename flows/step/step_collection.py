@@ -153,7 +153,7 @@ class StepCollection:
         self.ended_ns.append(time.perf_counter_ns())
 
     async def add_outcomes(self, outcomes: Sequence[GroupOutcome]) -> None:
-        """Keep the outcomes of a group, and start a further group in its place if none of them can be trained on."""
+        """Keep the outcomes of a group, and start a refill if none of them can be trained on."""
         self.outcomes.extend(outcomes)
         if self._refills is None or self._fan_out is None:
             return

@@ -1,4 +1,4 @@
-"""A launched process that ends with all its descendants when it is asked to, or when the process that launched it is gone."""
+"""A launched process that ends with all its descendants on request, or when the process that launched it has ended."""
 
 import asyncio
 import os
@@ -107,7 +107,7 @@ class LaunchedProcess:
         if lifeline is None or lifeline.closed:
             return
         with suppress(BrokenPipeError):
-            # It has ended by itself.
+            # It has ended without being stopped.
             lifeline.write(b".")
         lifeline.close()
 

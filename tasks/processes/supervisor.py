@@ -1,4 +1,4 @@
-"""Runs one command, and ends it with all its descendants when its owner asks or is gone.
+"""Runs one command, and ends it with all its descendants when its owner requests that or has ended.
 
 Standard library only, run as a file: `python -I -S supervisor.py OWNER_PID GRACE_S FDS COMMAND...`
 
@@ -148,7 +148,7 @@ def _send(number: signal.Signals, pids: Sequence[int]) -> None:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            # It ended by itself.
+            # It ended without a signal from here.
             continue
 
 

@@ -25,7 +25,7 @@ NO_PROBLEM = Example("", {})
 
 @contextmanager
 def guard_environment_code() -> Iterator[None]:
-    """Convert SystemExit, and a CancelledError that nobody requested, to ForeignError inside the `with` block.
+    """Convert SystemExit, and a CancelledError that was not requested, to ForeignError inside the `with` block.
 
     Raises:
         ForeignError: for SystemExit, and for CancelledError if this task was not cancelled.

@@ -150,7 +150,7 @@ class RemoteEpisode:
     async def _ask(
         self, worker: EnvironmentWorker, request: msgspec.Struct, answer: type[Answer], *, is_last: bool
     ) -> Answer:
-        # The worker closes an episode whose turn failed, or was given up.
+        # The worker closes an episode whose turn failed or was cancelled.
         is_over, n_ended = True, 0
         try:
             given = await worker.ask(request, answer)

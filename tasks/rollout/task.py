@@ -66,7 +66,7 @@ class RolloutWork(Protocol):
         """Return the rows of the trajectories; each one that is sampled goes to the run's writer when it finishes."""
 
 
-# No retries, whatever PREFECT_TASKS_DEFAULT_RETRIES says: each request is repeated by itself, a failed trajectory is a
+# No retries, regardless of PREFECT_TASKS_DEFAULT_RETRIES: single requests are retried, a failed trajectory is a
 # stored row, and Prefect would sample a chunk again under trajectory ids that are stored.
 # No timeout_seconds: rollout.trajectory_timeout_s and the group's limit turn what is late into rows and keep the rest of
 # the chunk, which Prefect's timeout would lose.
@@ -124,7 +124,7 @@ class RowBatcher:
         try:
             rows = self._make([trajectory for trajectory, _ in ended])
             acknowledged = asyncio.ensure_future(self._keep(rows))
-        except Exception as error:  # noqa: BLE001 - it must reach who waits for these rows
+        except Exception as error:  # noqa: BLE001 - it must reach the callers that wait for these rows
             for _, kept in waiting:
                 kept.set_exception(error)
             return

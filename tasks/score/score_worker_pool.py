@@ -118,7 +118,7 @@ class ScoreWorkerPool:
             self._load.restarts += 1
             self._kill(lane)
             with suppress(WorkerError):
-                # The next call tries again, and says so.
+                # The next call tries again and reports the failure.
                 await self._start_worker(lane)
             raise
         except BaseException:
@@ -149,7 +149,7 @@ class ScoreWorkerPool:
         return worker
 
     async def _start_worker(self, lane: int) -> WorkerProcess:
-        # Killed without a grace period: what hangs in a scorer does not end by itself, and has nothing to keep.
+        # Killed without a grace period: a hanging scorer does not end, and has nothing to save.
         worker = self._workers[lane] = await WorkerProcess.start(
             "the worker process", WORKER_COMMAND, self._start, log=None, stop_grace_s=0.0
         )

@@ -118,7 +118,7 @@ class HttpConnection:
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # aiohttp queues requests above 100 connections by default; the flow bounds its requests by itself.
+            # aiohttp queues requests above 100 connections by default; the flow has its own limit on requests.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
             self._session = aiohttp.ClientSession(connector=connector, read_bufsize=RECEIVED_BYTES)
         return self._session

@@ -1,4 +1,4 @@
-"""Decodes vLLM's responses into arrays; typed, so that no Python object is created for fields that nobody reads.
+"""Decodes vLLM's responses into arrays; typed, so that no Python object is created for fields that are not used.
 
 A generation is vLLM's own JSON, or the arrays of our vLLM plugin (tasks/sync/vllm_plugin/server_routes.py).
 """

@@ -232,7 +232,7 @@ class LocalFiles:
         return f"{folder}/{name}" if folder else name
 
     def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
-        # `is_expected` is not asked: an flock cannot be lost, so nobody else has written meanwhile.
+        # `is_expected` is not asked: an flock cannot be lost, so no other process has written in between.
         publish_text(self, key, text)
 
     def keys(self, pattern: str) -> list[str]:

@@ -40,7 +40,7 @@ from rollmill.tasks.sync.weight_messages import (
 from rollmill.tasks.sync.weight_parity import largest_difference
 
 VERIFY = "verify"
-"""Mode of a request whose weights the server compares with its live ones, which stay."""
+"""Mode of a request whose weights the server only compares with its live ones."""
 
 FILES = "files"
 """Transport by which servers read files. The trainer takes no part in it once they are written."""
@@ -148,7 +148,7 @@ class Broadcast:
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if not updating.done() and (error := self._send_error(server)):
-                    # The server says itself what it lacks; its own error is better than the trainer's.
+                    # The server reports what it lacks, and its error is more precise than the trainer's.
                     await asyncio.wait({updating}, timeout=self._config.stall_timeout_s)
                     if not updating.done():
                         raise SyncError(error)

@@ -152,7 +152,7 @@ class WeightInbox:
     trainer's shared memory.
     """
 
-    # A request that is given up leaves its inbox to the thread that may still write into it; the next one gets another.
+    # A cancelled request leaves its inbox to the thread that may still write into it; the next request gets another.
 
     def __init__(self, worker: int) -> None:
         self._worker = worker

@@ -94,7 +94,7 @@ class ServerTransfer:
         )
 
     def give_up(self, reason: str) -> None:
-        """Close all links and record the reason, unless the transfer was given up before."""
+        """Close all links and record the reason, unless the transfer was cancelled before."""
         with self._lock:
             if self.error:
                 return

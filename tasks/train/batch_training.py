@@ -285,7 +285,7 @@ class UpdateLoop:
 
 
 class BatchTraining:
-    """Makes the updates of the batches that a trainer is asked to apply; every rank has such an object.
+    """Makes the updates of the batches that a trainer applies; every rank has such an object.
 
     Args:
         config: settings of training.

@@ -120,7 +120,7 @@ def read_samples(folder: str, step: int, *, with_routing: bool = False) -> tuple
 
 
 def read_rollouts(folder: str, step: int, ids: Sequence[str], *, with_routing: bool = False) -> Samples:
-    """Stored rollouts of one step, in the order of `ids`, without advantages; with their routed experts if asked for.
+    """Stored rollouts of one step, in the order of `ids`, without advantages; with their routed experts if requested.
 
     Args:
         folder: folder of the run.

@@ -201,7 +201,7 @@ class WorkerProcess:
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(WorkerDiedError(f"{self.name} {self.ended.result()}"))
-                # Asyncio logs an exception that nobody reads, and not every answer is awaited.
+                # Asyncio logs exceptions that are never retrieved, and not every answer is awaited.
                 answer.exception()
 
 

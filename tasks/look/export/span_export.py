@@ -12,7 +12,7 @@ OTLP_TIMEOUT_S = 30.0
 
 
 def send_otlp(folder: RunFolder, asked: Interval | None, endpoint: str) -> str:
-    """Send the spans of the steps `asked`, or of the last ones, to a receiver; return a line that says how many were sent.
+    """Send the spans of the steps `asked`, or of the last ones, to a receiver; return a line with the number of spans sent.
 
     Raises:
         ConfigError: no such step or spans, the library is not installed, or the address contains a password.

@@ -41,7 +41,7 @@ class Balance:
 
     @property
     def hint(self) -> str:
-        """Sentence that compares generation with training time, and says how many servers or ranks would make them equal."""
+        """Sentence that compares generation with training time, with the number of servers or ranks that would make them equal."""
         uneven = f"; the busiest rank works {self.imbalance:.1f} times as long as the mean one"
         uneven = uneven if self.imbalance > EVEN else ""
         longer, shorter = ("generation", "training") if self.ratio >= 1 else ("training", "generation")

@@ -139,7 +139,7 @@ class PathWalk:
     def _earlier(self, held: NamedPiece) -> NamedPiece | None:
         """Return the last piece that ended before `held` began in its lane, or in lanes of its group, trajectories or process."""
         kin = self._kin[held.lane]
-        # The lanes of a rank or server share its process, so what it did in any of them came before.
+        # The lanes of a rank or server share its process, so the work in all of them precedes.
         is_others = kin.is_part and not kin.family
         lanes = self._lanes_of_process[held.lane] if is_others else [held.lane]
         ended = [last for lane in lanes if (last := self._last(self._of_lane.get(lane, []), held.start))]

@@ -323,7 +323,7 @@ def process_line(timeline: SpanTimeline, process: str) -> Pieces:
         at = np.searchsorted(each.start, edges, side="right") - 1
         is_open = (at >= 0) & (edges < each.end[at])
         name = names[each.span[at]]
-        # Lanes come in order of precedence, so that the earlier one keeps an instant of equal rank.
+        # Lanes are in order of precedence: of two with equal rank, the earlier one owns the instant.
         own = np.where(name == IDLE, 2, name.str.starts_with(WAIT))
         is_better = is_open & (own < rank)
         best, rank = np.where(is_better, each.span[at], best), np.where(is_better, own, rank)

@@ -58,7 +58,7 @@ def plot_run(folder: RunFolder, output: Path | None = None) -> Path:
 
 
 def draw(title: str, curves: Curves) -> Figure:
-    """Return a figure with charts of reward, length, entropy, staleness, drops and time; one without data says so."""
+    """Return a figure with charts of reward, length, entropy, staleness, drops and time; one without data has a note."""
     figure = Figure(
         figsize=(12.5, 7.2), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     )

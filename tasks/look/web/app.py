@@ -219,7 +219,7 @@ def _route(app: Dash, source: RunData) -> None:
         """Return the page of an address, or `no_update` if the browser shows it already and need not draw it again."""
         is_whole = path == HOME or path.startswith(COMPARE) or (path == TIMING and not search)
         asked = {each["prop_id"] for each in ctx.triggered}
-        # A table reloads its rows by itself and keeps its scroll position; a trajectory does not change.
+        # A table reloads its rows without a redraw and keeps its scroll position; a trajectory does not change.
         if asked == {"revision.data"} and not is_whole:
             return no_update, revision
         # The address that a filter wrote is the one of the table that is shown already.
@@ -343,7 +343,7 @@ def _downloads(app: Dash, source: RunData) -> None:
             found = find_trajectory(source.folder, short)
         except RollmillError as error:
             abort(Response(f"{describe_error(error)}\n", 404, mimetype="text/plain"))
-        # The id comes from the address, and a header must not be split by what is in it.
+        # The id is part of the address, and must not inject a line break into a header.
         name = re.sub(r"[^\w.-]", "_", f"{source.folder.name}-{found.short}.json", flags=re.ASCII)
         head = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(_json(found.values()), mimetype="application/json", headers=head)

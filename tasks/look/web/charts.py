@@ -68,7 +68,7 @@ LOOK = {
 
 
 def make_charts(curves: Curves) -> list[Component]:
-    """Return the charts of a run: reward, length, entropy, staleness, drops and time; one without data says so."""
+    """Return the charts of a run: reward, length, entropy, staleness, drops and time; one without data has a note."""
     return [
         _chart(
             chart.name,

@@ -140,7 +140,7 @@ class RunData:
         with self._lock:
             kept = self._made.pop(of, None)
         if kept is None or kept[0] != ids:
-            # The parts are kept too: an id is reused once its object is gone, and would match another one.
+            # The parts are kept too: the id of a deleted object is reused, and would match another object.
             kept = (ids, parts, make())
         with self._lock:
             self._made[of] = kept

@@ -1,7 +1,7 @@
-"""Where a run's metrics go besides its data set, and what goes there.
+"""The sinks of a run's metrics besides its data set, and the points that are sent to them.
 
 A separate process (rollmill.tasks.observe.sinks.sink_process) has the libraries of the sinks, since they compute and wait as they
-like; the run hands it one point after another (rollmill.tasks.observe.sinks.sink_client).
+like; the run sends it one point after another (rollmill.tasks.observe.sinks.sink_client).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -30,7 +30,7 @@ class LockHolder(BaseModel):
     def this_process(cls) -> Self:
         """Return the identity of the calling process."""
         pid, machine = os.getpid(), ""
-        # Without /proc nobody can know whether this process has ended: others wait until its lease expires.
+        # Without /proc other processes cannot detect that this one has ended: they wait until its lease expires.
         with suppress(OSError):
             machine = machine_id()
         return cls(pid=pid, host=socket.gethostname(), machine=machine, began=_process_start(pid))

@@ -73,7 +73,7 @@ def commit_rows(
             written.append(publish_shard(files, folder, write, sum(rows.num_rows for rows in appended)))
         except StoreError as error:
             failed[folder] = error
-        except Exception as error:  # noqa: BLE001 - it must reach who waits for these rows, and nobody else
+        except Exception as error:  # noqa: BLE001 - it must reach only the callers that wait for these rows
             failed[folder] = StoreError(f"cannot write to {folder}: {type(error).__name__}: {error}")
     return CommitResult(failed, written)
 

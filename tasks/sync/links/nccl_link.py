@@ -43,7 +43,7 @@ class _NcclPair:
         self._group: Any = None
 
     def open(self) -> None:
-        """Create the process group; raises SyncError without NCCL, or if the other end does not come within `timeout_s`."""
+        """Create the process group; raises SyncError without NCCL, or if the other end does not connect within `timeout_s`."""
         try:
             from torch.distributed import ProcessGroupNCCL
         except ImportError as error:

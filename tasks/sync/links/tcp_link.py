@@ -85,7 +85,7 @@ class _TcpConnection:
 
 
 class TcpSender(_TcpConnection):
-    """The trainer's end of a TCP link: listens at a separate port until the receiver has come."""
+    """The trainer's end of a TCP link: listens at a separate port until the receiver has connected."""
 
     def open(self) -> None:
         """Wait until the receiver connects, as `SendingLink.open`."""

@@ -159,7 +159,7 @@ def _have_same_bytes(one: nn.Module, two: nn.Module) -> bool:
 
 
 def _compute_alike(one: Any, two: Any) -> bool:
-    # On CPU nobody can read a linear layer's packed weights, so both kernels compute the same random rows.
+    # On CPU a linear layer's packed weights cannot be read, so both kernels compute the same random rows.
     (kernel, weight, width), (other_kernel, other_weight, _) = packed_kernel(one), packed_kernel(two)
     if kernel is None or other_kernel is None or weight is None:
         return kernel is other_kernel
@@ -170,7 +170,7 @@ def _compute_alike(one: Any, two: Any) -> bool:
 Tensors = list[tuple[str, torch.Tensor]]
 
 _SWITCH_INTERVAL_S = 0.0002
-# Read once: a request that was given up may end while the next one runs.
+# Read once: a cancelled request may end while the next one runs.
 _USUAL_SWITCH_INTERVAL_S = sys.getswitchinterval()
 
 

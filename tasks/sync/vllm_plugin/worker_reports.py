@@ -49,7 +49,7 @@ class WorkerReports:
     def __init__(self, n_workers: int) -> None:
         self.address = f"rollmill-{uuid.uuid4().hex}"
         self._n_workers = n_workers
-        # Bounded by one report of each worker: nobody else knows the address.
+        # Bounded by one report of each worker: only workers have the address.
         self._received: asyncio.Queue[WorkerReport] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
@@ -101,6 +101,6 @@ class ReportSender:
         with self._socket:
             try:
                 self._socket.sendall(msgspec.json.encode(report) + b"\n")
-            # An update that was given up needs no report.
+            # A cancelled update needs no report.
             except OSError:
                 return

@@ -62,7 +62,7 @@ def _obstacle(model: PreTrainedModel, config: TrainConfig, device: torch.device)
 
 
 OVERHEAD_TOKENS = 64
-"""What one more forward and backward pass costs besides its tokens, in tokens; padding is weighed against it."""
+"""Fixed cost of one more forward and backward pass, in tokens; padding is weighed against it."""
 
 
 class Packer:

@@ -52,7 +52,7 @@ class ServiceConfig(StageConfig):
     port: int
     log_dir: str
     bucket_bytes: int = BUCKET_BYTES
-    # A rank that computes sends heartbeats from a thread: a minute of silence means that it is dead or its machine is gone.
+    # A rank that computes sends heartbeats from a thread: a minute of silence means that it or its machine is dead.
     heartbeat_timeout_s: float = 60.0
     progress_interval_s: float = 10.0
 

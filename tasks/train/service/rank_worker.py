@@ -1,4 +1,4 @@
-"""A rank of the trainer: what it has loaded, and what commands do with it."""
+"""A rank of the trainer: its loaded policy, and the commands on it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -146,7 +146,7 @@ class RankWorker:
             ConfigError: a model folder is missing, or settings do not fit the model.
             StoreError: the checkpoint is incomplete, or of another run or version.
         """
-        # Before the present policy is closed: a wrong command must not cost the trainer what it has loaded.
+        # Before the current policy is closed: a wrong command must not make the trainer lose it.
         for field, folder in (("model", command.model), ("train.kl.model", self._config.kl.model)):
             if folder and not (Path(folder) / "config.json").is_file():
                 remedy = "there is no model folder (config.json and weights) at this path"

@@ -53,7 +53,7 @@ class CommandChannel:
         """
         key = f"command/{self._number}"
         while True:
-            # A wait without a limit would not notice that the store is gone.
+            # A wait without a limit would not notice that the store has ended.
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait([key], self._wait)
                 break

@@ -1,4 +1,4 @@
-/* What pages do in the browser: cells that are text or links, tokens by colour, tables that are asked again.
+/* What pages do in the browser: cells that are text or links, tokens by colour, tables that reload.
    Everything of a run is put into the page as text (textContent, React's children), never as HTML. */
 (function () {
   "use strict";
@@ -153,7 +153,7 @@
     return [...shown, entry({ className: "given" }, "not sampled")];
   }
 
-  // A table with another filter starts at the top.
+  // A table whose filter changes starts at the top.
   async function ask_again(asked) {
     const api = await window.dash_ag_grid.getApiAsync("grid");
     if (api.getDisplayedRowCount()) api.ensureIndexVisible(0, "top");
@@ -161,7 +161,7 @@
     return window.dash_clientside.no_update;
   }
 
-  // A table over which rows have come asks for those it shows again; where it is scrolled to stays.
+  // A table reloads its visible rows when new rows are stored, and keeps its scroll position.
   async function look_again(revision) {
     if (document.getElementById("grid")) (await window.dash_ag_grid.getApiAsync("grid")).refreshInfiniteCache();
     return window.dash_clientside.no_update;
