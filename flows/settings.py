@@ -126,7 +126,7 @@ def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
 
 
 def describe(model: type[StageConfig] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each setting: name, default, whether it may not change when a run is resumed, meaning."""
+    """Yield a line for each setting: name, default, whether it cannot change when a run is resumed, meaning."""
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, StageConfig):

@@ -101,7 +101,7 @@ def setting(
     Args:
         default: the value when none is given; `...` when one must be; a function, when the machine decides.
         description: meaning and unit; the UI's form shows it with range and default.
-        fixed: True for what may not change when a run is resumed.
+        fixed: True for what cannot change when a run is resumed.
         basic: True for what most runs set; forms show it first.
         limits: pydantic's `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`, ...
     """
