@@ -120,14 +120,14 @@ def test_a_data_set_that_is_named_is_a_file_once_also_without_rows(
 def test_a_data_set_that_there_is_not_is_a_wrong_option_and_those_there_are_are_named(
     small_run: RunFolder, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--dataset = 'nope': no data set is called that; .* states$"):
+    with pytest.raises(ConfigError, match=r"--dataset = 'nope': unknown data set; .* states$"):
         export_datasets(small_run, tmp_path / "out", "parquet", ["nope"])
 
 
 def test_an_export_that_fails_leaves_nothing_and_none_is_written_over(
     small_run: RunFolder, rollmill: Command, tmp_path: Path
 ) -> None:
-    assert "it is there already" in rollmill("export", "small", "--to", "parquet", "--output", str(tmp_path))
+    assert "it exists already" in rollmill("export", "small", "--to", "parquet", "--output", str(tmp_path))
     assert "give parquet or jsonl" in rollmill("export", "small", "--to", "csv")
     broken = RunFolder(tmp_path / "broken")
     shard = next(Path(small_run.dataset("groups", step=1)).glob("*.arrow"))

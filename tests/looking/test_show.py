@@ -107,7 +107,7 @@ def test_a_retrained_run_says_where_its_trajectories_lie(
     sources = (TrainingSource("5eed5eed5eed5eed", "small"),)
     write_manifest(open_files(folder), replace(read_manifest(small_run), sources=sources), None)
     for words in (["show", folder.location, "5.0"], ["inspect", folder.location, "--trajectories"]):
-        assert "they lie in small" in rollmill(*words)
+        assert "stored trajectories of other runs: small" in rollmill(*words)
 
 
 def test_tokens_without_a_tokenizer_are_ids_and_log_probabilities(

@@ -92,7 +92,7 @@ def test_json_has_every_step_and_owner_and_the_whole_path(rollmill: Command, tim
 
 
 def test_a_run_from_before_spans_says_so(rollmill: Command) -> None:
-    assert "no spans are stored of it" in rollmill("spans", "small")
+    assert "it has no stored spans" in rollmill("spans", "small")
 
 
 def test_a_step_that_is_not_there_names_those_that_are(rollmill: Command, timed_run: RunFolder) -> None:

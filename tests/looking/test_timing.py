@@ -78,7 +78,7 @@ def test_without_a_step_it_is_the_mean_of_many(timed: RunData) -> None:
 
 
 def test_what_has_no_spans_says_so(small_run: RunFolder, timed: RunData) -> None:
-    assert "no spans are stored of it" in shown(RunData(small_run, 0.0, run_tokenizer), "/time")
+    assert "it has no stored spans" in shown(RunData(small_run, 0.0, run_tokenizer), "/time")
     for asked, why in (("7", "it has spans of steps 0 to 2"), ("abc", "give one number, or LOW:HIGH")):
         said = shown(timed, "/time", f"?step={asked}")
         assert why in said

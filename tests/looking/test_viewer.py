@@ -137,7 +137,7 @@ def test_a_run_without_a_rollout_waits_for_it_and_a_removed_one_says_so(
         assert '"role":"alert"' not in shown(source, path)
     assert asked(source, "") == (0, [])
     shutil.rmtree(folder.local)
-    assert "is not there any more" in shown(source, "/trajectories")
+    assert "no longer exists" in shown(source, "/trajectories")
 
 
 def test_a_run_on_s3_has_the_same_pages(small_run_on_s3: RunFolder, source: RunData) -> None:

@@ -118,7 +118,7 @@ async def test_an_episode_that_never_opened_has_no_outcome(house: Verifiers) -> 
 @pytest.mark.parametrize(
     ("misbehave", "told"),
     [
-        ("setup", "never asked the policy: TaskError: task setup: RuntimeError: the house is closed"),
+        ("setup", "never requested a completion: TaskError: task setup: RuntimeError: the house is closed"),
         ("broken", "EnvError: House.run.*RuntimeError: the counter fell over"),
         ("second role", "more than one role"),
     ],
@@ -165,7 +165,7 @@ async def test_a_rewritten_conversation_is_refused_with_what_was_rewritten(house
     ("name", "arguments", "told"),
     [
         ("owner/no-such-house@1", "", "install the environment's package"),
-        (NAME, '{"taskset": {"coins": 5}}', "does not take this"),
+        (NAME, '{"taskset": {"coins": 5}}', "rejects these arguments"),
         (NAME, '{"select": {"first": 5}}', "select"),
         (NAME, '{"taskset": {"n": 0}}', "no problems to train on"),
         (NAME, "[1]", "give a JSON object"),

@@ -86,9 +86,9 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_
     fork_run(source, 2, target, CONFIG, CONFIG_OF)
     whole = read_manifest(target)
     write_manifest_of_a_killed_one(target)
-    with pytest.raises(StoreError, match="not forked to the end"):
+    with pytest.raises(StoreError, match="is an unfinished fork"):
         opened(target)
-    with pytest.raises(ConfigError, match=r"none forked from .* at step 3"):
+    with pytest.raises(ConfigError, match=r"not a fork of .* at step 3"):
         fork_run(source, 3, target, CONFIG, CONFIG_OF)
     fork_run(source, 2, target, CONFIG, CONFIG_OF)
     assert read_manifest(target) == whole
