@@ -64,7 +64,7 @@ def test_what_would_make_another_run_is_refused_with_both_values(tmp_path: Path,
     assert value in str(refused.value)
 
 
-@pytest.mark.parametrize("change", ["train.epochs=2", "evaluate.n_prompts=7", "retrain.first_step=1"])
+@pytest.mark.parametrize("change", ["train.epochs=2", "evaluate.n_prompts=7", "retrain.steps=[1, 2]"])
 def test_what_a_collection_does_not_read_may_change_and_nothing_else(tmp_path: Path, change: str) -> None:
     begun(tmp_path, "running", trains=False)
     given = load("quickstart", (f"store.root={tmp_path}", change))
