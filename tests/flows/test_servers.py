@@ -82,7 +82,7 @@ async def test_a_server_that_fails_one_request_after_the_other_and_cannot_sample
     fleet.fail_requests(2)
     await fleet.servers.look_again(fleet.server)
     assert fleet.servers.mute == {fleet.server}
-    assert "fails generations" in fleet.servers.failed[fleet.server]
+    assert "fails generation requests" in fleet.servers.failed[fleet.server]
     assert not await fleet.is_asked()
 
 

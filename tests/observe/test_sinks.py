@@ -133,7 +133,7 @@ async def test_a_sink_that_cannot_be_reached_is_said_once_and_counted_and_the_ru
             sinks.put(step(number))
     (line,) = told
     assert line.startswith("TensorBoard: 1 points wait: ")
-    assert "all of it is in the data set `metrics`" in line
+    assert "all points are in the data set `metrics`" in line
     assert sinks.n_failures == 4
 
 

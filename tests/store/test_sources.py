@@ -44,7 +44,7 @@ def test_a_source_that_was_moved_is_refused_and_found_by_verify(
     id_of_source = read_manifest(source).run
     source.local.rename(source.local.with_name("source-1"))
 
-    with pytest.raises(ConfigError, match=f"expected run {id_of_source} .* there is no run"):
+    with pytest.raises(ConfigError, match=f"expected run {id_of_source} .* found no run"):
         check_sources(retrained)
     assert any(id_of_source in each.what for each in verify_run(retrained).findings)
 

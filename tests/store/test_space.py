@@ -36,7 +36,7 @@ def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, i
     if is_enough:
         check_room(need, free, 3, folder)
         return
-    with pytest.raises(DiskSpaceError, match=r"has 6\.0 MB free, and 6\.0 MB are needed: 1\.0 MB for rows"):
+    with pytest.raises(DiskSpaceError, match=r"has 6\.0 MB free, and 6\.0 MB are needed: 1\.0 MB for as many rows"):
         check_room(need, free, 3, folder)
 
 
@@ -55,7 +55,7 @@ async def test_a_step_that_would_not_fit_is_refused_before_it_begins(
     space = DiskSpaceGuard(folder, reserve_bytes=1000, first_checkpoint_bytes=1 << 30, free=free)
     room = 1000
     space.check(0)
-    with pytest.raises(DiskSpaceError, match=r"step 2 was not begun.*for rows"):
+    with pytest.raises(DiskSpaceError, match=r"step 2 was not begun.*for as many rows"):
         space.check(2)
     space.check(2, is_collected=True)
     room = 1 << 20
