@@ -36,7 +36,9 @@ def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, i
     if is_enough:
         check_room(need, free, 3, folder)
         return
-    with pytest.raises(DiskSpaceError, match=r"has 6\.0 MB free, and 6\.0 MB are needed: 1\.0 MB for as many rows"):
+    with pytest.raises(
+        DiskSpaceError, match=r"has 6\.0 MB free, and 6\.0 MB are needed: 1\.0 MB for as many rows"
+    ):
         check_room(need, free, 3, folder)
 
 
