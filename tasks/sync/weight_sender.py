@@ -193,17 +193,7 @@ class WeightSender:
             BucketWriter(buckets, self._keep(memory, buckets, shared), each) for memory, each in ready.items()
         ]
         ended = queue.SimpleQueue[ServerTransfer]()
-        sizes = [bucket.size_bytes for bucket in buckets]
-        self._transfers = transfers = {
-            each.server: ServerTransfer(
-                self._links_to(each, plan.streams),
-                plan.streams,
-                sizes,
-                ready[SOURCE_MEMORY[each.transport]],
-                ended.put,
-            )
-            for each in targets
-        }
+        self._transfers = transfers = self._prepare_transfers(plan, targets, ready, ended)
         try:
             for transfer in transfers.values():
                 transfer.start()
@@ -224,6 +214,26 @@ class WeightSender:
             SendResult(server, each.sent_bytes, each.ended_at - started, each.error)
             for server, each in transfers.items()
         ]
+
+    def _prepare_transfers(
+        self,
+        plan: TransferPlan,
+        targets: Sequence[SendTarget],
+        ready: Mapping[str, Sequence[ReadyBucket]],
+        ended: queue.SimpleQueue[ServerTransfer],
+    ) -> dict[str, ServerTransfer]:
+        """Create each server's transfer, by its address; one that has ended is put into `ended`."""
+        sizes = [bucket.size_bytes for bucket in plan.senders[self._rank]]
+        return {
+            each.server: ServerTransfer(
+                self._links_to(each, plan.streams),
+                plan.streams,
+                sizes,
+                ready[SOURCE_MEMORY[each.transport]],
+                ended.put,
+            )
+            for each in targets
+        }
 
     def progress(self) -> dict[str, int]:
         """Return the bytes sent to each server in the current or last transfer; may be called from any thread."""
