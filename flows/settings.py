@@ -176,8 +176,12 @@ def _suggest(model: type[StageConfig], field: str, error: ErrorDetails) -> str:
 def _suggest_setting(field: str, names: Sequence[str]) -> str:
     """Return the end of a message that suggests the setting or section most like `field`, or where all settings are listed.
 
-    The last part of the name decides among all sections, since whole names of one section resemble each other.
+    A similar name of the same section is preferred. Otherwise the last part of the name decides among all sections, since whole
+    names of one section resemble each other.
     """
+    section = field.rpartition(".")[0]
+    if close := nearest(field, [name for name in names if name.rpartition(".")[0] == section], LEAST_LIKENESS):
+        return close
     last = [name.rpartition(".")[2] for name in names]
     close = difflib.get_close_matches(field.rpartition(".")[2], last, n=1, cutoff=LEAST_LIKENESS)
     if not close:

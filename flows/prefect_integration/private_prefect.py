@@ -106,7 +106,7 @@ class StepPauses:
             Pause: Prefect leaves the flow run in the state Suspended.
         """
         if self._suspended is not None and self.is_due(step):
-            say(f"paused before step {step + 1}: Resume continues from here, on any worker")
+            say(f"paused before step {step}: Resume continues from here, on any worker")
             raise Pause(state=self._suspended)
 
 

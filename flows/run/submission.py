@@ -7,7 +7,7 @@ from rollmill.tasks.observe.spans import NS, Span, current_lane
 
 
 class Submission:
-    """Measures how long after a decision several processes begin the work; create it when the decision is made.
+    """Measures the time from a decision, such as to sync, until the servers or ranks have begun; create it when deciding.
 
     Args:
         whom: the processes, in the plural; the span's lane is `submitting WHOM`.

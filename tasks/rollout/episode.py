@@ -82,7 +82,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlayer:
-    """Plays episodes of one environment.
+    """Runs one trajectory at a time, policy against environment, and returns it with its tokens and status.
 
     Attributes:
         max_tokens: longest sequence, prompt included; an episode that reaches it is truncated.

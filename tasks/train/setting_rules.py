@@ -9,8 +9,8 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
 
 _LEAST_STAGES = {
-    "optimizer": (1, "the optimizer's state, which ZeRO stage 1 and above alone know how to keep elsewhere"),
-    "optimizer_and_weights": (3, "the weights too, which ZeRO stage 3 alone partitions"),
+    "optimizer": (1, "the optimizer's state"),
+    "optimizer_and_weights": (3, "the optimizer's state and the weights"),
 }
 
 HAS_RATIO: Mapping[str, bool] = {"reinforce": False, "ppo_clip": True, "cispo": True, "gspo": True}
@@ -51,7 +51,10 @@ def check_offload(config: TrainConfig, device_type: str = "cuda") -> None:
         return
     least, what = _LEAST_STAGES[config.offload]
     if config.zero_stage < least:
-        remedy = f"it takes away {what}: set train.zero_stage to {least} at least, which is {config.zero_stage}, or it to none"
+        remedy = (
+            f"to offload {what}, train.zero_stage must be at least {least}; it is {config.zero_stage}: "
+            "raise it, or set train.offload=none"
+        )
         raise ConfigError("train.offload", config.offload, remedy)
     if device_type == "cpu":
         remedy = "this trainer computes on the CPU, whose memory everything is in already; set it to none"

@@ -32,7 +32,7 @@ PAGES = [
 LANGUAGES = {"sh", "console", "python", "yaml", "text", "mermaid", "json", "toml"}
 PROGRAMS = {
     "rollmill", "make", "prefect", "docker", "kubectl", "python", "pip", "apt", "git", "cd", "export", "aws",
-    "tensorboard", "huggingface-cli", "openssl", "cp", "kill", "mkdir", "curl", "while",
+    "tensorboard", "hf", "openssl", "cp", "kill", "mkdir", "curl", "while",
 }  # fmt: skip
 PLACEHOLDERS = {
     "PRESET": "quickstart",

@@ -323,7 +323,6 @@ def test_the_viewer_filters_to_failed_trajectories_and_shows_one(product: Produc
         page.get_by_role("link", name=re.compile(r"^\d+\.\d+$")).first.click()
         page.wait_for_url(re.compile(r"/trajectory/\d+\.\d+"))
         page.get_by_text("ConnectionError: the sandbox of this attempt is gone").first.wait_for()
-        product.picture("trajectory")
     finally:
         viewer.terminate()
         viewer.wait(120)
@@ -350,7 +349,6 @@ def test_a_run_that_is_cancelled_at_its_page_leaves_no_process_and_can_be_retrie
         assert time.monotonic() < deadline, [product.processes().get(each) for each in left]
         time.sleep(0.2)
     reopen(page)
-    product.picture("cancelled")
     product.command("rollmill", "verify", "sorting")
     with product.paused():
         choose(page, "Retry", confirmation="Retry")

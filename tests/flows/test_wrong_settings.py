@@ -68,7 +68,7 @@ from rollmill.tasks.store.run.writable_run import OpenRun
         ),
         (
             ["train.offload=optimizer_and_weights", "train.zero_stage=2"],
-            r"train\.offload = 'optimizer_and_weights': .* set train\.zero_stage to 3 at least, which is 2",
+            r"train\.offload = 'optimizer_and_weights': .* train\.zero_stage must be at least 3; it is 2: raise it",
         ),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],

@@ -241,7 +241,7 @@ async def test_rows_of_another_partition_are_refused(folder: RunFolder, rows: Ro
 
 async def test_a_writer_that_is_not_open_takes_nothing(folder: RunFolder, rows: RowMaker) -> None:
     writer = RunWriter(open_files(folder), epoch=1, flush_s=0.0)
-    with pytest.raises(StoreError, match="not open; 1 rows of rollouts were not taken"):
+    with pytest.raises(StoreError, match="not open; 1 rows of rollouts were not stored"):
         writer.append("rollouts", rows("rollouts", step=0), step=0)
     async with writer:
         pass

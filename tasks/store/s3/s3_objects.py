@@ -220,7 +220,7 @@ def _read_attempts() -> int:
     said = Session().get_config_variable("max_attempts")
     attempts = DEFAULT_ATTEMPTS if said is None else int(said)
     if attempts < 1:
-        raise ValueError(f"{attempts} attempts at a request are none")
+        raise ValueError(f"attempts at a request must be at least 1, got {attempts}")
     return attempts
 
 

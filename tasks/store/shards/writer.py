@@ -149,7 +149,7 @@ class RunWriter:
         """
         if self._thread is None:
             raise StoreError(
-                f"the run's writer is not open; {rows.num_rows} rows of {dataset} were not taken"
+                f"the run's writer is not open; {rows.num_rows} rows of {dataset} were not stored"
             )
         folder = partition_folder(dataset, partition)
         check_rows(dataset, rows, partition)

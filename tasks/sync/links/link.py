@@ -133,7 +133,7 @@ def local_address(host: str, port: int, timeout_s: float) -> str:
 
 
 def link_name(prefix: str, rank: int, worker: int, stream: int) -> str:
-    """Return the key of a link in the store, at which a trainer rank and a server's worker meet, one for each stream."""
+    """Return the key of a link in the rendezvous store, by which a trainer rank and a server's worker meet, one for each stream."""
     return f"{prefix}/{rank}/{worker}/{stream}"
 
 

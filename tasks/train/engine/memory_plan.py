@@ -93,7 +93,7 @@ class ModelSizes:
         return self.layers * rank * sum((inputs + outputs) * n for inputs, outputs, n in self.layer_linear)
 
     def cache_bytes_a_token(self, item_bytes: int = 2) -> int:
-        """Return the bytes that one token takes in a server's KV cache, with `item_bytes` a number."""
+        """Return the bytes that one token takes in a server's KV cache, at `item_bytes` bytes per number."""
         return 2 * self.layers * self.key * item_bytes
 
 

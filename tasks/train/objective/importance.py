@@ -24,7 +24,7 @@ from rollmill.tasks.train.objective.losses.token_loss import Tokens
 
 
 class ImportanceWeights(NamedTuple):
-    """Importance weights of N tokens.
+    """Factors that multiply the losses of N tokens, and which tokens are masked.
 
     Attributes:
         weight: [N] factors of the tokens' losses, without a gradient.
