@@ -180,10 +180,10 @@ def _suggest_setting(field: str, names: Sequence[str]) -> str:
     names of one section resemble each other.
     """
     section = field.rpartition(".")[0]
-    if close := nearest(
+    if suggested := nearest(
         field, [name for name in names if name.rpartition(".")[0] == section], LEAST_LIKENESS
     ):
-        return close
+        return suggested
     last = [name.rpartition(".")[2] for name in names]
     close = difflib.get_close_matches(field.rpartition(".")[2], last, n=1, cutoff=LEAST_LIKENESS)
     if not close:
