@@ -68,6 +68,7 @@ GONE = {
     "rollout.collector_timeout_s": "one process collects a run",
     "rollout.collectors": "one process collects a run",
     "rollout.prompts.max_prompts": "give a file with the prompts to use, or train[:1000] as rollout.prompts.train_split of a Hugging Face data set",
+    "sync.parity_threshold": "differences are compared with those of earlier syncs, and weights byte by byte",
 }
 """Why each setting without a successor was removed, by its name."""
 

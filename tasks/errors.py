@@ -160,18 +160,14 @@ class RequestsHeldError(SyncError):
 
 
 class ParityError(SyncError):
-    """A server's log-probabilities differ from the trainer's after a sync."""
+    """A server's log-probabilities are not those of the trainer's weights after a sync, and its weights cannot be compared."""
 
-    def __init__(self, server: str, version: str, difference: float, threshold: float) -> None:
-        super().__init__(server, version, difference, threshold)
-        self.server, self.version = server, version
-        self.difference, self.threshold = difference, threshold
+    def __init__(self, server: str, version: str, alarm: str) -> None:
+        super().__init__(server, version, alarm)
+        self.server, self.version, self.alarm = server, version, alarm
 
     def __str__(self) -> str:
-        return (
-            f"server {self.server} at version {self.version}: its log-probabilities differ from the "
-            f"trainer's by {self.difference:.3g} nats; the limit is {self.threshold:.3g}"
-        )
+        return f"server {self.server} at version {self.version}: {self.alarm}"
 
 
 class RolloutError(RollmillError):

@@ -96,7 +96,9 @@ class RunPolicy:
             with span("sync"):
                 reports = await self._update_servers()
         if self.trained.version == 0 and reports:
-            differences = [Metric(AT_START, "all", "max", max(report.difference for report in reports))]
+            differences = [
+                Metric(AT_START, "all", "max", max(report.differences.largest for report in reports))
+            ]
             await store_metrics(self._run, 0, differences)
         self._run.progress.begin(self.trained.version)
         self._run.artifacts.begin(self.trained.version)
@@ -250,13 +252,18 @@ class RunPolicy:
         return await self._servers.update(self.trained.current, only_name=only_name) if self._servers else []
 
     async def _train_and_prepare(self, step: int, digest: str) -> StepResult:
-        """Train on the batch of a step, and concurrently read the tokens on which servers will be compared with the trainer."""
+        """Train on the batch of a step, and have trainer and servers score tokens with the old weights, for the next sync."""
+        servers, following = self._servers, replace(self.trained.current, version=step + 1)
+        if servers:
+            await servers.note_trainer_before(following)
         with one_error():
             async with asyncio.TaskGroup() as group:
-                if self._servers:
-                    group.create_task(self._servers.prepare(replace(self.trained.current, version=step + 1)))
-                training = group.create_task(self.trained.train(step, digest))
-        return training.result()
+                scoring = group.create_task(servers.note_servers_before(following)) if servers else None
+                result = await self.trained.train(step, digest)
+                if scoring:
+                    # A busy server must not delay the sync.
+                    scoring.cancel()
+        return result
 
     async def _retry_after_restart(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """Run a command; if the trainer dies, restart it and run the command again.

@@ -1,7 +1,6 @@
 """Parity of servers and trainer: the same tokenizer, and the same log-probabilities of known tokens."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -11,9 +10,18 @@ import numpy as np
 import polars as pl
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.policies.sync_report import DIFFERENCE_HIGH, DIFFERENCE_MEAN
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run
-from rollmill.tasks.errors import ConfigError, EpisodeError, EpisodeTimeoutError, ServiceError, describe_error
+from rollmill.tasks.errors import (
+    ConfigError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    RequestError,
+    ServiceError,
+    SyncError,
+    describe_error,
+)
 from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.environment import Environment, Message
@@ -28,8 +36,15 @@ from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
 from rollmill.tasks.store.stored_batch import read_batch_sequences
-from rollmill.tasks.sync.broadcast import LogprobSource, check_parity
-from rollmill.tasks.sync.weight_parity import choose_threshold
+from rollmill.tasks.sync.broadcast import LogprobSource, fetch_logprobs, name_errors, score_by_server
+from rollmill.tasks.sync.weight_parity import (
+    NOT_COMPARED,
+    WINDOW,
+    LogprobDifferences,
+    Logprobs,
+    Movement,
+    ParityWindow,
+)
 
 Value = TypeVar("Value")
 
@@ -140,7 +155,7 @@ FIRST_RATIO = "train/first_ratio_deviation"
 # Rounding differences of two float32 implementations are far below this.
 RATIO_THRESHOLD = 1e-3
 
-# Metric of step 0: the largest difference at version 0, from which thresholds are calibrated.
+# Metric of step 0: the largest difference at version 0.
 AT_START = "sync/logprob_difference_at_start"
 
 
@@ -242,6 +257,21 @@ class Latest(Generic[Value]):
             return self._found[1]
 
 
+@dataclass(frozen=True, slots=True)
+class ParityResult:
+    """How a server's log-probabilities of known tokens compare with the trainer's at one version.
+
+    Attributes:
+        differences: between server and trainer.
+        movement: what the last update changed in both; None if it was not measured before the update.
+        alarm: why the server may have other weights than the trainer; empty if nothing points to it.
+    """
+
+    differences: LogprobDifferences
+    movement: Movement | None
+    alarm: str
+
+
 class Parity:
     """Compares the log-probabilities of servers with the trainer's, which it fetches once for each version.
 
@@ -252,10 +282,11 @@ class Parity:
 
     def __init__(self, run: ServedRun, trainer: LogprobSource) -> None:
         self._run, self._trainer = run, trainer
-        # Of an earlier process too: the threshold of a resumed run is calibrated as before.
-        stored = scan(run.folder, "metrics", step=0).filter(pl.col("name") == AT_START)
-        self._at_0 = [float(value) for value in stored.select("value").collect()["value"]]
+        self._window = ParityWindow(run.config.serve.dtype, _read_differences(run.folder))
         self._expected, self._sequences = Latest[list[list[float]]](), Latest[Sequence[np.ndarray]]()
+        # Of the next version's sequences, by the weights before the update.
+        self._trainer_before: tuple[str, list[list[float]]] = "", []
+        self._servers_before: dict[VllmClient, tuple[str, list[np.ndarray]]] = {}
 
     async def sequences(self, version: PolicyVersion) -> Sequence[np.ndarray]:
         """Return [B] arrays [T] of the token ids on which servers are compared; read once for each version."""
@@ -273,31 +304,60 @@ class Parity:
 
         return await self._expected.get(str(version), fetch)
 
-    async def compare(self, server: VllmClient, version: PolicyVersion) -> float:
-        """Return the largest difference in log-probability between server and trainer, in nats.
-
-        The differences at version 0 calibrate the threshold of later versions.
+    async def note_trainer_before(self, version: PolicyVersion) -> None:
+        """Have the trainer score the sequences of `version` before it trains to that version.
 
         Raises:
-            ParityError: the difference is above the threshold.
-            SyncError: it could not be measured in time.
+            ServiceDiedError: the trainer is gone.
         """
-        config = self._run.config
-        threshold = choose_threshold(config.train.dtype, config.sync.parity_threshold, self._at_0)
-        if version.version == 0 and config.train.dtype != "float32":
-            # The rounding of this model and these kernels is not known yet: version 0 measures it.
-            threshold = math.inf
-        difference = await check_parity(
-            CachedTrainerScorer(self, version),
-            server,
-            await self.sequences(version),
-            str(version),
-            threshold=threshold,
-            timeout_s=config.sync.timeout_s,
+        sequences = [each.tolist() for each in await self.sequences(version)]
+        # Without these scores servers are compared by their differences alone.
+        with suppress(RequestError):
+            self._trainer_before = str(version), await self._trainer.logprobs(sequences) if sequences else []
+
+    async def note_server_before(self, server: VllmClient, version: PolicyVersion) -> None:
+        """Have a server score the sequences of `version` with the weights before; one that fails is compared without it."""
+        sequences, limit_s = await self.sequences(version), self._run.config.sync.timeout_s
+        with suppress(SyncError):
+            async with name_errors(server, "scoring with its weights", "sync.timeout_s", limit_s):
+                scored = await score_by_server(server, sequences, limit_s)
+                self._servers_before[server] = str(version), scored
+
+    async def compare(self, server: VllmClient, version: PolicyVersion) -> ParityResult:
+        """Compare a server's log-probabilities with the trainer's.
+
+        Raises:
+            SyncError: they were not measured in time.
+        """
+        sequences = await self.sequences(version)
+        if not sequences:
+            return ParityResult(NOT_COMPARED, None, "")
+        scorer, timeout_s = CachedTrainerScorer(self, version), self._run.config.sync.timeout_s
+        expected, found = await fetch_logprobs(scorer, server, sequences, str(version), timeout_s=timeout_s)
+        differences = LogprobDifferences.measure(expected, found)
+        movement = self._measure_movement(server, version, expected, found)
+        alarm = self._window.find_excess(differences)
+        if movement and movement.is_stale:
+            alarm = (
+                f"the update moved its log-probabilities {movement.slope:.2g} times as far as the trainer's, and "
+                f"{movement.expected:.2g} is expected: it computes with old weights"
+            )
+        return ParityResult(differences, movement, alarm)
+
+    def accept(self, result: ParityResult) -> None:
+        """Count the differences of a server with correct weights among those that later syncs are compared with."""
+        self._window.accept(result.differences)
+
+    def _measure_movement(
+        self, server: VllmClient, version: PolicyVersion, expected: Logprobs, found: Logprobs
+    ) -> Movement | None:
+        (trainer_name, before), (name, server_before) = (
+            self._trainer_before,
+            self._servers_before.pop(server, ("", [])),
         )
-        if version.version == 0:
-            self._at_0.append(difference)
-        return difference
+        if not trainer_name == name == str(version):
+            return None
+        return Movement.measure((before, expected), (server_before, found))
 
     async def _choose(self, version: int) -> Sequence[np.ndarray]:
         """Return token ids of sequences of the last trained batch, or of the first prompts if there is none."""
@@ -307,3 +367,14 @@ class Parity:
         ):
             return found
         return [opening.token_ids for opening in await self._run.openings.first(n)]
+
+
+def _read_differences(folder: RunFolder) -> list[LogprobDifferences]:
+    """Read the differences of a run's earlier syncs, the oldest first, so that a resumed run accepts what it did before."""
+    stored = scan(folder, "metrics").filter(pl.col("name").is_in([DIFFERENCE_MEAN, DIFFERENCE_HIGH]))
+    rows = stored.select("step", "name", "value").collect()
+    by_step = rows.pivot("name", index="step", values="value", aggregate_function="last").sort("step")
+    if not {DIFFERENCE_MEAN, DIFFERENCE_HIGH} <= set(by_step.columns):
+        return []
+    pairs = by_step.select(DIFFERENCE_MEAN, DIFFERENCE_HIGH).tail(WINDOW).iter_rows()
+    return [LogprobDifferences(mean, high) for mean, high in pairs]

@@ -1,5 +1,6 @@
 """The outcome of a weight sync: a report for each server, metrics, a progress line, and the verdict of a full comparison."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from rich.text import Text
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.sync.weight_messages import WeightUpdateResponse
-from rollmill.tasks.sync.weight_parity import find_differing_names
+from rollmill.tasks.sync.weight_parity import NOT_COMPARED, LogprobDifferences, find_differing_names
+
+DIFFERENCE_MEAN, DIFFERENCE_HIGH = "sync/logprob_difference_mean", "sync/logprob_difference_p99"
+"""Metrics of a sync, from which a resumed run knows the usual differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,9 @@ class SyncReport:
         held_s: seconds for which its requests were held.
         parity_s: seconds of the comparison with the trainer.
         verify_s: seconds of the comparison of all weights; 0 if it was not due.
-        difference: largest difference in log-probability from the trainer, in nats; NaN if not compared.
+        differences: in log-probability from the trainer, in nats; NaN if not compared.
+        slope: how far the update moved the server's log-probabilities, as a multiple of the trainer's movement; NaN if not measured.
+        alarmed: True if its log-probabilities looked wrong, though its weights are the trainer's.
     """
 
     server: str
@@ -32,12 +38,14 @@ class SyncReport:
     transfer_s: float = 0.0
     held_s: float = 0.0
     parity_s: float = 0.0
-    difference: float = float("nan")
+    differences: LogprobDifferences = NOT_COMPARED
     verify_s: float = 0.0
+    slope: float = math.nan
+    alarmed: bool = False
 
 
 def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
-    """Return metrics of a sync: bytes summed over servers, the numbers of servers and calls, the largest of each other value.
+    """Return metrics of a sync: bytes summed over servers, numbers of servers, alarms and calls, else the worst of all servers.
 
     Args:
         reports: one for each server.
@@ -50,7 +58,11 @@ def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
         "sync/held_s": max((report.held_s for report in reports), default=0.0),
         "sync/parity_s": max((report.parity_s for report in reports), default=0.0),
         "sync/verify_s": max((report.verify_s for report in reports), default=0.0),
-        "sync/logprob_difference": max((report.difference for report in reports), default=float("nan")),
+        "sync/logprob_difference": max((report.differences.largest for report in reports), default=math.nan),
+        DIFFERENCE_MEAN: max((report.differences.mean for report in reports), default=math.nan),
+        DIFFERENCE_HIGH: max((report.differences.high for report in reports), default=math.nan),
+        "sync/logprob_slope": min((report.slope for report in reports), default=math.nan),
+        "sync/parity_alarms": float(sum(report.alarmed for report in reports)),
         "sync/control_calls": float(calls),
     }
     return [Metric(name, "all", "value", value) for name, value in values.items()]

@@ -9,6 +9,7 @@ The caller holds the trainer's weights still during `update`; `rejoin` holds the
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,7 +22,7 @@ from rollmill.flows.policies.services import ServerService
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, SyncVerdict, progress_line
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.submission import Submission
-from rollmill.tasks.errors import ChecksumError, ParityError, RequestsHeldError, SyncError
+from rollmill.tasks.errors import ChecksumError, ParityError, RequestError, RequestsHeldError, SyncError
 from rollmill.tasks.observe.span_waits import wait_for_others
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -71,9 +72,15 @@ class WeightSync(PolicyServers):
         self._files_location = ""
         self.calls, self.submitted = 0, Submission("servers")
 
-    async def prepare(self, version: PolicyVersion) -> None:
-        """Read the token ids on which servers will be compared at `version`, while the trainer still trains to that version."""
-        await self._parity.sequences(version)
+    async def note_trainer_before(self, version: PolicyVersion) -> None:
+        """Have the trainer score the tokens on which servers are compared at `version`, before it trains to that version."""
+        await self._parity.note_trainer_before(version)
+
+    async def note_servers_before(self, version: PolicyVersion) -> None:
+        """Have the servers score the tokens on which they are compared at `version`, while the trainer trains to it."""
+        async with asyncio.TaskGroup() as group:
+            for each in list(self._verified):
+                group.create_task(self._parity.note_server_before(each.client, version))
 
     async def update(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's version, concurrently; returns a report for each server that has it now.
@@ -348,24 +355,71 @@ class WeightSync(PolicyServers):
     async def _verify(
         self, server: VllmClient, version: PolicyVersion, response: WeightUpdateResponse
     ) -> SyncReport:
-        """Compare checksums, log-probabilities and the version's name of a server with the trainer's.
+        """Compare live weights, checksums, log-probabilities and the version's name of a server with the trainer's.
 
         Raises:
-            ChecksumError, ParityError: they differ.
+            ChecksumError: weights differ.
+            ParityError: log-probabilities look wrong, and the weights cannot be compared.
             SyncError, RequestError: it reports another version, or the comparison was not done in time.
         """
+        if response.differing:
+            raise ChecksumError(
+                server.url, str(version), tuple(f"{each} (live)" for each in response.differing)
+            )
         self.calls += 1
         with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
             async with asyncio.TaskGroup() as group:
                 checksums = group.create_task(self._compare_checksums(server, version, response))
-                difference = group.create_task(self._parity.compare(server, version))
+                parity = group.create_task(self._parity.compare(server, version))
                 name = group.create_task(server.version())
-                await asyncio.wait([difference, name])
+                await asyncio.wait([parity, name])
                 await wait_for_others(WAITING_FOR_TRAINER, FIRST_RANK, checksums)
         if (reported := name.result()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
-        seconds = response.received_s, response.held_s, comparing.duration_s
-        return SyncReport(server.url, response.bytes, *seconds, difference.result())
+        result = parity.result()
+        if result.alarm:
+            await self._explain_alarm(server, version, result.alarm, response.uncompared)
+        self._parity.accept(result)
+        return SyncReport(
+            server.url,
+            response.bytes,
+            response.received_s,
+            response.held_s,
+            comparing.duration_s,
+            result.differences,
+            slope=result.movement.slope if result.movement else math.nan,
+            alarmed=bool(result.alarm),
+        )
+
+    async def _explain_alarm(
+        self, server: VllmClient, version: PolicyVersion, alarm: str, uncompared: Sequence[str]
+    ) -> None:
+        """Log a warning if a server whose log-probabilities look wrong has the trainer's weights.
+
+        Log-probabilities alone never end a server in half precision, where correct weights may look wrong.
+
+        Raises:
+            ChecksumError: its weights differ.
+            ParityError: its weights cannot be compared, and in single precision the alarm is certain.
+        """
+        where = f"server {server.url} at version {version.version}"
+        if not uncompared:
+            say(
+                f"{where}: {alarm}. It keeps serving: every layer of its live model has the trainer's weights"
+            )
+            return
+        try:
+            await self._verify_whole(server, version)
+        except ChecksumError:
+            raise
+        except (SyncError, RequestError) as error:
+            if self.run.config.serve.dtype == "float32":
+                raise ParityError(server.url, str(version), alarm) from error
+            say(
+                f"{where}: {alarm}. It keeps serving: its weights cannot be compared with the trainer's ({error})"
+            )
+        else:
+            say(f"{where}: {alarm}. It keeps serving: all its weights were compared and are the trainer's")
 
     async def _verify_whole(self, server: VllmClient, version: PolicyVersion) -> float:
         """Compare every tensor and the live model of a server with the trainer; returns the seconds that it took.

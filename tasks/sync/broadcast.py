@@ -12,7 +12,6 @@ import numpy as np
 
 from rollmill.tasks.errors import (
     ConfigError,
-    ParityError,
     RequestError,
     RequestsHeldError,
     ServiceError,
@@ -37,7 +36,7 @@ from rollmill.tasks.sync.weight_messages import (
     WeightUpdateResponse,
     encode_plan,
 )
-from rollmill.tasks.sync.weight_parity import largest_difference
+from rollmill.tasks.sync.weight_parity import Logprobs
 
 VERIFY = "verify"
 """Mode of a request whose weights the server only compares with its live ones."""
@@ -258,37 +257,42 @@ def _find_obstacle(
     return ""
 
 
-async def check_parity(
+async def fetch_logprobs(
     source: LogprobSource,
     server: VllmClient,
     sequences: Sequence[np.ndarray],
     version: str,
     *,
-    threshold: float,
     timeout_s: float,
-) -> float:
-    """Compare a server's log-probabilities of known tokens with the trainer's; returns the largest difference in nats.
+) -> tuple[Logprobs, Logprobs]:
+    """Fetch the trainer's and the server's log-probabilities of known tokens, concurrently; each [B][T-1], in nats.
 
-    NaN if there are no sequences. While the trainer takes longer than the server, the time is recorded as a wait for the trainer.
+    While the trainer takes longer than the server, the time is recorded as a wait for the trainer.
 
     Raises:
-        ParityError: the difference is above `threshold` nats, or NaN.
         SyncError: one of the two did not answer within `timeout_s` seconds.
     """
-    if not sequences:
-        return float("nan")
     what = f"comparing log-probabilities at version {version}"
     async with name_errors(server, what, "sync.timeout_s", timeout_s), asyncio.TaskGroup() as group:
         expected = group.create_task(source.logprobs([sequence.tolist() for sequence in sequences]))
-        found = [group.create_task(server.prompt_logprobs(each, timeout_s)) for each in sequences]
-        # The servers first: only what the trainer takes longer is a wait for the trainer.
-        await asyncio.wait(found)
+        found = group.create_task(score_by_server(server, sequences, timeout_s))
+        # The server first: only what the trainer takes longer is a wait for the trainer.
+        await asyncio.wait([found])
         await wait_for_others(WAITING_FOR_TRAINER, FIRST_RANK, expected)
-    difference = largest_difference(expected.result(), [each.result() for each in found])
-    # Not `>`, which is false for NaN.
-    if not difference <= threshold:
-        raise ParityError(server.url, version, difference, threshold)
-    return difference
+    return expected.result(), found.result()
+
+
+async def score_by_server(
+    server: VllmClient, sequences: Sequence[np.ndarray], timeout_s: float
+) -> list[np.ndarray]:
+    """Fetch a server's log-probabilities of known tokens: for each sequence [T-1] float32, in nats.
+
+    Raises:
+        ExceptionGroup: of RequestError: it did not answer in time.
+    """
+    async with asyncio.TaskGroup() as group:
+        scored = [group.create_task(server.prompt_logprobs(each, timeout_s)) for each in sequences]
+    return [each.result() for each in scored]
 
 
 @asynccontextmanager

@@ -33,11 +33,6 @@ class SyncConfig(StageConfig):
         ge=0,
         le=64,
     )
-    parity_threshold: float = setting(
-        0.0,
-        "Largest accepted difference of a token's log-probability, in nats; 0: 1e-4 for float32, else calibrated at the start.",
-        ge=0.0,
-    )
     verify_every: int = setting(
         0,
         "Versions between two complete verifications: all weights of a server are compared with the trainer's, and its live "

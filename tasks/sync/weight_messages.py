@@ -165,7 +165,9 @@ class WeightUpdateResponse:
         received_s: seconds until the last byte had arrived.
         held_s: seconds for which requests were held.
         checksums: SHA-256 (64 hex digits) of the requested tensors as they arrived.
-        differing: after mode verify: modules of the live model that differ from a model with these weights.
+        differing: layers of the live model that differ from these weights; after mode verify: modules that differ from those
+            of a second model with these weights.
+        uncompared: layers of the live model whose weights cannot be read for this comparison.
         spans: timed intervals of the server's work; their field `process` is empty.
     """
 
@@ -174,6 +176,7 @@ class WeightUpdateResponse:
     held_s: float
     checksums: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
 
 

@@ -35,6 +35,7 @@ from rollmill.tasks.sync.weight_messages import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
+from rollmill.tasks.sync.weight_parity import LogprobDifferences
 from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
 
 AT = [PolicyVersion("ab", 1, number) for number in range(4)]
@@ -267,7 +268,7 @@ def test_servers_that_weights_reach_otherwise_have_a_line_of_their_own_and_a_new
     ]
 
 
-async def test_what_servers_are_compared_on_is_read_before_the_sync(
+async def test_what_servers_are_compared_on_is_read_and_scored_before_the_sync(
     fleet_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet, read = fleet_of(2), list[int]()
@@ -277,9 +278,9 @@ async def test_what_servers_are_compared_on_is_read_before_the_sync(
         return [np.array([1, 2, 3], np.int32)]
 
     monkeypatch.setattr("rollmill.flows.policies.server_parity.read_batch_sequences", sequences)
-    await fleet.servers.prepare(AT[2])
+    await fleet.servers.note_trainer_before(AT[2])
     assert read == [1]
-    assert not fleet.trainer.calls, "the trainer is at work"
+    assert fleet.trainer.calls == ["logprobs"]
     await fleet.servers.update(AT[2])
     assert read == [1]
 
@@ -454,7 +455,10 @@ def test_progress_names_version_servers_bytes_and_seconds() -> None:
 
 
 def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
-    reports = [SyncReport("a", 10, 1.0, 0.5, 0.1, 1e-6), SyncReport("b", 10, 3.0, 0.2, 0.3, 1e-5)]
+    reports = [
+        SyncReport("a", 10, 1.0, 0.5, 0.1, LogprobDifferences(1e-7, 1e-6, 1e-6), slope=0.9),
+        SyncReport("b", 10, 3.0, 0.2, 0.3, LogprobDifferences(1e-6, 2e-6, 1e-5), slope=1.0, alarmed=True),
+    ]
     values = {metric.name: metric.value for metric in sync_metrics(reports, 7)}
     assert values == {
         "sync/sent_bytes": 20.0,
@@ -464,5 +468,9 @@ def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
         "sync/parity_s": 0.3,
         "sync/verify_s": 0.0,
         "sync/logprob_difference": 1e-5,
+        "sync/logprob_difference_mean": 1e-6,
+        "sync/logprob_difference_p99": 2e-6,
+        "sync/logprob_slope": 0.9,
+        "sync/parity_alarms": 1.0,
         "sync/control_calls": 7.0,
     }

@@ -16,11 +16,11 @@ import pytest
 from rollmill.tasks.errors import RequestError, SyncError
 from rollmill.tasks.processes.supervisor import descendants
 from rollmill.tasks.serve.vllm_client import VllmClient
-from rollmill.tasks.sync.broadcast import Broadcast, check_parity, create_prefix
+from rollmill.tasks.sync.broadcast import Broadcast, create_prefix
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import join_store, link_name, serve_store
 from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer
-from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD
+from tests.stubs.parity import largest_difference
 
 pytestmark = pytest.mark.service
 
@@ -88,11 +88,6 @@ async def client(vllm_server, use_repairs) -> AsyncIterator[VllmClient]:
         yield client
 
 
-async def difference(source: Any, client: VllmClient, sequences: Any, version: str) -> float:
-    limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": TIMEOUT_S}
-    return await check_parity(source, client, sequences, version, **limits)
-
-
 async def send(
     source: Any,
     offer: WeightOffer,
@@ -128,10 +123,10 @@ async def test_a_network_that_fails_half_way_leaves_the_old_weights_serving(
     assert isinstance(failed, SyncError), failed
     assert "the old weights serve: bucket" in str(failed)
     assert await client.version() == "run:1:0"
-    assert await difference(old, client, sequences, "run:1:0") <= 1e-4
+    assert await largest_difference(old, client, sequences, "run:1:0") <= 1e-4
     await send(new, relay.offer, {client: relay.carry(client)}, "run:1:2", mode)
     assert await client.version() == "run:1:2"
-    assert await difference(new, client, sequences, "run:1:2") <= 1e-4
+    assert await largest_difference(new, client, sequences, "run:1:2") <= 1e-4
 
 
 @pytest.fixture
@@ -159,6 +154,6 @@ async def test_a_server_killed_while_weights_travel_does_not_hold_another(
     assert taken.bytes > 2 * AT
     for version in ("run:1:1", "run:1:2"):
         assert await client.version() == version
-        assert await difference(source, client, sequences, version) <= 1e-4
+        assert await largest_difference(source, client, sequences, version) <= 1e-4
         source.change(seed=73)
         await send(source, relay.offer, {client: routes[client]}, "run:1:2")

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from rollmill.tasks.errors import RequestError
 from rollmill.tasks.serve.vllm_client import VllmClient
-from rollmill.tasks.sync.broadcast import check_parity, create_prefix
+from rollmill.tasks.sync.broadcast import create_prefix
 from rollmill.tasks.sync.links.link import Rendezvous, join_store, link_name
 from rollmill.tasks.sync.links.tcp_link import TcpSender
 from rollmill.tasks.sync.weight_messages import (
@@ -27,7 +26,7 @@ from rollmill.tasks.sync.weight_messages import (
     WeightUpdateResponse,
     encode_plan,
 )
-from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD
+from tests.stubs.parity import largest_difference
 
 pytestmark = pytest.mark.service
 
@@ -77,17 +76,13 @@ def opened(order: WeightUpdateRequest) -> list[TcpSender]:
     return links
 
 
-async def difference(source, client, sequences: list[np.ndarray], version: str) -> float:
-    limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": TIMEOUT_S}
-    return await check_parity(source, client, sequences, version, **limits)
-
-
 @pytest.fixture
 async def source(vllm_server, client, source_of) -> Any:
     """A trainer whose weights the server has, under the name run:1:0."""
     source = source_of(vllm_server.model)
     source.change(seed=80)
-    await send(source, client, "run:1:0")
+    answer = await send(source, client, "run:1:0")
+    assert (answer.differing, answer.uncompared) == ((), ())
     return source
 
 
@@ -99,7 +94,8 @@ async def test_verification_names_what_the_live_model_has_otherwise(client, sour
     assert [*(await send(source, client, "run:1:0", mode="verify")).differing] == ["model.norm"]
     source.change(seed=81)
     await use_repairs(client, ("repack_experts",))
-    await send(source, client, "run:1:1")
+    (stale,) = (await send(source, client, "run:1:1")).differing
+    assert stale in ("lm_head", "model.embed_tokens")
     await use_repairs(client)
     answer = await send(source, client, "run:1:1", mode="verify")
     assert set(answer.differing) & {"lm_head", "model.embed_tokens"}
@@ -145,12 +141,12 @@ async def test_weights_in_files_are_taken_as_those_that_are_sent(
     place = str(tmp_path) if by == "path" else serve_folder(tmp_path)
     files = tuple(f"{place}/{number}.safetensors" for number in (0, 1))
     await give(client, await order_of(source, "run:1:1", transport="files", files=files))
-    assert await difference(source, client, sequences, "run:1:1") <= 1e-4
+    assert await largest_difference(source, client, sequences, "run:1:1") <= 1e-4
     assert await client.version() == "run:1:1"
     missing = await order_of(source, "run:1:2", transport="files", files=files[:1])
     with pytest.raises(RequestError, match=r"the old weights serve: .*: no tensor"):
         await give(client, missing)
-    assert await difference(source, client, sequences, "run:1:1") <= 1e-4
+    assert await largest_difference(source, client, sequences, "run:1:1") <= 1e-4
 
 
 @pytest.mark.parametrize("mode", ["keep", "second_copy"])
@@ -171,9 +167,9 @@ async def test_a_sender_that_dies_half_way_leaves_the_old_weights_serving(
     with pytest.raises(RequestError, match="the old weights serve"):
         await asyncio.gather(give(client, order), asyncio.to_thread(send_half))
     assert await client.version() == "run:1:0"
-    assert await difference(source, client, sequences, "run:1:0") <= 1e-4
+    assert await largest_difference(source, client, sequences, "run:1:0") <= 1e-4
     await send(new, client, "run:1:2", mode=mode)
-    assert await difference(new, client, sequences, "run:1:2") <= 1e-4
+    assert await largest_difference(new, client, sequences, "run:1:2") <= 1e-4
 
 
 async def test_a_server_serves_while_it_waits_for_weights_and_takes_one_order_at_a_time(
@@ -185,7 +181,7 @@ async def test_a_server_serves_while_it_waits_for_weights_and_takes_one_order_at
     with pytest.raises(RequestError, match=r"still receiving version run:1:1"):
         await give(client, await order_of(source, "run:1:2"))
     assert await client.is_healthy()
-    assert await difference(source, client, sequences, "run:1:0") <= 1e-4
+    assert await largest_difference(source, client, sequences, "run:1:0") <= 1e-4
     for link in links:
         link.close()
     with pytest.raises(RequestError, match="the old weights serve: bucket"):
@@ -275,4 +271,4 @@ async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
                 give(client, order),
                 source.send([SendTarget(client.url, "tcp", order.prefix, 2)], print, TIMEOUT_S),
             )
-            assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
+            assert await largest_difference(source, client, sequences, f"run:1:{number}") <= 1e-4

@@ -1,41 +1,121 @@
-"""How far apart is too far."""
+"""What log-probabilities of known tokens say about a server's weights."""
 
 import math
 
 import numpy as np
 import pytest
 
-from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD, choose_threshold, largest_difference
+from rollmill.tasks.sync.weight_parity import (
+    FLOAT32_LIMITS,
+    START_LIMITS,
+    WINDOW,
+    LogprobDifferences,
+    Movement,
+    ParityWindow,
+)
+
+USUAL = LogprobDifferences(0.001, 0.01, 0.2)
 
 
-def test_the_difference_is_that_of_the_worst_token_of_all_sequences() -> None:
+def test_differences_are_over_the_tokens_of_all_sequences() -> None:
     expected = [[-1.0, -2.0], [-3.0]]
     found = [np.array([-1.0, -2.25], np.float32), np.array([-3.5], np.float32)]
-    assert largest_difference(expected, found) == 0.5
+    measured = LogprobDifferences.measure(expected, found)
+    assert (measured.mean, measured.largest) == (0.25, 0.5)
+    assert measured.high == pytest.approx(0.495)
 
 
-def test_sequences_of_one_token_have_nothing_to_compare() -> None:
-    assert largest_difference([[]], [np.array([], np.float32)]) == 0.0
+@pytest.mark.parametrize("expected", [[[]], [[math.nan]]])
+def test_differences_of_nothing_or_of_no_number_are_no_number(expected: list[list[float]]) -> None:
+    measured = LogprobDifferences.measure(expected, [np.full(len(expected[0]), -1.0)])
+    assert math.isnan(measured.mean)
+    assert math.isnan(measured.high)
+    assert math.isnan(measured.largest)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_what_is_not_a_number_is_never_the_smaller_one(order: int) -> None:
-    expected, found = [[-1.0], [math.nan]][::order], [np.array([-1.0]), np.array([-1.0])]
-    assert math.isnan(largest_difference(expected, found))
+def test_a_missing_token_is_an_error() -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        LogprobDifferences.measure([[-1.0, -1.0, -2.0]], [np.array([-1.0, -1.0])])
 
 
-def test_a_missing_sequence_is_an_error() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        largest_difference([[-1.0], [-1.0]], [np.array([-1.0])])
+def test_float32_has_fixed_limits_whatever_came_before() -> None:
+    window = ParityWindow("float32", [USUAL])
+    assert window.limits is FLOAT32_LIMITS
+    assert "on average; the limit is 2e-05" in window.find_excess(USUAL)
 
 
-def test_float32_has_a_fixed_threshold() -> None:
-    assert choose_threshold("float32", 0.0, [0.5, 0.5]) == FLOAT32_THRESHOLD == 1e-4
+def test_half_precision_is_compared_with_the_median_of_earlier_syncs() -> None:
+    window = ParityWindow("bfloat16", [USUAL, LogprobDifferences(0.1, 1.0, 3.0), USUAL])
+    assert window.limits.mean == pytest.approx(0.003)
+    assert window.limits.high == pytest.approx(0.04)
+    assert not window.find_excess(LogprobDifferences(0.0029, 0.039, 100.0)), "one token alone raises no alarm"
+    assert "on average" in window.find_excess(LogprobDifferences(0.0031, 0.01, 0.2))
+    assert "at the 99% quantile" in window.find_excess(LogprobDifferences(0.001, 0.041, 0.2))
+    assert window.find_excess(LogprobDifferences())
 
 
-def test_other_types_are_allowed_five_times_the_median_at_version_0() -> None:
-    assert choose_threshold("bfloat16", 0.0, [0.01, 0.5, 0.02]) == pytest.approx(0.1)
+def test_the_window_forgets_old_syncs_and_skips_those_without_a_comparison() -> None:
+    window = ParityWindow("bfloat16")
+    assert window.limits is START_LIMITS
+    for _ in range(WINDOW):
+        window.accept(LogprobDifferences(0.05, 0.5, 1.0))
+    for _ in range(WINDOW // 2 + 1):
+        window.accept(USUAL)
+        window.accept(LogprobDifferences())
+    assert window.limits.mean == pytest.approx(0.003)
 
 
-def test_a_configured_threshold_holds() -> None:
-    assert choose_threshold("bfloat16", 0.3, [0.01]) == 0.3
+def scored(seed: int, scale: float, n: int = 200) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.0, scale, n)
+
+
+OLD = scored(0, 1.0)
+# What an update changes, and the rounding of four scorings.
+CHANGE, *ROUNDING = scored(1, 0.02), *(scored(seed, 0.002) for seed in range(2, 6))
+
+
+def measure(server_after: np.ndarray, change: np.ndarray = CHANGE) -> Movement:
+    trainer = [OLD + ROUNDING[0]], [OLD + change + ROUNDING[1]]
+    found = Movement.measure(trainer, ([OLD + ROUNDING[2]], [server_after]))
+    assert found is not None
+    return found
+
+
+def test_a_server_with_the_new_weights_moves_as_the_trainer_does() -> None:
+    movement = measure(OLD + CHANGE + ROUNDING[3])
+    assert movement.slope == pytest.approx(movement.expected, abs=3 * movement.error)
+    assert movement.expected == pytest.approx(0.98, abs=0.02)
+    assert not movement.is_stale
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_server_with_the_old_weights_does_not_move(seed: int) -> None:
+    assert measure(OLD + scored(10 + seed, 0.002)).is_stale
+
+
+def test_an_update_below_rounding_decides_nothing() -> None:
+    movement = measure(OLD + scored(6, 0.002), change=0.01 * CHANGE)
+    assert movement.expected < 0.2
+    assert not movement.is_stale
+
+
+def test_a_server_that_repeats_every_number_has_the_old_weights_however_small_the_update() -> None:
+    movement = measure(OLD + ROUNDING[2], change=0.001 * CHANGE)
+    assert (movement.slope, movement.error) == (0.0, 0.0)
+    assert movement.is_stale
+
+
+def test_few_tokens_that_the_trainer_scores_differently_decide_nothing() -> None:
+    before, after = np.zeros(200), np.zeros(200)
+    after[:31] = 0.5
+    movement = Movement.measure(([before], [after]), ([before], [before]))
+    assert movement is not None
+    assert (movement.n_moved, movement.is_stale) == (31, False)
+
+
+@pytest.mark.parametrize(("trainer_after", "server_after"), [(0.0, 1.0), (math.nan, 1.0), (1.0, math.nan)])
+def test_without_movement_or_with_no_numbers_nothing_is_measured(
+    trainer_after: float, server_after: float
+) -> None:
+    before = np.zeros(50)
+    assert Movement.measure(([before], [before + trainer_after]), ([before], [before + server_after])) is None

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmill.tasks.errors import ParityError, SyncError
+from rollmill.tasks.errors import SyncError
 from rollmill.tasks.serve.vllm_client import VllmClient
-from rollmill.tasks.sync.broadcast import check_parity, create_prefix
+from rollmill.tasks.sync.broadcast import create_prefix
 from rollmill.tasks.sync.config import SyncConfig
-from rollmill.tasks.sync.weight_parity import FLOAT32_THRESHOLD
 from rollmill.tasks.train.config import LoraConfig
 from tests.stubs.one_server_sync import send_to_server
+from tests.stubs.parity import FLOAT32_NATS, largest_difference
 
 pytestmark = pytest.mark.service
 
@@ -40,19 +40,13 @@ async def expert_client(expert_server, use_repairs) -> AsyncIterator[VllmClient]
         yield client
 
 
-async def difference(source, client, sequences, version: str) -> float:
-    limits = {"threshold": FLOAT32_THRESHOLD, "timeout_s": SYNC.timeout_s}
-    return await check_parity(source, client, sequences, version, **limits)
-
-
 async def test_a_server_computes_with_the_weights_it_was_sent(client, vllm_server, source_of, sequences):
     source = source_of(vllm_server.model)
     for version in ("run:1:1", "run:1:2"):
         source.change(seed=int(version[-1]))
-        with pytest.raises(ParityError, match=f"server {client.url} at version {version}"):
-            await difference(source, client, sequences, version)
+        assert await largest_difference(source, client, sequences, version) > FLOAT32_NATS
         await send_weights(source, client, version)
-        assert await difference(source, client, sequences, version) <= 1e-4
+        assert await largest_difference(source, client, sequences, version) <= 1e-4
         assert await client.version() == version
 
 
@@ -61,7 +55,7 @@ async def test_a_server_joins_one_trainer_after_another(client, vllm_server, sou
         source = source_of(vllm_server.model)
         source.change(seed=10 + incarnation)
         await send_weights(source, client, f"run:{incarnation}:0")
-        assert await difference(source, client, sequences, f"run:{incarnation}:0") <= 1e-4
+        assert await largest_difference(source, client, sequences, f"run:{incarnation}:0") <= 1e-4
 
 
 async def test_a_tied_head_is_stale_without_its_repair(
@@ -72,12 +66,10 @@ async def test_a_tied_head_is_stale_without_its_repair(
     source.change(seed=20)
     await use_repairs(client, ("repack_experts",))
     await send_weights(source, client, "run:1:1")
-    with pytest.raises(ParityError) as stale:
-        await difference(source, client, sequences, "run:1:1")
-    assert stale.value.difference > 0.1
+    assert await largest_difference(source, client, sequences, "run:1:1") > 0.1
     await use_repairs(client)
     await send_weights(source, client, "run:1:1")
-    assert await difference(source, client, sequences, "run:1:1") <= 1e-4
+    assert await largest_difference(source, client, sequences, "run:1:1") <= 1e-4
 
 
 async def test_experts_are_stale_without_their_repair(
@@ -87,14 +79,12 @@ async def test_experts_are_stale_without_their_repair(
     source.change(seed=30)
     await use_repairs(client, ("repack_heads",))
     await send_weights(source, client, "run:1:1")
-    with pytest.raises(ParityError) as stale:
-        await difference(source, client, sequences, "run:1:1")
-    assert stale.value.difference > 0.1
+    assert await largest_difference(source, client, sequences, "run:1:1") > 0.1
     await use_repairs(client)
     for version in ("run:1:2", "run:1:3"):
         source.change(seed=30 + int(version[-1]))
         await send_weights(source, client, version)
-        assert await difference(source, client, sequences, version) <= 1e-4
+        assert await largest_difference(source, client, sequences, version) <= 1e-4
 
 
 @pytest.mark.parametrize("send", ["adapters", "merged"])
@@ -104,10 +94,9 @@ async def test_a_server_computes_with_the_adapters_it_was_sent(
     source = adapter_source_of(vllm_server.model, LoraConfig(rank=2, alpha=4.0, send=send))
     for version in ("run:1:1", "run:1:2"):
         source.change(seed=50 + int(version[-1]))
-        with pytest.raises(ParityError):
-            await difference(source, client, sequences, version)
+        assert await largest_difference(source, client, sequences, version) > FLOAT32_NATS
         stats = await send_weights(source, client, version)
-        assert await difference(source, client, sequences, version) <= 1e-4
+        assert await largest_difference(source, client, sequences, version) <= 1e-4
         sizes = {
             is_adapter: sum(
                 each.numel() * 4
@@ -127,7 +116,7 @@ async def test_adapters_on_a_mixture_of_experts_arrive_alone(
     for version in ("run:1:1", "run:1:2"):
         source.change(seed=60 + int(version[-1]))
         await send_weights(source, client, version)
-        assert await difference(source, client, sequences, version) <= 1e-4
+        assert await largest_difference(source, client, sequences, version) <= 1e-4
 
 
 async def test_a_server_without_the_start_model_refuses_to_take_adapters_alone(
@@ -149,7 +138,7 @@ async def test_copies_of_a_model_take_turns_in_serving(request, source_of, seque
         for number, mode in enumerate(("second_copy", "second_copy", "keep", "second_copy")):
             source.change(seed=70 + number)
             answer = await send_weights(source, client, f"run:1:{number}", mode)
-            assert await difference(source, client, sequences, f"run:1:{number}") <= 1e-4
+            assert await largest_difference(source, client, sequences, f"run:1:{number}") <= 1e-4
             assert min(answer.bytes, answer.received_s, answer.held_s) > 0
 
 

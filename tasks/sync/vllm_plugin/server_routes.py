@@ -180,13 +180,15 @@ async def _update_weights(
     if request.mode == "verify":
         try:
             # A kernel serves one thread at a time, so kernels are not compared while the model computes.
-            return _merge_reports([*reports, *await _compare_kernels(engine, request)], 0.0, ())
+            async with asyncio.timeout(request.timeout_s):
+                compared = await _put_in_place(engine)
+            return _merge_reports([*reports, *compared], 0.0, ())
         except Exception as error:
             raise HTTPException(500, f"the old weights serve, not compared: {text_of(error)}") from error
     recorder = Recorder("")
     with recording(recorder, lane="weights"), span("switching") as switching:
-        await _switch_weights(engine, request.version)
-    return _merge_reports(reports, switching.duration_s, recorder.take())
+        compared = await _switch_weights(engine, request.version)
+    return _merge_reports([*reports, *compared], switching.duration_s, recorder.take())
 
 
 async def _collect_reports(
@@ -212,18 +214,21 @@ async def _collect_reports(
         raise SyncError("; ".join(map(text_of, group_error.exceptions))) from group_error
 
 
-async def _compare_kernels(engine: Any, request: WeightUpdateRequest) -> list[WorkerReport]:
-    """Have the workers compare their kernels with those of the second copy, between two steps of the model."""
-    async with asyncio.timeout(request.timeout_s), WorkerReports(_count_workers(engine)) as reports:
+async def _put_in_place(engine: Any, version: str | None = None) -> list[WorkerReport]:
+    """Have the workers put the received weights in place, or only compare them in mode verify; returns their reports.
+
+    `version` is the new name of the server's weights; None: it keeps its name.
+    """
+    async with WorkerReports(_count_workers(engine)) as reports:
         await engine.start_weight_update()
         info = {"reports": reports.address}
         await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await engine.finish_weight_update()
+        await engine.finish_weight_update(version)
         return await reports.all()
 
 
-async def _switch_weights(engine: Any, version: str) -> None:
-    """Hold the server's requests, put the received weights in place, and continue the requests.
+async def _switch_weights(engine: Any, version: str) -> list[WorkerReport]:
+    """Hold the server's requests, put the received weights in place, and continue the requests; returns the workers' reports.
 
     Raises:
         HTTPException: putting the weights in place failed; the requests stay held.
@@ -232,14 +237,13 @@ async def _switch_weights(engine: Any, version: str) -> None:
     # values of the old weights (clear_cache=False) they would continue with log-probabilities that are off by whole nats.
     await engine.pause_generation(mode="keep", clear_cache=True)
     try:
-        await engine.start_weight_update()
-        await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
-        await engine.finish_weight_update(version)
+        compared = await _put_in_place(engine, version)
     except Exception as error:
         # Some layers may have new weights and others old ones, so the requests are never continued.
         await engine.update_weight_version(UNUSABLE)
         raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: {text_of(error)}") from error
     await engine.resume_generation()
+    return compared
 
 
 async def _await_disconnect(raw_request: Request) -> None:
@@ -260,6 +264,7 @@ def _merge_reports(
         held_s=held_s,
         checksums=reports[0].checksums,
         differing=tuple(sorted({name for each in reports for name in each.differing})),
+        uncompared=tuple(sorted({name for each in reports for name in each.uncompared})),
         spans=(*(each for report in reports for each in report.spans), *switching),
     )
 

@@ -28,6 +28,7 @@ from rollmill.tasks.errors import SyncError, text_of
 from rollmill.tasks.observe.spans import Recorder, recording, span
 from rollmill.tasks.sync.adapters import add_adapters_to, read_weights
 from rollmill.tasks.sync.links.link import as_bytes
+from rollmill.tasks.sync.vllm_plugin.live_weights import ExpectedSums, LiveWeights
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     Feature,
     Repair,
@@ -201,7 +202,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Arguments to apply the weights received last; after mode verify, `reports` is the address for a second report."""
+    """Arguments to apply the weights received last; `reports` is the address for the worker's second report."""
 
     reports: str = ""
 
@@ -235,11 +236,14 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._copy: SecondCopy | None = None
         self._keeps_copy = False
         self._inbox = WeightInbox(self.parallel_config.rank)
+        self._live_weights = LiveWeights(vllm_config.model_config)
+        self._expected = ExpectedSums(0, {})
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Start a thread that receives a request's weights and reports when they are ready to be put in place."""
         if self._request is not None:
             self.shutdown()
+        self._live_weights.note_start(self.model)
         request = msgspec.json.decode(init_info.request, type=WeightUpdateRequest)
         if self._copy is None and (request.mode == "verify" or self._switches(request)):
             self._copy = SecondCopy(self.model, self.vllm_config, self.device)
@@ -253,8 +257,9 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Make the live model compute with the weights of the last request; in mode verify only compare it with them.
 
-        Mode verify leaves the live model as it is, and sends to `update_info.reports` the names of its modules whose packed
-        kernel computes other results than that of a second model with the received weights.
+        Sends to `update_info.reports` which layers of the model differ from the received weights. Mode verify leaves the live model
+        as it is, and sends the names of its modules whose packed kernel computes other results than that of a second model
+        with the received weights.
 
         Raises:
             RuntimeError: there is no request whose weights are not in place yet.
@@ -263,20 +268,22 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._request, self._weights = None, []
         if request is None:
             raise RuntimeError("no request has received weights that could be put in place")
+        sender = ReportSender(update_info.reports)
         if request.mode == "verify" and second is not None:
-            ReportSender(update_info.reports).send(
-                WorkerReport(differing=find_differing_kernels(self.model, second.model))
-            )
+            sender.send(WorkerReport(differing=find_differing_kernels(self.model, second.model)))
             # A server in mode keep may need the memory for its caches.
             if not self._keeps_copy:
                 self._copy = None
-        elif self._switches(request) and second is not None:
+            return
+        if self._switches(request) and second is not None:
             # The exchanged model has the old weights and is loaded with the next ones.
             self._keeps_copy = True
             second.switch()
-        else:
-            on_device = ((name, each.to(self.device)) for name, each in weights)
-            reload_weights(self.model, self.vllm_config.model_config, on_device, self.repairs)
+            sender.send(WorkerReport())
+            return
+        on_device = ((name, each.to(self.device)) for name, each in weights)
+        reload_weights(self.model, self.vllm_config.model_config, on_device, self.repairs)
+        sender.send(self._compare_sums(self.model, self._expected))
 
     def finish_weight_update(self) -> None:
         """Do nothing: `receive_weights` has put the weights in place."""
@@ -323,17 +330,27 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if request.base is not None:
             stored = read_weights(request.base.folder)
             weights = list(add_adapters_to(stored, found, request.base))
-        differing: tuple[str, ...] = ()
+        n_bytes = request.decode_plan().total_bytes
         if request.mode == "verify" and second is not None:
             second.load(self._copy_to_device(weights), self.repairs)
             differing = find_differing_bytes(self.model, second.model)
-        elif self._switches(request) and second is not None:
+            return WorkerReport(n_bytes, checksums=checksums, differing=differing)
+        expected = self._live_weights.expect(weights)
+        report = WorkerReport(n_bytes, checksums=checksums)
+        if self._switches(request) and second is not None:
             second.load(weights, self.repairs)
+            compared = self._compare_sums(second.model, expected)
+            return replace(report, differing=compared.differing, uncompared=compared.uncompared)
         # Another request may have begun, whose weights are the ones to put in place.
-        elif self._request is request:
+        if self._request is request:
+            self._expected = expected
             self._weights = self._copy_to_device(weights) if request.mode == "second_copy" else weights
-        n_bytes = request.decode_plan().total_bytes
-        return WorkerReport(n_bytes, checksums=checksums, differing=differing)
+        return report
+
+    def _compare_sums(self, model: nn.Module, expected: ExpectedSums) -> WorkerReport:
+        """Report which layers of a model differ from received weights, and which cannot be compared."""
+        differing = self._live_weights.find_differing(model, expected)
+        return WorkerReport(differing=differing, uncompared=self._live_weights.uncompared)
 
     def _switches(self, request: WeightUpdateRequest) -> bool:
         """Return True if a request is carried out by a second copy of the model that replaces the live one."""

@@ -21,10 +21,10 @@ _MAX_REPORT_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """One worker's report that it has all weights, or failed.
+    """One worker's report that it has received all weights, has put them in place, or failed.
 
     Attributes:
-        bytes, received_s, checksums, differing, spans: see `WeightUpdateResponse`.
+        bytes, received_s, checksums, differing, uncompared, spans: see `WeightUpdateResponse`.
         error: why it failed; empty on success.
     """
 
@@ -32,6 +32,7 @@ class WorkerReport:
     received_s: float = 0.0
     checksums: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
     error: str = ""
     spans: tuple[Span, ...] = ()
 
