@@ -12,7 +12,7 @@ from rollmill.tasks.errors import ParityError, RequestError, ServiceDiedError, S
 
 LIMITS = WatchLimits(max_restarts=2, rejoin_timeout_s=60.0, retry_interval_s=0.01)
 IMPATIENT = replace(LIMITS, rejoin_timeout_s=0.1)
-PARITY = ParityError("server", "run:1:2", 0.5, 0.1)
+PARITY = ParityError("server", "run:1:2", "its log-probabilities differ")
 
 
 class Process:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
@@ -55,6 +56,7 @@ class Trainer:
     targets: list[list[SendTarget]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     release: asyncio.Event = field(default_factory=asyncio.Event)
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         self.release.set()
@@ -80,7 +82,7 @@ class Trainer:
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         self.calls.append("logprobs")
-        return [[-1.0] * (len(each) - 1) for each in sequences]
+        return [[-1.0 + self.shift] * (len(each) - 1) for each in sequences]
 
 
 @dataclass(eq=False)
@@ -88,13 +90,18 @@ class Server:
     """A server, and its own client, that takes nothing but the version's name.
 
     `failing` has errors of orders by transport; `digests` are what it says instead of "same", one for each order;
-    `stale` is what it finds otherwise in its live model.
+    `stale` is what it finds otherwise in its live model. `differing` has the layers whose sums differ, one tuple for each order,
+    `uncompared` those without sums; `shift` is the error of its log-probabilities in nats.
     """
 
     url: str = "http://a"
     failing: dict[str, Exception] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
     stale: tuple[str, ...] = ()
+    differing: list[tuple[str, ...]] = field(default_factory=list)
+    uncompared: tuple[str, ...] = ()
+    unverifiable: Exception | None = None
+    shift: float = 0.0
     verified: list[tuple[str, int]] = field(default_factory=list)
     orders: list[tuple[str, str]] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
@@ -135,13 +142,17 @@ class Server:
         self.held = request.version
         digest = self.digests.pop(0) if self.digests else "same"
         digests = dict.fromkeys(request.checksums, digest)
+        if request.mode == "verify" and self.unverifiable:
+            raise self.unverifiable
         if request.mode != "verify":
-            return msgspec.json.encode(WeightUpdateResponse(80, 0.5, 0.25, digests))
+            differing = self.differing.pop(0) if self.differing else ()
+            answer = WeightUpdateResponse(80, 0.5, 0.25, digests, differing, self.uncompared)
+            return msgspec.json.encode(answer)
         self.verified.append((request.version, len(request.checksums)))
         return msgspec.json.encode(WeightUpdateResponse(80, 0.5, 0.0, digests, self.stale))
 
     async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
-        return np.full(len(sequence) - 1, -1.0, np.float32)
+        return np.full(len(sequence) - 1, -1.0 + self.shift, np.float32)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -157,9 +168,10 @@ class Tokenizer:
 class Fleet:
     """Servers of a trainer that stands at `at`; `holds` counts how often its weights were held still."""
 
-    def __init__(self, folder: Path, n: int = 1) -> None:
+    def __init__(self, folder: Path, n: int = 1, dtype: str = "float32") -> None:
+        config = RunConfig.model_validate({"serve": {"dtype": dtype}})
         openings = Openings(Addition(), Tokenizer(), max_tokens=256, timeout_s=10.0)
-        self.run = ServedRun("ab", RunFolder(folder), RunConfig(), ServerPool(), openings)
+        self.run = ServedRun("ab", RunFolder(folder), config, ServerPool(), openings)
         self.trainer = Trainer()
         self.services = [Server(f"http://{number}") for number in range(n)]
         self.servers = WeightSync(self.run, self.trainer, self.services)
@@ -187,7 +199,7 @@ class Fleet:
 @pytest.fixture
 def fleet_of(tmp_path: Path) -> Iterator[Callable[[int], Fleet]]:
     with disable_run_logger():
-        yield lambda n: Fleet(tmp_path, n)
+        yield partial(Fleet, tmp_path)
 
 
 async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_once(fleet_of) -> None:
@@ -340,6 +352,67 @@ async def test_what_was_sampled_by_weights_that_differ_is_lost_and_by_the_right_
     wrong, right = await asyncio.gather(*answers, return_exceptions=True)
     assert isinstance(wrong, TransientRequestError)
     assert right is None
+
+
+@pytest.mark.parametrize("n_wrong", [1, 2])
+async def test_a_server_whose_live_weights_differ_is_sent_them_once_more(fleet_of, n_wrong: int) -> None:
+    fleet = fleet_of(1)
+    (server,) = fleet.services
+    server.differing = [("layers.1",)] * n_wrong
+    await fleet.servers.update(AT[0])
+    assert len(server.orders) == 2
+    assert (fleet.admitted == {"http://0"}) == (n_wrong == 1)
+    assert [*fleet.servers.failed.values()] == [ANY] * (n_wrong - 1)
+    assert all("layers.1 (live)" in reason for reason in fleet.servers.failed.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_server_with_the_trainers_weights_is_never_ended_for_its_log_probabilities(
+    fleet_of, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = fleet_of(2, dtype)
+    summed, verified = fleet.services
+    summed.shift = verified.shift = 5.0
+    verified.uncompared = ("layers.0",)
+    (*reports,) = await fleet.servers.update(AT[0])
+    assert fleet.admitted == {"http://0", "http://1"}
+    assert [each.alarmed for each in reports] == [True, True]
+    said = capsys.readouterr().err
+    assert "differ from the trainer's by 5 nats on average" in said
+    assert "every layer of its live model has the trainer's weights" in said
+    assert "all its weights were compared" in said
+    assert [each.verified for each in fleet.services] == [[], [(str(AT[0]), len(TENSORS))]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_server_whose_weights_cannot_be_compared_is_ended_in_single_precision_only(
+    fleet_of, dtype: str
+) -> None:
+    fleet = fleet_of(1, dtype)
+    (server,) = fleet.services
+    server.shift, server.uncompared = 5.0, ("layers.0",)
+    server.unverifiable = RequestError("500 a second copy of the model needs up to 9 MiB")
+    await fleet.servers.update(AT[0])
+    assert (fleet.admitted == {"http://0"}) == (dtype == "bfloat16")
+
+
+async def test_a_server_whose_log_probabilities_did_not_move_is_looked_at(
+    fleet_of, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = fleet_of(1, "bfloat16")
+    (server,) = fleet.services
+    tokens = np.arange(100, dtype=np.int32)
+    monkeypatch.setattr("rollmill.flows.policies.server_parity.read_batch_sequences", lambda *_: [tokens])
+    await fleet.servers.update(AT[0])
+    await fleet.servers.note_trainer_before(AT[1])
+    await fleet.servers.note_servers_before(AT[1])
+    fleet.trainer.shift = 0.001
+    server.stale = ("lm_head",)
+    server.uncompared = ("lm_head.weight",)
+    await fleet.servers.update(AT[1])
+    assert "it computes with old weights" not in capsys.readouterr().err, "the weights were compared"
+    assert not fleet.admitted
+    assert "lm_head (live)" in fleet.servers.failed[server]
 
 
 async def test_all_weights_are_compared_every_so_many_versions_before_a_server_samples(fleet_of) -> None:
