@@ -258,7 +258,8 @@ def packed_kernel(layer: Any) -> tuple[Callable[..., torch.Tensor] | None, torch
     kernel = getattr(layer, "cpu_linear", None)
     if kernel is None:
         return None, None, 0
-    return kernel, layer.weight, getattr(layer, "input_size_per_partition", layer.weight.shape[-1])
+    width = getattr(layer, "input_size", layer.weight.shape[-1])
+    return kernel, layer.weight, getattr(layer, "input_size_per_partition", width)
 
 
 # Generations as arrays
