@@ -104,8 +104,8 @@ START_LIMITS = LogprobDifferences(0.1, 1.0)
 WINDOW = 64
 """Comparisons that accepted differences follow, in half precision: some steps of several servers."""
 
-# Of comparisons of correct weights, over 1,000 syncs of a toy model in bfloat16, the largest mean was 1.9 times the window's median.
-_MEAN_FACTOR, _HIGH_FACTOR = 3.0, 4.0
+# In 40 steps of the quickstart in bfloat16 the largest mean was 3.0 times the median, and the largest quantile 2.2 times.
+_MEAN_FACTOR, _HIGH_FACTOR = 5.0, 5.0
 
 
 class ParityWindow:
