@@ -1,5 +1,6 @@
 """The presets in conf/ load, and say what they need that is not there."""
 
+import re
 from pathlib import Path
 
 import polars as pl
@@ -12,6 +13,8 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.terms import resolve_terms
+from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.memory_plan import GIB, MODELS, plan_memory
 
 
 @pytest.mark.parametrize("preset", sorted(each.stem for each in PRESETS.glob("*.yaml")))
@@ -85,3 +88,29 @@ def test_an_environment_cannot_be_called_as_all_of_them_together_are(
 
     with pytest.raises(ConfigError, match=r"rollout\.environment = 'all': this name is reserved"):
         preflight(load("quickstart", ("rollout.environment=own_environment:Own",)))
+
+
+CONTEXT_GIB = 1.0
+"""CUDA context and kernels of a process, judged."""
+
+# By preset: size in GB of the GPU that its header names, which trainer and server share.
+ON_GPU = {
+    each.stem: int(named[1])
+    for each in PRESETS.glob("*.yaml")
+    if (named := re.search(r"GPU of (\d+) GB", each.read_text()))
+}
+
+
+@pytest.mark.parametrize("preset", ["gsm8k"])
+def test_a_preset_fits_in_the_gpu_that_it_names(preset: str) -> None:
+    assert [*ON_GPU] == [preset]
+    config = load(preset)
+    sizes = next(each for name, each in MODELS.items() if f"/{name}-" in config.model)
+
+    def needed_gib(train: TrainConfig) -> float:
+        return plan_memory(sizes, train).total / GIB + 2 * CONTEXT_GIB
+
+    # A GPU of "80 GB" has 79.6 GiB.
+    left_gib = 0.995 * ON_GPU[preset] * (1 - config.serve.gpu_memory_utilization)
+    assert needed_gib(config.train) < left_gib
+    assert needed_gib(config.train.model_copy(update={"gradient_checkpointing": False})) > left_gib
