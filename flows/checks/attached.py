@@ -146,9 +146,12 @@ async def _check_vllm(config: RunConfig, url: str, connection: HttpConnection) -
     )
     if missing := _missing(config, generate, info, body):
         raise ConfigError("serve.urls", url, f"this vLLM server cannot serve a run: start it {missing}")
-    weights, _ = await _answer(connection, "GET", "/rollmill/weights", ATTACH_TIMEOUT_S)
+    conflict = {HTTPStatus.CONFLICT}
+    weights, reason = await _answer(connection, "GET", "/rollmill/weights", ATTACH_TIMEOUT_S, final=conflict)
     if weights == HTTPStatus.NOT_FOUND:
         raise ConfigError("serve.urls", url, PLUGIN_REMEDY)
+    if weights == HTTPStatus.CONFLICT:
+        raise ConfigError("serve.urls", url, reason.decode(errors="replace"))
 
 
 def _missing(config: RunConfig, generate: int, info: int, body: bytes) -> str:

@@ -60,9 +60,14 @@ class ServeConfig(StageConfig):
 
     @field_validator("extra_args")
     @classmethod
-    def _has_no_secret(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
         names = [each.split("=", 1)[0].replace("_", "-") for each in arguments]
         if found := next((each for each in names if _SECRET_ARGUMENT.match(each)), ""):
             remedy = f"{found} would be stored and shown: put the key in the environment variable ROLLMILL_VLLM_API_KEY"
             raise PydanticCustomError("secret", "{remedy}", {"remedy": remedy})
+        if found := next((each for each in names if each.startswith(("--data-parallel", "-dp"))), ""):
+            remedy = (
+                f"{found}: servers with data parallelism cannot take new weights; raise serve.servers instead"
+            )
+            raise PydanticCustomError("data_parallel", "{remedy}", {"remedy": remedy})
         return arguments

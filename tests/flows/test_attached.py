@@ -89,6 +89,14 @@ async def test_a_server_that_cannot_say_how_it_was_started_is_accepted(serve: Se
         await check_attached(attached(serve=[url]))
 
 
+async def test_a_server_that_cannot_take_weights_is_refused_with_its_reason(serve: Serve) -> None:
+    reason = {"error": {"message": "it has 2 replicas (data parallelism), which cannot take new weights"}}
+    async with serve(vllm(weights=(409, reason))) as url:
+        error = await refusal(attached(serve=[url]))
+    assert (error.field, error.value) == ("serve.urls", url)
+    assert "it has 2 replicas (data parallelism)" in error.remedy
+
+
 @pytest.mark.usefixtures("_impatient")
 async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiting_time(serve: Serve) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"

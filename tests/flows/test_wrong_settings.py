@@ -70,6 +70,10 @@ from rollmill.tasks.store.run.writable_run import OpenRun
             ["train.offload=optimizer_and_weights", "train.zero_stage=2"],
             r"train\.offload = 'optimizer_and_weights': .* train\.zero_stage must be at least 3; it is 2: raise it",
         ),
+        (
+            ["serve.extra_args=[--data_parallel_size, '2']"],
+            r"serve\.extra_args = .*: --data-parallel-size: servers with data parallelism cannot take new weights",
+        ),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],
 )

@@ -136,8 +136,17 @@ def encode_arrays(output: Any) -> bytes:
 
 @weight_router.get("/rollmill/weights")
 async def read_location(raw_request: Request) -> Response:
-    """Answer GET: the server's machine, device type, GPUs and number of workers, as JSON of a `ServerLocation`."""
-    workers = _count_workers(raw_request.app.state.engine_client)
+    """Answer GET: the server's machine, device type, GPUs and number of workers, as JSON of a `ServerLocation`.
+
+    Raises:
+        HTTPException: it cannot take new weights.
+    """
+    engine = raw_request.app.state.engine_client
+    # An update would be put in place when the workers of the first replica are ready.
+    if (replicas := engine.vllm_config.parallel_config.data_parallel_size) > 1:
+        text = f"it has {replicas} replicas (data parallelism), which cannot take new weights: start a server for each"
+        raise HTTPException(409, text)
+    workers = _count_workers(engine)
     gpus: tuple[str, ...] = ()
     if current_platform.is_cuda():
         # NVML's ids, since torch would initialize a GPU in this process; torch's form of them lacks "GPU-".
