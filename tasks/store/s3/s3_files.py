@@ -93,7 +93,7 @@ class S3Files:
             else:
                 return
         raise LeaseLostError(
-            f"{self._objects.path(key)} is not written: another process now writes to the run"
+            f"{self._objects.path(key)} is not written: another process has taken the run over"
         )
 
     def _there(self, key: str) -> S3Object | None:
