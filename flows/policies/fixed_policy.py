@@ -9,7 +9,8 @@ from pathlib import Path
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.policy_export import export_policy
 from rollmill.flows.policies.policy_servers import PolicyServers
-from rollmill.flows.policies.server_parity import ServedRun, check_tokenizer
+from rollmill.flows.policies.server_parity import ServedRun
+from rollmill.flows.policies.server_tokenizer import check_tokenizer
 from rollmill.flows.policies.server_watch import WatchLimits, watch_server
 from rollmill.flows.policies.services import ServerService, create_servers, start_services
 from rollmill.flows.prefect_integration.progress import say

@@ -1,4 +1,4 @@
-"""Parity of servers and trainer: the same tokenizer, and the same log-probabilities of known tokens."""
+"""Parity of servers and trainer: the same log-probabilities of known tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -14,7 +14,6 @@ from rollmill.flows.policies.sync_report import DIFFERENCE_HIGH, DIFFERENCE_MEAN
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run
 from rollmill.tasks.errors import (
-    ConfigError,
     EpisodeError,
     EpisodeTimeoutError,
     RequestError,
@@ -58,7 +57,7 @@ class Opening:
 
     Attributes:
         messages: what the environment says before the first answer.
-        token_ids: [T] int32, the tokenized messages.
+        token_ids: [T] int32, the tokenized messages and the environment's tools.
     """
 
     messages: tuple[Message, ...]
@@ -125,7 +124,7 @@ class Openings:
             raise
         async with self._limit_time("close its episode"):
             await episode.close()
-        token_ids = self.tokenizer.encode(messages)
+        token_ids = self.tokenizer.encode(messages, self.environment.tools)
         if len(token_ids) >= self.max_tokens:
             raise EpisodeError(
                 f"it has {len(token_ids)} tokens, and serve.max_model_len is {self.max_tokens}"
@@ -204,27 +203,6 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
         f"abs(ratio - 1) is {found[0]:.2g} on average before the first update, and should be at most "
         f"{RATIO_THRESHOLD:g}; compare the weights: rollmill verify-sync"
     )
-
-
-async def check_tokenizer(openings: Openings, server: VllmClient) -> None:
-    """Refuse a server that tokenizes a prompt differently from this process.
-
-    Raises:
-        ConfigError: it has another tokenizer or chat template.
-        EpisodeError: the environment gives no prompt to compare on.
-    """
-    (opening,) = await openings.first(1)
-    ours, messages = opening.token_ids.tolist(), opening.messages
-    if openings.tokenizer.has_template:
-        chat = [{"role": each.role, "content": each.content} for each in messages]
-        theirs = await server.tokenize_chat(chat)
-    else:
-        theirs = await server.tokenize("".join(each.content for each in messages))
-    if ours != theirs:
-        remedy = (
-            f"its tokenizer or chat template is not the model's: it reads a prompt as {theirs}, not as {ours}"
-        )
-        raise ConfigError("serve.urls", server.url, remedy)
 
 
 @dataclass(frozen=True, slots=True)

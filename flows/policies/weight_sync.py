@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.policy_servers import PolicyServers
-from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun, check_tokenizer
+from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun
+from rollmill.flows.policies.server_tokenizer import check_tokenizer
 from rollmill.flows.policies.services import ServerService
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, SyncVerdict, progress_line
 from rollmill.flows.prefect_integration.progress import say

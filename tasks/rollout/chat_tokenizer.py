@@ -3,19 +3,20 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.environment import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=<>[]()|?!.,:;"
 PAD, EOS = "<pad>", "<eos>"
@@ -30,43 +31,39 @@ Tools: TypeAlias = Sequence[Mapping[str, object]]
 class ChatTokenizer:
     """A model's tokenizer, with the chat template that formats its conversations, if the model has one."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, eos_ids: frozenset[int], template: str, specials: dict[str, str]
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", eos_ids: frozenset[int]) -> None:
+        self._chat = tokenizer
+        self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
         self.eos_ids = eos_ids
-        self._specials = specials
-        self._template = _compile_template(template) if template else None
-        self._end_texts = [text for each in sorted(eos_ids) if (text := tokenizer.id_to_token(each))]
+        self._end_texts = [text for each in sorted(eos_ids) if (text := self._tokenizer.id_to_token(each))]
 
     @classmethod
     def load(cls, model: Path) -> "ChatTokenizer":
-        """Read tokenizer.json, tokenizer_config.json and the end-of-sequence ids of a model folder.
+        """Read the tokenizer, its chat templates and the end-of-sequence ids of a model folder.
 
         Raises:
-            ConfigError: the folder lacks one of them.
+            ConfigError: the folder has no fast tokenizer (tokenizer.json), or a broken one.
         """
+        if not (model / "tokenizer.json").is_file():
+            remedy = "not a model folder with a fast tokenizer (tokenizer.json is missing)"
+            raise ConfigError("model", str(model), remedy)
+        # The import takes a second, and commands that load no tokenizer import this module too. This class, unlike
+        # AutoTokenizer, does not import torch.
+        from transformers import PreTrainedTokenizerFast
+
         try:
-            tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-            settings = json.loads((model / "tokenizer_config.json").read_text())
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
         except Exception as error:
-            # Tokenizers raises bare Exception for a missing or broken file.
+            # Tokenizers raises bare Exception for a broken file.
             raise ConfigError(
                 "model", str(model), f"not a model folder with a fast tokenizer ({error})"
             ) from error
-        specials = {
-            name: _token_text(settings[name]) for name in ("bos_token", "eos_token") if settings.get(name)
-        }
-        template_file = model / "chat_template.jinja"
-        template = (
-            template_file.read_text() if template_file.exists() else settings.get("chat_template") or ""
-        )
-        return cls(tokenizer, _eos_ids(model, tokenizer, specials), template, specials)
+        return cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id))
 
     @property
     def has_template(self) -> bool:
         """True if a chat template formats conversations; False if their texts are concatenated."""
-        return self._template is not None
+        return bool(self._chat.chat_template)
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """Return [T] int32 token ids of a conversation, up to where the policy's next message begins."""
@@ -138,52 +135,26 @@ class ChatTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, ask: bool) -> str:
-        if self._template is None:
+        if not self.has_template:
             return "".join(message.content for message in messages)
-        turns = [message.as_json() for message in messages]
-        offered = list(tools) or None
+        turns: list[Any] = [message.as_json() for message in messages]
+        offered: list[Any] | None = [dict(tool) for tool in tools] or None
         try:
-            return self._template.render(
-                messages=turns, tools=offered, add_generation_prompt=ask, **self._specials
+            text = self._chat.apply_chat_template(
+                turns, tools=offered, add_generation_prompt=ask, tokenize=False
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
+            # The latter two are errors of a template's expressions, and of a model with no template for this use.
             roles = ", ".join(message.role for message in messages)
             raise EpisodeError(f"the chat template refuses a conversation of {roles}: {error}") from error
+        return str(text)
 
 
-def _compile_template(text: str) -> Template:
-    """Compile a chat template with the functions that model folders' templates expect."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _plain_json
-    environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _format_now}
-    return environment.from_string(text)
-
-
-def _plain_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Serialize JSON without the HTML escapes of jinja's own filter."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _format_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _token_text(token: object) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _eos_ids(model: Path, tokenizer: Tokenizer, specials: dict[str, str]) -> frozenset[int]:
+def _eos_ids(model: Path, eos_id: int | None) -> frozenset[int]:
     file = model / "generation_config.json"
     declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
     ids = declared if isinstance(declared, list) else [declared]
-    ids = [*ids, tokenizer.token_to_id(specials.get("eos_token", ""))]
-    return frozenset(int(each) for each in ids if each is not None)
+    return frozenset(int(each) for each in (*ids, eos_id) if each is not None)
 
 
 def save_character_tokenizer(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -232,10 +232,18 @@ class VllmClient(ServiceClient):
         answer = await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
         return [int(token) for token in answer["tokens"]]
 
-    async def tokenize_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    async def tokenize_chat(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+    ) -> list[int]:
         """Return the token ids of a conversation and the header of the next message, by the server's chat template."""
         body = {"messages": list(messages), "add_generation_prompt": True, "add_special_tokens": False}
-        return [int(token) for token in (await self._call("POST", "/tokenize", body))["tokens"]]
+        # vLLM passes an empty list to templates, which then write about tools.
+        offered = {"tools": list(tools)} if tools else {}
+        return [int(token) for token in (await self._call("POST", "/tokenize", body | offered))["tokens"]]
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids by the server's tokenizer, special tokens included."""
+        return str((await self._call("POST", "/detokenize", {"tokens": list(token_ids)}))["prompt"])
 
     async def _check_plugin(self) -> None:
         """Raise RequestError with the remedy if the server lacks the plugin's routes."""

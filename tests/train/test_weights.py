@@ -45,7 +45,10 @@ def test_weights_have_the_names_and_values_of_a_saved_checkpoint(
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "start")
-    (tmp_path / "start" / "tokenizer.json").write_text("{}")
+    tokenizer_files = ("tokenizer.json", "additional_chat_templates/tool_use.jinja")
+    (tmp_path / "start" / "additional_chat_templates").mkdir()
+    for name in tokenizer_files:
+        (tmp_path / "start" / name).write_text("{}")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     stored = load_file(tmp_path / "start" / "model.safetensors")
     export_policy(model, str(tmp_path / "exported"), is_writer=True)
@@ -57,5 +60,5 @@ def test_weights_have_the_names_and_values_of_a_saved_checkpoint(
         (name, tuple(each.shape), each.dtype) for name, each in gather_weights(model)
     ]
     assert ("lm_head.weight" in stored) == (not config.tie_word_embeddings)
-    assert (tmp_path / "exported" / "tokenizer.json").is_file()
+    assert all((tmp_path / "exported" / name).is_file() for name in tokenizer_files)
     assert not any("experts.gate_up_proj" in name for name in stored)

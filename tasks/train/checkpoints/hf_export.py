@@ -36,7 +36,14 @@ from rollmill.tasks.train.engine.optimizer_state import WEIGHT
 from rollmill.tasks.train.engine.policy_model import load_policy
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed
 
-_TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "vocab.*", "merges.txt", "chat_template*")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*_tokens*.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
 
 
 def gather_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,9 +96,12 @@ def export_policy(model: PreTrainedModel, folder: str, *, is_writer: bool) -> No
         model.save_pretrained(folder, state_dict=state)
         if alone:
             save_adapters(model, alone, Path(folder) / "adapter")
+        source = Path(model.name_or_path or "")
         for pattern in _TOKENIZER_FILES if model.name_or_path else ():
-            for file in Path(model.name_or_path or "").glob(pattern):
-                shutil.copy(file, folder)
+            for file in source.glob(pattern):
+                copy = Path(folder) / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
 
 
 def store_policy(

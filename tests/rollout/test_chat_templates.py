@@ -1,0 +1,179 @@
+"""Chat templates of all kinds give the text and the token ids that transformers gives, and load no torch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import chat_templates
+import pytest
+from model_families import save_byte_tokenizer
+from transformers import AutoTokenizer
+
+from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.environment import Message
+
+FAMILIES = {
+    name: getattr(chat_templates, name)
+    for name in ("QWEN2", "QWEN3", "LLAMA3", "MISTRAL", "GEMMA", "GENERATION")
+}
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "price",
+            "description": "Price of a <fruit>, in €.",
+            "parameters": {"type": "object", "properties": {"fruit": {"type": "string"}}},
+        },
+    },
+)
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "price", "arguments": {"fruit": 'Äpfel & "figs"'}},
+}
+ASKED = Message("user", "What is 2*3?\n")
+ANSWERED = Message("assistant", "<think>\nTwo threes.\n</think>\n\nIt is 6. ")
+ASKED_AGAIN = Message("user", "And a fig's price?")
+CONVERSATIONS: dict[str, tuple[Message, ...]] = {
+    "one turn": (ASKED,),
+    "a system message": (Message("system", " Be brief."), ASKED),
+    "several turns": (ASKED, ANSWERED, ASKED_AGAIN),
+    "a tool call": (
+        ASKED,
+        Message("assistant", "", tool_calls=(CALL,)),
+        Message("tool", "7", name="price", tool_call_id="abcdefghi"),
+    ),
+}
+REFUSED = {("GEMMA", "a system message"), ("GEMMA", "a tool call")}
+
+SaveModel = Callable[[object], Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> SaveModel:
+    """Save a tokenizer with this chat template, or with this list of named ones; returns the folder."""
+
+    def saved(template: object) -> Path:
+        folder = save_byte_tokenizer(tmp_path / "model")
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+        return folder
+
+    return saved
+
+
+def rendered(folder: Path, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[int]]:
+    """Text and token ids by the class that transformers takes for a folder."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    arguments: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
+    turns = [each.as_json() for each in messages]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **arguments)
+    return text, tokenizer.apply_chat_template(turns, **arguments)["input_ids"]
+
+
+def compare(folder: Path, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    """Compare our rendering with that of transformers; returns the text."""
+    tokenizer = ChatTokenizer.load(folder)
+    ids = tokenizer.encode(messages, tools).tolist()
+    text, expected = rendered(folder, messages, tools)
+    assert ids == expected
+    assert "".join(tokenizer.pieces(ids)) == text
+    return text
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_is_rendered_as_transformers_renders_it(
+    save: SaveModel, family: str, conversation: str, tools: Sequence[Any]
+) -> None:
+    folder, messages = save(FAMILIES[family]), CONVERSATIONS[conversation]
+    if (family, conversation) in REFUSED:
+        with pytest.raises(EpisodeError, match=r"not supported|must alternate"):
+            ChatTokenizer.load(folder).encode(messages, tools)
+        return
+    text = compare(folder, messages, tools)
+    if tools and family in {"QWEN3", "LLAMA3", "MISTRAL"}:
+        assert '"name": "price", "description"' in " ".join(text.split())
+
+
+@pytest.mark.parametrize("family", ["QWEN2", "LLAMA3", "GENERATION"])
+def test_a_reply_continues_what_transformers_renders(save: SaveModel, family: str) -> None:
+    folder = save(FAMILIES[family])
+    tokenizer, answer = ChatTokenizer.load(folder), Message("assistant", "It is 6.")
+    added = tokenizer.encode_reply((ASKED, answer), (ASKED_AGAIN,), is_ended=False)
+    joined = [*tokenizer.encode((ASKED,)), *tokenizer._ids(answer.content), *added]
+    text, _ = rendered(folder, (ASKED, answer, ASKED_AGAIN), ())
+    assert "".join(tokenizer.pieces(joined)) == text
+
+
+def test_blocks_of_the_policys_words_are_rendered(save: SaveModel) -> None:
+    text = compare(save(chat_templates.GENERATION), (ASKED, ANSWERED, Message("user", "stop"), ASKED), ())
+    assert ANSWERED.content + "<|im_end|>\n<|im_start|>user\nstop<|im_end|>\n" in text
+    assert text.count(ASKED.content) == 1, "the loop was left"
+
+
+def test_tools_are_written_as_json_with_the_templates_arguments(save: SaveModel) -> None:
+    text = compare(save(chat_templates.JSON_ARGUMENTS), (Message("user", "Ä"),), TOOLS)
+    assert text.startswith(json.dumps(TOOLS, indent=4, ensure_ascii=False))
+    assert '[{"type":"function","function":{"name":"price"' in text
+    assert '"Price of a <fruit>, in €.", "name": "price"' in text
+    assert "\\u00c4" in text
+
+
+def test_of_named_templates_tools_choose_the_one_for_tools(save: SaveModel) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+    ]
+    folder = save(named)
+    assert ChatTokenizer.load(folder).has_template
+    assert compare(folder, (ASKED,), ()) == "plain"
+    assert compare(folder, (ASKED,), TOOLS) == "1 tools"
+
+
+def test_named_templates_without_one_for_this_conversation_refuse_it(save: SaveModel) -> None:
+    tokenizer = ChatTokenizer.load(save([{"name": "rag", "template": "x"}]))
+    with pytest.raises(EpisodeError, match=r"no default specified.*rag"):
+        tokenizer.encode((ASKED,))
+
+
+def test_templates_in_files_of_their_own_are_found(save: SaveModel) -> None:
+    folder = save("in the settings")
+    (folder / "chat_template.jinja").write_text("in a file")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+    assert compare(folder, (ASKED,), ()) == "in a file"
+    assert compare(folder, (ASKED,), TOOLS) == "for tools"
+
+
+def test_an_error_in_a_templates_expression_fails_the_episode(save: SaveModel) -> None:
+    tokenizer = ChatTokenizer.load(save("{{ messages[0].content + 1 }}"))
+    with pytest.raises(EpisodeError, match="refuses a conversation of user: can only concatenate"):
+        tokenizer.encode((ASKED,))
+
+
+def test_a_broken_tokenizer_is_named_with_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
+        ChatTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a model folder with a fast tokenizer"):
+        ChatTokenizer.load(tmp_path)
+
+
+def test_rendering_with_tools_imports_no_torch(save: SaveModel) -> None:
+    folder = save(chat_templates.QWEN3)
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer\n"
+        "from rollmill.tasks.rollout.environment import Message\n"
+        "print('transformers' in sys.modules)\n"
+        f"ids = ChatTokenizer.load(Path({str(folder)!r})).encode((Message('user', 'a'),), {TOOLS!r})\n"
+        "print(len(ids) > 50, 'transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+    assert shown.stdout.split() == ["False", "True", "True", "False"]
