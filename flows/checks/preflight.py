@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from rollmill.flows.checks.attached import check_attached
@@ -36,6 +37,9 @@ from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import NUMBERS_OF_EXPERTS
 from rollmill.tasks.train.service.launch import TOKEN_ENV
 from rollmill.tasks.train.setting_rules import HAS_RATIO
+
+# Ends of the class names of models that predict the next token of a text. Classes with images or an encoder end otherwise.
+CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
 
 
 async def check_machine(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
@@ -162,9 +166,8 @@ def _check_library(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig) -> None:
     reference = config.train.kl.model
-    if reference and not config.train.url and not (Path(reference) / "config.json").is_file():
-        remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
-        raise ConfigError("train.kl.model", reference, remedy)
+    if reference and not config.train.url:
+        check_architecture("train.kl.model", Path(reference))
     if config.train.replay_routing and not _has_experts(config):
         remedy = "the start model is not a mixture of experts; set it to false"
         raise ConfigError("train.replay_routing", True, remedy)
@@ -172,10 +175,36 @@ def _check_model(config: RunConfig) -> None:
         _check_folder("working folder", str(START_MODELS.absolute().parent))
         return
     folder = start_model_folder(config)
-    if not (folder / "config.json").is_file():
-        remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
-        raise ConfigError("model", config.model, remedy)
+    check_architecture("model", folder)
     ChatTokenizer.load(folder)
+
+
+def check_architecture(field: str, folder: Path) -> None:
+    """Refuse a model folder whose config.json names a model that the trainer cannot load or train.
+
+    Raises:
+        ConfigError: no config.json; no causal language model of text alone; quantized weights; a class that transformers lacks.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
+        raise ConfigError(field, str(folder), remedy)
+    settings = json.loads(path.read_text())
+    names, model_type = settings.get("architectures") or [], settings.get("model_type", "")
+    if names and not any(name.endswith(CAUSAL_ARCHITECTURES) for name in names):
+        remedy = (
+            f"{', '.join(names)} is not supported: only causal language models of text are, "
+            f"whose class in config.json ends with {' or '.join(CAUSAL_ARCHITECTURES)}"
+        )
+        raise ConfigError(field, str(folder), remedy)
+    if "quantization_config" in settings:
+        method = settings["quantization_config"].get("quant_method", "a quantization_config")
+        remedy = f"its weights are quantized ({method}) and cannot be trained; give the model in bfloat16 or float32"
+        raise ConfigError(field, str(folder), remedy)
+    # Models of transformers may name code in their folder too. transformers finds modules without importing torch.
+    if "auto_map" in settings and not find_spec(f"transformers.models.{model_type.replace('-', '_')}"):
+        remedy = f"model type {model_type!r} needs code of its folder (auto_map), which is never executed; give a model of transformers"
+        raise ConfigError(field, str(folder), remedy)
 
 
 def _has_experts(config: RunConfig) -> bool:

@@ -1,5 +1,6 @@
 """Settings that contradict each other, or name what there is not, stop before anything is started."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.checks.preflight import check_architecture, preflight
 from rollmill.flows.commands.new_runs import fork_config
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
@@ -114,6 +115,50 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
 def test_what_the_stages_find_wrong_is_said_before_the_start(settings: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         preflight(load("quickstart", tuple(settings)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"architectures": ["T5ForConditionalGeneration"]},
+            "T5ForConditionalGeneration is not supported: only",
+        ),
+        (
+            {"architectures": ["BertForMaskedLM"]},
+            r"BertForMaskedLM is not supported: .* ForCausalLM or LMHead",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "quantization_config": {"quant_method": "fp8"}},
+            r"weights are quantized \(fp8\) and cannot be trained; give the model in bfloat16",
+        ),
+        (
+            {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": {}},
+            r"model type 'own' needs code of its folder \(auto_map\), which is never executed",
+        ),
+    ],
+)
+@pytest.mark.parametrize("field", ["model", "train.kl.model"])
+def test_a_model_that_cannot_be_trained_is_refused_by_name(
+    field: str, settings: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    chosen = {"model": ["start_model.steps=0"], "train.kl.model": ["train.kl.reference=frozen"]}[field]
+    with pytest.raises(ConfigError, match=rf"{field} = '{tmp_path}': .*{told}"):
+        preflight(load("quickstart", (f"{field}={tmp_path}", *chosen)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "auto_map": {}},
+        {"model_type": "qwen2"},
+    ],
+)
+def test_other_models_pass(settings: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    check_architecture("model", tmp_path)
 
 
 @pytest.mark.parametrize(
