@@ -71,7 +71,7 @@ class Bytes:
 
     has_template = False
 
-    def encode(self, messages: Sequence[Message]) -> Any:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Any:
         return np.frombuffer("".join(each.content for each in messages).encode(), np.uint8).astype(np.int32)
 
 
