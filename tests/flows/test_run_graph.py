@@ -34,14 +34,23 @@ def noted_flow_runs(folder: Path) -> list[str]:
 
 
 def check_whole(nodes: list[Node], steps: set[int]) -> None:
-    """A graph that is right, in which all of these steps were collected, trained and synced."""
+    """A graph that is right, in which all of these steps were collected, trained and synced.
+
+    Each group has a rollout and a score that are Completed, except in a step that a kill cut off: rows that were stored before the
+    kill are not made again, though Prefect has the task run that made them as Crashed.
+    """
     check_graph(nodes)
     done = {node.label for node in nodes if node.state == "COMPLETED"}
+    cut_off = {node.label for node in nodes if node.state == "CRASHED"}
     for step in steps:
         assert {f"step {step}", f"step {step} / train", f"version {step + 1} / sync"} <= done
-        rollouts = [label for label in done if label.startswith(f"step {step} / rollout ")]
-        scores = [label for label in done if label.startswith(f"step {step} / score ")]
-        assert len(rollouts) == len(scores) == GROUPS
+        rollouts = {label for label in done if label.startswith(f"step {step} / rollout ")}
+        scores = {label for label in done if label.startswith(f"step {step} / score ")}
+        if f"step {step}" in cut_off:
+            assert len(rollouts) <= GROUPS, rollouts
+            assert len(scores) <= GROUPS, scores
+        else:
+            assert len(rollouts) == len(scores) == GROUPS
 
 
 def test_the_graph_is_right_of_a_killed_run_and_of_the_one_that_resumes_it(
