@@ -239,7 +239,8 @@ class RunConfig(FlowConfig):
 
     model: str = setting(
         "",
-        "Folder of the start model (Hugging Face format); empty only with start_model.steps above 0.",
+        "Folder of the start model (Hugging Face format), or its name on the Hugging Face hub, from which it is downloaded once, "
+        "to models/; empty only with start_model.steps above 0.",
         fixed=True,
         basic=True,
     )

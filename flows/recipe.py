@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
@@ -14,6 +15,8 @@ from rollmill.tasks.train.config import StartModelRecipe
 RECIPE_VERSION = 1
 # Folder, below the working folder, that keeps start models, each under a digest of recipe and seed.
 START_MODELS = Path("models")
+# "." and ".." begin no name.
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def start_model_recipe(config: RunConfig) -> StartModelRecipe:
@@ -21,10 +24,20 @@ def start_model_recipe(config: RunConfig) -> StartModelRecipe:
     return StartModelRecipe.model_validate(config.start_model.model_dump())
 
 
+def is_hub_name(model: str) -> bool:
+    """Return True if `model` is no folder here but has the form of a name on the Hugging Face hub, ORGANIZATION/NAME."""
+    # A path below the folder of start models is meant as a folder, also when it is missing.
+    is_path = Path(model).exists() or Path(model).parts[:1] == START_MODELS.parts
+    return not is_path and HUB_NAME.fullmatch(model) is not None
+
+
 def start_model_folder(config: RunConfig) -> Path:
-    """Return the start model's folder, existing or not: `config.model`, or one named by a digest of recipe and seed."""
+    """Return the start model's folder, existing or not.
+
+    It is `config.model`, or below START_MODELS the name of a model on the Hugging Face hub, or a digest of recipe and seed.
+    """
     if config.model:
-        return Path(config.model)
+        return START_MODELS / config.model if is_hub_name(config.model) else Path(config.model)
     recipe = start_model_recipe(config).model_dump()
     recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rollmill.flows.checks.attached import check_attached
+from rollmill.flows.checks.model_download import download_model
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import START_MODELS, start_model_folder
 from rollmill.tasks.errors import ConfigError
@@ -168,6 +169,7 @@ def _check_model(config: RunConfig) -> None:
     reference = config.train.kl.model
     if reference and not config.train.url:
         check_architecture("train.kl.model", Path(reference))
+    download_model(config)
     if config.train.replay_routing and not _has_experts(config):
         remedy = "the start model is not a mixture of experts; set it to false"
         raise ConfigError("train.replay_routing", True, remedy)
