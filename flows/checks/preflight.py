@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rollmill.flows.checks.attached import check_attached
+from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.model_download import download_model
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import START_MODELS, start_model_folder
@@ -81,6 +82,7 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
         check_vllm(config)
     if trains:
         _check_trainer(config)
+    assign_run_gpus(config, samples=samples, trains=trains)
     # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
 

@@ -12,8 +12,10 @@ from rollmill.flows.checks.preflight import check_port, check_trainer, check_vll
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.gpus import GpuAssignment, assign_gpus, list_visible_gpus
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.serve import vllm_launch
+from rollmill.tasks.serve.vllm_launch import gpus_per_server
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.train.service import launch
 from rollmill.tasks.train.service.launch import TOKEN_ENV, Nodes
@@ -43,9 +45,11 @@ def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
     if nodes.number == 0:
         typer.echo(f"train.url=http://{host}:{port}\n{TOKEN_ENV}={token}")
     file = launch.write_config(config.train, config.sync, port, logs, host)
+    # Without names rank i uses the i-th GPU that this terminal sees.
+    gpus = _pick_gpus(config.train.gpus, ranks=config.train.ranks // nodes.count).trainer
     _run_service(
         launch.build_command(config.train, file, nodes),
-        launch.build_environment(config.train, token),
+        launch.build_environment(config.train, token, gpus=gpus),
     )
 
 
@@ -61,10 +65,21 @@ def vllm_here(config: RunConfig, port: int) -> None:
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "there is no model yet; `rollmill run` makes a start model")
     port = port or free_port()
+    (gpus,) = _pick_gpus(config.serve.gpus, servers=1, per_server=gpus_per_server(config.serve)).servers
     typer.echo(f"serve.urls=[http://{vllm_launch.LOOPBACK}:{port}]")
     _run_service(
         vllm_launch.vllm_command(config.serve, str(model), port, returns_routing=config.rollout.keep_routing),
-        vllm_launch.vllm_environment(config.serve),
+        vllm_launch.vllm_environment(config.serve, gpus=gpus),
+    )
+
+
+def _pick_gpus(
+    names: Sequence[str], *, ranks: int = 0, servers: int = 0, per_server: int = 1
+) -> GpuAssignment:
+    """Return the named GPUs for a trainer or a server, none if `names` is empty; ConfigError names one that is not visible."""
+    visible = list_visible_gpus() if names else ()
+    return assign_gpus(
+        visible, ranks=ranks, servers=servers, per_server=per_server, train_gpus=names, serve_gpus=names
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.policy_export import export_policy
 from rollmill.flows.policies.policy_servers import PolicyServers
@@ -81,7 +82,8 @@ async def open_fixed_policy(run: Run, version: PolicyVersion, logs: Path) -> Asy
     """
     async with _start_model(run, version.version, logs) as model:
         say(f"starting the vLLM servers with version {version.version}")
-        services = create_servers(run.config, model, logs)
+        gpus = await asyncio.to_thread(assign_run_gpus, run.config, samples=True, trains=False)
+        services = create_servers(run.config, model, logs, gpus)
         async with start_services(services):
             servers = FixedServers(ServedRun.of(run), services, version)
             limits = WatchLimits(run.config.max_restarts)

@@ -8,10 +8,12 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.errors import ConfigError, ServiceDiedError
 from rollmill.tasks.observe.spans import span, within
+from rollmill.tasks.processes.gpus import GpuAssignment
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.serve import vllm_launch
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -26,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 HEALTH_INTERVAL_S = 2.0
 # Settings of `train` that the flow uses, not the trainer, so that an attached trainer may have others.
 FLOW_SETTINGS = {
-    *("url", "command_timeout_s", "max_skipped_steps", "recompute_rows"),
+    *("url", "gpus", "command_timeout_s", "max_skipped_steps", "recompute_rows"),
 }
 
 
@@ -37,6 +39,7 @@ class TrainerService:
         config: settings of the run.
         logs: folder for a launched trainer's log and configuration.
         variables: added to its environment.
+        gpus: of a launched trainer, as CUDA_VISIBLE_DEVICES; empty: what this process sees.
 
     Attributes:
         span_processes: names of its processes in spans.
@@ -44,9 +47,9 @@ class TrainerService:
 
     name = "trainer"
 
-    def __init__(self, config: RunConfig, logs: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, config: RunConfig, logs: Path, variables: Mapping[str, str], gpus: str = "") -> None:
         settings = config.train
-        self._config, self._logs, self._variables = config, logs, variables
+        self._config, self._logs, self._variables, self._gpus = config, logs, variables, gpus
         self._token = os.environ.get(launch.TOKEN_ENV, "") if settings.url else secrets.token_urlsafe(24)
         self._port = free_port()
         if not self._token:
@@ -71,7 +74,7 @@ class TrainerService:
                 self.name,
                 launch.build_command(settings, file),
                 log=self._logs / "trainer.log",
-                env={**launch.build_environment(settings, self._token), **self._variables},
+                env={**launch.build_environment(settings, self._token, gpus=self._gpus), **self._variables},
             )
         health = await self.client.wait_until_healthy(self._config.start_timeout_s, self.process)
         check_settings(settings, health.settings)
@@ -93,14 +96,16 @@ class ServerService:
         model: folder of the model that a launched server starts with.
         logs: folder for a launched server's log, vllm-NUMBER.log.
         number: its number among the run's servers, from 0.
+        gpus: of a launched server, as CUDA_VISIBLE_DEVICES; empty: what this process sees.
 
     Attributes:
         span_processes: its name in spans.
     """
 
-    def __init__(self, config: RunConfig, model: Path, logs: Path, number: int) -> None:
+    def __init__(self, config: RunConfig, model: Path, logs: Path, number: int, gpus: str = "") -> None:
         serve = config.serve
         self._config, self._model, self._logs, self._number = config, model, logs, number
+        self._gpus = gpus
         self._keeps_routing = config.rollout.keep_routing
         self.is_ours = not serve.urls
         self._port = free_port()
@@ -128,7 +133,7 @@ class ServerService:
                     serve, str(self._model), self._port, returns_routing=self._keeps_routing
                 ),
                 log=self._logs / f"vllm-{self._number}.log",
-                env=vllm_launch.vllm_environment(serve, self._number, api_key=self._key),
+                env=vllm_launch.vllm_environment(serve, api_key=self._key, gpus=self._gpus),
             )
         timeout_s = self._config.start_timeout_s
         await self.client.wait_until_healthy(timeout_s, self.process)
@@ -206,16 +211,24 @@ async def open_services(
         with_servers: False for the trainer alone.
         variables: added to the trainer's environment.
     """
-    trainer = TrainerService(config, logs, variables)
-    servers = create_servers(config, model, logs) if with_servers else ()
+    gpus = await asyncio.to_thread(assign_run_gpus, config, samples=with_servers, trains=True)
+    if gpus.trainer:
+        say(
+            f"GPUs: {gpus.trainer} for the trainer; {' and '.join(filter(None, gpus.servers)) or 'none'} for vLLM"
+        )
+    trainer = TrainerService(config, logs, variables, gpus.trainer)
+    servers = create_servers(config, model, logs, gpus) if with_servers else ()
     async with start_services((trainer, *servers)):
         yield trainer, servers
 
 
-def create_servers(config: RunConfig, model: Path, logs: Path) -> tuple[ServerService, ...]:
-    """Create the vLLM servers of a run, without starting them."""
-    n_servers = len(config.serve.urls) or config.serve.servers
-    return tuple(ServerService(config, model, logs, number) for number in range(n_servers))
+def create_servers(
+    config: RunConfig, model: Path, logs: Path, gpus: GpuAssignment
+) -> tuple[ServerService, ...]:
+    """Create the vLLM servers of a run, attached or with GPUs to be launched on, without starting them."""
+    if config.serve.urls:
+        return tuple(ServerService(config, model, logs, number) for number in range(len(config.serve.urls)))
+    return tuple(ServerService(config, model, logs, number, seen) for number, seen in enumerate(gpus.servers))
 
 
 @asynccontextmanager

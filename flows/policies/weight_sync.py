@@ -11,6 +11,7 @@ The caller holds the trainer's weights still during `update`; `rejoin` holds the
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -70,6 +71,8 @@ class WeightSync(PolicyServers):
         # By server: incarnation of the trainer, and the route to it.
         self._routes: dict[VllmClient, tuple[int, SendTarget]] = {}
         self._route_report = RouteReport()
+        # By server: transports that failed, which are not tried again.
+        self._failed_transports: dict[VllmClient, set[str]] = defaultdict(set)
         self._files_location = ""
         self.calls, self.submitted = 0, Submission("servers")
 
@@ -276,7 +279,15 @@ class WeightSync(PolicyServers):
 
     async def _receive(self, server: VllmClient, broadcast: Broadcast) -> WeightUpdateResponse:
         self.calls += 1
-        return await broadcast.update_server(server)
+        try:
+            return await broadcast.update_server(server)
+        except RequestsHeldError:
+            raise
+        except SyncError:
+            # That of a server which died says nothing about its transport.
+            if await server.is_healthy():
+                self._failed_transports[server].add(broadcast.transport(server))
+            raise
 
     async def _send_verified(self, server: VllmClient, version: PolicyVersion) -> SyncReport:
         """Send the weights to one server that `_join` has prepared, and verify them once.
@@ -308,7 +319,8 @@ class WeightSync(PolicyServers):
             raise SyncError(f"server {server.url} does not answer /health")
         await check_tokenizer(self.run.openings, server)
         self.calls += 1
-        route, reason = await find_route(server, await self._fetch_offer(version), self.run.config.sync)
+        offer, failed = await self._fetch_offer(version), self._failed_transports[server]
+        route, reason = await find_route(server, offer, self.run.config.sync, failed)
         self._routes[server] = version.incarnation, route
         self._route_report.note(server.url, route.transport, reason)
         return True

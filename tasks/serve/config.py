@@ -1,21 +1,17 @@
 """Settings of the vLLM servers."""
 
 import re
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, field_validator
+from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import Address, StageConfig, choose_dtype, setting
+from rollmill.tasks.config import Address, Gpu, StageConfig, choose_dtype, setting
 
 # Arguments of vLLM that hold a key or a token, and the abbreviations that argparse accepts for them.
 _SECRET_ARGUMENT = re.compile(
     r"--(ap(i(-(k(ey?)?)?)?)?|hf(-(t(o(k(en?)?)?)?)?)?|[a-z-]*(password|secret|-token|api-key))$"
 )
-
-
-# YAML and `--set` read [0,1] as numbers.
-Gpu = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 
 
 class ServeConfig(StageConfig):
@@ -37,8 +33,12 @@ class ServeConfig(StageConfig):
     )
     gpus: tuple[Gpu, ...] = setting(
         (),
-        "GPUs of the launched servers, by number or UUID, such as [0,1], divided among them in this order; empty: "
-        "each server sees all.",
+        "GPUs of the launched servers, by their position among the visible ones or by UUID, such as [4,5], divided among them in "
+        "this order; empty: those that the launched trainer leaves.",
+    )
+    share_gpus: bool = setting(
+        False,
+        "Launched servers may use GPUs of the launched trainer; serve.gpu_memory_utilization must leave room for it.",
     )
     dtype: Literal["float32", "bfloat16"] = setting(
         choose_dtype,

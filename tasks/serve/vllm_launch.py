@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.gpus import VISIBLE
 from rollmill.tasks.processes.python_child import SAFE_PATH
 from rollmill.tasks.serve.config import ServeConfig
 
@@ -77,7 +78,7 @@ def vllm_command(config: ServeConfig, model: str, port: int, *, returns_routing:
 
 
 def vllm_environment(
-    config: ServeConfig, number: int = 0, base: Mapping[str, str] = os.environ, *, api_key: str = ""
+    config: ServeConfig, base: Mapping[str, str] = os.environ, *, api_key: str = "", gpus: str = ""
 ) -> dict[str, str]:
     """Return all environment variables of a vLLM server: those of `base`, and those that configure the server.
 
@@ -85,14 +86,10 @@ def vllm_environment(
 
     Args:
         config: settings of the servers.
-        number: which of the launched servers it is, from 0; it sees its share of serve.gpus.
         base: the environment to start from.
         api_key: key that every request needs; empty: the value of the variable API_KEY_ENV, if any.
-
-    Example: of the GPUs ("0", "1", "2", "3") for two servers, number 1 sees "2,3".
+        gpus: value of CUDA_VISIBLE_DEVICES (`assign_gpus`); empty: that of `base`, if any.
     """
-    share = len(config.gpus) // config.servers
-    gpus = ",".join(config.gpus[number * share : (number + 1) * share])
     ours = {name: value for name, value in base.items() if not name.startswith(("PREFECT_", "PYTHON"))}
     key = api_key or base.get(API_KEY_ENV)
     plugins = dict.fromkeys([*filter(None, base.get("VLLM_PLUGINS", "").split(",")), PLUGIN])
@@ -109,9 +106,20 @@ def vllm_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(config.python).absolute().parent}:{ours.get('PATH', '')}",
         **({"VLLM_API_KEY": key} if key else {}),
-        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **({VISIBLE: gpus} if gpus else {}),
         **(_CPU_ENVIRONMENT if is_cpu_build(config.python) else {}),
     }
+
+
+def gpus_per_server(config: ServeConfig) -> int:
+    """Return how many GPUs a launched server computes with: its tensor times its pipeline parallelism, from serve.extra_args."""
+    words = [word.replace("_", "-") for each in config.extra_args for word in each.split("=", 1)]
+    sizes = {"tensor": 1, "pipeline": 1}
+    for word, after in pairwise(words):
+        for kind, short in (("tensor", "-tp"), ("pipeline", "-pp")):
+            if word in (f"--{kind}-parallel-size", short) and after.isdecimal():
+                sizes[kind] = int(after)
+    return sizes["tensor"] * sizes["pipeline"]
 
 
 def has_plugin_failure(log: str) -> bool:

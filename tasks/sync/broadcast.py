@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -138,7 +138,7 @@ class Broadcast:
             RequestsHeldError: it failed while it switched weights, so its requests stay held.
             SyncError: it failed before that, and still serves the old weights.
         """
-        what = f"receiving version {self._version} by {self._routes[server].transport}"
+        what = f"receiving version {self._version} by {self.transport(server)}"
         async with name_errors(server, what, "sync.timeout_s", self._config.timeout_s):
             request = msgspec.json.encode(self._build_request(self._routes[server]))
             asked_ns = time.time_ns()
@@ -158,6 +158,10 @@ class Broadcast:
         self.updated.add(server)
         self.starts_ns[server.url] = _keep_server_spans(server, response, asked_ns)
         return response
+
+    def transport(self, server: VllmClient) -> str:
+        """Return the transport by which weights reach a server."""
+        return self._routes[server].transport
 
     def _send_error(self, server: VllmClient) -> str:
         """Return why the trainer gave a server up; empty if it did not, or does not send to the server."""
@@ -193,8 +197,12 @@ def _keep_server_spans(server: VllmClient, response: WeightUpdateResponse, asked
     return min((each.started_ns for each in spans), default=asked_ns)
 
 
-async def find_route(server: VllmClient, offer: WeightOffer, config: SyncConfig) -> tuple[SendTarget, str]:
+async def find_route(
+    server: VllmClient, offer: WeightOffer, config: SyncConfig, failed: Collection[str] = ()
+) -> tuple[SendTarget, str]:
     """Choose how weights reach a server; returns the route, whose links are not open yet, and why its transport was chosen.
+
+    `failed` are transports that failed for this server before.
 
     Raises:
         ConfigError: the configured transport cannot reach it.
@@ -204,7 +212,11 @@ async def find_route(server: VllmClient, offer: WeightOffer, config: SyncConfig)
         location = msgspec.json.decode(await server.read_location(), type=ServerLocation)
     try:
         transport, reason = choose_transport(
-            config.transport, offer.location, location, shares_memory=bool(offer.shared)
+            config.transport,
+            offer.location,
+            location,
+            shares_memory=bool(offer.shared),
+            failed=failed,
         )
     except ValueError as error:
         raise ConfigError("sync.transport", config.transport, f"server {server.url}: {error}") from error
@@ -212,7 +224,12 @@ async def find_route(server: VllmClient, offer: WeightOffer, config: SyncConfig)
 
 
 def choose_transport(
-    setting: str, trainer: ProcessLocation, server: ServerLocation, *, shares_memory: bool
+    setting: str,
+    trainer: ProcessLocation,
+    server: ServerLocation,
+    *,
+    shares_memory: bool,
+    failed: Collection[str] = (),
 ) -> tuple[str, str]:
     """Choose the transport to a server, the configured one or the fastest that is possible; returns it and the reason.
 
@@ -221,6 +238,7 @@ def choose_transport(
         trainer: location of rank 0.
         server: location of the server.
         shares_memory: True if the trainer offers its weights in shared memory.
+        failed: transports that failed for this server before, which `auto` passes over; never tcp, which goes everywhere.
 
     Raises:
         ValueError: the configured transport cannot work there; names the reason and a remedy.
@@ -229,11 +247,15 @@ def choose_transport(
         if obstacle := _find_obstacle(setting, trainer, server, shares_memory):
             raise ValueError(f"{obstacle}; give tcp, or auto")
         return setting, "sync.transport sets it"
-    if not _find_obstacle("nccl", trainer, server, shares_memory):
-        return "nccl", "trainer and server are on different GPUs"
-    if not (obstacle := _find_obstacle("shm", trainer, server, shares_memory)):
-        return "shm", "trainer and server are on one machine"
-    return "tcp", obstacle
+    reasons = {"nccl": "are on different GPUs", "shm": "are on one machine"}
+    failed = [each for each in reasons if each in failed]
+    after = f", and {' and '.join(failed)} failed before" if failed else ""
+    obstacle = ""
+    for transport, reason in reasons.items():
+        obstacle = _find_obstacle(transport, trainer, server, shares_memory)
+        if not obstacle and transport not in failed:
+            return transport, f"trainer and server {reason}{after}"
+    return "tcp", (obstacle or "it goes everywhere") + after
 
 
 def _find_obstacle(

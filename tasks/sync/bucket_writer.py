@@ -122,10 +122,10 @@ class StagingMemory:
     """Memory of one device for weights that are overwritten before they are sent, or are on another device.
 
     Args:
-        device: "cpu" or "cuda". Host memory is page-locked for pieces that come from a GPU.
+        device: a CPU or a GPU. Host memory is page-locked for pieces that come from a GPU.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sizes: list[int] = []
         self._memory: dict[int, torch.Tensor] = {}
@@ -138,7 +138,7 @@ class StagingMemory:
 
         # Memory is kept between transfers: new memory for each of them takes four times as long.
         def keep(offset: BucketOffset, data: torch.Tensor, is_live: bool) -> torch.Tensor:
-            if is_live and data.device.type == self._device:
+            if is_live and data.device.type == self._device.type:
                 return data
             if offset.bucket not in self._memory:
                 self._memory[offset.bucket] = torch.empty(
@@ -146,7 +146,7 @@ class StagingMemory:
                     dtype=torch.uint8,
                     device=self._device,
                     # CUDA copies into ordinary host memory through a page-locked buffer, so twice.
-                    pin_memory=data.is_cuda and self._device == "cpu",
+                    pin_memory=data.is_cuda and self._device.type == "cpu",
                 )
             return self._memory[offset.bucket][offset.at : offset.at + len(data)].copy_(data)
 

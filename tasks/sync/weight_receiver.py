@@ -10,6 +10,7 @@ import torch
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import add_short_span, current_lane
 from rollmill.tasks.sync.links.link import (
+    CPU,
     ReceivingLink,
     Rendezvous,
     join_store,
@@ -32,8 +33,15 @@ RECEIVERS: Mapping[str, Callable[[Rendezvous], ReceivingLink]] = {
 """The server's end of a link, by transport."""
 
 
-def open_links(request: WeightUpdateRequest, plan: TransferPlan, worker: int) -> list[ReceivingLink]:
+def open_links(
+    request: WeightUpdateRequest,
+    plan: TransferPlan,
+    worker: int,
+    device: torch.device = CPU,
+) -> list[ReceivingLink]:
     """Open [W * streams] links from all ranks of the trainer to one worker of a server, under the request's prefix.
+
+    `device` is that of the worker's model.
 
     Raises:
         SyncError: there is no such transport; the trainer or one of its ranks did not come in time; no link is left open.
@@ -50,7 +58,8 @@ def open_links(request: WeightUpdateRequest, plan: TransferPlan, worker: int) ->
         for rank in range(len(plan.senders)):
             for stream in range(plan.streams):
                 name = link_name(request.prefix, rank, worker, stream)
-                rendezvous = Rendezvous(store, name, address, request.timeout_s, request.stall_timeout_s)
+                limits = request.timeout_s, request.stall_timeout_s
+                rendezvous = Rendezvous(store, name, address, *limits, device)
                 links.append(RECEIVERS[request.transport](rendezvous))
                 started = time.perf_counter_ns()
                 links[-1].open()
@@ -154,8 +163,8 @@ class WeightInbox:
 
     # A cancelled request leaves its inbox to the thread that may still write into it; the next request gets another.
 
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
+    def __init__(self, worker: int, device: torch.device = CPU) -> None:
+        self._worker, self._device = worker, device
         self._prefix, self._links = "", list[ReceivingLink]()
         self._shared, self._buffer = "", torch.empty(0, dtype=torch.uint8)
         self._is_dropped = False
@@ -201,7 +210,7 @@ class WeightInbox:
         if request.prefix != self._prefix:
             for link in self._links:
                 link.close()
-            self._links = open_links(request, plan, self._worker)
+            self._links = open_links(request, plan, self._worker, self._device)
             self._prefix = request.prefix
         # `drop` may have been called while the links were opened, and has not closed them then.
         if self._is_dropped:

@@ -20,6 +20,7 @@ from rollmill.tasks.sync.bucket_writer import (
 )
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import (
+    CPU,
     Rendezvous,
     SendingLink,
     join_store,
@@ -142,6 +143,7 @@ class WeightSender:
         port: port of the store.
         config: settings of the sync, for its time limits.
         straggler_timeout_s: seconds that slower servers get after the first one has everything.
+        device: of the rank's weights.
     """
 
     def __init__(
@@ -151,12 +153,14 @@ class WeightSender:
         port: int,
         config: SyncConfig,
         straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+        device: torch.device = CPU,
     ) -> None:
         self._rank, self._config, self._straggler_timeout_s = rank, config, straggler_timeout_s
+        self._device = device
         self._store = join_store(host, port, config.timeout_s)
         self._address = local_address(host, port, config.timeout_s)
         self._links: dict[str, tuple[str, list[SendingLink]]] = {}
-        self._staging = {device: StagingMemory(device) for device in ("cpu", "cuda")}
+        self._staging = {"cpu": StagingMemory(CPU), "cuda": StagingMemory(device)}
         self._transfers: Mapping[str, ServerTransfer] = {}
 
     def send(
@@ -296,6 +300,7 @@ class WeightSender:
                     link_name(target.prefix, self._rank, worker, stream),
                     self._address,
                     *limits,
+                    self._device,
                 )
             )
             for worker in range(target.workers)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.tasks.config import ADDRESS, Address, StageConfig, choose_dtype, setting
+from rollmill.tasks.config import ADDRESS, Address, Gpu, StageConfig, choose_dtype, setting
 
 Ratio = Annotated[float, Field(ge=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -84,6 +84,11 @@ class TrainConfig(StageConfig):
     lr: float = setting(1e-6, "Learning rate of AdamW.", ge=0.0, basic=True)
     kl: KLConfig = setting(KLConfig(), "KL divergence of the policy from a reference policy.")
     ranks: int = setting(1, "Trainer processes; one GPU for each.", ge=1, basic=True)
+    gpus: tuple[Gpu, ...] = setting(
+        (),
+        "GPUs of a launched trainer's ranks, by their position among the visible ones or by UUID, such as [0,1]; empty: the first "
+        "ones.",
+    )
     zero_stage: int = setting(0, "DeepSpeed ZeRO stage.", ge=0, le=3, basic=True)
     dtype: Literal["float32", "bfloat16"] = setting(
         choose_dtype,

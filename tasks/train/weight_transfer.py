@@ -156,7 +156,7 @@ class WeightTransfer:
 
         def send() -> list[SendResult]:
             try:
-                sender, progress = self._connect()
+                sender, progress = self._connect(engine.model.device)
                 with progress.report_periodically(sender.progress):
                     uses_memory = any(each.transport == "shm" for each in targets)
                     shared = self._open_shared_stream() if uses_memory else None
@@ -276,7 +276,7 @@ class WeightTransfer:
             return self._memory.stream if self._memory else None
         return open_shared(self._shared, self._plan.total_bytes, is_writable=True)
 
-    def _connect(self) -> tuple[WeightSender, SendProgress]:
+    def _connect(self, device: torch.device) -> tuple[WeightSender, SendProgress]:
         """Connect to the store unless connected; returns the sender of weights and its progress.
 
         Raises:
@@ -286,7 +286,7 @@ class WeightTransfer:
         if self._sender is None or self._progress is None:
             try:
                 store = join_store(sync.host, self._port, sync.timeout_s)
-                self._sender = WeightSender(self._rank, sync.host, self._port, sync)
+                self._sender = WeightSender(self._rank, sync.host, self._port, sync, device=device)
             except (RuntimeError, OSError) as error:
                 raise SyncError(f"cannot reach {sync.host}:{self._port}: {error}; {_REMEDY}") from error
             self._progress = SendProgress(

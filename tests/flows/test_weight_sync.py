@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,14 @@ class Trainer:
     errors: dict[str, str] = field(default_factory=dict)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     shift: float = 0.0
+    location: ProcessLocation = OFFER.location
 
     def __post_init__(self) -> None:
         self.release.set()
 
     async def offer(self) -> WeightOffer:
         self.calls.append("offer")
-        return OFFER
+        return replace(OFFER, location=self.location)
 
     async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         self.calls.append("send")
@@ -108,6 +109,8 @@ class Server:
     loading: Callable[[], Any] | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: str = "default"
+    location: ServerLocation = field(default_factory=lambda: ServerLocation("elsewhere", "cpu"))
+    dies: bool = False
     max_failures_in_a_row = 2
 
     def __post_init__(self) -> None:
@@ -115,7 +118,7 @@ class Server:
         self.release.set()
 
     async def is_healthy(self) -> bool:
-        return True
+        return not (self.dies and self.orders)
 
     async def version(self) -> str:
         return self.held
@@ -124,7 +127,7 @@ class Server:
         self.held = version
 
     async def read_location(self) -> bytes:
-        return msgspec.json.encode(ServerLocation("elsewhere", "cpu"))
+        return msgspec.json.encode(self.location)
 
     async def tokenize(self, text: str) -> list[int]:
         return [1, 2, 3]
@@ -323,6 +326,24 @@ async def test_a_server_that_fails_is_set_aside_and_its_links_are_not_used_again
     first, _, last = fleet.services[1].prefixes
     assert first != last
     assert len(set(fleet.services[0].prefixes)) == 1, "links that did not fail are kept"
+
+
+@pytest.mark.parametrize(("dies", "then"), [(False, "tcp"), (True, "nccl")])
+async def test_a_transport_that_failed_is_not_tried_again_unless_the_server_died(
+    fleet_of, dies: bool, then: str
+) -> None:
+    fleet = fleet_of(1)
+    (server,) = fleet.services
+    fleet.trainer.location = ProcessLocation("m1", "cuda", ("g0",))
+    server.location, server.dies = ServerLocation("m2", "cuda", ("g7",)), dies
+    server.failing["nccl"] = RequestError("500 the old weights serve: NCCL error")
+    await fleet.servers.update(AT[0])
+    assert [transport for transport, _ in server.orders] == ["nccl"]
+    server.failing.clear()
+    server.dies = False
+    await fleet.servers.rejoin(server, fleet.hold)
+    await fleet.servers.update(AT[2])
+    assert [transport for transport, _ in server.orders] == ["nccl", "files", then]
 
 
 async def test_links_that_the_trainer_has_dropped_are_not_used_again(fleet_of) -> None:

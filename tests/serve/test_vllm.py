@@ -68,17 +68,26 @@ def test_a_server_asks_for_the_key_that_the_client_sends(config_of) -> None:
     assert "VLLM_API_KEY" not in vllm_launch.vllm_environment(config, base={})
 
 
-def test_gpus_are_shared_out_evenly_between_the_servers(config_of) -> None:
-    config = config_of("vllm", servers=2, gpus=("0", "1", "2", "3"))
-    seen = [
-        vllm_launch.vllm_environment(config, number, base={})["CUDA_VISIBLE_DEVICES"] for number in range(2)
-    ]
-    assert seen == ["0,1", "2,3"]
+def test_a_server_sees_the_gpus_that_it_was_assigned_and_else_those_that_we_see(config_of) -> None:
+    config, ours = config_of("vllm"), {"CUDA_VISIBLE_DEVICES": "5"}
+    assert vllm_launch.vllm_environment(config, ours, gpus="2,3")["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert vllm_launch.vllm_environment(config, ours)["CUDA_VISIBLE_DEVICES"] == "5"
+    assert "CUDA_VISIBLE_DEVICES" not in vllm_launch.vllm_environment(config, {})
 
 
-def test_without_a_list_every_server_sees_the_gpus_that_we_see(config_of) -> None:
-    seen = vllm_launch.vllm_environment(config_of("vllm", servers=2), 1, base={"CUDA_VISIBLE_DEVICES": "5"})
-    assert seen["CUDA_VISIBLE_DEVICES"] == "5"
+@pytest.mark.parametrize(
+    ("arguments", "n"),
+    [
+        ((), 1),
+        (("--tensor-parallel-size", "4"), 4),
+        (("--tensor_parallel_size=2", "-pp", "2"), 4),
+        (("-tp", "8", "--max-num-seqs", "512"), 8),
+    ],
+)
+def test_a_server_computes_with_as_many_gpus_as_its_arguments_say(
+    config_of, arguments: tuple[str, ...], n: int
+) -> None:
+    assert vllm_launch.gpus_per_server(config_of("vllm", extra_args=arguments)) == n
 
 
 def test_a_version_is_read_as_it_was_written() -> None:

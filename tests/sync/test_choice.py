@@ -41,6 +41,28 @@ def test_auto_takes_the_fastest_way_that_is_possible(
     assert reason
 
 
+@pytest.mark.parametrize(
+    ("failed", "expected", "reason"),
+    [
+        ({"nccl"}, "tcp", "on different machines, or in different containers of one, and nccl failed before"),
+        ({"tcp"}, "nccl", "trainer and server are on different GPUs"),
+    ],
+)
+def test_auto_passes_over_what_failed(failed: set[str], expected: str, reason: str) -> None:
+    served = server(GPU, machine="m2", gpus=("g7",))
+    chosen = choose_transport("auto", GPU, served, shares_memory=True, failed=failed)
+    assert chosen[0] == expected
+    assert chosen[1].endswith(reason)
+
+
+def test_on_one_machine_shared_memory_follows_nccl_and_tcp_follows_both() -> None:
+    served = server(GPU, gpus=("g2",))
+    failures: list[set[str]] = [set(), {"nccl"}, {"nccl", "shm"}]
+    chosen = [choose_transport("auto", GPU, served, shares_memory=True, failed=each) for each in failures]
+    assert [transport for transport, _ in chosen] == ["nccl", "shm", "tcp"]
+    assert chosen[2][1] == "it goes everywhere, and nccl and shm failed before"
+
+
 @pytest.mark.parametrize("setting", ["tcp", "files"])
 def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
     assert choose_transport(setting, GPU, server(CPU, machine="m2"), shares_memory=False)[0] == setting

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch.distributed import Store, TCPStore
 
+CPU = torch.device("cpu")
+
 # 50 ms. A shorter silence is due to the link's speed and does not count as a wait for the other end.
 STALL_NS = 50_000_000
 
@@ -94,6 +96,7 @@ class Rendezvous:
         address: of this machine, as the other end reaches it.
         timeout_s: seconds that opening may take.
         stall_timeout_s: seconds within which some byte must be sent or received.
+        device: of this end's weights; NCCL connects GPUs.
     """
 
     store: Store
@@ -101,6 +104,7 @@ class Rendezvous:
     address: str
     timeout_s: float
     stall_timeout_s: float
+    device: torch.device = CPU
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:

@@ -1,9 +1,12 @@
-"""A link between a GPU of the trainer and one of a server, by NCCL, without a global process group.
+"""A link between a GPU of the trainer and one of a server, by NCCL, without a global process group; not run on a GPU.
 
 Both ends must be different GPUs: NCCL supports one rank for each.
 """
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +36,30 @@ def set_timeout(options: Any, limit: timedelta) -> None:
     options._timeout = limit
 
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Environment variable of torch: what the watchdog of a new process group does about an error; 0: nothing, 3: it ends the process."""
+_opening = threading.Lock()
+
+
+@contextmanager
+def spare_process() -> Iterator[None]:
+    """Keep the watchdogs of process groups made in the block from ending the process when NCCL fails.
+
+    A link that fails raises an error, and the run continues by another transport. By default the watchdog would end the trainer's rank
+    or vLLM's engine first. Process groups made before, such as DeepSpeed's, keep their behaviour.
+    """
+    # torch reads the variable when it makes a process group, and links are opened by several threads.
+    with _opening:
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            del os.environ[ERROR_HANDLING]
+            if before is not None:
+                os.environ[ERROR_HANDLING] = before
+
+
 class _NcclPair:
     """Base of both ends of a link: an NCCL process group of two ranks, sender and receiver."""
 
@@ -53,9 +80,11 @@ class _NcclPair:
         try:
             # A connection to the store serves one call at a time, and other links wait on theirs meanwhile.
             store = PrefixStore(rendezvous.name, rendezvous.store.clone())
-            self._group = ProcessGroupNCCL(store, self.rank, 2, options)
-            # Connects now: by default NCCL connects at the first transfer, which would count as a stall.
-            self._group.eager_connect_single_device(self._device)
+            with spare_process():
+                self._group = ProcessGroupNCCL(store, self.rank, 2, options)
+            # Connects now: by default NCCL connects at the first transfer, which would count as a stall. The device is given, since
+            # the current one is 0 in every new thread.
+            self._group.eager_connect_single_device(rendezvous.device)
         except RuntimeError as error:
             raise SyncError(
                 f"the other end of {rendezvous.name} did not come in {rendezvous.timeout_s:g} s (sync.timeout_s): {error}"
@@ -66,10 +95,6 @@ class _NcclPair:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
 
     def _exchange(self, call: str, data: torch.Tensor, other: int) -> None:
         """Call the process group's `send` or `recv` with `data`; raises SyncError if it fails or passes `stall_timeout_s`."""
@@ -100,7 +125,9 @@ class NcclReceiver(_NcclPair):
 
     def receive(self, parts: Sequence[torch.Tensor]) -> None:
         """Receive one bucket as `ReceivingLink.receive`; the parts are in host memory or on the GPU."""
-        data = torch.empty(sum(each.numel() for each in parts), dtype=torch.uint8, device=self._device)
+        data = torch.empty(
+            sum(each.numel() for each in parts), dtype=torch.uint8, device=self._rendezvous.device
+        )
         self._exchange("recv", data, _SENDER)
         for part, received in zip(parts, data.split([each.numel() for each in parts]), strict=True):
             part.copy_(received)

@@ -235,7 +235,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._weights: Tensors = []
         self._copy: SecondCopy | None = None
         self._keeps_copy = False
-        self._inbox = WeightInbox(self.parallel_config.rank)
+        self._inbox = WeightInbox(self.parallel_config.rank, self.device)
         self._live_weights = LiveWeights(vllm_config.model_config)
         self._expected = ExpectedSums(0, {})
 
@@ -295,7 +295,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._copy = None
         self._request, self._weights = None, []
         self._inbox.drop()
-        self._inbox = WeightInbox(self.parallel_config.rank)
+        self._inbox = WeightInbox(self.parallel_config.rank, self.device)
 
     def _run(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.gpus import VISIBLE
 from rollmill.tasks.processes.python_child import SAFE_PATH, child_environment, python_command
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.train.config import TrainConfig
@@ -94,13 +95,19 @@ def torchrun_command(n_ranks: int, nodes: Nodes = Nodes()) -> list[str]:
     return [*python_command("torch.distributed.run", *counts, "--max-restarts", "0"), *meeting]
 
 
-def build_environment(train: TrainConfig, token: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the trainer service's environment, made from `base`: access token, thread count, and downloads switched off."""
+def build_environment(
+    train: TrainConfig, token: str, base: Mapping[str, str] = os.environ, *, gpus: str = ""
+) -> dict[str, str]:
+    """Return the trainer service's environment, made from `base`: access token, thread count, and downloads switched off.
+
+    `gpus` is the value of CUDA_VISIBLE_DEVICES (`assign_gpus`); empty: that of `base`, if any.
+    """
     return {
         **child_environment(base),
         # torchrun starts the ranks with `python -m`, which would put the working folder before the standard library.
         SAFE_PATH: "1",
         TOKEN_ENV: token,
+        **({VISIBLE: gpus} if gpus else {}),
         "OMP_NUM_THREADS": str(train.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",

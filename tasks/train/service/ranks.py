@@ -18,7 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rollmill.tasks.errors import RollmillError, SyncError
+from rollmill.tasks.errors import RollmillError, SyncError, TrainError
+from rollmill.tasks.processes.gpus import VISIBLE, list_visible_gpus
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.private_torch import PrefixStore, Store, rendezvous
 from rollmill.tasks.train.service.commands import AnyCommand, Command
@@ -177,12 +178,20 @@ def join_ranks(timeout_s: float) -> Ranks:
 
     Args:
         timeout_s: seconds that one collective may wait for the slowest rank.
+
+    Raises:
+        TrainError: there is a GPU, and torch cannot use it.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         # Objects, counts of chunks and digests are gathered on the CPU, gradients on the device.
         backend = "cpu:gloo,cuda:nccl"
+    elif gpus := list_visible_gpus():
+        raise TrainError(
+            f"torch {torch.__version__} cannot use the GPUs {','.join(gpus)}: install its CUDA build (make clean setup), whose CUDA 13 "
+            f"needs NVIDIA's driver 580 or newer; or compute on the CPU with {VISIBLE}= in the environment"
+        )
     else:
         device, backend = torch.device("cpu"), "gloo"
     timeout = timedelta(seconds=timeout_s)
