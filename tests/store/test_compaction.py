@@ -20,7 +20,8 @@ from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder, partition_fo
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.schemas import SCHEMAS
 from rollmill.tasks.store.shards.compactor import Compactor
-from rollmill.tasks.store.shards.shard_compaction import is_worthwhile, join_batches
+from rollmill.tasks.store.shards.shard import join_batches
+from rollmill.tasks.store.shards.shard_compaction import is_worthwhile
 from rollmill.tasks.store.shards.shard_names import current_shards, superseded_shards
 from rollmill.tasks.store.shards.writer import RunWriter
 
@@ -127,16 +128,15 @@ async def carry_out(folder: RunFolder, rows: RowMaker, actions: Sequence[str]) -
         assert ids_of(folder) == expected
 
 
-@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
-def test_pieces_are_all_the_rows_in_order_and_as_large_as_asked_for(sizes: list[int], rows: int) -> None:
-    numbers = itertools.count()
-    batches = [
-        pa.record_batch({"n": pa.array([next(numbers) for _ in range(size)], pa.int64())}) for size in sizes
-    ]
-    made = list(join_batches(batches, 8 * rows))
-    assert [n for piece in made for n in piece["n"].to_pylist()] == list(range(sum(sizes)))
-    assert all(max(left.num_rows, right.num_rows) >= rows for left, right in itertools.pairwise(made))
-    assert all(piece.num_rows < rows + max(sizes) for piece in made)
+@given(st.lists(st.integers(1, 400), max_size=30), st.integers(1, 20_000))
+def test_pieces_are_all_the_rows_in_order_and_as_large_as_asked_for(sizes: list[int], asked: int) -> None:
+    batches = [pa.record_batch({"n": pa.array([at] * size, pa.int64())}) for at, size in enumerate(sizes)]
+    n_bytes = [pa.ipc.get_record_batch_size(batch) for batch in batches]
+    made = [piece["n"].to_pylist() for piece in join_batches(batches, asked)]
+    assert [n for piece in made for n in piece] == [n for batch in batches for n in batch["n"].to_pylist()]
+    lengths = [sum(n_bytes[at] for at in set(piece)) for piece in made]
+    assert all(max(left, right) >= asked for left, right in itertools.pairwise(lengths))
+    assert all(length < asked + max(n_bytes) for length in lengths)
 
 
 @given(st.lists(st.integers(0, 100), max_size=8), st.integers(1, 100))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.shards.shard import join_small_batches
+from rollmill.tasks.store.shards.shard import JOINED_BYTES, join_batches
 from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -80,7 +80,7 @@ def test_joining_pieces_keeps_every_row_and_the_order_and_copies_no_large_piece(
         )
         for i, (n, is_large) in enumerate(pieces)
     ]
-    joined = list(join_small_batches(batches))
+    joined = list(join_batches(batches, JOINED_BYTES))
     rows_in_order = [n for batch in batches for n in batch.column("n").to_pylist()]
     assert [n for batch in joined for n in batch.column("n").to_pylist()] == rows_in_order
     assert [batch for batch in joined if batch.nbytes > 1 << 22] == [

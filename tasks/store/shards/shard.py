@@ -1,6 +1,6 @@
-"""One shard: checks rows, joins small batches, and writes them as an Arrow IPC file."""
+"""One shard: checks rows, joins small batches, and writes and publishes them as an Arrow IPC file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -10,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from rollmill.tasks.errors import SchemaError
+from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.folders import Partition
 from rollmill.tasks.store.schemas import check_nulls, dataset_schema, schema_like
 from rollmill.tasks.store.shards.integrity import make_seal, shard_digest
+from rollmill.tasks.store.shards.inventory import ShardEvent
 from rollmill.tasks.store.shards.shard_names import ShardName
 
-# Batches of at least this size (4 MiB) are written as they are; smaller ones are joined first.
-COPIED_BYTES = 1 << 22
+# Batches of at least this size (4 MiB) are written as they are; smaller ones are joined until they have it.
+JOINED_BYTES = 1 << 22
 
 # Space in a small shard for all but its rows (1 MiB): its schema, twice, and its hashes.
 BESIDE_ROWS_BYTES = 1 << 20
@@ -53,11 +55,11 @@ def write_shard(path: Path, name: ShardName, dataset: str, appended: Iterable[pa
     Its last batch, of zero rows, carries the hashes that show damage; see rollmill.tasks.store.shards.integrity. Returns `name` with
     the shard's digest.
     """
-    batches = join_small_batches(appended)
+    batches = join_batches(appended, JOINED_BYTES)
     first, second = next(batches, None), next(batches, None)
     schema = dataset_schema(dataset) if first is None else schema_like(dataset, first.schema)
     there = [each for each in (first, second) if each is not None]
-    if len(there) == 1 and _batch_bytes(there[0]) < COPIED_BYTES:
+    if len(there) == 1 and _batch_bytes(there[0]) < JOINED_BYTES:
         return str(replace(name, digest=_write_at_once(path, schema, there[0])))
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in chain(there, batches):
@@ -91,24 +93,40 @@ def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([], schema=schema)
 
 
-def join_small_batches(appended: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in the same order, with consecutive batches below COPIED_BYTES joined.
+def join_batches(batches: Iterable[pa.RecordBatch], piece_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield the same rows in the same order, in batches of `piece_bytes` or little more; batches are never split.
 
-    Example: pieces of 1, 1, 1 and, too large to copy, 500 rows come out as pieces of 3 and 500.
+    Example: with 10 bytes a piece, batches of 4, 4, 4, 20 and 1 bytes become pieces of 12, 20 and 1.
     """
-    small: list[pa.RecordBatch] = []
-    for batch in appended:
-        if _batch_bytes(batch) < COPIED_BYTES:
-            small.append(batch)
-            continue
-        if small:
-            yield pa.concat_batches(small)
-            small = []
-        yield batch
-    if small:
-        yield pa.concat_batches(small)
+    gathered: list[pa.RecordBatch] = []
+    n_bytes = 0
+    for batch in batches:
+        size = _batch_bytes(batch)
+        if size >= piece_bytes and gathered:
+            yield pa.concat_batches(gathered)
+            gathered, n_bytes = [], 0
+        gathered.append(batch)
+        n_bytes += size
+        if n_bytes >= piece_bytes:
+            yield pa.concat_batches(gathered) if len(gathered) > 1 else batch
+            gathered, n_bytes = [], 0
+    if gathered:
+        yield pa.concat_batches(gathered)
 
 
 def _batch_bytes(batch: pa.RecordBatch) -> int:
     """Compute the size in bytes of a record batch in a shard; ten times faster than `nbytes`."""
     return int(pa.ipc.get_record_batch_size(batch))
+
+
+def publish_shard(files: Files, folder: str, write: Callable[[Path], tuple[str, int]]) -> ShardEvent:
+    """Publish the shard that `write` makes in a partition's folder; `write` returns its name and its number of rows."""
+    rows = size = 0
+
+    def write_measured(path: Path) -> str:
+        nonlocal rows, size
+        name, rows = write(path)
+        size = path.stat().st_size
+        return name
+
+    return ShardEvent(files.publish(folder, write_measured), "written", rows, size)

@@ -17,11 +17,8 @@ from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.schemas import schema_like
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import ShardEvent
-from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard import publish_shard, write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName, current_shards
-
-# Rows are copied in batches of about this size (16 MiB), which bounds the memory of a compaction.
-JOINED_BYTES = 1 << 24
 
 _ID_COLUMN = "trajectory_id"
 # Data sets that may hold a trajectory twice; the last two after a kill, see rollmill.tasks.store.expert_routing.
@@ -52,8 +49,8 @@ def is_worthwhile(sizes: Sequence[int], large_bytes: int) -> bool:
 def compact_partition(files: Files, folder: str, name: ShardName, large_bytes: int) -> ShardEvent | None:
     """Copy the rows of a partition's shards whose names sort before `name` into one new shard, bit for bit, in order.
 
-    Every shard whose name sorts before `name` must be stored, and none may be removed meanwhile. Memory is bounded by
-    JOINED_BYTES and the largest batch of rows.
+    Every shard whose name sorts before `name` must be stored, and none may be removed meanwhile. Memory is bounded by the
+    largest batch of rows.
 
     Returns:
         Event of the compacted shard; None if compacting is not worthwhile and nothing was done.
@@ -66,55 +63,21 @@ def compact_partition(files: Files, folder: str, name: ShardName, large_bytes: i
     keys = [key for key in current_shards(sizes) if (written := ShardName.of(key)) and written < name]
     if not is_worthwhile([sizes[key] for key in keys], large_bytes):
         return None
-    rows = size = 0
 
-    def write(path: Path) -> str:
-        nonlocal rows, size
-        written, rows = _write_compacted(path, files, keys, name)
-        size = path.stat().st_size
-        return written
+    def write(path: Path) -> tuple[str, int]:
+        dataset, n_rows = keys[0].partition("/")[0], 0
 
-    return ShardEvent(files.publish(folder, write), "written", rows, size)
+        def counted() -> Iterator[pa.RecordBatch]:
+            nonlocal n_rows
+            for batch in _read_batches(files, keys):
+                n_rows += batch.num_rows
+                yield batch
 
+        written = write_shard(path, name, dataset, counted())
+        _check_written(path, dataset, n_rows, keys)
+        return written, n_rows
 
-def _write_compacted(path: Path, files: Files, keys: list[str], name: ShardName) -> tuple[str, int]:
-    """Write the rows of shards to one file and check it; returns its name and its number of rows."""
-    dataset = keys[0].partition("/")[0]
-    n_rows = 0
-
-    def counted() -> Iterator[pa.RecordBatch]:
-        nonlocal n_rows
-        for batch in _read_batches(files, keys):
-            n_rows += batch.num_rows
-            yield batch
-
-    written = write_shard(path, name, dataset, join_batches(counted(), JOINED_BYTES))
-    _check_written(path, dataset, n_rows, keys)
-    return written, n_rows
-
-
-def join_batches(batches: Iterable[pa.RecordBatch], piece_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in the same order, in batches of `piece_bytes` or little more; batches are never split.
-
-    Example: with 10 bytes a piece, batches of 4, 4, 4, 20 and 1 bytes become pieces of 12, 20 and 1.
-    """
-    gathered: list[pa.RecordBatch] = []
-    n_bytes = 0
-    for batch in batches:
-        if gathered and batch.nbytes >= piece_bytes:
-            yield _join(gathered)
-            gathered, n_bytes = [], 0
-        gathered.append(batch)
-        n_bytes += batch.nbytes
-        if n_bytes >= piece_bytes:
-            yield _join(gathered)
-            gathered, n_bytes = [], 0
-    if gathered:
-        yield _join(gathered)
-
-
-def _join(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+    return publish_shard(files, folder, write)
 
 
 def _read_batches(files: Files, keys: Iterable[str]) -> Iterator[pa.RecordBatch]:

@@ -24,7 +24,7 @@ from rollmill.tasks.observe.spans import Lane, OpenSpan, current_lane, span
 from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.folders import PartitionValue, partition_folder
 from rollmill.tasks.store.shards.inventory import INVENTORY, Inventory, ShardEvent
-from rollmill.tasks.store.shards.shard import check_rows, write_shard
+from rollmill.tasks.store.shards.shard import check_rows, publish_shard, write_shard
 from rollmill.tasks.store.shards.shard_compaction import compact_partition
 from rollmill.tasks.store.shards.shard_names import ShardName
 
@@ -36,12 +36,7 @@ _COMMIT_ORDER = {"routing": 0, "states": 0, "rollouts": 1, "scores": 2}
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """The result of a commit, which stores one shard in each of several folders.
-
-    Attributes:
-        failed: the error of each folder whose rows could not be stored, by folder.
-        written: events, for the inventory, of the shards that were stored.
-    """
+    """The result of a commit: the error of each folder whose rows could not be stored, and events of the shards that were."""
 
     failed: Mapping[str, StoreError]
     written: Sequence[ShardEvent]
@@ -61,16 +56,15 @@ def commit_rows(
     """
     failed: dict[str, StoreError] = {}
     written: list[ShardEvent] = []
-    in_order = sorted(gathered.items(), key=lambda each: _COMMIT_ORDER.get(dataset_from_folder(each[0]), 1))
+    in_order = sorted(gathered.items(), key=lambda each: _COMMIT_ORDER.get(_dataset(each[0]), 1))
     for number, (folder, appended) in enumerate(in_order, first_number):
-        dataset, step = dataset_from_folder(folder), folder.rpartition("/")[2]
-        before = (each for each in failed if dataset_from_folder(each) in STORED_AFTER.get(dataset, ()))
+        step = folder.rpartition("/")[2]
+        before = (each for each in failed if _dataset(each) in STORED_AFTER.get(_dataset(folder), ()))
         if lost := [failed[each] for each in before if each.endswith(f"/{step}")]:
             failed[folder] = lost[0]
             continue
         try:
-            write = partial(write_shard, name=ShardName(epoch, number), dataset=dataset, appended=appended)
-            written.append(publish_shard(files, folder, write, sum(rows.num_rows for rows in appended)))
+            written.append(_store_rows(files, folder, appended, ShardName(epoch, number)))
         except StoreError as error:
             failed[folder] = error
         except Exception as error:  # noqa: BLE001 - it must reach only the callers that wait for these rows
@@ -78,20 +72,15 @@ def commit_rows(
     return CommitResult(failed, written)
 
 
-def publish_shard(files: Files, folder: str, write: Callable[[Path], str], rows: int) -> ShardEvent:
-    """Publish the file that `write` makes as a shard of a folder; returns the shard's event for the inventory."""
-    size = 0
+def _store_rows(files: Files, folder: str, appended: Sequence[pa.RecordBatch], name: ShardName) -> ShardEvent:
+    def write(path: Path) -> tuple[str, int]:
+        n_rows = sum(rows.num_rows for rows in appended)
+        return write_shard(path, name, _dataset(folder), appended), n_rows
 
-    def measured(path: Path) -> str:
-        nonlocal size
-        name = write(path)
-        size = path.stat().st_size
-        return name
-
-    return ShardEvent(files.publish(folder, measured), "written", rows, size)
+    return publish_shard(files, folder, write)
 
 
-def dataset_from_folder(folder: str) -> str:
+def _dataset(folder: str) -> str:
     """Return the name of the data set to which a partition's folder belongs."""
     return folder.partition("/")[0]
 
@@ -235,12 +224,7 @@ class RunWriter:
         """
         folder = partition_folder(dataset, partition)
         check_rows(dataset, rows, partition)
-
-        def store(name: ShardName) -> ShardEvent:
-            write = partial(write_shard, name=name, dataset=dataset, appended=[rows])
-            return publish_shard(self._files, folder, write, rows.num_rows)
-
-        await self._in_place(folder, store)
+        await self._in_place(folder, partial(_store_rows, self._files, folder, [rows]))
 
     async def _in_place(self, folder: str, store: Callable[[ShardName], ShardEvent | None]) -> str:
         """Store a shard that replaces those a partition has now, concurrently with commits.
