@@ -16,7 +16,7 @@ from rollmill.flows.step.overlap import StepPipeline
 from rollmill.flows.step.report import report_run, report_step
 from rollmill.tasks.observe.step_clock import StepClock, record_flow
 from rollmill.tasks.serve.policy_version import PolicyVersion
-from rollmill.tasks.store.run.run_kind import list_done_steps
+from rollmill.tasks.store.run.resume import list_done_steps
 
 
 @flow(name="collect", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])

@@ -24,7 +24,7 @@ from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock, record_flow
 from rollmill.tasks.store.group_draw import steps_per_pass
-from rollmill.tasks.store.run.training_sources import check_sources, read_sources
+from rollmill.tasks.store.run.manifest import check_sources, read_sources
 from rollmill.tasks.sync.task import SyncedVersion, sync_weights
 from rollmill.tasks.train.task import TrainedStep, train_step
 

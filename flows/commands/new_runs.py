@@ -17,8 +17,7 @@ from rollmill.tasks.observe.step_clock import record_command
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.fork_copy import fork_run
 from rollmill.tasks.store.run.immutable_settings import get_setting, list_differences
-from rollmill.tasks.store.run.manifest import read_manifest
-from rollmill.tasks.store.run.training_sources import check_sources
+from rollmill.tasks.store.run.manifest import check_sources, read_manifest
 
 # Fixed settings, or sections of them, that determine a checkpoint; a fork keeps its source's.
 WEIGHT_SETTINGS = ("model", "start_model.", "train.dtype", "train.lora.")

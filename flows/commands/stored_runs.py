@@ -18,9 +18,8 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
-from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.manifest import check_sources, has_manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
-from rollmill.tasks.store.run.training_sources import check_sources
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.compactor import Compactor
 

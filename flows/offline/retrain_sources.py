@@ -13,7 +13,7 @@ from rollmill.tasks.score.terms import check_scorer, resolve_terms
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps
 from rollmill.tasks.store.run.manifest import read_manifest
-from rollmill.tasks.store.run.run_kind import list_done_steps
+from rollmill.tasks.store.run.resume import list_done_steps
 
 
 def check_offline(config: RunConfig) -> None:

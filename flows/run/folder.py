@@ -12,9 +12,9 @@ from rollmill.tasks.errors import ConfigError, RunFinishedError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
-from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
-from rollmill.tasks.store.run.run_kind import check_run_kind, list_done_steps
-from rollmill.tasks.store.run.training_sources import list_dependents
+from rollmill.tasks.store.run.manifest import has_manifest, list_dependents, read_manifest
+from rollmill.tasks.store.run.resume import list_done_steps
+from rollmill.tasks.store.run.writable_run import check_run_kind
 
 RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 

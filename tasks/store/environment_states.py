@@ -37,11 +37,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check the names and types of the columns that an environment declares.
-
-    Raises:
-        SchemaError: a name is no identifier or is taken, or there is no such type.
-    """
+    """Check the columns that an environment declares; raises SchemaError for a name or type that cannot be, or a name that is taken."""
     taken = {each.name for each in STATE_FIELDS}
     for name, kind in columns.items():
         if not _NAME.fullmatch(name) or name in taken:

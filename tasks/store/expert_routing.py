@@ -19,14 +19,9 @@ from rollmill.tasks.store.verify.findings import name_first
 
 
 def make_routing_row(run: str, step: int, trajectory_id: str, parts: Sequence[np.ndarray]) -> Rows:
-    """Build the row of `routing` with one trajectory's routed experts, without a copy of their bytes if possible.
+    """Build the row of `routing` with one trajectory's routed experts.
 
-    Args:
-        run: id of the run.
-        step: step of the rollout.
-        trajectory_id: id of the rollout.
-        parts: [N, layers, experts per token] each, in token order. A single little-endian array in C order is not
-            copied.
+    `parts` are [N, layers, experts per token] each, in token order; a single little-endian array in C order is not copied.
     """
     experts = parts[0] if len(parts) == 1 else np.concatenate(parts)
     experts = np.ascontiguousarray(experts, experts.dtype.newbyteorder("<"))
@@ -69,13 +64,10 @@ def read_routing(folder: RunFolder, step: int, ids: Sequence[str]) -> list[np.nd
 
 
 def select_expired_steps(stored: Sequence[int], *, done: int, checkpoint: int, keep: int) -> list[int]:
-    """Return the steps whose routed experts may be removed.
+    """Return the steps, of those in `stored`, whose routed experts may be removed.
 
-    Args:
-        stored: steps that have routed experts.
-        done: steps that are trained, 0 to done - 1.
-        checkpoint: version of the last complete checkpoint; later steps are trained again after a kill.
-        keep: how many of the trained steps to keep; 0: all.
+    The first `done` steps are trained. Kept are the last `keep` of them (0: all), and the steps from the version `checkpoint` of the
+    last complete checkpoint on, which are trained again after a kill.
 
     Example: of the steps 0 to 7, with done=6, checkpoint=5 and keep=2, the steps 0 to 3 are returned.
     """

@@ -30,27 +30,21 @@ class Files(Protocol):
     reads_at_once: int
 
     def publish(self, folder: str, write: Callable[[Path], str]) -> str:
-        """Publish the file that `write` writes to a new local path, whole or not at all; returns its key.
+        """Publish a file in the folder with a key ("": the run's own), whole or not at all; returns the file's key.
 
-        Args:
-            folder: key of the folder, "" for the run's own.
-            write: writes the file and returns its name in `folder`. An existing file of that name is replaced.
+        `write` writes it to a new local path and returns its name; an existing file of that name is replaced.
 
         Raises:
             StoreError: it could not be stored; names path and reason.
         """
 
     def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
-        """Create or replace a small text file, if its present content is the expected one.
+        """Create or replace a small text file, if `is_expected` is True for its present content (None: there is no file).
 
-        Args:
-            key: key of the file.
-            text: new content of the file.
-            is_expected: called with the present content, None if there is no file; returns whether the lock's holder
-                expects it. It is not called on a local disk, where a run's lock cannot be lost.
+        A local disk does not ask, since a run's lock cannot be lost there.
 
         Raises:
-            LeaseLostError: the content is not expected: another process has taken the run over. Nothing is written.
+            LeaseLostError: another process has taken the run over; nothing is written.
             StoreError: it could not be stored; names path and reason.
         """
 
@@ -69,19 +63,13 @@ class Files(Protocol):
         """
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove files; a missing one is no error.
-
-        Raises:
-            StoreError: a file could not be removed; names path and reason.
-        """
+        """Remove files, of which some may be missing; raises StoreError, which names path and reason, if one cannot be removed."""
 
 
 def open_files(folder: RunFolder, check: Callable[[], None] = lambda: None) -> Files:
     """Return the storage of a run's files, on a local disk or on S3; its methods block the calling thread.
 
-    Args:
-        folder: folder of the run.
-        check: the `check` of the run's lock; called before each request to S3 that changes anything, and may raise.
+    `check` is called before each request to S3 that changes anything, and may raise; it is that of the run's lock.
     """
     if folder.is_local:
         return LocalFiles(folder.local, folder.tmp)
@@ -92,11 +80,7 @@ def open_files(folder: RunFolder, check: Callable[[], None] = lambda: None) -> F
 
 
 def publish_text(files: Files, key: str, text: bytes) -> None:
-    """Create or replace a text file.
-
-    Raises:
-        StoreError: it could not be stored.
-    """
+    """Create or replace a text file; raises StoreError if it cannot be stored."""
     folder, _, name = key.rpartition("/")
 
     def write(path: Path) -> str:
@@ -155,7 +139,7 @@ def publish_path(target: Path) -> Iterator[Path]:
 
 
 class RangeFile(io.RawIOBase):
-    """Remote file that Arrow can read: its last bytes are given, ranges before them are fetched when they are read.
+    """Remote file that Arrow can read: its last bytes, `tail` from `tail_at` on, are given; ranges before them are fetched.
 
     Args:
         fetch: given start and end, returns bytes that contain this range, and the position of the first of them.

@@ -42,13 +42,7 @@ class SpaceNeed:
 
 
 def plan_need(stored: dict[int, int], step: int, checkpoint: int, reserve: int) -> SpaceNeed:
-    """Estimate the disk space that a step needs: its rows are as large as the largest of the five steps before it.
-
-    Args:
-        stored: bytes of rows by step.
-        step: the step.
-        checkpoint: bytes of its checkpoint.
-        reserve: bytes that must stay free.
+    """Estimate the bytes that a step needs: its rows are as large as the largest of the five steps before it in `stored`.
 
     Example: plan_need({0: 9, 4: 5, 5: 7}, 6, 0, 1) has 7 bytes of rows: step 0 is not among the last five steps.
     """
@@ -57,11 +51,7 @@ def plan_need(stored: dict[int, int], step: int, checkpoint: int, reserve: int) 
 
 
 def check_room(need: SpaceNeed, free_bytes: int, step: int, folder: RunFolder) -> None:
-    """Refuse a step that needs more than the free bytes of the disk.
-
-    Raises:
-        DiskSpaceError: names the free and the needed bytes, and the remedy.
-    """
+    """Refuse a step that needs more than the free bytes, by a DiskSpaceError with free and needed bytes and the remedy."""
     if free_bytes >= need.total:
         return
     parts = [f"{_format_bytes(need.rows)} for as many rows as in the largest of the last {LOOKED_AT} steps"]
@@ -101,9 +91,7 @@ class DiskSpaceGuard:
         self._stored: dict[int, int] = {}
 
     def check(self, step: int, *, due: Sequence[int] = (), is_collected: bool = False) -> None:
-        """Check that the disk has room for a step, before the step is collected or trained.
-
-        Blocks, so it is called from a thread.
+        """Check that the disk has room for a step, before it is collected or trained; blocks the calling thread.
 
         Args:
             step: the step that is to begin.

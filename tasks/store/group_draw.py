@@ -35,13 +35,8 @@ def draw_groups(
     """Draw the groups that a step trains on; the same arguments always give the same groups.
 
     Each pass draws the groups in a new random order, without replacement. Groups left over at the end of a pass, fewer than a step
-    needs, are not drawn in that pass. If there are fewer groups than a step needs, every step gets all of them.
-
-    Args:
-        groups: all groups to draw from, in any order, without duplicates.
-        seed: seed of the run.
-        step: number of the step, from 0.
-        groups_per_step: number of groups that a step trains on, at least 1.
+    needs, are not drawn in that pass. If there are fewer groups than a step needs, every step gets all of them. `groups` may be in
+    any order, without duplicates; `seed` is that of the run.
     """
     # Sorted, and seeded by run and pass: a resumed run draws the same groups without drawing those of earlier steps.
     in_order = sorted(groups)

@@ -11,14 +11,9 @@ from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_arra
 def make_logprob_rows(
     run: str, step: int, models: Sequence[str], ids: Sequence[str], logprobs: Sequence[np.ndarray]
 ) -> Rows:
-    """Build rows of the data set `logprobs`, one per trajectory.
+    """Build rows of the data set `logprobs`, one per trajectory, for the step that trains on them.
 
-    Args:
-        run: random id of the run.
-        step: the step that trains on them.
-        models: the policy that computed each trajectory's log-probabilities.
-        ids: ids of the trajectories.
-        logprobs: [T] log-probabilities in nats of each trajectory, NaN where loss_mask is False.
+    `models` are the policies that computed `logprobs`: [T] each, in nats, NaN where loss_mask is False.
     """
     n = len(ids)
     columns = {

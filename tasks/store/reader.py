@@ -62,11 +62,7 @@ def read(
 def read_trajectories(
     folder: RunFolder, step: int, ids: Sequence[str], columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Read the rollouts of one step with the given trajectory ids, in the order of `ids`.
-
-    Raises:
-        ShardError: some rollouts are not stored; names them.
-    """
+    """Read the rollouts of a step with the given trajectory ids, in order of `ids`; raises ShardError, which names missing ones."""
     names = list(columns) if columns is not None else dataset_schema("rollouts").names
     stored = read(folder, "rollouts", columns=list(dict.fromkeys(["trajectory_id", *names])), step=step)
     places = pc.index_in(pa.array(ids, pa.string()), value_set=stored["trajectory_id"])
@@ -109,12 +105,7 @@ def list_shards(run: RunFolder | str, dataset: str, **partition: PartitionValue)
 def read_listed(
     listed: Callable[[], list[str]], read_one: Callable[[str], pa.Table], at_once: int = 1
 ) -> list[pa.Table]:
-    """Read every listed shard; if one was replaced by a compacted shard meanwhile, list again.
-
-    Args:
-        listed: returns the keys of the shards.
-        read_one: reads a shard, given its key.
-        at_once: how many are read at once, in threads.
+    """Read every shard that `listed` lists, at most `at_once` in threads; if one was replaced by a compacted shard, list again.
 
     Raises:
         ShardGoneError: a shard does not exist, and listing again gives the same keys.
@@ -193,9 +184,7 @@ def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, sel
             with pa.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table)
             table = pa.ipc.open_stream(sink.getvalue()).read_all()
-    except SchemaError as error:
-        raise ShardError(f"cannot read {where}: {error}") from error
-    except (pa.ArrowException, OSError) as error:
+    except (SchemaError, pa.ArrowException, OSError) as error:
         raise ShardError(f"cannot read {where}: {error}") from error
     return table
 

@@ -40,11 +40,7 @@ def _schema(name: str, *columns: pa.Field) -> pa.Schema:
 
 
 def check_version(schema: pa.Schema) -> None:
-    """Refuse the schema of a shard that another schema version wrote.
-
-    Raises:
-        SchemaError: it records no version, an older or a newer one.
-    """
+    """Raise SchemaError for the schema of a shard that another schema version wrote, or that records none."""
     version = (schema.metadata or {}).get(b"schema_version", b"").decode()
     if not version.isdecimal():
         raise SchemaError("its schema has no schema_version; Rollmill did not write it")
@@ -65,6 +61,8 @@ _SUBGROUP = _column(
     pa.int32(),
     "subset of the group whose rewards the advantage is relative to; 0 unless a scorer split the group",
 )
+_ENV = _column("env", pa.string(), "environment")
+_DURATION = _column("duration_s", pa.float64(), "duration from start to end", unit="s")
 _ERROR_TYPE = _column("error_type", pa.string(), "class of the error; empty when there is none")
 _ERROR = _column("error", pa.large_string(), "text of the error; empty when there is none")
 
@@ -75,7 +73,7 @@ _SAMPLED = (
         "attempt, from 0; rises only when a user asks to sample failed trajectories again",
     ),
     _TRAJECTORY,
-    _column("env", pa.string(), "environment"),
+    _ENV,
     _column("example_id", pa.string(), "the environment's id of the problem"),
     _column("example", pa.large_string(), "JSON: what a scorer may read, including the reference answer"),
     _column("temperature", pa.float32(), "sampling temperature"),
@@ -128,7 +126,7 @@ _SAMPLED = (
     _column("turns", pa.int32(), "completions of the episode"),
     _column("server", pa.string(), "address of the server that sampled it"),
     _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began", unit="us, UTC"),
-    _column("duration_s", pa.float64(), "duration from start to end", unit="s"),
+    _DURATION,
     _column("generate_s", pa.float64(), "part of duration_s spent waiting for the sampler", unit="s"),
     _column("environment_s", pa.float64(), "part of duration_s spent in the environment", unit="s"),
     _column("queue_s", pa.float64(), "time from the start of its group to its own start", unit="s"),
@@ -177,7 +175,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _STEP,
         _GROUP,
         _SUBGROUP,
-        _column("env", pa.string(), "environment"),
+        _ENV,
         _column("expected", pa.int32(), "trajectories asked for (G)"),
         _column("survived", pa.int32(), "trajectories with a reward"),
         _column("reason", pa.string(), "why the group is not in the batch; empty if it is"),
@@ -206,7 +204,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _TRAJECTORY,
         _GROUP,
         _SAMPLE,
-        _column("env", pa.string(), "environment"),
+        _ENV,
         _column("advantage", pa.float32(), "advantage of every sampled token of the trajectory"),
         _column("reward", pa.float64(), "reward that the advantage is computed from"),
         _column("source", pa.string(), "run folder that holds the rollout; empty: this run"),
@@ -288,7 +286,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("name", pa.string(), "what was done; time belongs to the innermost of nested spans"),
         _column("cause", pa.string(), "for a wait, the name of what it waited for; else empty"),
         _column("started_at", pa.timestamp("us", tz="UTC"), "when it began", unit="us, UTC"),
-        _column("duration_s", pa.float64(), "duration from start to end", unit="s"),
+        _DURATION,
     ),
     "shards": _schema(
         "shards",

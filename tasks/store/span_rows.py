@@ -25,10 +25,6 @@ class RunSpans:
     An async context manager, used inside that of the run's writer; when it is left, it stores the remaining spans. A
     recorder that is active already is used, so that spans from before the run are stored too.
 
-    Args:
-        run: id of the run.
-        writer: of the run.
-
     Attributes:
         recorder: keeps the spans until they are stored.
         on_stored: called with the number of a step when its spans are stored.

@@ -47,11 +47,7 @@ class StagedRows:
 def stage_rows(
     folder: RunFolder, dataset: str, rows: Rows, name: str, **partition: PartitionValue
 ) -> StagedRows:
-    """Write rows to a file, for the process that has the run's writer; `name` is unique among such files.
-
-    Raises:
-        StoreError: they could not be written.
-    """
+    """Write rows to a file, of a unique `name`, for the process that has the run's writer; raises StoreError."""
 
     def write(path: Path) -> str:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, dataset_schema(dataset)) as writer:

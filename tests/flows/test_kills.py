@@ -28,9 +28,8 @@ from rollmill.tasks.rollout.completions import turn_seed
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.run.manifest import read_manifest
-from rollmill.tasks.store.run.resume import list_batch_steps
 from rollmill.tasks.store.verify.run_verification import verify_run
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.train.service import launch
@@ -175,7 +174,7 @@ def n_planned(folder: RunFolder) -> dict[int, int]:
 
 def n_trained(folder: RunFolder) -> int:
     """How many steps have a batch."""
-    return len(list_batch_steps(folder))
+    return len(list_steps(folder, "batches"))
 
 
 def asked_for(folder: RunFolder) -> set[Asked]:

@@ -10,8 +10,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
-from rollmill.tasks.store.run.training_sources import check_sources, read_sources
+from rollmill.tasks.store.run.manifest import check_sources, read_manifest, read_sources, write_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.verify.run_verification import verify_run
 

@@ -75,7 +75,7 @@ def export_traces(
     known: set[int] | None = None,
     is_over: bool = True,
 ) -> int:
-    """Send spans to an OpenTelemetry receiver; a span that is sent again has the same id.
+    """Send the spans of some steps to an OpenTelemetry receiver and return their number; one that is sent again has the same id.
 
     Headers are configured by the library's variables, such as OTEL_EXPORTER_OTLP_HEADERS.
 
@@ -88,9 +88,6 @@ def export_traces(
         timeout_s: seconds for each request, including the library's retries.
         known: ids of spans the receiver has, which are not sent; ids of sent spans are added.
         is_over: True if the steps have ended: attempts without a span `step` get one.
-
-    Returns:
-        Number of spans sent.
 
     Raises:
         RequestError: the receiver did not accept them.

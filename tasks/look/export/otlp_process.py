@@ -17,11 +17,7 @@ MOST_WAITING = 1000
 
 
 class OtlpSink:
-    """Sends spans to an OpenTelemetry receiver step by step, with late ones of previous steps, and none twice.
-
-    Args:
-        settings: the run, and the receiver's address.
-    """
+    """Sends spans to an OpenTelemetry receiver step by step, with late ones of previous steps, and none twice."""
 
     def __init__(self, settings: SinkSettings) -> None:
         self._settings, self._folder = settings, RunFolder(settings.folder)

@@ -42,10 +42,7 @@ def measure_coverage(timeline: SpanTimeline) -> pl.DataFrame:
 def list_gaps(owners: pl.DataFrame, reported: pl.DataFrame, lengths: pl.DataFrame) -> list[pl.DataFrame]:
     """Return rows of owners for time without a span: `unattributed` within reported time, `no_spans` outside of it.
 
-    Args:
-        owners: microseconds of ranks and servers that have a span; see `Ledger`.
-        reported: reported microseconds; see `measure_coverage`.
-        lengths: columns step, us: microseconds of each step.
+    `owners` are those of ranks and servers, `reported` is of `measure_coverage`, `lengths` has each step's microseconds (step, us).
     """
     known = owners.group_by("step", "process").agg(pl.col("us").sum().alias("known"))
     both = reported.join(known, on=["step", "process"], how="left").join(
@@ -64,12 +61,7 @@ def list_gaps(owners: pl.DataFrame, reported: pl.DataFrame, lengths: pl.DataFram
 
 
 def count_processes(lengths: pl.DataFrame, reported: pl.DataFrame) -> pl.DataFrame:
-    """Return the number of servers and ranks in each step: columns step, n_servers, n_ranks.
-
-    Args:
-        lengths: has the steps in a column `step`.
-        reported: the processes with spans in each step; see `measure_coverage`.
-    """
+    """Return columns step, n_servers, n_ranks for the steps of `lengths`; `reported` is of `measure_coverage`."""
     rank = pl.col("process").str.starts_with(RANK)
     found = reported.group_by("step").agg(n_servers=(~rank).sum(), n_ranks=rank.sum())
     none = pl.col("n_servers", "n_ranks").fill_null(0).cast(pl.Int64)

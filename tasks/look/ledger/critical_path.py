@@ -204,11 +204,7 @@ def find_critical_paths(timeline: SpanTimeline, episodes: pl.DataFrame) -> pl.Da
     The walk starts at the end of the step. Where the step lane worked, the path stays in it. Where it waited, the path
     continues with the awaited work that ended last, back to its start, then with whatever released the resource it had waited
     for, and so on. A wait for a process continues in that process. Work that the step lane did itself while awaited work ran is
-    not on the path.
-
-    Args:
-        timeline: spans of the run.
-        episodes: see `collect_episodes`.
+    not on the path. `episodes` are those of `collect_episodes`.
 
     Returns:
         Columns step, start, end (microseconds; the segments of a step fill its window without gaps), phase (name of the step

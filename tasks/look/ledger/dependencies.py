@@ -34,12 +34,7 @@ class Job(NamedTuple):
 
 
 class Schedule:
-    """The work of a step's rollouts or of an evaluation, with its dependencies and limited resources, for simulation.
-
-    Args:
-        works: all jobs.
-        places: capacity of each resource, by name.
-    """
+    """The work of a step's rollouts or of an evaluation, to be simulated; `places` is the capacity of each limited resource."""
 
     def __init__(self, works: list[Job], places: Mapping[str, int]) -> None:
         self._works, self._places = works, places
@@ -54,19 +49,16 @@ class Schedule:
         return self._places.keys()
 
     def less_us(self, shares: Mapping[str, float]) -> float:
-        """Return the microseconds that all jobs together would save, the most by which the schedule can get shorter.
+        """Return the microseconds that all jobs together would save with `shares` as factors on their durations, by name.
 
-        Args:
-            shares: factor on the duration of jobs, by name; 1 for all others.
+        It is the most by which the schedule can get shorter.
         """
         return sum(work.us * (1.0 - shares[work.name]) for work in self._works if work.name in shares)
 
     def length_us(self, shares: Mapping[str, float], unlimited: Collection[str] = ()) -> int:
-        """Simulate the schedule with changed durations or capacities, and return its length in microseconds.
+        """Simulate the schedule, and return its length in microseconds.
 
-        Args:
-            shares: factor on the duration of jobs, by name; 1 for all others.
-            unlimited: resources without a capacity limit.
+        `shares` are factors on the duration of jobs, by name (1 for all others); `unlimited` are resources without a capacity limit.
         """
         free = {place: n for place, n in self._places.items() if place not in unlimited}
         queues: dict[str, list[tuple[int, int]]] = {place: [] for place in free}

@@ -17,12 +17,9 @@ MOST_STEPS = 1000
 
 
 def read_ledger(folder: RunFolder, asked: Interval | None = None, most: int = MOST_STEPS) -> Ledger:
-    """Read a run's spans and compute where the time of its steps went; without `asked` also of its start and end.
+    """Read a run's spans and compute where the time of its steps went.
 
-    Args:
-        folder: folder of the run.
-        asked: interval of steps; None: the last finished ones.
-        most: number of steps if none are asked for.
+    Without `asked` these are the last `most` finished ones, and the run's start and end are included.
 
     Raises:
         ConfigError: the run has no spans of these steps; the error lists the steps it has.

@@ -91,12 +91,7 @@ class SpanTimeline:
 
 
 def build_timeline(rows: pl.DataFrame, steps: Iterable[int] | None = None) -> SpanTimeline:
-    """Build a timeline from rows of the data set `spans`.
-
-    Args:
-        rows: rows with COLUMNS, in any order.
-        steps: steps that get windows; None: all.
-    """
+    """Build a timeline from rows with COLUMNS of the data set `spans`, in any order; `steps` get windows (None: all)."""
     start = pl.col("started_at").dt.epoch("us")
     spans = (
         rows.select(COLUMNS)

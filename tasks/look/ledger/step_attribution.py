@@ -149,10 +149,7 @@ PARTS = ("start", "end")
 
 
 def attribute_run_ends(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return on what the time before the first and after the last step was spent; those of resumed runs are added up.
-
-    Args:
-        rows: rows of the data set `spans`.
+    """Return on what the time before the first and after the last step was spent, from rows of `spans`; resumed runs are added up.
 
     Returns:
         Columns part (`start` or `end`), name, cause, us; the rows of a part sum to its duration, `unattributed` included.
@@ -202,12 +199,7 @@ class Ledger:
 
 
 def build_ledger(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
-    """Compute from a run's spans where the time of its steps went.
-
-    Args:
-        rows: rows of the data set `spans`.
-        steps: the steps to attribute; rows of other steps show what overlaps them. None: all.
-    """
+    """Compute from rows of the data set `spans` where the time of `steps` (None: all) went; rows of other steps show overlaps."""
     timeline = build_timeline(rows)
     episodes = collect_episodes(timeline)
     path = find_critical_paths(timeline, episodes)

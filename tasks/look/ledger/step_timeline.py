@@ -44,12 +44,9 @@ class StepTimeline:
 
 
 def lay_out_step(spans: pl.DataFrame, step: int, path: pl.DataFrame) -> StepTimeline:
-    """Compute the lanes and pieces of a step's chart: the step, its critical path, and each rank and server.
+    """Compute the lanes and pieces of a step's chart: the step, its critical path `path`, and each rank and server.
 
-    Args:
-        spans: rows of the data set, of the step and its neighbours.
-        step: the step to lay out.
-        path: its critical path, as in a ledger.
+    `spans` are rows of the data set, of the step and its neighbours.
     """
     timeline = build_timeline(spans, [step])
     # Ranks by number, then servers: a longer name has a larger number.

@@ -112,11 +112,7 @@ def make_groups_view(folder: RunFolder, selection: Selection) -> View:
 def select_groups(
     folder: RunFolder, selection: Selection, steps: list[int] | None, scan: Scan = scan
 ) -> pl.DataFrame:
-    """Return the selected groups by step and number; `steps` None selects all steps.
-
-    Raises:
-        ConfigError: the run has no such environment, or no group with that outcome; the error lists what it has.
-    """
+    """Return the selected groups by step and number (`steps` None: of all steps); raises ConfigError like `select_view`."""
     names = [column.name for column in GROUP_COLUMNS]
     groups = scan_partitions(folder, "groups", [*names, "subgroup"], "step", steps, scan).collect()
     if selection.env:

@@ -53,11 +53,7 @@ BATCH_COLUMNS = ["trajectory_id", "advantage"]
 
 
 def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
-    """Return the selected trajectories with reward, advantage and last message.
-
-    Raises:
-        ConfigError: the run has no such step, group, scorer, environment, status or column; the error lists what it has.
-    """
+    """Return the selected trajectories with reward, advantage and last message; raises ConfigError like `select_view`."""
     if selection.evaluations:
         versions = select_partitions(folder, "evaluations", "version", selection.steps)
         names = [*ROLLOUT_COLUMNS, "reward", "greedy"]
@@ -89,11 +85,7 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
 
 
 def find_step(folder: RunFolder, group: int) -> int:
-    """Return the step whose plan contains a group.
-
-    Raises:
-        ConfigError: no plan contains it; the error lists the groups.
-    """
+    """Return the step whose plan contains a group; raises ConfigError, which lists the groups, if none does."""
     plans = read(folder, "plans", ["step", "first_group", "n_groups"]).to_pylist()
     for plan in plans:
         if plan["first_group"] <= group < plan["first_group"] + plan["n_groups"]:
@@ -150,12 +142,9 @@ def join_rewards(rollouts: pl.LazyFrame, batches: pl.LazyFrame, scores: pl.LazyF
 
 
 def filter_trajectories(found: pl.DataFrame, selection: Selection) -> pl.DataFrame:
-    """Return the trajectories with the selected environment, status and reward.
+    """Return the trajectories with the selected environment, status and reward; raises ConfigError for an unknown one.
 
     The column `reward` is needed only to select by reward, or to select unscored trajectories.
-
-    Raises:
-        ConfigError: the run has no such environment or status.
     """
     if selection.env:
         check_known("--env", selection.env, found["env"].unique())

@@ -131,14 +131,7 @@ def drop_uniform(
     alike: Sequence[str],
     unset: Sequence[str] = (),
 ) -> list[Column]:
-    """Drop columns that carry no information for these rows.
-
-    Args:
-        columns: columns of the table.
-        rows: rows of the table.
-        alike: columns to drop if all rows have the same value.
-        unset: columns to drop if no row has a value.
-    """
+    """Drop columns without information: of `alike`, if all rows have the same value; of `unset`, if no row has one."""
     gone = {name for name in alike if len({row[name] for row in rows}) < 2}
     gone |= {name for name in unset if not any(row[name] for row in rows)}
     return [column for column in columns if column.name not in gone]

@@ -13,11 +13,7 @@ from rollmill.tasks.store.verify.run_verification import VerificationReport, ver
 
 
 def verify_and_print(folder: RunFolder, *, as_json: bool) -> bool:
-    """Verify a run and print the findings; returns True if there are none.
-
-    Raises:
-        StoreError: the run could not be checked.
-    """
+    """Verify a run and print the findings; returns True if there are none, raises StoreError if it could not be checked."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("verify", total=None)
         found = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))

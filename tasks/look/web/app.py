@@ -74,7 +74,7 @@ INDEX = """<!DOCTYPE html>
 def serve_viewer(
     folder: RunFolder, tokenizer: LoadTokenizer, port: int | None, refresh_s: float, *, opens_browser: bool
 ) -> None:
-    """Serve a run's pages on loopback, in this process, until interrupted.
+    """Serve a run's pages on loopback, in this process, until interrupted; raises ConfigError if the port is taken.
 
     Args:
         folder: the run.
@@ -82,9 +82,6 @@ def serve_viewer(
         port: loopback port; None: PORT, or the next free one if it is taken.
         refresh_s: seconds between two checks for new data.
         opens_browser: True: open the first page in a browser, if there is one.
-
-    Raises:
-        ConfigError: the port is taken.
     """
     with suppress(ModuleNotFoundError):
         # Arrow imports it at its first conversion, in some thread, and Plotly looks into it when it is half imported.
@@ -110,11 +107,7 @@ def serve_viewer(
 
 
 def open_listener(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on `port`; None: on PORT, or on the next free one of the ports after it.
-
-    Raises:
-        ConfigError: the port is taken, or with None all of those ports.
-    """
+    """Return a socket that listens on `port` (None: PORT or the next free one); raises ConfigError if that is taken."""
     for each in range(PORT, PORT + OTHER_PORTS) if port is None else [port]:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         # Otherwise a viewer that has just ended keeps its port from the next one for a minute.
@@ -134,13 +127,7 @@ def open_listener(host: str, port: int | None) -> socket.socket:
 
 
 def make_app(source: RunData, port: int, refresh_s: float) -> Dash:
-    """Create the Dash application that serves the pages of one run.
-
-    Args:
-        source: the run.
-        port: port it is served at.
-        refresh_s: seconds between two checks for new data.
-    """
+    """Create the Dash application of one run's pages at a port; it checks for new data every `refresh_s` seconds."""
     app = Dash(
         "rollmill_viewer",
         assets_folder=str(Path(__file__).parent / "assets"),

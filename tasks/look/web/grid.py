@@ -31,12 +31,9 @@ UNSORTED = ("answer",)
 
 
 def make_grid(columns: Sequence[Column], sort: str = "", links: Mapping[str, str] | None = None) -> Component:
-    """Create a table that loads rows on demand; cells are shown as text, never as markup.
+    """Create a table that loads rows on demand, sorted by `sort` (a leading - sorts largest first); cells are text, never markup.
 
-    Args:
-        columns: in order.
-        sort: column, a leading - sorts largest first.
-        links: address that a column's cells link to, by column; {value} in it is the cell's value.
+    `links` are the addresses that a column's cells link to, by column; {value} in one is the cell's value.
     """
     shown = [_column(column, sort, (links or {}).get(column.name, "")) for column in columns]
     options = {
@@ -53,11 +50,7 @@ def make_whole_grid(
 ) -> Component:
     """Create a table that has all rows in the page, up to some thousands; the browser renders only visible rows.
 
-    Args:
-        name: id of the component.
-        columns: in order.
-        rows: all rows.
-        links: as for `make_grid`; {NAME} in an address is the row's value of that column.
+    `name` is the component's id, `links` as for `make_grid`; {NAME} in an address is the row's value of that column.
     """
     shown = [_column(column, "", links.get(column.name, "")) for column in columns]
     # Cells are texts, which the browser would sort 10 before 9.

@@ -41,11 +41,7 @@ class Query:
         return f"?{urlencode(self.values)}" if self.values else ""
 
     def selection(self, *, evaluations: bool = False) -> Selection:
-        """Return the selection of rows that the parameters describe.
-
-        Raises:
-            ConfigError: a parameter is no valid number, range or list.
-        """
+        """Return the selection that the parameters describe; raises ConfigError for what is no valid number, range or list."""
         group = Interval.parse("group", self["group"]) if self["group"] else None
         return Selection(
             steps=Interval.parse("step", self["step"]) if self["step"] else None,

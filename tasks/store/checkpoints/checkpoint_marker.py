@@ -103,11 +103,7 @@ def describe_file(path: Path) -> StoredFile:
 
 
 def check_sizes(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Check that each file of a checkpoint on this machine exists and has the recorded size.
-
-    Raises:
-        StoreError: names the file, the recorded size and the actual one.
-    """
+    """Check that each file of a checkpoint on this machine has the recorded size; raises StoreError, which names file and sizes."""
     for name, recorded in files.items():
         path = folder / name
         if not path.is_file():
@@ -119,11 +115,7 @@ def check_sizes(folder: Path, files: Mapping[str, StoredFile]) -> None:
 
 
 def check_bytes(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Check the size and the hash of each file of a checkpoint on this machine; reads every byte.
-
-    Raises:
-        StoreError: names the file.
-    """
+    """Check size and hash of each file of a checkpoint on this machine, reading every byte; raises StoreError, which names the file."""
     check_sizes(folder, files)
     for name, recorded in files.items():
         if describe_file(folder / name) != recorded:
@@ -138,10 +130,7 @@ def find_wrong_files(
 ) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong) for each file of a stored checkpoint that differs from its record; reads every byte.
 
-    Args:
-        files: the files of the run.
-        folder: key of the checkpoint.
-        listed: the files that its marker lists.
+    `folder` is the key of the checkpoint; its marker lists the files `listed`.
     """
     sizes = files.sizes(f"{folder}/**/*")
     for name, recorded in listed.items():

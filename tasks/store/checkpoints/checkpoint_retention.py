@@ -10,12 +10,9 @@ from rollmill.tasks.store.run.resume import list_checkpoints, list_complete_chec
 
 
 def select_expired_checkpoints(complete: Sequence[int], *, keep: int, keep_every: int) -> list[int]:
-    """Return the versions, ascending, whose checkpoints are to be removed: all but those that `keep` and `keep_every` keep.
+    """Return the versions, ascending, whose checkpoints are to be removed, of those that have a complete checkpoint.
 
-    Args:
-        complete: versions that have a complete checkpoint.
-        keep: how many of the newest are kept; 0: all.
-        keep_every: multiples of this are kept for good; 0: none is.
+    The newest `keep` are kept (0: all), and for good the multiples of `keep_every` (0: none).
 
     Example: of 0, 10, 20, 30 and 40, with keep=2 and keep_every=20, 10 is removed.
     """

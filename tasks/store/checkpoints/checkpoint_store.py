@@ -1,32 +1,33 @@
-"""Checkpoints of a run: written in the run's folder, and for a run on S3 uploaded from and fetched to this machine.
+"""Checkpoints and exported policies of a run: folders on this machine, for a run on S3 uploaded from and fetched to it.
 
-A trainer reads and writes local folders. A checkpoint is complete when it has its marker, which is written last.
+A checkpoint is complete when it has its marker, which is written last. A policy is a Hugging Face folder: on a disk it is renamed
+into place, on S3 config.json, without which nothing loads a folder as a model, is uploaded last.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollmill.tasks.errors import LeaseLostError, StoreError
 from rollmill.tasks.store.checkpoints.checkpoint_marker import CheckpointMarker, StoredFile, parse_marker
-from rollmill.tasks.store.filesystem import describe_os_error, empty_folder, open_files, publish_path
-from rollmill.tasks.store.folders import CHECKPOINT_MARKER, S3_SCHEME, RunFolder, checkpoint_key
+from rollmill.tasks.store.filesystem import (
+    describe_os_error,
+    empty_folder,
+    move_into_place,
+    open_files,
+    publish_path,
+)
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key, policy_key
 from rollmill.tasks.store.run.manifest import read_manifest
+
+MODEL_CONFIG = "config.json"
 
 
 def has_checkpoint(folder: RunFolder, version: int) -> bool:
     """Return True if the checkpoint of a version is stored and complete."""
     return bool(open_files(folder).keys(f"{checkpoint_key(version)}/{CHECKPOINT_MARKER}"))
-
-
-def local_checkpoint(location: str) -> Path:
-    """Return the folder of a checkpoint on this machine, given its folder on a disk or on S3.
-
-    Example: s3://bucket/runs/a/checkpoints/version=000012 is .rollmill/scratch/bucket/runs/a/checkpoints/version=000012.
-    """
-    return RunFolder(location).local
 
 
 def fetch_checkpoint(location: str) -> Path:
@@ -40,11 +41,12 @@ def fetch_checkpoint(location: str) -> Path:
         StoreError: its marker is damaged.
         OSError: the files cannot be written to the disk.
     """
-    local = local_checkpoint(location)
-    if not location.startswith(S3_SCHEME):
+    folder = RunFolder(location)
+    local = folder.local
+    if folder.is_local:
         return local
     marker = local / CHECKPOINT_MARKER
-    stored = _open_checkpoint(RunFolder(location))
+    stored = _open_objects(folder)
     wanted = stored.get(CHECKPOINT_MARKER).content
     # Another marker is that of another write of this version: files of both must not be mixed.
     if not marker.is_file() or marker.read_bytes() != wanted:
@@ -62,22 +64,18 @@ def copy_checkpoint(location: str, scratch: Path) -> Path:
     Raises:
         ShardError, StoreError, OSError: like `fetch_checkpoint`.
     """
-    if not location.startswith(S3_SCHEME):
-        return local_checkpoint(location)
-    stored = _open_checkpoint(RunFolder(location))
+    folder = RunFolder(location)
+    if folder.is_local:
+        return folder.local
+    stored = _open_objects(folder)
     _download(stored, stored.get(CHECKPOINT_MARKER).content, scratch)
     return scratch
 
 
 def clear_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
-    """Remove all existing files of a checkpoint that is about to be written, on this machine and on S3.
+    """Remove all existing files of a checkpoint that the trainer of an incarnation is about to write, on this machine and on S3.
 
-    For a run on S3, other checkpoints on this machine are removed too.
-
-    Args:
-        folder: folder of the run.
-        version: policy version of the checkpoint.
-        incarnation: number of the trainer that writes it; checked against run.json before each request to S3.
+    For a run on S3, other checkpoints on this machine are removed too, and run.json is checked before each request to S3.
 
     Raises:
         LeaseLostError: a newer trainer has loaded the run.
@@ -91,9 +89,7 @@ def clear_checkpoint(folder: RunFolder, version: int, incarnation: int) -> None:
     if folder.is_local:
         return
     remove_other_copies(local)
-    key = checkpoint_key(version)
-    stored = _open_checkpoint(RunFolder(folder.path(key)))
-    check = partial(check_newest_trainer, folder, key, incarnation)
+    stored, check = _open_for_trainer(folder, checkpoint_key(version), incarnation)
     # The marker first, so that no partial checkpoint counts as complete.
     stored.remove([CHECKPOINT_MARKER, *stored.keys("")], check)
 
@@ -106,31 +102,24 @@ def upload_checkpoint_file(folder: RunFolder, version: int, name: str, incarnati
         StoreError: it could not be stored.
     """
     if not folder.is_local:
-        key = checkpoint_key(version)
-        stored = _open_checkpoint(RunFolder(folder.path(key)))
-        check = partial(check_newest_trainer, folder, key, incarnation)
+        stored, check = _open_for_trainer(folder, checkpoint_key(version), incarnation)
         stored.upload(folder.checkpoint(version) / name, name, check)
 
 
 def publish_marker(folder: RunFolder, marker: CheckpointMarker, incarnation: int) -> None:
-    """Write the marker of a checkpoint whose files are all stored, which makes it complete.
-
-    Raises:
-        LeaseLostError, StoreError: like `upload_checkpoint_file`.
-    """
+    """Write the marker of a checkpoint whose files are all stored, which makes it complete; errors as of `upload_checkpoint_file`."""
     with publish_path(folder.checkpoint(marker.version) / CHECKPOINT_MARKER) as path:
         path.write_bytes(marker.to_bytes())
     upload_checkpoint_file(folder, marker.version, CHECKPOINT_MARKER, incarnation)
 
 
-def check_newest_trainer(folder: RunFolder, key: str, incarnation: int) -> None:
-    """Raise LeaseLostError if a newer trainer than number `incarnation` has loaded the run.
+def _open_for_trainer(folder: RunFolder, key: str, incarnation: int) -> tuple[Any, Callable[[], None]]:
+    """Open the objects below a key of a run on S3, with the check to make before each request that changes one."""
+    return _open_objects(RunFolder(folder.path(key))), partial(_check_newest, folder, key, incarnation)
 
-    Args:
-        folder: folder of the run.
-        key: key of what the trainer is about to write, for the error.
-        incarnation: number of the trainer; each trainer that loads the run gets a larger one.
-    """
+
+def _check_newest(folder: RunFolder, key: str, incarnation: int) -> None:
+    """Raise LeaseLostError if a newer trainer than number `incarnation`, which is to write `key`, has loaded the run."""
     newest = read_manifest(folder).incarnation
     if newest > incarnation:
         raise LeaseLostError(
@@ -149,7 +138,7 @@ def remove_other_copies(local: Path) -> None:
             shutil.rmtree(each)
 
 
-def _open_checkpoint(folder: RunFolder) -> Any:
+def _open_objects(folder: RunFolder) -> Any:
     # s3fs and botocore take a second to import, and only runs on S3 need them.
     from rollmill.tasks.store.s3.s3_files import open_objects
 
@@ -166,3 +155,32 @@ def _download(stored: Any, marker: bytes, local: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             stored.download(name, path)
     (local / CHECKPOINT_MARKER).write_bytes(marker)
+
+
+def has_policy(folder: RunFolder, version: int) -> bool:
+    """Return True if all files of the policy of a version are stored."""
+    return bool(open_files(folder).keys(f"{policy_key(version)}/{MODEL_CONFIG}"))
+
+
+def staging_folder(folder: RunFolder, version: int) -> Path:
+    """Return the folder on this machine where a policy is written before it is published."""
+    return folder.tmp / f"policy-{version:06d}"
+
+
+def publish_policy(folder: RunFolder, version: int, incarnation: int) -> str:
+    """Publish the content of `staging_folder` as the policy of a version; returns its path, errors as of `upload_checkpoint_file`."""
+    staged, key = staging_folder(folder, version), policy_key(version)
+    if folder.is_local:
+        target = folder.policy(version)
+        try:
+            move_into_place(staged, target)
+        except OSError as error:
+            raise StoreError(f"cannot write {target}: {describe_os_error(error)}") from error
+        return str(target)
+    stored, check = _open_for_trainer(folder, key, incarnation)
+    names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
+    # False sorts before True: config.json, without which nothing loads the folder, comes last.
+    for name in sorted(names, key=MODEL_CONFIG.__eq__):
+        stored.upload(staged / name, name, check)
+    shutil.rmtree(staged)
+    return folder.path(key)

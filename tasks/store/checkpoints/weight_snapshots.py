@@ -21,11 +21,7 @@ def weights_location(folder: RunFolder, run: str, configured: str) -> str:
 def publish_rank_weights(
     place: str, name: str, rank: int, world_size: int, write: Callable[[Path], None]
 ) -> str:
-    """Publish one rank's weight file, whole or not at all, and return its path; `write` writes it to a given local path.
-
-    Raises:
-        StoreError: it could not be stored; names path and reason.
-    """
+    """Publish the weight file that `write` writes for one rank, whole or not at all; returns its path, raises StoreError."""
 
     def named(path: Path) -> str:
         write(path)
@@ -44,11 +40,7 @@ def list_complete_weights(place: str, name: str) -> list[str]:
 
 
 def remove_weights(place: str, *, but: str = "") -> None:
-    """Remove all weight snapshots of a location except the one called `but`.
-
-    Raises:
-        StoreError: a file could not be removed; names path and reason.
-    """
+    """Remove all weight snapshots of a location except the one called `but`; raises StoreError, which names path and reason."""
     files = open_files(RunFolder(place))
     files.remove(key for key in files.keys(f"*/*{_SUFFIX}") if key.partition("/")[0] != but)
 

@@ -45,14 +45,8 @@ def fork_run(
 ) -> None:
     """Begin a run at policy version `step` of another run, with copies of its earlier rows and last checkpoint.
 
-    A second call, also after a kill, copies what is missing. A run that is forked completely is not changed.
-
-    Args:
-        source: the run to fork; it may be running.
-        step: the new run gets the stored batches of earlier steps.
-        target: folder of the new run; created if missing.
-        config: resolved configuration of the new run, JSON values.
-        config_of: settings of the new run's data sets.
+    A second call, also after a kill, copies what is missing. A run that is forked completely is not changed. The source may be
+    running; `config` is the resolved configuration of the new run, JSON values, `config_of` that of its data sets.
 
     Raises:
         ConfigError: the source has not trained so many steps, or the target is another run.
@@ -82,11 +76,7 @@ def fork_run(
 
 
 def copy_partition(source: RunFolder, target: RunFolder, dataset: str, **partition: PartitionValue) -> None:
-    """Copy the shards of a data set's partitions with the given values from one run to another.
-
-    Raises:
-        StoreError: something could not be read or written.
-    """
+    """Copy the shards of a data set's partitions with the given values from one run to another; raises StoreError."""
     pattern = f"{partition_pattern(dataset, partition)}/*.arrow"
     files = open_files(source)
     bring = partial(_copy_file, source, target, open_files(target))
@@ -101,11 +91,7 @@ def _target_manifest(
     found: Manifest | None,
     config: dict[str, Any],
 ) -> Manifest:
-    """Return the new run's stored manifest, or if there is none a new one whose epochs continue those of the source.
-
-    Raises:
-        ConfigError: the stored manifest is not of this fork.
-    """
+    """Return the target's stored manifest, or a new one whose epochs continue those of the source; ConfigError if it is not of this fork."""
     last = ForkOrigin(origin.run, source.absolute, step, origin.config)
     if found:
         if [(each.run, each.step) for each in found.origins[-1:]] != [(last.run, last.step)]:
@@ -113,19 +99,16 @@ def _target_manifest(
             raise ConfigError("--name", target.name, f"{remedy}; give another name")
         return found
     before = (replace(each, step=min(each.step, step)) for each in origin.origins)
-    return Manifest(
+    # The epoch stays: copied shards keep their names, and those of the new run must come after them.
+    return replace(
+        origin,
         run=secrets.token_hex(RUN_ID_BYTES),
         incarnation=0,
-        # Copied shards keep their names, so those of the new run must come after them.
-        epoch=origin.epoch,
-        schema_version=origin.schema_version,
         config=config,
-        versions=origin.versions,
-        git_commit=origin.git_commit,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         status="forking",
         origins=(*before, last),
-        sources=origin.sources,
+        trains=True,
     )
 
 

@@ -9,14 +9,9 @@ from rollmill.tasks.errors import RunMismatchError
 def check_immutable(
     run: str, stored: Mapping[str, Any], given: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> None:
-    """Refuse to resume a run with other values of settings that cannot change.
+    """Refuse to resume a run, called `run` in errors, with other values of settings that cannot change.
 
-    Args:
-        run: name of the run in errors.
-        stored: configuration of the run.
-        given: configuration to resume with.
-        fixed: defaults of the immutable settings by dotted name, which count for a configuration that is older than a
-            setting.
+    `fixed` has the defaults of these settings by dotted name, which count for a configuration that is older than a setting.
 
     Example: with "train.dtype" in `fixed`, {"train": {"dtype": "fp32"}} and {"train": {"dtype": "bf16"}} differ.
 

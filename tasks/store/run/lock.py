@@ -4,15 +4,19 @@ import contextlib
 import errno
 import fcntl
 import os
+import socket
 import time
 import weakref
+from pathlib import Path
 from typing import Protocol, Self
 
+from pydantic import BaseModel
+
 from rollmill.tasks.errors import ConfigError, RollmillError, RunLockedError, StoreError
+from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import describe_os_error, empty_folder
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
-from rollmill.tasks.store.run.lock_holder import LockHolder
 
 # Seconds to wait for another process to release a run: one that was just stopped needs a moment to end.
 LOCK_TIMEOUT_S = 10.0
@@ -25,15 +29,53 @@ RETRY_S = 0.05
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
+class LockHolder(BaseModel):
+    """Identity of a process, as a run's lock records it: pid, host, machine and start.
+
+    Attributes:
+        machine: boot id and process namespace of the process's machine; empty if unknown.
+        began: start of the process in clock ticks since the boot; empty if unknown.
+    """
+
+    pid: int
+    host: str
+    machine: str = ""
+    began: str = ""
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """Return the identity of the calling process."""
+        pid, machine = os.getpid(), ""
+        # Without /proc other processes cannot detect that this one has ended: they wait until its lease expires.
+        with contextlib.suppress(OSError):
+            machine = machine_id()
+        return cls(pid=pid, host=socket.gethostname(), machine=machine, began=_process_start(pid))
+
+    def is_known_dead(self) -> bool:
+        """Return True if the process ran on this machine and has ended; False also if that cannot be known from here."""
+        here = self.this_process().machine
+        # A pid is given again after some time; pid and start together are one process.
+        return bool(here) and self.machine == here and _process_start(self.pid) != self.began
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _process_start(pid: int) -> str:
+    """Return when a process started, in clock ticks since the boot; empty if it has ended or is unknown."""
+    try:
+        # The name, in parentheses, may have blanks and parentheses: the fields after it begin at the last one.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
 class RunLock(Protocol):
     """Lock on a run, which only its holder writes to; held until it is released or the process ends."""
 
     def check(self) -> None:
-        """Check that the lock is still held; called before anything is written.
-
-        Raises:
-            LeaseLostError: another process has taken the run over, and nothing may be written.
-        """
+        """Raise LeaseLostError if another process has taken the run over; called before anything is written."""
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
@@ -51,11 +93,7 @@ def lock_run(
 ) -> RunLock:
     """Create a run's folder if needed, lock it, and remove the staged files of an earlier writer.
 
-    Args:
-        folder: of the run.
-        config: settings of the data sets.
-        timeout_s: seconds to wait for another process to release the run.
-        lease_s: seconds that a lease on S3 lasts without renewal.
+    It waits `timeout_s` seconds for another process to release the run; a lease on S3 lasts `lease_s` seconds without renewal.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -88,15 +126,7 @@ class FolderLock:
 
     @classmethod
     def acquire(cls, folder: RunFolder, root: str, timeout_s: float) -> Self:
-        """Create the run's folder if needed, and lock it.
-
-        `root` is the value of the setting store.root, for the error.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-            StoreError: the disk is full.
-            RunLockedError: another process holds the lock for longer than `timeout_s` seconds.
-        """
+        """Create the run's folder if needed, and lock it; errors and `timeout_s` as for `lock_run`, which name the setting store.root."""
         try:
             folder.local.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as on_failure:

@@ -1,11 +1,13 @@
-"""run.json: id, configuration, status and counters of a run."""
+"""run.json: id, configuration, status and counters of a run, and the runs whose rollouts it trains on."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollmill.tasks.errors import ManifestError, StoreError
+from rollmill.tasks.errors import ConfigError, ManifestError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
@@ -119,12 +121,9 @@ def read_manifest(folder: RunFolder) -> Manifest:
 
 
 def write_manifest(files: Files, manifest: Manifest, stored: Manifest | None) -> None:
-    """Replace run.json atomically; called by the holder of the run's lock.
+    """Replace run.json atomically; `files` are opened by the holder of the run's lock.
 
-    Args:
-        files: the run's files, opened by the holder of its lock.
-        manifest: the new content of run.json.
-        stored: the content of run.json as the caller last read or wrote it; None: there is no run.json.
+    `stored` is the content as the caller last read or wrote it; None: there is no run.json.
 
     Raises:
         LeaseLostError: run.json on S3 is not `stored`: another process has taken the run over.
@@ -144,3 +143,44 @@ def write_manifest(files: Files, manifest: Manifest, stored: Manifest | None) ->
 
 def _manifest_text(manifest: Manifest) -> bytes:
     return _ADAPTER.dump_json(manifest, indent=2) + b"\n"
+
+
+def read_sources(folders: Iterable[RunFolder]) -> tuple[TrainingSource, ...]:
+    """Read the ids of the runs in some folders; returns each run's id and folder, as sources of a new run."""
+    return tuple(TrainingSource(read_manifest(folder).run, folder.absolute) for folder in folders)
+
+
+def describe_misplaced(source: TrainingSource) -> str:
+    """Describe what a source's folder has instead of that run; empty if the run is there, StoreError if run.json cannot be read."""
+    folder = RunFolder(source.folder)
+    if not has_manifest(folder):
+        return f"expected run {source.run} in {source.folder}, found no run"
+    found = read_manifest(folder).run
+    return (
+        ""
+        if found == source.run
+        else f"expected run {source.run} in {source.folder}, and run {found} is there"
+    )
+
+
+def check_sources(folder: RunFolder) -> None:
+    """Raise ConfigError, which names both ids, unless every run that this run trains on is in its recorded folder; a new run has none."""
+    for source in read_manifest(folder).sources if has_manifest(folder) else ():
+        if wrong := describe_misplaced(source):
+            raise ConfigError(
+                "retrain.sources", source.folder, f"{wrong}; move the source back to its folder"
+            )
+
+
+def list_dependents(folder: RunFolder) -> Sequence[str]:
+    """List the folder names of the runs in the same local root that train on rollouts of the run in `folder`."""
+    run, found = read_manifest(folder).run, []
+    for path in sorted(Path(folder.absolute).parent.glob(f"*/{MANIFEST}")):
+        try:
+            sources = read_manifest(RunFolder(path.parent)).sources
+        except StoreError:
+            # A run with a damaged run.json cannot be opened anyway.
+            continue
+        if any(source.run == run and source.folder == folder.absolute for source in sources):
+            found.append(path.parent.name)
+    return found

@@ -1,10 +1,12 @@
-"""Where a run resumes: a pure function of its checkpoints and batches."""
+"""Where a run resumes, a pure function of its checkpoints and batches; which of its steps are done."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, step_from_key
+from rollmill.tasks.store.reader import list_steps
+from rollmill.tasks.store.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class ResumePoint:
 
 def find_resume_point(folder: RunFolder) -> ResumePoint:
     """Find which checkpoint and batches a run resumes from; an empty folder resumes at step 0 without a checkpoint."""
-    return plan_resume(list_complete_checkpoints(folder), list_batch_steps(folder))
+    return plan_resume(list_complete_checkpoints(folder), list_steps(folder, "batches"))
 
 
 def plan_resume(checkpoints: Collection[int], batch_steps: Collection[int]) -> ResumePoint:
@@ -50,9 +52,9 @@ def list_checkpoints(folder: RunFolder) -> list[int]:
     return _list_numbers(folder, "checkpoints/version=*/*")
 
 
-def list_batch_steps(folder: RunFolder) -> list[int]:
-    """List the steps of a run that have a stored batch, including batches of zero rows, ascending."""
-    return _list_numbers(folder, "batches/step=*/*.arrow")
+def list_done_steps(folder: RunFolder, manifest: Manifest) -> list[int]:
+    """List the fully collected steps, ascending: those with a batch or, in a run that only collects, with metrics."""
+    return list_steps(folder, "batches" if manifest.trains else "metrics")
 
 
 def _list_numbers(folder: RunFolder, pattern: str) -> list[int]:

@@ -51,11 +51,7 @@ class StoredStep:
 
     @classmethod
     def read(cls, folder: RunFolder, step: int, scorer: str) -> "StoredStep":
-        """Read the stored rows of a step; `scorer` is NAME@VERSION.
-
-        Raises:
-            ShardError: a shard cannot be read.
-        """
+        """Read the stored rows of a step; `scorer` is NAME@VERSION. Raises ShardError for an unreadable shard."""
         groups = rows_from_table(read(folder, "groups", columns=["group"], step=step))
         return cls(
             rollouts=rows_from_table(read(folder, "rollouts", step=step)),
@@ -110,13 +106,9 @@ class StepPlan:
 def plan_step(
     groups: Iterable[int], group_size: int, stored: StoredStep, *, redo_failed: bool = False
 ) -> StepPlan:
-    """Plan what remains to be done in a step, given its stored rows.
+    """Plan what remains to be done in a step, given the group numbers of its plan and its stored rows.
 
-    Args:
-        groups: the group numbers of the step's plan.
-        group_size: trajectories of a group (G).
-        stored: the step's stored rows.
-        redo_failed: True: sample failed and cancelled trajectories again, as another attempt.
+    With `redo_failed`, failed and cancelled trajectories are sampled again, as another attempt.
 
     Example: groups 4 and 5 of two trajectories each, where (4, 0) has a row and no score: sample (4, 1), (5, 0)
     and (5, 1), score (4, 0), compute the advantages of 4 and 5.

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
-from rollmill.tasks.errors import RunFinishedError, StoreError
+from rollmill.tasks.errors import RunFinishedError, RunMismatchError, StoreError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
@@ -20,7 +20,6 @@ from rollmill.tasks.store.run.manifest import (
     read_manifest,
     write_manifest,
 )
-from rollmill.tasks.store.run.run_kind import check_run_kind
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 from rollmill.tasks.store.shards.inventory import Inventory
 from rollmill.tasks.store.shards.writer import RunWriter
@@ -79,8 +78,7 @@ class OpenRun:
             trains: False for a run that only collects.
 
         Raises:
-            ConfigError: the folder cannot be written.
-            RunLockedError: another process writes to it.
+            ConfigError, RunLockedError: it cannot be locked; see `lock_run`.
             RunMismatchError: fixed settings differ, or one of the run and the flow trains and the other does not.
             RunFinishedError: all its steps are done.
             LeaseLostError: another process has taken the run over meanwhile.
@@ -107,8 +105,7 @@ class OpenRun:
         """Open a run, finished or not, to add rows to its data sets; only its epoch changes.
 
         Raises:
-            ConfigError: the folder cannot be written.
-            RunLockedError: another process writes to it.
+            ConfigError, RunLockedError: it cannot be locked; see `lock_run`.
             LeaseLostError: another process has taken the run over meanwhile.
             StoreError: it holds no run, or run.json cannot be read or written.
         """
@@ -184,3 +181,17 @@ def _resume_manifest(
     if stored.status == "finished" and now["config"].get("steps", 0) <= steps:
         raise RunFinishedError(f"{folder.location} has done all its {steps} steps; raise steps to resume it")
     return replace(stored, epoch=stored.epoch + 1, status="running", **now)
+
+
+def check_run_kind(folder: RunFolder, manifest: Manifest, *, trains: bool) -> None:
+    """Refuse to train in the folder of a run that only collects, or to collect in one that trains; raises RunMismatchError."""
+    if manifest.trains and not trains:
+        raise RunMismatchError(
+            f"{folder.location} is a run that trains, and the flow collect does not: resume it by `rollmill run`, or "
+            "give another name to begin a new run"
+        )
+    if trains and not manifest.trains:
+        raise RunMismatchError(
+            f"{folder.location} was begun by the flow collect, and has no batches: resume it by `rollmill collect`, train "
+            "a new run from it by `rollmill retrain`, or give another name to begin a new run"
+        )

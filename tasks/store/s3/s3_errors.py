@@ -44,13 +44,10 @@ def is_transient(error: Exception) -> bool:
 
 
 def explain_error(error: Exception, failed: str, kind: type[StoreError], attempts: int) -> StoreError:
-    """Translate the error of a failed S3 request, one of `FAILURES`, into a StoreError that names the remedy.
+    """Translate the error of the last of `attempts` S3 requests, one of `FAILURES`, into a StoreError that names the remedy.
 
-    Args:
-        error: of the last of `attempts` requests.
-        failed: the operation that failed, and where: "cannot read s3://bucket/run.json".
-        kind: class of the returned error, unless a more specific one fits.
-        attempts: how often the request was sent.
+    `failed` is the operation and its place, such as "cannot read s3://bucket/run.json"; `kind` is the class of the returned error,
+    unless a more specific one fits.
     """
     code = _server_answer(error).get("Code", "")
     reason = str(error.args[-1] if isinstance(error, OSError) and error.args else error).rstrip(".")

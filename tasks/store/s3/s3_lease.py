@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollmill.tasks.errors import LeaseLostError, RunLockedError, StoreError
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.run.lock_holder import LockHolder
+from rollmill.tasks.store.run.lock import LockHolder
 from rollmill.tasks.store.s3.s3_errors import MissingObjectError, ObjectChangedError
 from rollmill.tasks.store.s3.s3_files import open_objects
 from rollmill.tasks.store.s3.s3_objects import S3Object, S3Objects
@@ -46,11 +46,7 @@ class LeaseRecord(BaseModel):
     is_free: bool = False
 
     def remaining_s(self, age_s: float) -> float:
-        """Return the seconds until another process may take the lease; zero or less: now.
-
-        Args:
-            age_s: seconds since the lock was last written.
-        """
+        """Return the seconds until another process may take the lock, written `age_s` seconds ago; zero or less: now."""
         if self.is_free or self.holder.is_known_dead():
             return 0.0
         return self.lease_s + CLOCK_RESOLUTION_S - age_s
@@ -109,7 +105,6 @@ class S3Lease:
             self._renew()
 
     def release(self) -> None:
-        """Release the lease; may be called twice."""
         self._ended.set()
         # Joined first: a renewal under way would give the object another etag than the release expects.
         if threading.current_thread() is not self._beats and self._beats.is_alive():

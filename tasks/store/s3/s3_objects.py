@@ -67,11 +67,7 @@ class S3Objects:
         return f"s3://{self.root}/{key}" if key else f"s3://{self.root}"
 
     def get(self, key: str, within: str = "") -> S3Object:
-        """Read an object, or a range of it.
-
-        Args:
-            key: of the object.
-            within: a range in the syntax of HTTP; empty: the whole object. Examples: "bytes=0-99", or "bytes=-100" for its end.
+        """Read an object, or a range of it in the syntax of HTTP, such as "bytes=0-99", or "bytes=-100" for its end.
 
         Raises:
             MissingObjectError: there is none.
@@ -112,11 +108,7 @@ class S3Objects:
         return self._send(f"cannot write {self.path(key)}", StoreError, send)
 
     def upload(self, source: Path, key: str, check: Callable[[], None] = lambda: None) -> None:
-        """Upload a local file; `check` is called before each attempt, and may raise.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
+        """Upload a local file; `check` is called before each attempt, and may raise. Raises StoreError if it cannot be written."""
         bucket, name = self._split(key)
         # An upload has at most MAX_PARTS parts, so a very large file has larger ones.
         part_bytes = max(PART_BYTES, source.stat().st_size // (MAX_PARTS - 1) + 1)
@@ -131,12 +123,7 @@ class S3Objects:
         self._send(f"cannot write {self.path(key)}", StoreError, send)
 
     def download(self, key: str, target: Path) -> None:
-        """Download an object to a local file.
-
-        Raises:
-            MissingObjectError: there is none.
-            ShardError: it cannot be read.
-        """
+        """Download an object to a local file; raises MissingObjectError if there is none, ShardError if it cannot be read."""
         bucket, name = self._split(key)
 
         def send() -> None:
@@ -150,11 +137,7 @@ class S3Objects:
         return str(s3_filesystem().url(f"{bucket}/{name}", expires=int(lifetime_s)))
 
     def keys(self, start: str) -> dict[str, int]:
-        """List every object whose key begins with `start`: size in bytes by key, sorted.
-
-        Raises:
-            StoreError: they cannot be listed.
-        """
+        """List the objects whose key begins with `start`: size in bytes by key, sorted; raises StoreError."""
         bucket, prefix = self._split(start)
         skipped = len(prefix) - len(start)
         found: dict[str, int] = {}
@@ -171,11 +154,7 @@ class S3Objects:
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def remove(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Remove objects; a missing one is no error. `check` is called before each attempt, and may raise.
-
-        Raises:
-            StoreError: one could not be removed.
-        """
+        """Remove objects, of which some may be missing; `check` is called before each attempt, and may raise. Raises StoreError."""
         for first in range(0, len(keys), REMOVED_AT_ONCE):
             some = [self._split(key) for key in keys[first : first + REMOVED_AT_ONCE]]
             what = {"Objects": [{"Key": name} for _, name in some], "Quiet": True}
@@ -212,11 +191,7 @@ class S3Objects:
 
 @functools.cache
 def _read_attempts() -> int:
-    """Read how often a request is tried: AWS_MAX_ATTEMPTS, or max_attempts of the profile, else DEFAULT_ATTEMPTS.
-
-    Raises:
-        ValueError: it is not a whole number from 1.
-    """
+    """Read AWS_MAX_ATTEMPTS, or max_attempts of the profile, else DEFAULT_ATTEMPTS; raises ValueError if it is no number from 1."""
     said = Session().get_config_variable("max_attempts")
     attempts = DEFAULT_ATTEMPTS if said is None else int(said)
     if attempts < 1:

@@ -20,19 +20,11 @@ LARGE_BYTES = 8 << 20
 
 
 class Compactor:
-    """Joins the small shards of each partition of a run into one, in the background; an async context manager.
-
-    Used from one event loop.
+    """Joins the small shards of each partition of a run into one, in the background; an async context manager for one event loop.
 
     Compacting is housekeeping: a partition that cannot be compacted causes one warning and stays readable as it is.
-    Leaving the context cancels what is running. If a run ends before its superseded shards may be deleted, they are
-    deleted when it is resumed.
-
-    Args:
-        files: of the run.
-        writer: of the run; must stay open as long as this context.
-        config: settings of the data sets: `compact` and `compaction_grace_s`.
-        warn: shows a message to people.
+    Leaving the context, which must be before the writer is closed, cancels what is running. If a run ends before its superseded shards
+    may be deleted, they are deleted when it is resumed.
     """
 
     def __init__(

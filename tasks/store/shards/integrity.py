@@ -12,7 +12,6 @@ import base64
 import binascii
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -29,23 +28,13 @@ _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), (
 _RECORD_BATCHES = 4 + 2 * 3
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLayout:
-    """Byte positions of the parts of an Arrow IPC file.
-
-    Attributes:
-        tail: position of the first byte of the last record batch, with which the file's tail begins.
-        headers: (first byte, byte after the last one) of the metadata of each batch before the last batch.
-    """
-
-    tail: int
-    headers: tuple[tuple[int, int], ...]
-
-
-def read_shard_layout(source: pa.NativeFile, size: int) -> ShardLayout:
-    """Read the byte positions of an Arrow IPC file's parts from its footer.
+def read_shard_layout(source: pa.NativeFile, size: int) -> tuple[int, list[tuple[int, int]]]:
+    """Read from an Arrow IPC file's footer where its tail, the last record batch, begins, and where batches have metadata.
 
     pyarrow does not give the offsets of batches, so the footer's flatbuffer is parsed here; every offset is checked.
+
+    Returns:
+        Position of the tail's first byte; (first byte, byte after the last one) of the metadata of each batch before it.
 
     Raises:
         ValueError: it is no complete Arrow file.
@@ -66,7 +55,7 @@ def read_shard_layout(source: pa.NativeFile, size: int) -> ShardLayout:
     ends = starts + blocks["metadata"][:-1]
     if not 0 < tail < begin or (starts < 0).any() or (starts > ends).any() or (ends > tail).any():
         raise ValueError("its footer points to what is not there")
-    return ShardLayout(tail, tuple(zip(starts.tolist(), ends.tolist(), strict=True)))
+    return tail, list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _record_batches(footer: bytes) -> np.ndarray:
@@ -110,19 +99,14 @@ def make_seal(content: memoryview) -> dict[bytes, bytes]:
 def shard_digest(content: memoryview) -> str:
     """Compute the digest that a shard's name has, 16 hex digits: the hash of the shard's tail."""
     with pa.BufferReader(pa.py_buffer(content)) as source:
-        return xxhash.xxh3_64_hexdigest(content[read_shard_layout(source, len(content)).tail :])
+        return xxhash.xxh3_64_hexdigest(content[read_shard_layout(source, len(content))[0] :])
 
 
 class CheckedShard:
-    """An open shard whose bytes are checked against the hashes stored in it as they are read.
-
-    Args:
-        source: the open file.
-        digest: 16 hex digits, from the shard's name.
-        where: path of the shard, for errors.
+    """An open shard whose bytes are checked against the hashes stored in it as they are read; errors name it as `where`.
 
     Raises:
-        ShardError: its tail does not match its name; names the file and the remedy.
+        ShardError: its tail does not match `digest`, the 16 hex digits of its name; names the file and the remedy.
     """
 
     def __init__(self, source: pa.NativeFile, digest: str, where: str) -> None:
@@ -130,15 +114,14 @@ class CheckedShard:
         if size <= WHOLE_BYTES and not isinstance(source, pa.BufferReader):
             source = pa.BufferReader(source.read_at(size, 0))
         try:
-            places = read_shard_layout(source, size)
+            self._tail_at, self._headers = read_shard_layout(source, size)
         except ValueError as error:
             raise damage_error(where, str(error)) from error
-        self._origin, self._headers, self._tail_at = source, places.headers, places.tail
-        tail = source.read_at(size - places.tail, places.tail)
+        self._origin, tail = source, source.read_at(size - self._tail_at, self._tail_at)
         if xxhash.xxh3_64_hexdigest(tail) != digest:
             raise damage_error(where, "its end is not what its name says")
         self._whole: pa.Buffer | None = None
-        self._fetched = RangeFile(self._fetch, places.tail, tail, FETCHED_BYTES)
+        self._fetched = RangeFile(self._fetch, self._tail_at, tail, FETCHED_BYTES)
         if isinstance(source, pa.BufferReader):
             source.seek(0)
             self._whole = source.read_buffer(size)
@@ -173,11 +156,7 @@ class CheckedShard:
         return table
 
     def check(self) -> None:
-        """Check every byte of the shard.
-
-        Raises:
-            ShardError: some of it is damaged.
-        """
+        """Check every byte of the shard; raises ShardError for damage."""
         n_blocks = -(-self._tail_at // self._block_bytes)
         if len(self._hashes) != n_blocks:
             raise damage_error(
@@ -191,11 +170,7 @@ class CheckedShard:
                 self._fetch(start, end)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of the shard, batch by batch, with every byte checked.
-
-        Raises:
-            ShardError: some of it is damaged.
-        """
+        """Yield all rows of the shard, batch by batch, with every byte checked; raises ShardError for damage."""
         if self._whole is not None:
             self.check()
         for number in range(self._reader.num_record_batches - 1):
@@ -256,7 +231,7 @@ class CheckedShard:
 
 
 def open_shard(source: pa.NativeFile, key: str, where: str) -> CheckedShard:
-    """Open a shard whose bytes are checked as they are read; `where` is the path that errors name.
+    """Open a shard as a `CheckedShard`, with the digest that its key has.
 
     Raises:
         ShardError: its name has no digest, or its end does not match it.

@@ -55,11 +55,7 @@ def list_file_sizes(files: Files) -> dict[str, int]:
 
 
 def read_inventory(folder: RunFolder, *, skip_damaged: bool = False) -> dict[str, ShardEvent]:
-    """Read the last recorded event (written or removed) of each shard from a run's inventory, by key.
-
-    Raises:
-        ShardError: a shard of the inventory cannot be read, unless those are skipped.
-    """
+    """Read the last recorded event of each shard from a run's inventory, by key; raises ShardError for a damaged shard of it."""
     notes: dict[str, ShardEvent] = {}
     for key in current_shards(open_files(folder).keys(f"{partition_pattern(INVENTORY, {})}/*.arrow")):
         try:

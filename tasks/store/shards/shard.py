@@ -27,11 +27,7 @@ _PARTITION_COLUMNS = {"step": "step", "version": "policy_version", "epoch": "epo
 
 
 def check_rows(dataset: str, rows: pa.RecordBatch, partition: Partition) -> None:
-    """Check that rows have the schema of a data set and belong to a partition.
-
-    Raises:
-        SchemaError: their schema is not the data set's, a value is null, or a row belongs to another partition.
-    """
+    """Raise SchemaError unless rows have the schema of a data set, no null and values of the partition."""
     schema = schema_like(dataset, rows.schema)
     if not rows.schema.equals(schema):
         unlike = [field.name for field in schema if field not in list(rows.schema)]

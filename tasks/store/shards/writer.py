@@ -157,11 +157,7 @@ class RunWriter:
         return len(self._unsettled)
 
     async def flush(self) -> None:
-        """Commit what was appended so far, without waiting for `flush_s`; returns when all of it is stored.
-
-        Raises:
-            StoreError: some of it could not be stored; the first such error.
-        """
+        """Store what was appended so far, without waiting for `flush_s`; raises the first StoreError of what could not be stored."""
         appended = set(self._unsettled)
         waiting = appended
         # A commit that is running has only what was appended before it began, so that another may have to follow.
@@ -172,11 +168,7 @@ class RunWriter:
             acknowledgement.result()
 
     async def note(self) -> None:
-        """Record in the inventory which shards were written and removed since the last call, as one small shard.
-
-        Raises:
-            StoreError: it could not be stored; the next call tries again.
-        """
+        """Record the shards written and removed since the last call in the inventory; after a StoreError the next call tries again."""
         if self._inventory is None or not (notes := self._inventory.take()):
             return
         try:
@@ -198,14 +190,9 @@ class RunWriter:
             self._inventory.add(notes)
 
     async def compact(self, folder: str, large_bytes: int) -> str:
-        """Compact a partition's shards into one, concurrently with commits; see rollmill.tasks.store.shards.shard_compaction.
+        """Compact the shards of a partition's folder into one, concurrently with commits; returns its key, empty if there is nothing to do.
 
-        Args:
-            folder: of the partition, below the run's: "rollouts/step=000012".
-            large_bytes: mean shard size from which on a partition is left as it is.
-
-        Returns:
-            Key of the compacted shard; empty if there is nothing to do.
+        A partition whose shards have `large_bytes` or more on average is left as it is. See rollmill.tasks.store.shards.shard_compaction.
 
         Raises:
             ShardError: a shard of the partition cannot be read, or its rows are not right; nothing changed.
@@ -227,10 +214,7 @@ class RunWriter:
         await self._in_place(folder, partial(_store_rows, self._files, folder, [rows]))
 
     async def _in_place(self, folder: str, store: Callable[[ShardName], ShardEvent | None]) -> str:
-        """Store a shard that replaces those a partition has now, concurrently with commits.
-
-        Returns the key of the shard; empty if `store` stored none.
-        """
+        """Store a shard that replaces those a partition has now, concurrently with commits; returns its key, empty if there is none."""
         if self._thread is None or self._beside is None:
             raise StoreError(f"the run's writer is not open; {folder} was not changed")
         name = ShardName(self._epoch, self._n_shards, is_compacted=True)
@@ -242,11 +226,7 @@ class RunWriter:
         return await loop.run_in_executor(self._beside, self._store_event, partial(store, name))
 
     async def remove(self, keys: Sequence[str]) -> None:
-        """Remove superseded shards.
-
-        Raises:
-            StoreError: one could not be removed, or the writer is not open.
-        """
+        """Remove superseded shards; raises StoreError if one cannot be removed, or the writer is not open."""
         if self._beside is None:
             raise StoreError(f"the run's writer is not open; {len(keys)} superseded shards were not removed")
         await asyncio.get_running_loop().run_in_executor(self._beside, partial(self._remove, keys))

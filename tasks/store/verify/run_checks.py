@@ -17,7 +17,7 @@ from rollmill.tasks.store.folders import (
     step_from_key,
 )
 from rollmill.tasks.store.reader import list_steps, read
-from rollmill.tasks.store.run.training_sources import describe_misplaced
+from rollmill.tasks.store.run.manifest import describe_misplaced
 from rollmill.tasks.store.schemas import check_version, schema_like
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import (

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import polars as pl
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollmill.tasks.errors import ManifestError, ShardError
 from rollmill.tasks.store.filesystem import Files, open_files
@@ -16,48 +16,37 @@ from rollmill.tasks.store.folders import MANIFEST, POLICIES, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps, read
 from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
-from rollmill.tasks.store.run.resume import list_complete_checkpoints
-from rollmill.tasks.store.run.run_kind import list_done_steps
+from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
 from rollmill.tasks.store.shards.inventory import ShardEvent, list_file_sizes, read_inventory
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class RolloutSettings(_Section):
-    """The settings `rollout.*` that checks need: trajectories per group, and policy versions that a row may be behind."""
+class RolloutSettings(BaseModel):
+    """Trajectories per group, and the number of policy versions that a trained row may be behind."""
 
     group_size: int = 1
     max_staleness: int = 0
 
 
-class ScoreSettings(_Section):
-    """The settings `score.*` that checks need: fewest successful trajectories with which a group is trained on.
-
-    0: all of them, so that an incomplete group is without scores.
-    """
+class ScoreSettings(BaseModel):
+    """Fewest successful trajectories with which a group is trained on; 0: all, an incomplete group is without scores."""
 
     min_group_size: int = 2
 
 
-class StoreSettings(_Section):
-    """The settings `store.*` that checks need: number of newest trained steps whose routed experts are kept.
-
-    0: all steps.
-    """
+class StoreSettings(BaseModel):
+    """Number of newest trained steps whose routed experts are kept; 0: all."""
 
     keep_routing_steps: int = 0
 
 
-class EvaluateSettings(_Section):
-    """The settings `evaluate.*` that checks need: evaluate every how many steps (0: never), on how many prompts."""
+class EvaluateSettings(BaseModel):
+    """Number of steps between evaluations (0: there are none), and of their prompts."""
 
     every: int = 0
     n_prompts: int = 0
 
 
-class RunSettings(_Section):
+class RunSettings(BaseModel):
     """The settings of a run that determine what must be stored; with the defaults nothing must be.
 
     Attributes:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import StoreError, SyncError
 from rollmill.tasks.store.checkpoints.checkpoint_marker import check_bytes, read_local_marker
-from rollmill.tasks.store.checkpoints.policy_folders import publish_policy, staging_folder
+from rollmill.tasks.store.checkpoints.checkpoint_store import publish_policy, staging_folder
 from rollmill.tasks.store.filesystem import publish_path
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.sync.adapters import A, read_weight_shapes

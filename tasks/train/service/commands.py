@@ -15,8 +15,7 @@ from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import BatchRefusedError, RequestError, SyncError
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.spans import Span
-from rollmill.tasks.store.checkpoints.checkpoint_store import clear_checkpoint, has_checkpoint
-from rollmill.tasks.store.checkpoints.policy_folders import has_policy
+from rollmill.tasks.store.checkpoints.checkpoint_store import clear_checkpoint, has_checkpoint, has_policy
 from rollmill.tasks.store.checkpoints.weight_snapshots import list_complete_weights
 from rollmill.tasks.store.folders import RunFolder, policy_key
 from rollmill.tasks.store.staged_rows import StagedRows

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rollmill.tasks.errors import ConfigError, RequestError
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.spans import span
-from rollmill.tasks.store.checkpoints.checkpoint_store import fetch_checkpoint, local_checkpoint
+from rollmill.tasks.store.checkpoints.checkpoint_store import fetch_checkpoint
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.staged_rows import StagedRows
 from rollmill.tasks.train.batch_training import BatchTraining
@@ -175,7 +175,7 @@ class RankWorker:
                 fetch_checkpoint(command.checkpoint)
             with times.collective():
                 dist.barrier()
-            folder = local_checkpoint(command.checkpoint)
+            folder = RunFolder(command.checkpoint).local
             progress = read_progress(folder, command.run_id, command.version)
             restore_checkpoint(engine, folder, dist.get_rank())
         self.progress, self.incarnation = progress, command.incarnation

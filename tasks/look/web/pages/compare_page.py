@@ -30,11 +30,7 @@ COMPARED_HELD_OUT_COLUMNS = ("group", "greedy", "example_id", "trajectory_id", "
 
 
 def render_comparison(source: RunData, query: Query) -> Component:
-    """Render the page that compares two scorers or two policy versions: figures, a scatter plot and a table.
-
-    Raises:
-        ConfigError: there is no such scorer or version.
-    """
+    """Render the figures, scatter plot and table of two scorers or policy versions; raises ConfigError for an unknown one."""
     choices = _choices(source)
     if len(choices) < 2:
         has = f"This run has {choices[0]} alone." if choices else ""

@@ -121,11 +121,7 @@ def render_plain_table(columns: Sequence[Column], rows: Sequence[Mapping[str, An
 
 
 def render_table(source: RunData, path: str, query: Query) -> Component:
-    """Render a table with its filters set from the address.
-
-    Raises:
-        ConfigError: the table has no such filter or order; the error lists what it has.
-    """
+    """Render a table with its filters set from the address; raises ConfigError for an unknown filter or order, and lists the known ones."""
     kind = TABLES[path]
     choices = {name: _choices(source, path, name) for name in kind.filters}
     choices["sort"] = [column.name for column in kind.columns]

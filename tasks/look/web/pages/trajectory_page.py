@@ -78,11 +78,7 @@ def make_token_data(
 
 
 def render_trajectory(source: RunData, short: str, by: str) -> Component:
-    """Render the page of one trajectory.
-
-    Raises:
-        ConfigError: the run has no such trajectory; the error lists similar ids.
-    """
+    """Render the page of one trajectory; raises ConfigError, which lists similar ids, if the run has no such trajectory."""
     found = find_trajectory(source.folder, short)
     return html.Section(
         [
