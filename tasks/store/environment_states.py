@@ -73,23 +73,19 @@ def state_row(
     errors = [error] if error else []
     arrays: list[pa.Array] = []
     for name, kind in columns.items():
+        value = values.get(name)
         try:
-            arrays.append(_one_value_array(kind, values.get(name)))
+            if not _fits(kind, value):
+                raise TypeError(kind)
+            arrays.append(pa.array([value], TYPES[kind]))
         # The values are a user's: a wrong one must lose neither the rest of the row nor the episode.
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             arrays.append(pa.nulls(1, TYPES[kind]))
-            errors.append(f"{name}: expected {kind}, got {values[name]!r:.200}")
+            errors.append(f"{name}: expected {kind}, got {value!r:.200}")
     errors += [f"{name}: no such column" for name in values if name not in columns]
     fixed = [run, step, group, sample, trajectory_id, "; ".join(errors)]
     keys = [pa.array([value], each.type) for value, each in zip(fixed, STATE_FIELDS, strict=True)]
     return pa.record_batch([*keys, *arrays], schema=schema)
-
-
-def _one_value_array(kind: str, value: object) -> pa.Array:
-    """Convert a value to an Arrow array of length one; raises TypeError if it does not fit the column type `kind`."""
-    if not _fits(kind, value):
-        raise TypeError(kind)
-    return pa.array([value], TYPES[kind])
 
 
 def _fits(kind: str, value: object) -> bool:

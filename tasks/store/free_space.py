@@ -1,8 +1,7 @@
 """Disk space: a step begins only if the disk has room for what it is expected to store."""
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollmill.tasks.errors import DiskSpaceError
@@ -21,46 +20,28 @@ LOOKED_AT = 5
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceNeed:
-    """Bytes of disk space that a step needs: what it is expected to write, and what must stay free.
+def estimate_rows(stored: Mapping[int, int], step: int) -> int:
+    """Estimate the bytes of a step's rows: those of the largest of the five steps before it, given the bytes by step.
 
-    Attributes:
-        rows: bytes of the step's shards.
-        checkpoint: bytes of the checkpoint that is due after the step; 0 if none is.
-        reserve: bytes that must stay free.
+    Example: estimate_rows({0: 9, 4: 5, 5: 7}, 6) is 7: step 0 is not among the last five steps.
     """
-
-    rows: int
-    checkpoint: int
-    reserve: int
-
-    @property
-    def total(self) -> int:
-        """Sum of rows, checkpoint and reserve, in bytes."""
-        return self.rows + self.checkpoint + self.reserve
+    return max((size for each, size in stored.items() if step - LOOKED_AT <= each < step), default=0)
 
 
-def plan_need(stored: dict[int, int], step: int, checkpoint: int, reserve: int) -> SpaceNeed:
-    """Estimate the bytes that a step needs: its rows are as large as the largest of the five steps before it in `stored`.
-
-    Example: plan_need({0: 9, 4: 5, 5: 7}, 6, 0, 1) has 7 bytes of rows: step 0 is not among the last five steps.
-    """
-    recent = [size for each, size in stored.items() if step - LOOKED_AT <= each < step]
-    return SpaceNeed(max(recent, default=0), checkpoint, reserve)
-
-
-def check_room(need: SpaceNeed, free_bytes: int, step: int, folder: RunFolder) -> None:
-    """Refuse a step that needs more than the free bytes, by a DiskSpaceError with free and needed bytes and the remedy."""
-    if free_bytes >= need.total:
+def check_room(
+    folder: RunFolder, step: int, free: int, *, rows: int, checkpoint: int = 0, reserve: int
+) -> None:
+    """Raise DiskSpaceError, with the remedy, if a step's rows, a checkpoint and a reserve are more than the free bytes."""
+    needed = rows + checkpoint + reserve
+    if free >= needed:
         return
-    parts = [f"{_format_bytes(need.rows)} for as many rows as in the largest of the last {LOOKED_AT} steps"]
-    parts += [f"{_format_bytes(need.checkpoint)} for a checkpoint"] if need.checkpoint else []
-    parts += [f"{_format_bytes(need.reserve)} that stay free"]
+    parts = [f"{_format_bytes(rows)} for as many rows as in the largest of the last {LOOKED_AT} steps"]
+    parts += [f"{_format_bytes(checkpoint)} for a checkpoint"] if checkpoint else []
+    parts += [f"{_format_bytes(reserve)} that stay free"]
     place = "" if folder.is_local else f", or name a folder on a larger disk in {SCRATCH_ENV}"
     raise DiskSpaceError(
-        f"step {step} was not begun: the disk of {folder.local} has {_format_bytes(free_bytes)} free, and "
-        f"{_format_bytes(need.total)} are needed: {', '.join(parts)}; make room{place}, and give the same command to resume"
+        f"step {step} was not begun: the disk of {folder.local} has {_format_bytes(free)} free, and "
+        f"{_format_bytes(needed)} are needed: {', '.join(parts)}; make room{place}, and give the same command to resume"
     )
 
 
@@ -103,9 +84,9 @@ class DiskSpaceGuard:
             StoreError: what is stored cannot be listed.
         """
         checkpoint = self._checkpoint_bytes(due) if due else 0
-        stored = {} if is_collected else self._bytes_by_step(step)
-        need = plan_need(stored, step, checkpoint, self._reserve)
-        check_room(need, self._free(self._folder.local), step, self._folder)
+        rows = 0 if is_collected else estimate_rows(self._bytes_by_step(step), step)
+        free = self._free(self._folder.local)
+        check_room(self._folder, step, free, rows=rows, checkpoint=checkpoint, reserve=self._reserve)
 
     def _bytes_by_step(self, step: int) -> dict[int, int]:
         """Return the stored bytes of the last five steps before `step`, by step; earlier steps may be included."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.tasks.errors import LeaseLostError, ShardError, StoreError
-from rollmill.tasks.store.checkpoints.checkpoint_marker import check_bytes, describe_file
+from rollmill.tasks.store.checkpoints.checkpoint_marker import check_files, describe_file
 from rollmill.tasks.store.checkpoints.checkpoint_retention import (
     remove_checkpoints,
     select_expired_checkpoints,
@@ -106,10 +106,11 @@ def test_a_machine_keeps_no_more_than_the_last_copy(run: RunFolder) -> None:
 def test_a_byte_that_is_not_what_was_written_is_found(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"weights")
     told = {FILE: describe_file(tmp_path / FILE)}
-    check_bytes(tmp_path, told)
+    check_files(tmp_path, told)
     (tmp_path / FILE).write_bytes(b"wEights")
-    with pytest.raises(StoreError, match=rf"the bytes of .*{FILE} are not those that were written"):
-        check_bytes(tmp_path, told)
+    with pytest.raises(StoreError, match=rf"{FILE}: its bytes are not those that were written"):
+        check_files(tmp_path, told)
+    check_files(tmp_path, told, reads_bytes=False)
 
 
 def test_a_reader_beside_the_trainer_leaves_what_that_is_writing(run: RunFolder, tmp_path: Path) -> None:

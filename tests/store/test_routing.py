@@ -95,7 +95,7 @@ def test_a_rollout_whose_experts_cannot_be_stored_is_not_stored(tmp_path: Path, 
         "rollouts/step=000001": [rows("rollouts", step=1)],
         "routing/step=000000": [make_routing_row("run", 0, "a", [experts(4)])],
     }
-    failed = commit_rows(FullOfBulk(Path(folder.location), folder.tmp), 1, 0, gathered).failed
+    failed, _ = commit_rows(FullOfBulk(Path(folder.location), folder.tmp), 1, 0, gathered)
     assert set(failed) == {"rollouts/step=000000", "routing/step=000000"}
     assert read(folder, "rollouts").num_rows == 1
 

@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 from rollmill.tasks.errors import DiskSpaceError
 from rollmill.tasks.store.filesystem import open_files, publish_text
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key
-from rollmill.tasks.store.free_space import LOOKED_AT, DiskSpaceGuard, SpaceNeed, check_room, plan_need
+from rollmill.tasks.store.free_space import LOOKED_AT, DiskSpaceGuard, check_room, estimate_rows
 from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
 SIZES = st.integers(0, 1 << 40)
 
 
-@given(st.dictionaries(st.integers(0, 30), SIZES), st.integers(0, 31), SIZES, SIZES)
-def test_a_step_needs_what_the_largest_of_the_last_ones_took_and_a_checkpoint(
-    stored: dict[int, int], step: int, checkpoint: int, reserve: int
+@given(st.dictionaries(st.integers(0, 30), SIZES), st.integers(0, 31))
+def test_rows_of_a_step_need_what_the_largest_of_the_last_ones_took(
+    stored: dict[int, int], step: int
 ) -> None:
-    need = plan_need(stored, step, checkpoint, reserve)
     naive = 0
     for each in range(step - LOOKED_AT, step):
         naive = max(naive, stored.get(each, 0))
-    assert need == SpaceNeed(naive, checkpoint, reserve)
-    assert need.total == naive + checkpoint + reserve
+    assert estimate_rows(stored, step) == naive
 
 
 @pytest.mark.parametrize(("free", "is_enough"), [(6_000_000, True), (5_999_999, False)])
 def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, is_enough: bool) -> None:
-    need = SpaceNeed(rows=1_000_000, checkpoint=2_000_000, reserve=3_000_000)
+    def check() -> None:
+        check_room(folder, 3, free, rows=1_000_000, checkpoint=2_000_000, reserve=3_000_000)
+
     if is_enough:
-        check_room(need, free, 3, folder)
+        check()
         return
     with pytest.raises(
         DiskSpaceError, match=r"has 6\.0 MB free, and 6\.0 MB are needed: 1\.0 MB for as many rows"
     ):
-        check_room(need, free, 3, folder)
+        check()
 
 
 async def test_a_step_that_would_not_fit_is_refused_before_it_begins(

@@ -7,12 +7,10 @@ appears complete or not at all.
 import base64
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias
+from typing import Literal, TypeAlias, cast, get_args
 from urllib.parse import unquote
 
 import orjson
@@ -42,11 +40,9 @@ class ExportedFile:
 
 def parse_form(name: str) -> ExportForm:
     """Return the export format of this name, parquet or jsonl; raise ConfigError for another name."""
-    if name == "parquet":
-        return "parquet"
-    if name == "jsonl":
-        return "jsonl"
-    raise ConfigError("--to", name, "give parquet or jsonl")
+    if name not in get_args(ExportForm):
+        raise ConfigError("--to", name, "give parquet or jsonl")
+    return cast(ExportForm, name)
 
 
 def export_datasets(
@@ -120,65 +116,36 @@ def _export_file(
     partitions: Sequence[dict[str, PartitionValue]],
 ) -> ExportedFile:
     rows = 0
-    schema = read(folder, dataset, None, **(partitions[0] if partitions else {})).schema
-    with _SINKS[form](path, schema) as sink:
+
+    def read_each() -> Iterator[pa.Table]:
+        nonlocal rows
         for partition in partitions:
             table = read(folder, dataset, None, **partition)
-            sink.write(table)
             rows += table.num_rows
+            yield table
+
+    if form == "parquet":
+        schema = read(folder, dataset, None, **(partitions[0] if partitions else {})).schema
+        _write_parquet(path, schema, read_each())
+    else:
+        with path.open("wb") as file:
+            for table in read_each():
+                for batch in table.to_batches():
+                    file.writelines(json_lines(batch))
     return ExportedFile(path, rows, path.stat().st_size)
 
 
-class _Sink(AbstractContextManager["_Sink"], Protocol):
-    def write(self, table: pa.Table) -> None: ...
-
-
-class _ParquetSink:
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._writer = pq.ParquetWriter(path, schema, compression="zstd")
-        self._gathered: list[pa.Table] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def write(self, table: pa.Table) -> None:
-        self._gathered.append(table)
-        if sum(each.nbytes for each in self._gathered) >= ROW_GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._gathered:
-            self._writer.write_table(pa.concat_tables(self._gathered))
-            self._gathered = []
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._flush()
-        finally:
-            self._writer.close()
-
-
-class _JsonSink:
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._file = path.open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def write(self, table: pa.Table) -> None:
-        for batch in table.to_batches():
-            self._file.writelines(json_lines(batch))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-
-_SINKS: dict[ExportForm, Callable[[Path, pa.Schema], _Sink]] = {"parquet": _ParquetSink, "jsonl": _JsonSink}
+def _write_parquet(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write tables to one file, in row groups of about ROW_GROUP_BYTES."""
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        gathered: list[pa.Table] = []
+        for table in tables:
+            gathered.append(table)
+            if sum(each.nbytes for each in gathered) >= ROW_GROUP_BYTES:
+                writer.write_table(pa.concat_tables(gathered))
+                gathered = []
+        if gathered:
+            writer.write_table(pa.concat_tables(gathered))
 
 
 def json_lines(rows: pa.RecordBatch) -> Iterator[bytes]:

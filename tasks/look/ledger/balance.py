@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from rollmill.tasks.look.ledger.lanes import COLLECTING
-from rollmill.tasks.look.ledger.span_timeline import FLOW, RANK
+from rollmill.tasks.look.ledger.span_timeline import COLLECTING, FLOW, RANK
 from rollmill.tasks.look.ledger.step_attribution import Ledger, is_work, median_seconds
 from rollmill.tasks.look.tables.view import count_noun
 

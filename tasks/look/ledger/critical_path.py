@@ -9,23 +9,21 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from rollmill.tasks.look.ledger.lanes import (
+from rollmill.tasks.look.ledger.span_timeline import (
     COLLECTING,
     EVALUATION,
-    LANES,
-    STRAGGLERS,
-    LaneFamily,
-    family_from_lane,
-)
-from rollmill.tasks.look.ledger.span_timeline import (
     FLOW,
     IDLE,
+    LANES,
     LINE,
     MAIN,
+    STRAGGLERS,
     UNATTRIBUTED,
     WHOLE,
     Ints,
+    LaneFamily,
     SpanTimeline,
+    family_from_lane,
     is_trainer,
     is_wait,
     overlap,

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollmill.tasks.look.ledger.lanes import LaneFamily, family_from_lane
-from rollmill.tasks.look.ledger.span_timeline import FLOW, is_wait
+from rollmill.tasks.look.ledger.span_timeline import FLOW, LaneFamily, family_from_lane, is_wait
 
 _ENDS, _IS_READY = 0, 1
 

@@ -1,8 +1,9 @@
-"""Turn spans into lanes of disjoint pieces, each with one owner, and compute the window of each step."""
+"""Turn spans into lanes of disjoint pieces, each with one owner; what lanes are for; the window of each step."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,42 @@ def is_trainer(process: str) -> bool:
 def is_server(process: str) -> bool:
     """Return True if this process name is that of a vLLM server, which is its address."""
     return process != FLOW and not is_trainer(process)
+
+
+COLLECTING, EVALUATION = "collecting", "evaluation"
+"""Purposes of the flow's lanes: a step's groups and trajectories, and an evaluation."""
+LANES = {COLLECTING: r"\d|collect\.", EVALUATION: r"v\d|evaluate\."}
+"""Pattern with which the lanes of each purpose begin."""
+STRAGGLERS = "waiting_for_stragglers"
+CONTAINERS = (IDLE, STRAGGLERS, "collecting", "sampling", "collect", "evaluating")
+"""Spans in these lanes that enclose the work of other lanes."""
+
+
+class LaneFamily(NamedTuple):
+    """The group or evaluation that a lane belongs to.
+
+    Attributes:
+        family: number of the group, or `v` and the version of the evaluation; empty for neither.
+        is_part: True for the lane of a trajectory, and for lanes of ranks and servers.
+    """
+
+    family: str
+    is_part: bool
+
+
+def family_from_lane(process: str, lane: str) -> LaneFamily:
+    """Return the group or evaluation that a lane belongs to; `family` is empty if it belongs to none."""
+    found = re.match(r"(?:evaluate\.|v)(\d+)|(\d+)", lane) if process == FLOW else None
+    if found is None:
+        return LaneFamily("", is_part=process != FLOW)
+    is_part = lane.startswith("v") or bool(re.match(r"\d+\.", lane))
+    return LaneFamily(found[0] if found[2] else f"v{found[1]}", is_part)
+
+
+def use_from_lane(process: str, lane: str) -> str:
+    """Return what a lane of the flow is for, COLLECTING or EVALUATION; empty for all other lanes."""
+    uses = (use for use, begins in LANES.items() if process == FLOW and re.match(begins, lane))
+    return next(uses, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ import polars as pl
 
 from rollmill.tasks.look.ledger.coverage import count_processes, list_gaps, measure_coverage
 from rollmill.tasks.look.ledger.critical_path import find_critical_paths
-from rollmill.tasks.look.ledger.lanes import CONTAINERS, STRAGGLERS, use_from_lane
 from rollmill.tasks.look.ledger.span_timeline import (
+    CONTAINERS,
     FLOW,
     IDLE,
     MAIN,
     NO_SPANS,
     SECOND_US,
+    STRAGGLERS,
     UNATTRIBUTED,
     WAIT,
     Ints,
@@ -22,6 +23,7 @@ from rollmill.tasks.look.ledger.span_timeline import (
     build_timeline,
     is_server,
     overlap,
+    use_from_lane,
 )
 
 TRAJECTORY = r"^\d+\."

@@ -7,8 +7,7 @@ import polars as pl
 
 from rollmill.tasks.look.ledger.balance import find_overlapping_steps
 from rollmill.tasks.look.ledger.dependencies import SLOT, Schedule, Stretch, build_schedule
-from rollmill.tasks.look.ledger.lanes import COLLECTING, EVALUATION, LANES, STRAGGLERS
-from rollmill.tasks.look.ledger.span_timeline import FLOW, RANK
+from rollmill.tasks.look.ledger.span_timeline import COLLECTING, EVALUATION, FLOW, LANES, RANK, STRAGGLERS
 from rollmill.tasks.look.ledger.step_attribution import Ledger, median_seconds
 
 COLLECT = ("collect", STRAGGLERS)

@@ -62,13 +62,8 @@ def read_score_totals(folder: RunFolder) -> list[ScoreTotals]:
     """Count the scores and average the rewards of each scorer of a run; ordered by scorer."""
     found = []
     for scorer in list_scorers(folder):
-        by_status = (
-            scan(folder, "scores", ["status", "reward"], scorer=scorer)
-            .group_by("status")
-            .agg(pl.len(), pl.col("reward").cast(pl.Float64).drop_nans().sum())
-        )
-        rows = {status: (n, total) for status, n, total in by_status.collect().rows()}
-        counts = Counter({status: n for status, (n, _) in rows.items()})
-        total = sum(total for _, total in rows.values())
-        found.append(ScoreTotals(scorer, counts, total / counts["scored"] if counts["scored"] else math.nan))
+        rows = scan(folder, "scores", ["status", "reward"], scorer=scorer).collect()
+        by_status = Counter(dict(rows["status"].value_counts().iter_rows()))
+        mean = rows.select(pl.col("reward").drop_nans().mean()).item()
+        found.append(ScoreTotals(scorer, by_status, math.nan if mean is None else mean))
     return found

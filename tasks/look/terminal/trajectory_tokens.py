@@ -68,18 +68,14 @@ class Scale:
 
 
 LOGPROB = Scale(
-    ((-5.0, "#7f2704"), (-3.0, "#d94801"), (-1.5, "#fd8d3c"), (-0.5, "#fdd0a2"), (0.0, "#fff5eb")), "{:g}"
+    ((-5.0, "#7f2704"), (-3.0, "#d94801"), (-1.5, "#fd8d3c"), (-0.5, "#fdd0a2"), (0.0, "#fff5eb"))
 )
 """Nats; darker means less likely."""
 
-ENTROPY = Scale(
-    ((0.0, "#f7fcf5"), (0.5, "#c7e9c0"), (1.5, "#74c476"), (3.0, "#238b45"), (5.0, "#00441b")), "{:g}"
-)
+ENTROPY = Scale(((0.0, "#f7fcf5"), (0.5, "#c7e9c0"), (1.5, "#74c476"), (3.0, "#238b45"), (5.0, "#00441b")))
 """Nats; darker means higher entropy."""
 
-RATIO = Scale(
-    ((0.5, "#b2182b"), (0.8, "#f4a582"), (1.0, "#f7f7f7"), (1.25, "#92c5de"), (2.0, "#2166ac")), "{:g}"
-)
+RATIO = Scale(((0.5, "#b2182b"), (0.8, "#f4a582"), (1.0, "#f7f7f7"), (1.25, "#92c5de"), (2.0, "#2166ac")))
 """Red: the policy became less likely to choose the token; blue: more likely."""
 
 

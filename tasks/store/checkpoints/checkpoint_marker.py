@@ -102,44 +102,34 @@ def describe_file(path: Path) -> StoredFile:
         return StoredFile(bytes=path.stat().st_size, xxh3_64=_hash_file(source))
 
 
-def check_sizes(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Check that each file of a checkpoint on this machine has the recorded size; raises StoreError, which names file and sizes."""
-    for name, recorded in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise StoreError(f"checkpoint {folder} is damaged: {path} is missing")
-        if (size := path.stat().st_size) != recorded.bytes:
-            raise StoreError(
-                f"checkpoint {folder} is damaged: {path} has {size} bytes, and was written with {recorded.bytes}"
-            )
+def check_files(folder: Path, listed: Mapping[str, StoredFile], *, reads_bytes: bool = True) -> None:
+    """Raise StoreError, which names the file, if a file of a checkpoint on this machine differs from its record.
 
-
-def check_bytes(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Check size and hash of each file of a checkpoint on this machine, reading every byte; raises StoreError, which names the file."""
-    check_sizes(folder, files)
-    for name, recorded in files.items():
-        if describe_file(folder / name) != recorded:
-            raise StoreError(
-                f"checkpoint {folder} is damaged: the bytes of {folder / name} are not those that were written; restore it "
-                "from a copy, or use another version"
-            )
+    Only sizes are compared without `reads_bytes`.
+    """
+    for name, what in find_wrong_files(open_files(RunFolder(folder)), "", listed, reads_bytes=reads_bytes):
+        raise StoreError(
+            f"checkpoint {folder} is damaged: {folder / name}: {what}; restore it from a copy, or use another version"
+        )
 
 
 def find_wrong_files(
-    files: Files, folder: str, listed: Mapping[str, StoredFile]
+    files: Files, folder: str, listed: Mapping[str, StoredFile], *, reads_bytes: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong) for each file of a stored checkpoint that differs from its record; reads every byte.
+    """Yield (key, what is wrong) for each file of a stored checkpoint that differs from its record.
 
-    `folder` is the key of the checkpoint; its marker lists the files `listed`.
+    `folder` is the key of the checkpoint ("": the files are at the root); its marker lists the files `listed`. Only sizes
+    are compared without `reads_bytes`.
     """
-    sizes = files.sizes(f"{folder}/**/*")
+    start = f"{folder}/" if folder else ""
+    sizes = files.sizes(f"{start}**/*")
     for name, recorded in listed.items():
-        key = f"{folder}/{name}"
+        key = start + name
         if key not in sizes:
             yield key, f"it is missing: it was written with {recorded.bytes} bytes"
         elif sizes[key] != recorded.bytes:
             yield key, f"it has {sizes[key]} bytes, and was written with {recorded.bytes}"
-        else:
+        elif reads_bytes:
             try:
                 with files.open(key) as source:
                     if _hash_file(source) != recorded.xxh3_64:

@@ -11,11 +11,10 @@ Compactions run in a dedicated thread, one at a time, so that no commit waits fo
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import pyarrow as pa
 
@@ -34,17 +33,9 @@ STORED_AFTER = {"rollouts": ("routing", "states"), "scores": ("rollouts",)}
 _COMMIT_ORDER = {"routing": 0, "states": 0, "rollouts": 1, "scores": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class CommitResult:
-    """The result of a commit: the error of each folder whose rows could not be stored, and events of the shards that were."""
-
-    failed: Mapping[str, StoreError]
-    written: Sequence[ShardEvent]
-
-
 def commit_rows(
     files: Files, epoch: int, first_number: int, gathered: Mapping[str, Sequence[pa.RecordBatch]]
-) -> CommitResult:
+) -> tuple[dict[str, StoreError], list[ShardEvent]]:
     """Store the rows gathered for each folder as one shard; the shards are numbered from `first_number`.
 
     A folder that fails does not affect the others, with one exception (STORED_AFTER): a step's rollouts are stored after
@@ -53,6 +44,9 @@ def commit_rows(
 
     Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
     plans/step=000000/000002-000007-DIGEST.arrow and rollouts/step=000000/000002-000008-DIGEST.arrow.
+
+    Returns:
+        The error of each folder whose rows could not be stored, and the events of the shards that were.
     """
     failed: dict[str, StoreError] = {}
     written: list[ShardEvent] = []
@@ -69,7 +63,7 @@ def commit_rows(
             failed[folder] = error
         except Exception as error:  # noqa: BLE001 - it must reach only the callers that wait for these rows
             failed[folder] = StoreError(f"cannot write to {folder}: {type(error).__name__}: {error}")
-    return CommitResult(failed, written)
+    return failed, written
 
 
 def _store_rows(files: Files, folder: str, appended: Sequence[pa.RecordBatch], name: ShardName) -> ShardEvent:
@@ -85,8 +79,7 @@ def _dataset(folder: str) -> str:
     return folder.partition("/")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRows:
+class PendingRows(NamedTuple):
     """Rows that were appended and are not stored yet, and the future to complete when they are."""
 
     rows: pa.RecordBatch
@@ -222,14 +215,25 @@ class RunWriter:
         loop = asyncio.get_running_loop()
         # Commits run one after another in this thread, so every commit with a smaller number is stored after this call.
         await loop.run_in_executor(self._thread, _do_nothing)
-        # The thread registers the shard too: a caller that is cancelled here cannot keep it out of the inventory.
-        return await loop.run_in_executor(self._beside, self._store_event, partial(store, name))
+
+        def store_and_note() -> str:
+            # In the thread: a caller that is cancelled meanwhile cannot keep the shard out of the inventory.
+            event = store(name)
+            self._note([event] if event else [])
+            return event.shard if event else ""
+
+        return await loop.run_in_executor(self._beside, store_and_note)
 
     async def remove(self, keys: Sequence[str]) -> None:
         """Remove superseded shards; raises StoreError if one cannot be removed, or the writer is not open."""
         if self._beside is None:
             raise StoreError(f"the run's writer is not open; {len(keys)} superseded shards were not removed")
-        await asyncio.get_running_loop().run_in_executor(self._beside, partial(self._remove, keys))
+
+        def remove() -> None:
+            self._files.remove(keys)
+            self.removed(keys)
+
+        await asyncio.get_running_loop().run_in_executor(self._beside, remove)
 
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -268,22 +272,21 @@ class RunWriter:
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         running.add_done_callback(partial(self._end_commit, gathered, storing))
 
-    def _end_commit(
-        self, gathered: PendingByFolder, storing: OpenSpan, running: asyncio.Future[CommitResult]
-    ) -> None:
+    def _end_commit(self, gathered: PendingByFolder, storing: OpenSpan, running: asyncio.Future[Any]) -> None:
         self._is_committing = False
         storing.end()
-        self._settle(gathered, running.result())
+        self._settle(gathered, *running.result())
         self._set_timer()
 
-    def _settle(self, gathered: PendingByFolder, committed: CommitResult) -> None:
-        failures = committed.failed
-        self._note(committed.written)
+    def _settle(
+        self, gathered: PendingByFolder, failed: Mapping[str, StoreError], written: Iterable[ShardEvent]
+    ) -> None:
+        self._note(written)
         for folder, appended in gathered.items():
             for each in appended:
                 self._unsettled.discard(each.acknowledgement)
-                if folder in failures:
-                    each.acknowledgement.set_exception(failures[folder])
+                if folder in failed:
+                    each.acknowledgement.set_exception(failed[folder])
                 else:
                     each.acknowledgement.set_result(None)
 
@@ -296,20 +299,10 @@ class RunWriter:
         if thread is not None:
             thread.shutdown(wait=True)
         gathered, first = self._take()
-        self._settle(gathered, commit_rows(self._files, self._epoch, first, _rows_by_folder(gathered)))
+        self._settle(gathered, *commit_rows(self._files, self._epoch, first, _rows_by_folder(gathered)))
         if self._inventory is not None and (notes := self._inventory.take()):
             folder = partition_folder(INVENTORY, {"epoch": self._epoch})
             commit_rows(self._files, self._epoch, self._n_shards, {folder: [self._inventory.rows(notes)]})
-
-    def _store_event(self, store: Callable[[], ShardEvent | None]) -> str:
-        """Call `store`, and register the shard that it stored for the inventory; returns its key, empty if it stored none."""
-        note = store()
-        self._note([note] if note else [])
-        return note.shard if note else ""
-
-    def _remove(self, keys: Sequence[str]) -> None:
-        self._files.remove(keys)
-        self.removed(keys)
 
 
 def _do_nothing() -> None:

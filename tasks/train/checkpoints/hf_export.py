@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import StoreError, SyncError
-from rollmill.tasks.store.checkpoints.checkpoint_marker import check_bytes, read_local_marker
+from rollmill.tasks.store.checkpoints.checkpoint_marker import check_files, read_local_marker
 from rollmill.tasks.store.checkpoints.checkpoint_store import publish_policy, staging_folder
 from rollmill.tasks.store.filesystem import publish_path
 from rollmill.tasks.store.folders import RunFolder
@@ -151,7 +151,7 @@ def main() -> None:
         folder = Path(config.checkpoint)
         read_progress(folder, config.run, config.version)
         # A trainer that resumes compares sizes alone; an export compares the content too.
-        check_bytes(folder, read_local_marker(folder).files or {})
+        check_files(folder, read_local_marker(folder).files or {})
         model = load_checkpoint_policy(config)
     except StoreError as error:
         sys.exit(str(error))

@@ -17,7 +17,7 @@ from rollmill.tasks.errors import StoreError
 from rollmill.tasks.store.checkpoints.checkpoint_marker import (
     CheckpointMarker,
     StoredFile,
-    check_sizes,
+    check_files,
     describe_file,
     read_local_marker,
 )
@@ -147,6 +147,6 @@ def read_progress(folder: Path, run: str, version: int) -> Progress:
     for name, stored, value in (("run", marker.run, run), ("version", marker.version, version)):
         if stored != value:
             raise StoreError(f"checkpoint {folder}: {name} is {stored!r}, expected {value!r}")
-    check_sizes(folder, marker.files or {})
+    check_files(folder, marker.files or {}, reads_bytes=False)
     result = msgspec.convert(marker.result, StepResult) if marker.result else None
     return Progress(marker.run, marker.version, marker.digest, marker.n_updates, result)

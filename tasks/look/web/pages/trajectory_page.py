@@ -103,9 +103,7 @@ def _render_record(found: TrajectoryRecord) -> list[Component]:
     """Render a trajectory's status, reward and other facts, and its conversation."""
     rows: list[Component] = []
     for name, value in list_facts(found):
-        left = len(value) - SHOWN_CHARACTERS
-        more = f" … {left:,} more characters" if left > 0 else ""
-        rows += [html.Dt(name), html.Dd(f"{escape_controls(value[:SHOWN_CHARACTERS])}{more}")]
+        rows += [html.Dt(name), html.Dd(_cut_long(value))]
     shown: list[Component] = []
     for message in found.row["messages"]:
         # The role becomes a class of the style sheet, and a data set may have any text there.
