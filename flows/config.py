@@ -19,6 +19,7 @@ RENAMED = {
     "evaluate.enabled": "evaluate.every (0: no evaluation)",
     "evaluate.version": "the parameter `version` of the flow evaluate (`rollmill evaluate --version`)",
     "observe.experiment": "the environment variable MLFLOW_EXPERIMENT_NAME",
+    "observe.task_run_tags": "observe.rollout_tags and observe.score_tags",
     "retrain.first_step": "retrain.steps ([first, last])",
     "retrain.groups_per_step": "rollout.groups_per_step",
     "retrain.last_step": "retrain.steps ([first, last])",

@@ -8,7 +8,7 @@ from prefect.logging import get_run_logger
 
 from rollmill.flows.offline.stored_step import SampledStep
 from rollmill.flows.run.live_run import Run
-from rollmill.flows.step.drops import FailureWatch
+from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.report import report_step, train_metrics
 from rollmill.flows.step.step_collection import (
     CollectedStep,

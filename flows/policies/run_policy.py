@@ -306,7 +306,10 @@ class RunPolicy:
 @task(name="restore", task_run_name="restore", cache_policy=NO_CACHE, persist_result=False, retries=0)
 async def restore_policy(policy: RunPolicy) -> SyncedVersion:
     """Bring trainer and servers to the last version in the run's folder."""
-    return SyncedVersion(await policy.restore(), ())
+    version = await policy.restore()
+    if version:
+        say(f"resuming at step {version}, with policy version {version}")
+    return SyncedVersion(version, ())
 
 
 @asynccontextmanager

@@ -40,10 +40,12 @@ class PrivateName:
     without: str
 
     def find(self) -> Any:
-        """Return the attribute with this name; None, and a line in the log, if the installed Prefect lacks it."""
+        """Return the attribute or field with this name; None, and a line in the log, if the installed Prefect lacks it."""
+        owner, _, field = self.name.partition(".")
         try:
-            return getattr(import_module(self.module), self.name)
-        except (ImportError, AttributeError):
+            found = getattr(import_module(self.module), owner)
+            return found.model_fields[field] if field else found
+        except (ImportError, AttributeError, KeyError):
             say(f"this Prefect has no {self.module}.{self.name}, which {SEEN_IN} has: {self.without}")
             return None
 
@@ -133,6 +135,9 @@ def pause_between_steps(steps: int) -> Iterator[StepPauses]:
             say, "pause requested: the run pauses when this step is finished", context=ours
         )
 
+    for each in (RUN_RESULTS, TASK_RUN_ASSETS):
+        # Only for the log: `release_finished_tasks` does nothing without them.
+        each.find()
     pauses = StepPauses(steps, report)
     register = REGISTER_SUSPENSION.find()
     with register(context.flow_run.id, pauses) if register else nullcontext():

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -51,14 +51,15 @@ class TaskRunRecorder:
 
     def __init__(self, config: ObserveConfig, recording: Recording) -> None:
         self._kind, self._recording = config.task_runs, recording
-        self.rollout, self.score = self._choose(rollout, config), self._choose(score, config)
+        self.rollout = self._choose(rollout, config.rollout_tags)
+        self.score = self._choose(score, config.score_tags)
 
-    def _choose(self, task: Task[..., Coroutine[Any, Any, State[Any]]], config: ObserveConfig) -> RunTask:
+    def _choose(self, task: Task[..., Coroutine[Any, Any, State[Any]]], tags: Sequence[str]) -> RunTask:
         """Return a function that calls a task as a Prefect task run, or its plain function unless each task is a task run."""
         if self._kind != "all":
             return partial(_call_function, task)
         # A tag costs a request to the server at the start of each task run, which is why there are none by default.
-        return partial(task.with_options(tags=config.task_run_tags), return_state=True)
+        return partial(task.with_options(tags=tags), return_state=True)
 
     async def begin_task_run(self) -> None:
         """Yield to the event loop and count the next task run, if `observe.task_runs` is `all`; else do nothing."""

@@ -3,7 +3,8 @@
 import asyncio
 import importlib.metadata
 import subprocess
-from collections.abc import AsyncIterator
+import textwrap
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -38,6 +39,9 @@ from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.compactor import Compactor
+
+# Of the settings that changed, in the line that says that a run is resumed.
+SHOWN_CHANGES, SHOWN_CHARACTERS = 8, 80
 
 VERSIONED_PACKAGES = ("rollmill", "prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
 
@@ -130,6 +134,18 @@ def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> Op
     )
 
 
+def describe_resumption(location: str, changes: Sequence[str]) -> str:
+    """Return the line that says that a run is resumed, with the settings that changed.
+
+    Example: "resuming runs/quickstart with steps: 2 -> 40".
+    """
+    shown = ", ".join(
+        textwrap.shorten(each, SHOWN_CHARACTERS, placeholder=" ...") for each in changes[:SHOWN_CHANGES]
+    )
+    more = f" and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
+    return f"resuming {location}" + (f" with {shown}{more}" if changes else "")
+
+
 @asynccontextmanager
 async def open_offline_run(
     name: str, config: RunConfig, model: Path, *, adds: bool = False, trains: bool = True
@@ -153,6 +169,8 @@ async def open_offline_run(
     try:
         # Only the holder of the run's lock knows that no earlier attempt is alive.
         await mark_leftovers(store.folder, store.files)
+        if store.changes is not None:
+            say(describe_resumption(store.folder.location, store.changes))
         quiet_task_runs()
         # Modules imported so far live as long as the process; the garbage collector need not scan them.
         keep_for_good()

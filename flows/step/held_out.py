@@ -14,7 +14,7 @@ from prefect.utilities.annotations import quote
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.run.run_sinks import evaluation_points
-from rollmill.flows.step.drops import FailureWatch
+from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import EVALUATION, SlotTicket
 from rollmill.tasks.rollout.environment import Example

@@ -14,7 +14,7 @@ from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.private_prefect import release_finished_tasks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
-from rollmill.flows.step.drops import StoredStepRows, drop_line, drop_metrics, find_drops
+from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import CollectedStep
 from rollmill.tasks.look.tables.run_tables import read_held_out
 from rollmill.tasks.look.tables.view import count_noun

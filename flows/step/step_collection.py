@@ -22,7 +22,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run
-from rollmill.flows.step.drops import FailureWatch
+from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.step_groups import Refills, plan_groups, plan_ranges, store_group_outcomes
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket

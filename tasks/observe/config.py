@@ -11,11 +11,12 @@ class ObserveConfig(StageConfig):
         "What Prefect records of a step's groups: all: a task run for each rollout and each score; groups: one for each group; "
         "events: no task run, but an event for each group.",
     )
-    task_run_tags: tuple[str, ...] = setting(
+    rollout_tags: tuple[str, ...] = setting(
         (),
-        "Tags of rollout and score task runs, for Prefect's concurrency limits by tag. Each tag costs a request to Prefect's "
-        "server for each task run.",
+        "Tags of rollout task runs, for Prefect's concurrency limits by tag. Each tag costs a request to Prefect's server for "
+        "each task run.",
     )
+    score_tags: tuple[str, ...] = setting((), "Tags of score task runs, as observe.rollout_tags.")
     viewer_url: str = setting(
         "http://127.0.0.1:4300",
         "Address that the pages link to for trajectories, where `rollmill view RUN` listens; empty: no links.",

@@ -60,7 +60,8 @@ class VllmClient(ServiceClient):
     """Client of one vLLM server; an async context manager.
 
     Every request raises TransientRequestError if another attempt may succeed (no connection, a time-out, a busy or failing
-    server, an unreadable response), else RequestError. Control calls that may be repeated are retried before that.
+    server, an unreadable response), else RequestError. Control calls that may be repeated are retried before that; generation
+    requests are not: see tasks/rollout/completions.py.
 
     Args:
         url: http://host:port of the server.

@@ -13,7 +13,13 @@ from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, 
 from rollmill.flows.policies.checkpointing import drop_old_routing
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step import step_collection
-from rollmill.flows.step.drops import FailureWatch, StoredStepRows, drop_line, drop_metrics, find_drops
+from rollmill.flows.step.lost_trajectories import (
+    FailureWatch,
+    StoredStepRows,
+    drop_line,
+    drop_metrics,
+    find_drops,
+)
 from rollmill.flows.step.step_collection import GroupCollection, StepCollection
 from rollmill.flows.step.step_groups import plan_groups
 from rollmill.tasks.errors import FailedShareError, RequestError

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
+from uuid import uuid4
 
 import patient
 import pytest
@@ -35,12 +36,19 @@ class Scored(ScoredChunk):
 
 
 class Chunk:
-    """Two trajectories, or an error."""
+    """Two trajectories, or an error; counts how many are sampled at the same time."""
+
+    n_running, most_running = 0, 0
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
     async def sample(self) -> SampledChunk:
+        Chunk.n_running += 1
+        Chunk.most_running = max(Chunk.most_running, Chunk.n_running)
+        # Long enough for others to begin.
+        await asyncio.sleep(0.2)
+        Chunk.n_running -= 1
         if self.error:
             raise self.error
         return Sampled(no_rows("rollouts"), ())
@@ -70,10 +78,12 @@ class Group:
 
 @flow(persist_result=False)
 async def three_groups(
-    task_runs: TaskRuns, error: bool, tags: tuple[str, ...] = ()
+    task_runs: TaskRuns, error: bool, tags: tuple[str, str] | None = None
 ) -> tuple[str, list[Any], int]:
     """Three groups, the last of which may fail; returns flow run, errors and the number of task runs."""
-    config = ObserveConfig(task_runs=task_runs, task_run_tags=tags)
+    config = ObserveConfig(task_runs=task_runs)
+    if tags is not None:
+        config = ObserveConfig(task_runs=task_runs, rollout_tags=tags[:1], score_tags=tags[1:])
     recording = Recording()
     recorder = TaskRunRecorder(config, recording)
 
@@ -88,7 +98,7 @@ async def three_groups(
 
 
 def run(
-    api: str, task_runs: TaskRuns, *, error: bool = False, tags: tuple[str, ...] = ()
+    api: str, task_runs: TaskRuns, *, error: bool = False, tags: tuple[str, str] | None = None
 ) -> tuple[str, list[Any], int]:
     with temporary_settings({PREFECT_API_URL: api}):
         return asyncio.run(three_groups(task_runs, error, tags))
@@ -151,9 +161,18 @@ def test_a_rollout_that_raises_fails_its_task_run_and_is_not_scored(prefect_api:
     assert "step 7 / score 2" not in shown
 
 
-def test_rollouts_and_scores_have_the_tags_of_the_settings(prefect_api: str) -> None:
-    flow_run_id, *_ = run(prefect_api, "all", tags=("gpu",))
-    assert {tuple(each["tags"]) for each in found(prefect_api, flow_run_id)} == {("gpu",)}
+def test_a_concurrency_limit_of_their_tag_limits_rollouts(prefect_api: str) -> None:
+    tags = f"rollouts-{uuid4().hex}", "scores"
+    patient.post(f"{prefect_api}/concurrency_limits/", json={"tag": tags[0], "concurrency_limit": 1})
+    Chunk.most_running = 0
+    run(prefect_api, "all")
+    assert Chunk.most_running > 1
+    Chunk.most_running = 0
+    flow_run_id, errors, _ = run(prefect_api, "all", tags=tags)
+    assert errors == [None, None, None]
+    assert Chunk.most_running == 1
+    tagged = {(each["name"].split()[3], *each["tags"]) for each in found(prefect_api, flow_run_id)}
+    assert tagged == {("rollout", tags[0]), ("score", tags[1])}
 
 
 def test_every_group_is_one_task_run(prefect_api: str) -> None:

@@ -17,7 +17,7 @@ from span_rows import whole_step
 from stored_spans import store_spans
 
 from rollmill.flows import cli
-from rollmill.flows.step.drops import StoredStepRows, drop_metrics, find_drops
+from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_metrics, find_drops
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.rollout.chat_tokenizer import (
     ChatTokenizer,

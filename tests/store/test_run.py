@@ -20,6 +20,7 @@ from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run import writable_run
+from rollmill.tasks.store.run.immutable_settings import list_changes
 from rollmill.tasks.store.run.lock import lock_run, unwritable_error
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
@@ -208,3 +209,10 @@ def test_a_folder_that_holds_no_run_says_so(root: str) -> None:
     with pytest.raises(StoreError, match=r"holds no run: there is no run\.json"):
         read_manifest(RunFolder(f"{root}/nowhere"))
     assert open_files(RunFolder(f"{root}/nowhere")).keys("**/*.arrow") == []
+
+
+def test_changed_settings_are_listed_by_their_dotted_name_and_those_of_other_versions_left_out() -> None:
+    stored = {"steps": 2, "train": {"lr": 1e-6, "clip": {"low": 0.2}, "gone": 1}, "seed": 0}
+    given = {"steps": 40, "train": {"lr": 1e-6, "clip": {"low": 0.1}, "new": 2}, "seed": 0}
+    assert list_changes(stored, given) == ["steps: 2 -> 40", "train.clip.low: 0.2 -> 0.1"]
+    assert list_changes(given, given) == []

@@ -1,4 +1,4 @@
-"""Settings that cannot change when a run is resumed."""
+"""Settings of a run that is resumed: those that cannot change, and those that did."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +36,25 @@ def list_differences(
         for name, default in sorted(fixed.items())
         if (before := get_setting(stored, name, default)) != (after := get_setting(given, name, default))
     ]
+
+
+def list_changes(stored: Mapping[str, Any], given: Mapping[str, Any], section: str = "") -> list[str]:
+    """List the settings that differ between two configurations, as "NAME: STORED -> GIVEN", in the order of `given`.
+
+    A setting that only one of them has is of another version, and left out.
+
+    Example: {"steps": 2, "train": {"lr": 1e-6}} and {"steps": 40, "train": {"lr": 1e-6}} give ["steps: 2 -> 40"].
+    """
+    changes = []
+    for key, after in given.items():
+        if key not in stored:
+            continue
+        before, name = stored[key], f"{section}{key}"
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes += list_changes(before, after, f"{name}.")
+        elif before != after:
+            changes.append(f"{name}: {before!r} -> {after!r}")
+    return changes
 
 
 def get_setting(config: Mapping[str, Any], name: str, default: object) -> object:

@@ -1,7 +1,7 @@
 """A run that is open for writing: its lock, manifest, writer and spans."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -11,7 +11,7 @@ from rollmill.tasks.errors import RunFinishedError, RunMismatchError, StoreError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
-from rollmill.tasks.store.run.immutable_settings import check_immutable
+from rollmill.tasks.store.run.immutable_settings import check_immutable, list_changes
 from rollmill.tasks.store.run.lock import RunLock, lock_run
 from rollmill.tasks.store.run.manifest import (
     Manifest,
@@ -40,10 +40,18 @@ class OpenRun:
         files: the run's files, for writing; they refuse once another process has taken the run over.
         writer: appends rows to the run's data sets; the caller enters its context.
         spans: records spans (timed intervals of work) and stores them in the run.
+        changes: of a run that is resumed, the settings that differ from those before, as text; None if it is begun.
     """
 
-    def __init__(self, folder: RunFolder, lock: RunLock, files: Files, manifest: Manifest) -> None:
-        self.folder, self.files, self.manifest = folder, files, manifest
+    def __init__(
+        self,
+        folder: RunFolder,
+        lock: RunLock,
+        files: Files,
+        manifest: Manifest,
+        changes: Sequence[str] | None = None,
+    ) -> None:
+        self.folder, self.files, self.manifest, self.changes = folder, files, manifest, changes
         inventory = Inventory(folder, manifest.run, manifest.epoch)
         flush_s = LOCAL_FLUSH_S if folder.is_local else S3_FLUSH_S
         self.writer = RunWriter(self.files, manifest.epoch, flush_s, inventory)
@@ -98,7 +106,7 @@ class OpenRun:
         except Exception:
             lock.release()
             raise
-        return cls(folder, lock, files, manifest)
+        return cls(folder, lock, files, manifest, list_changes(stored.config, config) if stored else None)
 
     @classmethod
     def extend(cls, folder: RunFolder, *, config_of: StoreConfig) -> Self:
