@@ -253,7 +253,7 @@ def verify(run: RunLocation, as_json: AsJson = False) -> None:
     """Check every byte and row of a run; exit status 1: something is wrong, 2: the run could not be checked."""
     from rollmill.flows.run.folder import find_run
     from rollmill.tasks.errors import StoreError
-    from rollmill.tasks.look.terminal.findings_table import verify_and_print
+    from rollmill.tasks.look.terminal.output import verify_and_print
 
     try:
         is_right = verify_and_print(find_run(run), as_json=as_json)

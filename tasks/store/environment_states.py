@@ -100,9 +100,7 @@ def _fits(kind: str, value: object) -> bool:
 
 
 def check_stored_columns(folder: RunFolder, env: str, columns: Mapping[str, str]) -> None:
-    """Check that an environment declares the same columns as in the stored shards of a run.
-
-    An environment that declares none is not checked.
+    """Check that an environment declares the same columns as in the stored shards of a run, unless it declares none.
 
     Raises:
         RunMismatchError: a column is new, missing, of another type, or at another place.

@@ -13,9 +13,8 @@ from rollmill.tasks.errors import ShardError
 from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.folders import RunFolder, step_from_key
 from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.rows import Rows
+from rollmill.tasks.store.rows import Rows, name_first
 from rollmill.tasks.store.schemas import dataset_schema
-from rollmill.tasks.store.verify.findings import name_first
 
 
 def make_routing_row(run: str, step: int, trajectory_id: str, parts: Sequence[np.ndarray]) -> Rows:
@@ -39,11 +38,10 @@ def make_routing_row(run: str, step: int, trajectory_id: str, parts: Sequence[np
 
 
 def read_routing(folder: RunFolder, step: int, ids: Sequence[str]) -> list[np.ndarray]:
-    """Read the routed experts of trajectories of a step: for each id [N, layers, experts per token].
+    """Read the routed experts of trajectories of a step: for each id [N, layers, experts per token], row i for token i.
 
-    On a local disk the arrays are views of the mapped shards.
-
-    Row i of an array is for token i. The last token of a trajectory has no row, nor have tokens that were never computed.
+    The last token of a trajectory has no row, nor have tokens that were never computed. On a local disk the arrays are views of the
+    mapped shards.
 
     Raises:
         ShardError: some trajectories have none stored: they were not kept, or store.keep_routing_steps removed them.

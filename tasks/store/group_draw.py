@@ -8,13 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredGroup:
-    """Where a group is stored: its run, step and number.
-
-    Attributes:
-        source: absolute location of the run.
-        step: step that the group is stored under.
-        group: number of the group.
-    """
+    """Where a group is stored: absolute location of its run, step, and number of the group."""
 
     source: str
     step: int

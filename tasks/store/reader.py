@@ -12,10 +12,10 @@ import pyarrow.compute as pc
 from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import PartitionValue, RunFolder, partition_pattern, step_from_key
+from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.schemas import check_version, dataset_schema, schema_like, states_schema
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.shard_names import current_shards
-from rollmill.tasks.store.verify.findings import name_first
 
 
 class Scan(Protocol):
@@ -87,9 +87,7 @@ def scan(
 
 
 def list_shards(run: RunFolder | str, dataset: str, **partition: PartitionValue) -> list[str]:
-    """List the paths of a data set's current shards, for other libraries; they have every row once.
-
-    This holds also while a run is compacted.
+    """List the paths of a data set's current shards, for other libraries; they have every row once, also during a compaction.
 
     The files exist for at least `store.compaction_grace_s` seconds more.
 

@@ -1,7 +1,8 @@
 """Rows of a data set in memory and as bytes for another process, so that other stages need not know Arrow."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from itertools import islice
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -10,6 +11,8 @@ import pyarrow.compute as pc
 from rollmill.tasks.store.schemas import dataset_schema
 
 Rows: TypeAlias = pa.RecordBatch
+# Most items that an error or a finding names; it always gives their number.
+MAX_NAMED = 5
 
 
 @cache
@@ -92,3 +95,14 @@ def arrow_bytes() -> int:
 def release_arrow() -> None:
     """Release unused memory of Arrow's default memory pool to the operating system."""
     pa.default_memory_pool().release_unused()
+
+
+def name_first(things: Iterable[object]) -> str:
+    """Join the first few items to a text that ends with the number of the others.
+
+    Example: "a, b, c, d, e and 7 more".
+    """
+    rest = iter(things)
+    named = ", ".join(str(each) for each in islice(rest, MAX_NAMED))
+    n_more = sum(1 for _ in rest)
+    return f"{named} and {n_more} more" if n_more else named

@@ -21,8 +21,8 @@ from rollmill.tasks.observe.spans import span
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trained
 from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
-from rollmill.tasks.store.verify.findings import name_first
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward

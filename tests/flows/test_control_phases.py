@@ -18,8 +18,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rollmill.flows.post_train import post_train
 from rollmill.flows.prefect_integration.automations import put_automations, read_automations
 from rollmill.tasks.processes.launched_process import free_port
-from rollmill.tasks.store.verify.findings import Finding
 from rollmill.tasks.store.verify.run_verification import verify_run
+from rollmill.tasks.store.verify.run_views import Finding
 from rollmill.tasks.sync.weight_messages import SendResult
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service.commands import (

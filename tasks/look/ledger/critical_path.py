@@ -56,13 +56,10 @@ _by_end = attrgetter("end")
 
 
 class PathWalk:
-    """Finds a critical path by walking backward in time through pieces of a timeline, which are ordered by their ends.
+    """Finds a critical path by walking backward in time through `pieces`, which may be on it and are ordered by their ends.
 
-    Args:
-        pieces: the pieces that may be on the path.
-        lanes_of: lanes of each process, `main` first.
-        kin: family of each lane.
-        follows_senders: True if the start of a lane continues in the lane that caused it, as a receiver does in its sender.
+    `lanes_of` are the lanes of each process, `main` first; `kin` is the family of each lane. With `follows_senders`, the start of a
+    lane continues in the lane that caused it, as a receiver does in its sender.
     """
 
     def __init__(

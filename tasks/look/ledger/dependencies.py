@@ -48,10 +48,7 @@ class Schedule:
         return self._places.keys()
 
     def less_us(self, shares: Mapping[str, float]) -> float:
-        """Return the microseconds that all jobs together would save with `shares` as factors on their durations, by name.
-
-        It is the most by which the schedule can get shorter.
-        """
+        """Return the most microseconds by which the schedule can get shorter with `shares` as factors on the duration of jobs, by name."""
         return sum(work.us * (1.0 - shares[work.name]) for work in self._works if work.name in shares)
 
     def length_us(self, shares: Mapping[str, float], unlimited: Collection[str] = ()) -> int:

@@ -27,13 +27,7 @@ LEAST = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change to a run that would shorten some work, or remove waits for a resource.
-
-    Attributes:
-        what: its description.
-        shares: factor on the duration of work, by name.
-        unlimited: resources whose limit is removed.
-    """
+    """A change to a run: factors `shares` on the duration of work, by name, and resources whose limit is removed."""
 
     what: str
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -42,12 +36,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """By how many seconds a remedy may shorten the median step.
-
-    Attributes:
-        remedy: its description.
-        seconds: upper bound by which the median step gets shorter; something else may limit it earlier.
-    """
+    """Upper bound of the seconds by which a remedy shortens the median step; something else may limit it earlier."""
 
     remedy: str
     seconds: float

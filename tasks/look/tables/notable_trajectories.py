@@ -15,13 +15,9 @@ from rollmill.tasks.store.reader import read_trajectories, scan
 
 @dataclass(frozen=True, slots=True)
 class NotableTrajectory:
-    """A trajectory of a step that is worth reading, and the reason: it is the best, the worst or a failed one.
+    """A trajectory of a step that is worth reading, and the reason `why`: it is the best, the worst or a failed one.
 
-    Attributes:
-        why: best, worst or failed.
-        short: its id without the run's.
-        row: env, status, reward (None without one), error_type, error of the rollout or of its score.
-        messages: the conversation.
+    `short` is its id without the run's; `row` has env, status, reward (None without one), error_type and error of rollout or score.
     """
 
     why: str

@@ -145,10 +145,10 @@ def make_versions_view(folder: RunFolder, selection: Selection) -> View:
 def read_held_out(
     folder: RunFolder, env: str = "", version: int | None = None, scan: Scan = scan
 ) -> pl.DataFrame:
-    """Read mean reward and accuracy of each complete evaluation, oldest first: one or all versions, one or all environments.
+    """Read each complete evaluation, oldest first: columns step (policy version), reward (sampled mean), greedy_accuracy.
 
-    Columns: step (policy version), reward (sampled), greedy_accuracy. A trajectory that could not be scored counts as reward 0;
-    accuracy is the share of full rewards (1).
+    They are of one or all versions and environments. A trajectory that could not be scored counts as reward 0; accuracy is the share of
+    full rewards (1).
     """
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
     # A full reward that is a sum of parts may be a little less than 1.

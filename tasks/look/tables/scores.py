@@ -45,13 +45,7 @@ def _trained_scorer(folder: RunFolder) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ScoreTotals:
-    """Number of scores and mean reward by one scorer over a run's rollouts.
-
-    Attributes:
-        scorer: NAME@VERSION.
-        by_status: number of scores with each status: scored, failed, dropped.
-        reward: mean of the scored ones; NaN without any.
-    """
+    """Number of scores by one scorer, NAME@VERSION, of each status (scored, failed, dropped); mean reward, NaN without any."""
 
     scorer: str
     by_status: Counter[str]

@@ -39,8 +39,7 @@ POINTS: dict[str, dict[str, Any]] = {
 def plot_run(folder: RunFolder, output: Path | None = None) -> Path:
     """Draw the charts of a run into an image file and return its path; by default plot.png in the run's local folder.
 
-    Raises:
-        ConfigError: the image cannot be written there, or its suffix is of no supported image format.
+    Raises ConfigError if the image cannot be written there, or its suffix is of no supported image format.
     """
     path = output or folder.local / PICTURE
     form = path.suffix.removeprefix(".").lower()

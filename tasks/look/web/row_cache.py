@@ -41,10 +41,8 @@ class _CachedRows:
 class RowCache:
     """Cache of one run's rows; safe to use from several threads.
 
-    Args:
-        folder: the run.
-        fresh_s: seconds for which a list of shards is reused.
-        together: columns to read at once if one of them is needed, by data set; opening a shard costs more than a column.
+    A list of shards is reused for `fresh_s` seconds. `together` has, by data set, columns to read at once if one of them is needed:
+    opening a shard costs more than a column.
     """
 
     def __init__(

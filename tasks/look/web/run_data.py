@@ -84,12 +84,7 @@ CELL = 300
 
 @dataclass(frozen=True, slots=True)
 class TablePage:
-    """Some rows of a table, and how many rows the whole table has.
-
-    Attributes:
-        n: number of rows of the whole table.
-        note: remark next to the number; empty for none.
-    """
+    """Some rows of a table, the number of rows of the whole table, and a remark next to that number; empty for none."""
 
     rows: list[dict[str, Any]]
     n: int

@@ -14,11 +14,7 @@ FILTERS = ("step", "group", "status", "env", "reward", "scorer", "text", "sort")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The parameters of a URL's query string.
-
-    Attributes:
-        values: the non-empty parameters by name.
-    """
+    """The non-empty parameters of a URL's query string, by name."""
 
     values: Mapping[str, str]
 

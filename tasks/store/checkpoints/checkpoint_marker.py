@@ -17,12 +17,7 @@ CHUNK_BYTES = 1 << 24
 
 
 class StoredFile(BaseModel):
-    """Size and hash of one file of a checkpoint.
-
-    Attributes:
-        bytes: size in bytes.
-        xxh3_64: XXH3-64 hash of the content, 16 hex digits.
-    """
+    """Size in bytes of one file of a checkpoint, and the XXH3-64 hash of its content, 16 hex digits."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -103,10 +98,7 @@ def describe_file(path: Path) -> StoredFile:
 
 
 def check_files(folder: Path, listed: Mapping[str, StoredFile], *, reads_bytes: bool = True) -> None:
-    """Raise StoreError, which names the file, if a file of a checkpoint on this machine differs from its record.
-
-    Only sizes are compared without `reads_bytes`.
-    """
+    """Raise StoreError, which names the file, if a file of a checkpoint on this machine is not as listed; see `find_wrong_files`."""
     for name, what in find_wrong_files(open_files(RunFolder(folder)), "", listed, reads_bytes=reads_bytes):
         raise StoreError(
             f"checkpoint {folder} is damaged: {folder / name}: {what}; restore it from a copy, or use another version"

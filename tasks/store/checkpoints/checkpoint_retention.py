@@ -25,8 +25,7 @@ def select_expired_checkpoints(complete: Sequence[int], *, keep: int, keep_every
 def remove_checkpoints(folder: RunFolder, files: Files, *, keep: int, keep_every: int) -> list[int]:
     """Remove expired checkpoints, and incomplete ones older than the newest complete one; returns the removed versions.
 
-    Raises:
-        StoreError: a checkpoint could not be removed; it is then incomplete or unchanged.
+    Raises StoreError if a checkpoint could not be removed; it is then incomplete or unchanged.
     """
     complete = list_complete_checkpoints(folder)
     unfinished = set(list_checkpoints(folder)) - set(complete)

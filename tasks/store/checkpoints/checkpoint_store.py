@@ -129,10 +129,7 @@ def _check_newest(folder: RunFolder, key: str, incarnation: int) -> None:
 
 
 def remove_other_copies(local: Path) -> None:
-    """Remove all checkpoint folders next to the folder `local` on this machine.
-
-    These are copies of what is stored on S3, or never became complete.
-    """
+    """Remove all checkpoint folders next to the folder `local`: copies of what is on S3, or what never became complete."""
     for each in local.parent.glob("version=*"):
         if each != local:
             shutil.rmtree(each)

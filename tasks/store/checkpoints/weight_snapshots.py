@@ -46,10 +46,7 @@ def remove_weights(place: str, *, but: str = "") -> None:
 
 
 def weight_urls(paths: Sequence[str], lifetime_s: float) -> list[str]:
-    """Return the addresses from which a server reads files: local paths unchanged, for files on S3 presigned URLs.
-
-    The URLs are valid for `lifetime_s` seconds.
-    """
+    """Return where a server reads files: local paths unchanged, files on S3 by presigned URLs, valid for `lifetime_s` seconds."""
     if not any(path.startswith(S3_SCHEME) for path in paths):
         return list(paths)
     # s3fs and botocore take a second to import, and only weights on S3 need them.

@@ -17,10 +17,7 @@ class _FlowRuns(BaseModel):
 
 
 def read_flow_runs(folder: RunFolder) -> list[UUID]:
-    """Read the ids of the recorded flow runs, oldest first; empty if the file is missing or damaged.
-
-    A damaged file is no error, since only the UI needs it.
-    """
+    """Read the ids of the recorded flow runs, oldest first; empty if the file, which only the UI needs, is missing or damaged."""
     if not open_files(folder).keys(FLOW_RUNS):
         return []
     text = read_text(open_files(folder), FLOW_RUNS)
@@ -31,9 +28,7 @@ def read_flow_runs(folder: RunFolder) -> list[UUID]:
 
 
 def write_flow_runs(files: Files, ids: Sequence[UUID]) -> None:
-    """Replace the recorded ids of flow runs; of more than 20 only the last 20 are kept.
-
-    Called by the holder of the run's lock.
+    """Replace the recorded ids of flow runs by at most the last 20; called by the holder of the run's lock.
 
     Raises:
         LeaseLostError: another process has taken the run over.

@@ -17,11 +17,7 @@ Reason = Literal["plan", "refill"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """Consecutive global group numbers: first, ..., first + n - 1.
-
-    Attributes:
-        reason: the step's plan, or a refill appended to it.
-    """
+    """Consecutive global group numbers first, ..., first + n - 1, of a step's plan or of a refill appended to it."""
 
     first: int
     n: int

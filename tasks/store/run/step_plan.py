@@ -12,6 +12,7 @@ from rollmill.tasks.store.rows import (
     Rows,
     column_values,
     last_rows_by,
+    name_first,
     no_rows,
     rows_from_table,
     rows_where,
@@ -19,14 +20,10 @@ from rollmill.tasks.store.rows import (
     rows_without,
 )
 from rollmill.tasks.store.schemas import LOST_STATUSES
-from rollmill.tasks.store.verify.findings import name_first
 
 
 class Attempt(NamedTuple):
-    """A trajectory to be sampled, number `sample` of its group; `attempt` counts how often it was sampled before.
-
-    `attempt` is 0 unless a user asked to sample failed trajectories again.
-    """
+    """A trajectory to be sampled, number `sample` of its group; `attempt` is above 0 if a user asked to sample it again."""
 
     group: int
     sample: int

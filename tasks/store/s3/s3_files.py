@@ -13,7 +13,7 @@ from rollmill.tasks.errors import ConfigError, LeaseLostError, ShardError, Store
 from rollmill.tasks.store.filesystem import RangeFile, stage_path
 from rollmill.tasks.store.folders import S3_SCHEME, RunFolder
 from rollmill.tasks.store.s3.s3_errors import MissingObjectError, ObjectChangedError
-from rollmill.tasks.store.s3.s3_objects import S3Object, S3Objects
+from rollmill.tasks.store.s3.s3_objects import S3Objects
 
 # Bytes read from the end of an object when it is opened (256 KiB): all of a small one, footer and last batch of a
 # large one.
@@ -80,14 +80,14 @@ class S3Files:
         return key
 
     def exchange(self, key: str, text: bytes, is_expected: Callable[[bytes | None], bool]) -> None:
-        there = self._there(key)
+        there = self._objects.find(key)
         self._check()
         if is_expected(there.content if there else None):
             try:
                 self._objects.put(key, text, replaces=there.etag if there else None)
             except (ObjectChangedError, MissingObjectError):
                 # Our own, if a response was lost and the request repeated.
-                there = self._there(key)
+                there = self._objects.find(key)
                 if there and there.content == text:
                     return
             else:
@@ -95,12 +95,6 @@ class S3Files:
         raise LeaseLostError(
             f"{self._objects.path(key)} is not written: another process has taken the run over"
         )
-
-    def _there(self, key: str) -> S3Object | None:
-        try:
-            return self._objects.get(key)
-        except MissingObjectError:
-            return None
 
     def keys(self, pattern: str) -> list[str]:
         return list(self.sizes(pattern))

@@ -81,7 +81,7 @@ class S3Lease:
         while True:
             # The lease is counted from before the request, so that it ends here before it ends on the server.
             began = time.monotonic()
-            there = _read_lock(objects)
+            there = objects.find(LOCK_KEY)
             other = _parse_lease(there)
             left_s = other.remaining_s(there.age_s) if there and other else 0.0
             if left_s <= 0.0 and (taken := _write_lock(objects, terms, there.etag if there else None)):
@@ -145,7 +145,7 @@ class S3Lease:
             terms = self._terms.model_copy(update={"renewals": self._terms.renewals + 1})
             renewed = _write_lock(self._objects, terms, self._etag)
             if renewed is None:
-                other = _parse_lease(_read_lock(self._objects))
+                other = _parse_lease(self._objects.find(LOCK_KEY))
                 who = other.holder if other else "a process that has removed its lock"
                 self._lost = (
                     f"{who} has taken the run over, since this process did not renew its lease in time"
@@ -165,20 +165,13 @@ def _write_lock(
         try:
             return terms, objects.put(LOCK_KEY, terms.to_bytes(), replaces=replaces)
         except (ObjectChangedError, MissingObjectError):
-            there = _read_lock(objects)
+            there = objects.find(LOCK_KEY)
             found = _parse_lease(there)
             if there is None or found is None or found.token != terms.token:
                 return None
             # A response was lost, and the lock is ours already. It is replaced once more, so that its age is known.
             replaces, terms = there.etag, terms.model_copy(update={"renewals": found.renewals + 1})
     return None
-
-
-def _read_lock(objects: S3Objects) -> S3Object | None:
-    try:
-        return objects.get(LOCK_KEY)
-    except MissingObjectError:
-        return None
 
 
 def _parse_lease(there: S3Object | None) -> LeaseRecord | None:

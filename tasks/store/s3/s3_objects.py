@@ -18,7 +18,7 @@ from fsspec.asyn import sync
 
 from rollmill.tasks.errors import ShardError, StoreError
 from rollmill.tasks.observe.retries import retries
-from rollmill.tasks.store.s3.s3_errors import FAILURES, explain_error, is_transient
+from rollmill.tasks.store.s3.s3_errors import FAILURES, MissingObjectError, explain_error, is_transient
 
 # Default attempts at one request, the first included; AWS_MAX_ATTEMPTS or the profile's max_attempts overrides it.
 DEFAULT_ATTEMPTS = 8
@@ -89,6 +89,13 @@ class S3Objects:
             return S3Object(content, response["ETag"], size, age_s)
 
         return self._send(f"cannot read {self.path(key)}", ShardError, send)
+
+    def find(self, key: str) -> S3Object | None:
+        """Read an object; None if there is none. Raises ShardError if it cannot be read."""
+        try:
+            return self.get(key)
+        except MissingObjectError:
+            return None
 
     def put(self, key: str, content: bytes, *, replaces: str | None = None) -> str:
         """Create an object, or replace the one whose etag is `replaces`; returns the new etag.

@@ -24,13 +24,7 @@ INVENTORY = "shards"
 
 @dataclass(frozen=True, slots=True)
 class ShardEvent:
-    """One row of a run's inventory, which records that a shard was written or removed.
-
-    Attributes:
-        shard: key of the shard.
-        rows: number of rows of the shard; 0 if it was removed.
-        bytes: size of the shard; 0 if it was removed.
-    """
+    """One row of a run's inventory: the shard with a key was written with so many rows and bytes, or removed (then both are 0)."""
 
     shard: str
     event: Literal["written", "removed"]

@@ -1,4 +1,4 @@
-"""What the checks of `verify` read of a run: the whole run, one shard, one policy version, one step."""
+"""What the checks of `verify` read of a run, and what they find: the whole run, one shard, one policy version, one step."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +18,17 @@ from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
 from rollmill.tasks.store.shards.inventory import ShardEvent, list_file_sizes, read_inventory
+
+RESTORE = "restore what is missing from a copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault of a stored run: the path of a file or of a data set's folder, what is wrong with it, and what to do."""
+
+    where: str
+    what: str
+    remedy: str
 
 
 class RolloutSettings(BaseModel):

@@ -11,9 +11,9 @@ from rollmill.tasks.errors import ShardError, StoreError
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES
-from rollmill.tasks.store.verify.findings import Finding, name_first
-from rollmill.tasks.store.verify.run_views import StepView
+from rollmill.tasks.store.verify.run_views import Finding, StepView
 
 _REMOVE_ONE = "move one of them out of the run: a shard that was copied in by hand, for example"
 _RESTORE_ROLLOUTS = "a shard of rollouts is missing or damaged: restore it from a copy"

@@ -21,14 +21,7 @@ from rollmill.tasks.store.reader import list_scorers
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Layout of a page that shows a table with filters.
-
-    Attributes:
-        title: heading.
-        columns: columns of the table.
-        links: address that a column's cells link to, by column.
-        filters: names of its filters, as in the address.
-    """
+    """Layout of a page with a table: heading, columns, addresses that cells link to, by column, and names of its filters."""
 
     title: str
     columns: Sequence[Column]
