@@ -13,12 +13,14 @@ from pathlib import Path
 
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
+from rollmill.flows.checks.gpu_memory import check_gpus
 from rollmill.flows.checks.model_download import download_model
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import START_MODELS, start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
+from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.processes.python_child import child_environment, python_command
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.environment import (
@@ -82,7 +84,7 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
         check_vllm(config)
     if trains:
         _check_trainer(config)
-    assign_run_gpus(config, samples=samples, trains=trains)
+    check_gpus(config, assign_run_gpus(config, samples=samples, trains=trains), read_gpus())
     # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
 

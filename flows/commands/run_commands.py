@@ -118,10 +118,19 @@ def settings() -> None:
 
 
 @commands.command(rich_help_panel=PANEL)
-def memory(preset: Preset, overrides: Overrides = None) -> None:
-    """Compute the memory of a trainer rank, and of a server's weights and cache, for a preset (docs/scale.md)."""
+def memory(
+    preset: Preset,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        float,
+        typer.Option(
+            help="Memory of each GPU in GB, such as 80, to compare with; 0: this machine's GPUs.", min=0.0
+        ),
+    ] = 0.0,
+) -> None:
+    """Compute the memory of a trainer rank and of a server, and say what to change if a GPU has less (docs/scale.md)."""
     from rollmill.flows.checks.memory_report import memory_lines
     from rollmill.flows.settings import load
 
-    for line in memory_lines(load(preset, tuple(overrides or ()))):
+    for line in memory_lines(load(preset, tuple(overrides or ())), gpu):
         typer.echo(line)

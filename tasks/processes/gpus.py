@@ -34,15 +34,48 @@ def list_visible_gpus(base: Mapping[str, str] = os.environ) -> tuple[str, ...]:
         names = [each.strip() for each in base[VISIBLE].split(",")]
         end = next((i for i, each in enumerate(names) if not each or each.startswith("-")), len(names))
         return tuple(names[:end])
+    return tuple(each.number for each in read_gpus())
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """A GPU of this machine, as its driver reports it.
+
+    Attributes:
+        number: its number on the machine.
+        uuid: its id.
+        name: of the product.
+        total_bytes: its memory.
+        used_bytes: in use by any process.
+        driver: version of NVIDIA's driver.
+    """
+
+    number: str
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int
+    driver: str
+
+
+_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
+_MIB = 1 << 20
+
+
+def read_gpus() -> tuple[GpuState, ...]:
+    """Read the GPUs of this machine from nvidia-smi; empty without a GPU, a driver, or that program."""
+    command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False, timeout=30
-        )
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    # Parts of a GPU (MIG) are listed below it, indented.
-    n_gpus = sum(line.startswith("GPU ") for line in found.stdout.splitlines())
-    return tuple(str(i) for i in range(n_gpus if found.returncode == 0 else 0))
+    rows = [[each.strip() for each in line.split(",")] for line in found.stdout.splitlines()]
+    # Without a device, or with a broken driver, it prints a sentence in place of the table.
+    rows = [row for row in rows if len(row) == len(_FIELDS.split(",")) and row[3].isdecimal()]
+    return tuple(
+        GpuState(number, uuid, name, int(total) * _MIB, int(used) * _MIB if used.isdecimal() else 0, driver)
+        for number, uuid, name, total, used, driver in rows
+    )
 
 
 def assign_gpus(

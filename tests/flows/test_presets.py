@@ -6,6 +6,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from rollmill.flows.checks.gpu_assignment import assign_run_gpus
+from rollmill.flows.checks.gpu_memory import find_excess, plan_needs
+from rollmill.flows.checks.memory_report import imagine_gpus
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
 from rollmill.flows.settings import load
@@ -13,8 +16,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.terms import resolve_terms
-from rollmill.tasks.train.config import TrainConfig
-from rollmill.tasks.train.engine.memory_plan import GIB, MODELS, plan_memory
+from rollmill.tasks.train.engine.memory_plan import MODELS
 
 
 @pytest.mark.parametrize("preset", sorted(each.stem for each in PRESETS.glob("*.yaml")))
@@ -90,10 +92,7 @@ def test_an_environment_cannot_be_called_as_all_of_them_together_are(
         preflight(load("quickstart", ("rollout.environment=own_environment:Own",)))
 
 
-CONTEXT_GIB = 1.0
-"""CUDA context and kernels of a process, judged."""
-
-# By preset: size in GB of the GPU that its header names, which trainer and server share.
+# By preset: size in GB of the GPUs that its header names.
 ON_GPU = {
     each.stem: int(named[1])
     for each in PRESETS.glob("*.yaml")
@@ -101,16 +100,18 @@ ON_GPU = {
 }
 
 
-@pytest.mark.parametrize("preset", ["gsm8k"])
-def test_a_preset_fits_in_the_gpu_that_it_names(preset: str) -> None:
-    assert [*ON_GPU] == [preset]
+def test_presets_for_gpus_name_their_memory() -> None:
+    assert [*ON_GPU] == ["gsm8k"]
+
+
+@pytest.mark.parametrize("preset", ON_GPU)
+def test_a_preset_fits_with_room_in_the_gpus_that_it_names(preset: str) -> None:
     config = load(preset)
     sizes = next(each for name, each in MODELS.items() if f"/{name}-" in config.model)
-
-    def needed_gib(train: TrainConfig) -> float:
-        return plan_memory(sizes, train).total / GIB + 2 * CONTEXT_GIB
-
-    # A GPU of "80 GB" has 79.6 GiB.
-    left_gib = 0.995 * ON_GPU[preset] * (1 - config.serve.gpu_memory_utilization)
-    assert needed_gib(config.train) < left_gib
-    assert needed_gib(config.train.model_copy(update={"gradient_checkpointing": False})) > left_gib
+    gpus = imagine_gpus(config, ON_GPU[preset])
+    visible = [each.number for each in gpus]
+    assigned = assign_run_gpus(config, samples=True, trains=True, visible=visible)
+    for gpu in gpus:
+        assert sum(plan_needs(config, sizes, assigned, gpu).values()) < 0.9 * gpu.total_bytes
+    train = config.train.model_copy(update={"gradient_checkpointing": False})
+    assert find_excess(config.model_copy(update={"train": train}), sizes, assigned, gpus[0])
