@@ -200,17 +200,20 @@ def spans(
 ) -> None:
     """Show where the time of steps went: owners, waits and causes, the critical path, what would shorten it."""
     from rollmill.flows.run.folder import find_run
-    from rollmill.tasks.look.export.span_export import send_otlp
     from rollmill.tasks.look.ledger.run_ledger import read_ledger
     from rollmill.tasks.look.tables.ledger_tables import ledger_values, make_ledger_views
     from rollmill.tasks.look.tables.selection import Interval
     from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.observe.sinks.sink_check import check_receiver
 
     folder = find_run(run)
     interval = Interval.parse("--step", step) if step else None
     if as_json and otlp:
         raise ConfigError("--json", "true", "it prints the tables; leave it out with --otlp")
     if otlp:
+        check_receiver("--otlp", otlp)
+        from rollmill.tasks.look.export.otlp_export import send_otlp
+
         typer.echo(send_otlp(folder, interval, otlp))
         return
     ledger = read_ledger(folder, interval)

@@ -13,7 +13,12 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from rollmill.tasks.errors import RequestError
+from rollmill.tasks.look.ledger.run_ledger import read_attempt_spans, select_steps
 from rollmill.tasks.look.ledger.span_timeline import FLOW, LINE, WHOLE, build_timeline
+from rollmill.tasks.look.tables.selection import Interval
+from rollmill.tasks.look.tables.view import count_noun
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
 
 
 def split_attempts(rows: pl.DataFrame, steps: list[int], *, is_over: bool) -> pl.DataFrame:
@@ -57,6 +62,8 @@ def _number_attempts(spans: pl.DataFrame) -> pl.DataFrame:
 BATCH = 1000
 """Most spans in one request."""
 NS_PER_US = 1000
+OTLP_TIMEOUT_S = 30.0
+"""Timeout in seconds for each request of `send_otlp`."""
 TRACES = "/v1/traces"
 """Path of a receiver's trace endpoint."""
 
@@ -106,6 +113,19 @@ def export_traces(
     finally:
         exporter.shutdown()
     return len(new)
+
+
+def send_otlp(folder: RunFolder, asked: Interval | None, endpoint: str) -> str:
+    """Send the spans of the steps `asked`, or of the last ones, to a receiver; return a line with the number of spans sent.
+
+    Raises:
+        ConfigError: no such step or spans.
+        RequestError: the receiver did not accept them.
+    """
+    steps = select_steps(folder, asked)
+    spans = read_attempt_spans(folder, steps)
+    n = export_traces(spans, steps, read_manifest(folder).run, folder.name, endpoint, OTLP_TIMEOUT_S)
+    return f"{count_noun(n, 'span')} sent to {endpoint}"
 
 
 def _readable_spans(spans: pl.DataFrame, run: str, name: str) -> Iterator[ReadableSpan]:

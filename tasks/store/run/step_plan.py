@@ -138,7 +138,7 @@ def _plan_group(group: int, group_size: int, stored: StoredStep, redo_failed: bo
     latest = zip(*(column_values(rollouts, name) for name in ("sample", "attempt", "status")), strict=True)
     attempts = {int(str(sample)): (int(str(attempt)), status) for sample, attempt, status in latest}
     missing = [Attempt(group, sample, 0) for sample in range(group_size) if sample not in attempts]
-    # What a outcomes group lacks was there once: sampled again, it would differ from what its advantages were computed from.
+    # What a group with an outcome lacks was there once: sampled again, it would differ from what its advantages were computed from.
     if missing and (stored.has_batch or group in stored.outcomes):
         raise _missing_rollouts_error(
             group, [f"sample {each.sample}" for each in missing], "its advantages are computed"

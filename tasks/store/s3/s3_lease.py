@@ -61,11 +61,11 @@ class S3Lease:
 
     def __init__(self, objects: S3Objects, terms: LeaseRecord, etag: str, until: float) -> None:
         self._objects, self._terms, self._etag, self._until = objects, terms, etag, until
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost = ""
-        self._beats = threading.Thread(target=self._beat, name="store-lease", daemon=True)
-        self._beats.start()
+        self._renewals = threading.Thread(target=self._renew_until_ended, name="store-lease", daemon=True)
+        self._renewals.start()
 
     @classmethod
     def acquire(cls, folder: RunFolder, lease_s: float, timeout_s: float) -> Self:
@@ -107,9 +107,9 @@ class S3Lease:
     def release(self) -> None:
         self._ended.set()
         # Joined first: a renewal under way would give the object another etag than the release expects.
-        if threading.current_thread() is not self._beats and self._beats.is_alive():
-            self._beats.join()
-        with self._turn:
+        if threading.current_thread() is not self._renewals and self._renewals.is_alive():
+            self._renewals.join()
+        with self._lock:
             if not self._lost:
                 self._lost = "this process has released the run"
                 try:
@@ -122,10 +122,10 @@ class S3Lease:
     def forget(self) -> None:
         """Stop renewing the lease, and do not release it; called in a forked child, which has no renewing thread."""
         # A new lock, since the parent's thread may hold the old one, and no thread of the child would release it.
-        self._turn, self._lost = threading.Lock(), "this is a forked process"
+        self._lock, self._lost = threading.Lock(), "this is a forked process"
         self._ended.set()
 
-    def _beat(self) -> None:
+    def _renew_until_ended(self) -> None:
         pause_s = self._terms.lease_s / RENEWALS_PER_LEASE
         while not self._ended.wait(pause_s):
             try:
@@ -138,7 +138,7 @@ class S3Lease:
                 pause_s = RETRY_S
 
     def _renew(self) -> None:
-        with self._turn:
+        with self._lock:
             if self._lost:
                 raise LeaseLostError(f"{self._objects.path('')} is not written to: {self._lost}")
             began = time.monotonic()

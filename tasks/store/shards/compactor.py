@@ -33,7 +33,7 @@ class Compactor:
         self._files, self._writer, self._config, self._warn = files, writer, config, warn
         self._tasks = asyncio.TaskGroup()
         self._rounds: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._leaving: set[str] = set()
         self._begun = 0
         self.n_failed = 0
@@ -84,7 +84,7 @@ class Compactor:
         """
         with within(lane="compaction"):
             # One round at a time: two would compact the same partition.
-            async with self._turn:
+            async with self._lock:
                 keys = await asyncio.to_thread(self._keys, first, end)
                 if self._config.compact != "never":
                     for folder, shards in group_by_partition(keys).items():
@@ -102,7 +102,7 @@ class Compactor:
         try:
             await self._writer.remove(keys)
         except StoreError as error:
-            self._tell(error)
+            self._report(error)
         self._leaving -= set(keys)
 
     async def _compact_partition(self, folder: str) -> list[str]:
@@ -113,7 +113,7 @@ class Compactor:
             # Its rows were removed meanwhile, as old routed experts are.
             return []
         except StoreError as error:
-            self._tell(error)
+            self._report(error)
             return []
         return [key] if key else []
 
@@ -135,7 +135,7 @@ class Compactor:
         ]
         return _list_shards(self._files, by_step)
 
-    def _tell(self, error: StoreError) -> None:
+    def _report(self, error: StoreError) -> None:
         self.n_failed += 1
         self._warn(f"compaction: {error}")
 

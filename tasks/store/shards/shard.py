@@ -21,7 +21,7 @@ from rollmill.tasks.store.shards.shard_names import ShardName
 JOINED_BYTES = 1 << 22
 
 # Space in a small shard for all but its rows (1 MiB): its schema, twice, and its hashes.
-BESIDE_ROWS_BYTES = 1 << 20
+OVERHEAD_BYTES = 1 << 20
 
 _PARTITION_COLUMNS = {"step": "step", "version": "policy_version", "epoch": "epoch"}
 
@@ -74,7 +74,7 @@ def write_shard(path: Path, name: ShardName, dataset: str, appended: Iterable[pa
 
 def _write_at_once(path: Path, schema: pa.Schema, rows: pa.RecordBatch) -> str:
     """Write a small shard in one piece, made in memory; returns its digest."""
-    content = np.empty(_batch_bytes(rows) + BESIDE_ROWS_BYTES, np.uint8).data
+    content = np.empty(_batch_bytes(rows) + OVERHEAD_BYTES, np.uint8).data
     with pa.FixedSizeBufferWriter(pa.py_buffer(content)) as sink:
         with pa.ipc.new_file(sink, schema) as writer:
             writer.write_batch(rows.replace_schema_metadata(schema.metadata))

@@ -3,7 +3,7 @@
 EPOCH-NUMBER-DIGEST.arrow, or EPOCH-NUMBER-compacted-DIGEST.arrow
 
 The writer of epoch 2 calls its third shard 000002-000003-9f86d081884c7d65.arrow; no two writers of a run are of
-one epoch, so they never choose the same name. The digest is that of the shard's end, see rollmill.tasks.store.shards.shard.
+one epoch, so they never choose the same name. The digest is that of the shard's end, see rollmill.tasks.store.shards.integrity.
 
 A compacted shard holds the rows of every shard of its partition that was there before it, so it takes the place of
 all whose (epoch, number) is smaller: which shards of a partition are to be read follows from their names alone,

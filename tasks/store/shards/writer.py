@@ -104,11 +104,11 @@ class RunWriter:
         self._is_committing = False
         self._n_shards = 0
         self._thread: ThreadPoolExecutor | None = None
-        self._beside: ThreadPoolExecutor | None = None
+        self._compacting: ThreadPoolExecutor | None = None
 
     async def __aenter__(self) -> Self:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="store-compaction")
+        self._compacting = ThreadPoolExecutor(1, thread_name_prefix="store-compaction")
         if self._inventory is not None:
             # What a killed writer stored is recorded before anything new is.
             try:
@@ -208,7 +208,7 @@ class RunWriter:
 
     async def _in_place(self, folder: str, store: Callable[[ShardName], ShardEvent | None]) -> str:
         """Store a shard that replaces those a partition has now, concurrently with commits; returns its key, empty if there is none."""
-        if self._thread is None or self._beside is None:
+        if self._thread is None or self._compacting is None:
             raise StoreError(f"the run's writer is not open; {folder} was not changed")
         name = ShardName(self._epoch, self._n_shards, is_compacted=True)
         self._n_shards += 1
@@ -222,18 +222,18 @@ class RunWriter:
             self._note([event] if event else [])
             return event.shard if event else ""
 
-        return await loop.run_in_executor(self._beside, store_and_note)
+        return await loop.run_in_executor(self._compacting, store_and_note)
 
     async def remove(self, keys: Sequence[str]) -> None:
         """Remove superseded shards; raises StoreError if one cannot be removed, or the writer is not open."""
-        if self._beside is None:
+        if self._compacting is None:
             raise StoreError(f"the run's writer is not open; {len(keys)} superseded shards were not removed")
 
         def remove() -> None:
             self._files.remove(keys)
             self.removed(keys)
 
-        await asyncio.get_running_loop().run_in_executor(self._beside, remove)
+        await asyncio.get_running_loop().run_in_executor(self._compacting, remove)
 
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -292,9 +292,9 @@ class RunWriter:
 
     def _close(self) -> None:
         """Shut down, and store all rows that are still pending, without an await, which could be cancelled."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            beside.shutdown(wait=True, cancel_futures=True)
+        compacting, self._compacting = self._compacting, None
+        if compacting is not None:
+            compacting.shutdown(wait=True, cancel_futures=True)
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(wait=True)
