@@ -33,24 +33,18 @@ def noted_flow_runs(folder: Path) -> list[str]:
     return list(json.loads((folder / "flow_runs.json").read_text())["flow_runs"])
 
 
-def check_whole(nodes: list[Node], steps: set[int]) -> None:
-    """A graph that is right, in which all of these steps were collected, trained and synced.
-
-    Each group has a rollout and a score that are Completed, except in a step that a kill cut off: rows that were stored before the
-    kill are not made again, though Prefect has the task run that made them as Crashed.
-    """
+def find_incomplete(nodes: list[Node], steps: set[int]) -> set[int]:
+    """The steps that were not collected, trained and synced by task runs that are Completed, in a graph that is right."""
     check_graph(nodes)
     done = {node.label for node in nodes if node.state == "COMPLETED"}
-    cut_off = {node.label for node in nodes if node.state == "CRASHED"}
+    incomplete = set()
     for step in steps:
-        assert {f"step {step}", f"step {step} / train", f"version {step + 1} / sync"} <= done
-        rollouts = {label for label in done if label.startswith(f"step {step} / rollout ")}
-        scores = {label for label in done if label.startswith(f"step {step} / score ")}
-        if f"step {step}" in cut_off:
-            assert len(rollouts) <= GROUPS, rollouts
-            assert len(scores) <= GROUPS, scores
-        else:
-            assert len(rollouts) == len(scores) == GROUPS
+        rollouts = [label for label in done if label.startswith(f"step {step} / rollout ")]
+        scores = [label for label in done if label.startswith(f"step {step} / score ")]
+        ends = {f"step {step}", f"step {step} / train", f"version {step + 1} / sync"}
+        if not (ends <= done and len(rollouts) == len(scores) == GROUPS):
+            incomplete.add(step)
+    return incomplete
 
 
 def test_the_graph_is_right_of_a_killed_run_and_of_the_one_that_resumes_it(
@@ -73,7 +67,7 @@ def test_the_graph_is_right_of_a_killed_run_and_of_the_one_that_resumes_it(
     (ours,) = noted_flow_runs(folder)
     after = read_graph(prefect_api, ours)
     synced = {node.label for node in before if node.state == "COMPLETED" and "/ sync" in node.label}
-    check_whole(after, set(range(len(synced) + 1, STEPS)))
+    assert find_incomplete(after, set(range(len(synced) + 1, STEPS))) == set()
     assert all(node.state == "COMPLETED" for node in after)
 
 
@@ -90,7 +84,10 @@ async def test_the_graph_is_right_after_a_kill_and_a_retry_in_one_flow_run(
                 await run.retried(flow_run)
                 assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()
     nodes = read_graph(prefect_api, flow_run)
-    check_whole(nodes, set(range(STEPS)))
+    # What was stored before the kill is not made again, and a stored batch is trained on by the task run `restore`. The last
+    # events of a killed process are lost, so that the step before may look unfinished too.
+    incomplete = find_incomplete(nodes, set(range(STEPS)))
+    assert max(incomplete, default=0) - min(incomplete, default=0) <= 1, incomplete
     counts = check_graph(nodes)
     assert counts["restore", "COMPLETED"] == 2
     assert {state for _, state in counts} <= {"COMPLETED", "CRASHED"}

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 LOOK_AGAIN_S = 0.5
-NO_MORE_S = 60.0
+NO_MORE_S = 180.0
 """The server records no more when it has recorded nothing for this long."""
 
 
