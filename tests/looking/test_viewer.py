@@ -17,8 +17,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.selection import Interval, Selection
 from rollmill.tasks.look.web import app as web_server
 from rollmill.tasks.look.web.app import make_app, render_page
-from rollmill.tasks.look.web.row_cache import RowCache
-from rollmill.tasks.look.web.run_data import RunData
+from rollmill.tasks.look.web.run_data import RowCache, RunData
 from rollmill.tasks.look.web.urls import Query
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
