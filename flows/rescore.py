@@ -1,7 +1,7 @@
 """The flow rescore: scores stored rollouts with another scorer, into a separate partition of the data set scores."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 
 from prefect import flow
@@ -24,7 +24,7 @@ from rollmill.tasks.errors import FailedScoresError
 from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.rollout.trajectory_requests import split_chunks
 from rollmill.tasks.score.scoring import Scoring
-from rollmill.tasks.score.stored_scores import GroupsChunk
+from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.rows import Rows, column_values
 from rollmill.tasks.store.run.writable_run import OpenRun
@@ -121,16 +121,17 @@ class Rescoring:
             # Task runs begin no faster than Prefect records them, or its queue grows without bound.
             await self._recording.hold_back()
 
-            async def store(rows: Rows) -> None:
-                await self._store.writer.append(step.scores, rows, scorer=self.scorer, step=step.step)
+            def store(rows: Rows) -> Awaitable[None]:
                 self._see(rows)
+                return self._store.writer.append(step.scores, rows, scorer=self.scorer, step=step.step)
 
-            chunk = GroupsChunk(self._scoring, groups, step.step, store)
+            chunk = ScoreChunk(self._scoring, groups, step.step, store)
             first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
             label = str(first) if first == last else f"{first}-{last}"
             await self._recorder.begin_task_run()
-            scored = await self._recorder.score(chunk, step.step, label)
-            await scored.aresult()
+            state = await self._recorder.score(chunk, step.step, label)
+            scored: ScoredChunk = await state.aresult()
+            await asyncio.gather(*scored.acknowledgements)
             self._check()
         finally:
             self._in_flight.release()

@@ -20,7 +20,8 @@ from rollmill.flows.step.step_groups import store_batch, store_group_outcomes
 from rollmill.tasks.observe.step_clock import StepClock
 from rollmill.tasks.rollout.task import SampledChunk
 from rollmill.tasks.score.group_outcomes import GroupOutcome
-from rollmill.tasks.score.scoring import ScoreChunk, ScoredChunk, select_scorable
+from rollmill.tasks.score.scoring import select_scorable
+from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
 from rollmill.tasks.store.rows import Rows, column_values, no_rows
 from rollmill.tasks.store.run.step_plan import GroupPlan
 from rollmill.tasks.store.staged_rows import ingest_rows
@@ -116,7 +117,7 @@ class StepPhases:
             self._run.scoring.by_group and not is_scorable_group(self._run.config, survivors)
         ):
             return
-        chunk = ScoreChunk(self._run.scoring, survivors, self._sampled.step, self._collection.store_scores)
+        chunk = ScoreChunk(self._run.scoring, [survivors], self._sampled.step, self._collection.store_scores)
         scored = await chunk.score()
         await asyncio.gather(*scored.acknowledgements)
         self._scores[group.group] = scored.rows

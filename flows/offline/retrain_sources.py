@@ -8,7 +8,7 @@ from rollmill.flows.recipe import start_model_folder
 from rollmill.flows.run.folder import find_run
 from rollmill.flows.settings import parse_settings
 from rollmill.tasks.errors import ConfigError
-from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.terms import check_scorer, resolve_terms
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps

@@ -35,7 +35,8 @@ from rollmill.tasks.rollout.trajectory_requests import (
     split_chunks,
 )
 from rollmill.tasks.score.group_outcomes import GroupOutcome
-from rollmill.tasks.score.scoring import ScoreChunk, ScoredChunk, select_scorable
+from rollmill.tasks.score.scoring import select_scorable
+from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
 from rollmill.tasks.store.rows import Rows, column_values, concat_rows, sort_rows
 from rollmill.tasks.store.run.group_ranges import group_numbers
 from rollmill.tasks.store.run.step_plan import GroupPlan, plan_new_group
@@ -304,7 +305,7 @@ class GroupCollection:
             self._keep_scores(label, await scored.aresult())
 
     def _score_chunk(self, rollouts: Rows) -> ScoreChunk:
-        return ScoreChunk(self._run.scoring, rollouts, self._step, self._collection.store_scores)
+        return ScoreChunk(self._run.scoring, [rollouts], self._step, self._collection.store_scores)
 
     def _keep_scores(self, label: str, scored: ScoredChunk) -> None:
         self._summaries[f"score {label}"] = scored.summary

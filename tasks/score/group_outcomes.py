@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from rollmill.tasks.errors import ScoreError
-from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.store.rows import Rows
 from rollmill.tasks.store.schemas import make_batch

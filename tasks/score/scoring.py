@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from typing import Protocol, Self, TypeAlias
@@ -321,48 +321,3 @@ async def _close_term(part: ScorerTerm, timeout_s: float) -> None:
         if limit.expired():
             raise ScoreError(f"{why} within score.timeout_s = {timeout_s:g} s") from None
         raise ScoreError(f"{why}: {type(error).__name__}: {text_of(error)}") from error
-
-
-StoreScores = Callable[[Rows], Awaitable[None]]
-
-
-class ScoredChunk:
-    """Scores of one score task: their rows in memory, and the pending writes that store them.
-
-    Attributes:
-        rows: [B] of the data set `scores`.
-        acknowledgements: each is done when its rows are stored.
-    """
-
-    __slots__ = ("__weakref__", "acknowledgements", "rows")
-
-    def __init__(self, rows: Rows, acknowledgements: Sequence[Awaitable[None]] = ()) -> None:
-        self.rows, self.acknowledgements = rows, acknowledgements
-
-    @property
-    def summary(self) -> str:
-        """Number of scores and their mean reward. Example: "8 scores, mean reward 0.625"."""
-        rewards = [reward for reward in self.rows.column("reward").to_pylist() if reward == reward]
-        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
-        return f"{self.rows.num_rows} scores{mean}"
-
-
-class ScoreChunk:
-    """Rollouts that one score task scores.
-
-    Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
-
-    Args:
-        store: passes rows to the run's writer; the awaitable it returns is done when they are stored.
-    """
-
-    __slots__ = ("rollouts", "scoring", "step", "store")
-
-    def __init__(self, scoring: Scoring, rollouts: Rows, step: int, store: StoreScores) -> None:
-        self.scoring, self.rollouts, self.step, self.store = scoring, rollouts, step, store
-
-    async def score(self) -> ScoredChunk:
-        """Score the rollouts, pass the scores to the run's writer, and return them."""
-        with span("scoring"):
-            rows = await self.scoring.score(self.rollouts, step=self.step)
-        return ScoredChunk(rows, [self.store(rows)])

@@ -1,18 +1,16 @@
 """Which trajectories still need a score, which stored scores to keep, and advantages recomputed from stored scores."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.group_outcomes import GroupOutcome, compute_advantages, survivors_from_rows
-from rollmill.tasks.score.scoring import ScoredChunk, Scoring, select_scorable
+from rollmill.tasks.score.scoring import select_scorable
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import (
     Rows,
     column_values,
-    concat_rows,
     rows_from_table,
     rows_where,
     rows_where_in,
@@ -83,39 +81,6 @@ def scores_to_keep(
 def _by_group(rows: Rows) -> list[Rows]:
     ordered = rows.sort_by([("group", "ascending"), ("sample", "ascending")])
     return [rows_where(ordered, "group", group) for group in dict.fromkeys(column_values(ordered, "group"))]
-
-
-class GroupsChunk:
-    """Groups of rollouts of one step that one score task scores.
-
-    Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
-
-    Args:
-        keep: passes rows to the run's writer; the awaitable it returns is done when they are stored.
-    """
-
-    __slots__ = ("groups", "keep", "scoring", "step")
-
-    def __init__(
-        self,
-        scoring: Scoring,
-        groups: Sequence[Rows],
-        step: int,
-        keep: Callable[[Rows], Awaitable[None]],
-    ) -> None:
-        self.scoring, self.groups, self.step, self.keep = scoring, groups, step, keep
-
-    async def score(self) -> ScoredChunk:
-        """Score the groups and store the scores; a group's rows are stored together or not at all."""
-        shown = self.groups if self.scoring.by_group else [concat_rows(*self.groups)]
-        async with asyncio.TaskGroup() as scoring:
-            tasks = [scoring.create_task(self._score_group(each)) for each in shown]
-        return ScoredChunk(concat_rows(*(task.result() for task in tasks)))
-
-    async def _score_group(self, rollouts: Rows) -> Rows:
-        rows = await self.scoring.score(rollouts, step=self.step)
-        await self.keep(rows)
-        return rows
 
 
 _ROLLOUT_COLUMNS = ("group", "sample", "trajectory_id", "env", "status", "n_completion_tokens")

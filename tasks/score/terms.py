@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmill.tasks.config import nearest
 from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError
-from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.score_function import ScoreFunction, load_function, settings_version
 from rollmill.tasks.score.verdict import ScoreVerdict, verdict_from_error
@@ -35,13 +35,12 @@ class ScorerTerm:
     """One scorer of a weighted sum of rewards, with its weight.
 
     Attributes:
+        function: the scorer; its name is that of its reward component.
         path: import path for worker processes.
-        label: name of the reward component that the scorer gives.
     """
 
     function: ScoreFunction
     path: str
-    label: str
     weight: float
 
 
@@ -83,7 +82,7 @@ def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
         _resolve_term(f"score.sum.{number}.scorer", each.scorer, each.weight, config)
         for number, each in enumerate(config.sum)
     )
-    labels = Counter(part.label for part in parts)
+    labels = Counter(part.function.name for part in parts)
     if twice := [label for label, count in labels.items() if count > 1]:
         raise ConfigError("score.sum", twice[0], "give each scorer once: its name is its component's")
     return RewardTerms(
@@ -110,7 +109,7 @@ def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> 
         if not _KEY_PATTERN.fullmatch(value):
             remedy = f"its {what} is {value!r}; give one of letters, digits, and . _ + - (it names a folder)"
             raise ConfigError(field, name, remedy)
-    return ScorerTerm(function, path, function.name, weight)
+    return ScorerTerm(function, path, weight)
 
 
 def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
@@ -152,13 +151,14 @@ def sum_verdicts(parts: Sequence[ScorerTerm], verdicts: Sequence[ScoreVerdict]) 
     for status in ("failed", "dropped"):
         for part, verdict in zip(parts, verdicts, strict=True):
             if verdict.status == status:
-                return replace(verdict, error=f"{part.label}: {verdict.error}", duration_s=duration_s)
+                return replace(verdict, error=f"{part.function.name}: {verdict.error}", duration_s=duration_s)
     subgroups = {verdict.subgroup for verdict in verdicts} - {0}
     if len(subgroups) > 1:
         error = VerdictError("two scorers of the sum split the group; at most one may")
         return verdict_from_error(error, duration_s)
     components = {
-        part.label: part.weight * verdict.reward for part, verdict in zip(parts, verdicts, strict=True)
+        part.function.name: part.weight * verdict.reward
+        for part, verdict in zip(parts, verdicts, strict=True)
     }
     return ScoreVerdict(
         "scored",

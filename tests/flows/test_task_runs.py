@@ -19,7 +19,7 @@ from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.rollout.task import SampledChunk
-from rollmill.tasks.score.scoring import ScoredChunk
+from rollmill.tasks.score.task import ScoredChunk
 from rollmill.tasks.store.rows import no_rows
 
 pytestmark = pytest.mark.service

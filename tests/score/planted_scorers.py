@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollmill.tasks.score.advantage_registry import Advantage
+from rollmill.tasks.score.advantages import Advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
 

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 
 from rollmill.tasks.errors import ConfigError, ScoreError
-from rollmill.tasks.score.advantage_registry import resolve_advantage
-from rollmill.tasks.score.advantages.mean import mean
-from rollmill.tasks.score.advantages.mean_std import mean_std
-from rollmill.tasks.score.advantages.reinforce_pp import of_batch
-from rollmill.tasks.score.advantages.rloo import rloo
+from rollmill.tasks.score.advantages import mean, mean_std, normalize_over_batch, resolve_advantage, rloo
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.group_outcomes import (
     NO_REWARD_SPREAD,
@@ -86,13 +82,13 @@ def test_over_the_groups_deviation_is_trl_s_advantage_up_to_the_deviation_of_a_s
 def test_the_batchs_part_is_over_all_tokens() -> None:
     advantages, tokens = [0.5, -0.5, 0.75, -0.25, -0.5], [3, 18, 7, 1, 40]
 
-    found = of_batch(np.array(advantages), np.array(tokens))
+    found = normalize_over_batch(np.array(advantages), np.array(tokens))
 
     assert found == pytest.approx(openrlhf_normalized(advantages, tokens))
 
 
 def test_advantages_that_are_all_alike_stay_finite_over_the_batch() -> None:
-    assert of_batch(np.zeros(3), np.array([1, 2, 3])).tolist() == [0.0, 0.0, 0.0]
+    assert normalize_over_batch(np.zeros(3), np.array([1, 2, 3])).tolist() == [0.0, 0.0, 0.0]
 
 
 def judged(advantage: str, group: int, rewards: list[float], **settings: object) -> GroupOutcome:

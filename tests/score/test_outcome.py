@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rollmill.tasks.score.advantages.mean import mean
-from rollmill.tasks.score.advantages.mean_std import mean_std
+from rollmill.tasks.score.advantages import mean, mean_std
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.group_outcomes import (
     DROPPED_BY_SCORER,

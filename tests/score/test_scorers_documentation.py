@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rollmill.tasks.score.advantage_registry import resolve_advantage
+from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.terms import SCORERS

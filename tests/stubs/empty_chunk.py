@@ -3,7 +3,7 @@
 import asyncio
 
 from rollmill.tasks.rollout.task import SampledChunk
-from rollmill.tasks.score.scoring import ScoredChunk
+from rollmill.tasks.score.task import ScoredChunk
 from rollmill.tasks.store.rows import no_rows
 
 

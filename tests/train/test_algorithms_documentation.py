@@ -7,7 +7,7 @@ import pytest
 
 from rollmill.flows.presets import ALGORITHMS
 from rollmill.flows.settings import load
-from rollmill.tasks.score.advantage_registry import ADVANTAGES
+from rollmill.tasks.score.advantages import ADVANTAGES
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.objective import LOSSES, build_loss
 

@@ -1,0 +1,160 @@
+"""Advantage functions by name, each with its formula and paper, and those of user code by import path.
+
+In the formulas r_i is the reward of the i-th of a group's G trajectories, A_i its advantage.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rollmill.tasks.config import nearest
+from rollmill.tasks.errors import ConfigError, ScoreError
+from rollmill.tasks.score.score_function import load_object
+
+OfGroup: TypeAlias = Callable[[np.ndarray], Any]
+OfBatch: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """The functions that compute advantages from rewards: one over a group, and optionally one over the batch.
+
+    Attributes:
+        of_group: takes [G] float64 rewards of a group's survivors, returns [G] numbers.
+        of_batch: takes [B] float64 group advantages of all trained trajectories and [B] int64 numbers of sampled tokens,
+            returns [B] numbers; None: there is no batch part.
+        needs_spread: True if a group whose rewards are all equal has nothing to train on, and is left out.
+    """
+
+    of_group: OfGroup
+    of_batch: OfBatch | None = None
+    needs_spread: bool = True
+
+
+STD_EPSILON = 1e-6
+LEAST_VARIANCE = 1e-8
+
+
+def none(rewards: np.ndarray) -> np.ndarray:
+    """Return the [G] rewards unchanged, without a baseline: A_i = r_i. Example: [1, 0, 0, 1] gives [1, 0, 0, 1].
+
+    REINFORCE (Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning",
+    theorem 1, with the baseline 0). A group whose rewards are all equal is trained on: its rewards say how good the answers are,
+    not which are better.
+    """
+    return rewards
+
+
+def mean(rewards: np.ndarray) -> np.ndarray:
+    """Return [G] rewards minus the group's mean. Example: [1, 0, 0, 1] gives [.5, -.5, -.5, .5].
+
+        A_i = r_i - mean(r)
+
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, equation 3), without the division by
+    the deviation that over-weights groups which are nearly solved or nearly unsolved.
+    """
+    return np.asarray(rewards - rewards.mean())
+
+
+def mean_std(rewards: np.ndarray) -> np.ndarray:
+    """Return [G] rewards minus their mean, divided by their standard deviation: A_i = (r_i - mean(r)) / (std(r) + 1e-6).
+
+    GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2), with the population deviation; that of a sample,
+    which some take, makes it smaller by sqrt(1 - 1/G).
+
+    Example: [1, 0, 0, 1] gives about [1, -1, -1, 1].
+    """
+    return np.asarray((rewards - rewards.mean()) / (rewards.std() + STD_EPSILON))
+
+
+def rloo(rewards: np.ndarray) -> np.ndarray:
+    """Return [G] rewards, each minus the mean of the group's other rewards; G is at least 2.
+
+        A_i = r_i - (1 / (G - 1)) sum over j != i of r_j = G / (G - 1) (r_i - mean(r))
+
+    RLOO (Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to Basics",
+    arXiv:2402.14740, equation 9). The baseline does not depend on the answer itself, so the gradient has no bias.
+
+    Example: [1, 0, 0, 1] gives [2/3, -2/3, -2/3, 2/3].
+    """
+    return np.asarray((rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1))
+
+
+def normalize_over_batch(advantages: np.ndarray, n_tokens: np.ndarray) -> np.ndarray:
+    """Return [B] advantages minus their mean, divided by their standard deviation, both over the batch's sampled tokens.
+
+        A_i = (A'_i - mean(A')) / std(A')      with A'_i = r_i - mean(r of the group)
+
+    REINFORCE++ with a baseline (Hu et al. 2025, "REINFORCE++", arXiv:2501.03262; mean and deviation over tokens as in the
+    authors' OpenRLHF, the variance at least 1e-8). One deviation for all groups weights them by the spread of their rewards, while
+    a deviation for each group gives them equal weight. A group whose rewards are all equal is in the batch: it counts in mean and
+    deviation.
+
+    Args:
+        advantages: [B] rewards of trajectories minus the means of their groups.
+        n_tokens: [B] numbers of sampled tokens; a trajectory counts as often as it has some.
+
+    Example: advantages .5, -.5 and 0 with 1, 1 and 2 tokens have mean 0 and variance 1/8: 1.41, -1.41 and 0.
+    """
+    share = n_tokens / n_tokens.sum()
+    centred = advantages - (share * advantages).sum()
+    variance = (share * centred**2).sum()
+    return np.asarray(centred / np.sqrt(max(variance, LEAST_VARIANCE)))
+
+
+ADVANTAGES: Mapping[str, Advantage] = {
+    "none": Advantage(none, needs_spread=False),
+    "mean": Advantage(mean),
+    "mean_std": Advantage(mean_std),
+    "rloo": Advantage(rloo),
+    "reinforce_pp": Advantage(mean, normalize_over_batch, needs_spread=False),
+}
+
+
+def resolve_advantage(name: str) -> Advantage:
+    """Return the Advantage with a registered name, or at an import path `package.module:attribute`.
+
+    A function at the path becomes `Advantage.of_group`. An advantage from an import path raises ScoreError when it does not return
+    one number for each input; the numbers may be infinite or NaN.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    try:
+        found = load_object(name)
+    except Exception as error:
+        # The module is foreign code: whatever it raises.
+        raise _unknown_advantage(name, f"{type(error).__name__}: {error}") from error
+    if not isinstance(found, Advantage):
+        if not callable(found):
+            raise _unknown_advantage(name, f"it is a {type(found).__name__}")
+        found = Advantage(found)
+    return Advantage(
+        partial(_call_checked, name, found.of_group),
+        found.of_batch and partial(_call_checked, name, found.of_batch),
+        needs_spread=found.needs_spread,
+    )
+
+
+def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) -> np.ndarray:
+    try:
+        # Copies: user code may change its arguments, which the caller still needs.
+        advantages = np.asarray(function(*(each.copy() for each in arrays)), np.float64)
+    except Exception as error:
+        raise ScoreError(f"score.advantage {name} raised {type(error).__name__}: {error}") from error
+    if advantages.shape != arrays[0].shape:
+        raise ScoreError(
+            f"score.advantage {name}: expected {len(arrays[0])} advantages, got the shape {advantages.shape}"
+        )
+    return advantages
+
+
+def _unknown_advantage(name: str, why: str) -> ConfigError:
+    names = ", ".join(ADVANTAGES)
+    remedy = f"give a registered name ({names}) or an import path package.module:function ({why}){nearest(name, ADVANTAGES)}"
+    return ConfigError("score.advantage", name, remedy)
