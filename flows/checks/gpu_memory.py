@@ -35,14 +35,9 @@ def check_gpus(config: RunConfig, assigned: GpuAssignment, gpus: Sequence[GpuSta
     """
     if not gpus or not (assigned.trainer or any(assigned.servers)):
         return
-    driver = gpus[0].driver
-    if driver.partition(".")[0].isdecimal() and int(driver.partition(".")[0]) < LEAST_DRIVER:
-        remedy = f"CUDA 13 needs version {LEAST_DRIVER} or newer: update it, or hide the GPUs with {VISIBLE}= to compute on the CPU"
-        raise ConfigError("NVIDIA driver", driver, remedy)
-    torch = importlib.metadata.version("torch")
-    if assigned.trainer and torch.endswith("+cpu"):
-        remedy = f"this is the CPU build, and there is a GPU: `make clean setup` installs the CUDA build; {VISIBLE}= hides the GPUs"
-        raise ConfigError("torch", torch, remedy)
+    check_driver(gpus[0].driver)
+    if assigned.trainer:
+        check_torch()
     sizes = read_sizes(config)
     if sizes is None:
         return
@@ -52,6 +47,22 @@ def check_gpus(config: RunConfig, assigned: GpuAssignment, gpus: Sequence[GpuSta
             field = "serve.gpu_memory_utilization" if on_both else "GPU memory"
             value = config.serve.gpu_memory_utilization if on_both else gpu.name
             raise ConfigError(field, value, text)
+
+
+def check_driver(version: str) -> None:
+    """Refuse an NVIDIA driver that is too old for torch's CUDA; ConfigError gives the remedy."""
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < LEAST_DRIVER:
+        remedy = f"CUDA 13 needs version {LEAST_DRIVER} or newer: update it, or hide the GPUs with {VISIBLE}= to compute on the CPU"
+        raise ConfigError("NVIDIA driver", version, remedy)
+
+
+def check_torch() -> None:
+    """Refuse the CPU build of torch, for a machine with a GPU; ConfigError gives the remedy."""
+    version = importlib.metadata.version("torch")
+    if version.endswith("+cpu"):
+        remedy = f"this is the CPU build, and there is a GPU: `make clean setup` installs the CUDA build; {VISIBLE}= hides the GPUs"
+        raise ConfigError("torch", version, remedy)
 
 
 def read_sizes(config: RunConfig) -> ModelSizes | None:

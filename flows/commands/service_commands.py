@@ -6,11 +6,32 @@ import typer
 
 from rollmill.flows.commands.options import Overrides, Preset
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.serve.config import ServeConfig
+from rollmill.tasks.store.config import StoreConfig
 
 PANEL = "Services"
 commands = typer.Typer()
 
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")]
+
+
+@commands.command(rich_help_panel=PANEL)
+def doctor(
+    python: Annotated[str, typer.Option(help="Python of the environment with vLLM.")] = ServeConfig().python,
+    root: Annotated[str, typer.Option(help="Folder of runs, or s3://bucket/prefix.")] = StoreConfig().root,
+    services: Annotated[
+        bool, typer.Option("--services/--no-services", help="Start a trainer and a vLLM server too.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of lines.")] = False,
+) -> None:
+    """Check this machine: Python, environments, Prefect, GPUs, a trainer, a vLLM server, a sync by each transport; in about a minute.
+
+    Exit status 1: something failed; its line has the remedy.
+    """
+    from rollmill.flows.commands.doctor import examine
+
+    if not examine(python, root, with_services=services, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -104,7 +104,7 @@ def ensure(home: Path = HOME, port: int = PORT, *, start_timeout_s: float = STAR
     attached = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if not attached:
         return _start(home, port, start_timeout_s).api_url
-    problem = _problem(attached)
+    problem = find_problem(attached)
     if problem:
         remedy = f"{problem}; start that server, correct the address, or unset it to use a local server"
         raise ConfigError("PREFECT_API_URL", attached, remedy)
@@ -185,7 +185,7 @@ def _check_free(port: int) -> None:
 
 def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while problem := _problem(server.api_url):
+    while problem := find_problem(server.api_url):
         if not server.is_running:
             raise _start_error(server, home, "it ended while starting")
         if time.monotonic() > deadline:
@@ -204,7 +204,7 @@ def _start_error(server: Server, home: Path, reason: str) -> ServiceStartError:
     return ServiceStartError(f"Prefect server {server.ui_url}", reason, "\n".join(lines[-20:]))
 
 
-def _problem(api_url: str) -> str:
+def find_problem(api_url: str) -> str:
     """Return why the Prefect server at this address cannot be used; empty if it can."""
     key, basic = os.environ.get("PREFECT_API_KEY"), os.environ.get("PREFECT_API_AUTH_STRING", "")
     user, _, password = basic.partition(":")

