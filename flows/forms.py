@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 
 from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.presets import merge_settings
 from rollmill.flows.settings import UNREAD_BY_COLLECT, settings
 from rollmill.tasks.config import StageConfig
 
@@ -74,18 +75,8 @@ def merge_advanced(given: Any) -> Any:
     """
     if not isinstance(given, Mapping) or ADVANCED not in given:
         return given
-    return _merge({name: value for name, value in given.items() if name != ADVANCED}, given[ADVANCED] or {})
-
-
-def _merge(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for name, other in others.items():
-        mine = merged.get(name)
-        if isinstance(mine, Mapping) and isinstance(other, Mapping):
-            merged[name] = _merge(mine, other)
-        else:
-            merged[name] = other
-    return merged
+    others = {name: value for name, value in given.items() if name != ADVANCED}
+    return merge_settings(others, given[ADVANCED] or {})
 
 
 def _inline(shape: Any, definitions: Mapping[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Settings by name: what the YAML files in conf/ say, several of them joined."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,18 @@ def preset_values(preset: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for part in _split(preset):
-        _join(values, _read_preset(part))
+        values = merge_settings(values, _read_preset(part))
     return values
+
+
+def merge_settings(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with `others` added, section by section; a setting in both has the value in `others`."""
+    merged = dict(values)
+    for name, other in others.items():
+        mine = merged.get(name)
+        are_sections = isinstance(mine, Mapping) and isinstance(other, Mapping)
+        merged[name] = merge_settings(mine or {}, other) if are_sections else other
+    return merged
 
 
 def preset_name(preset: str) -> str:
@@ -78,11 +89,3 @@ def _find_preset(part: str) -> Path:
 
 def _names(folder: Path) -> str:
     return ", ".join(sorted(each.stem for each in folder.glob("*.yaml")))
-
-
-def _join(values: dict[str, Any], others: dict[str, Any]) -> None:
-    for name, other in others.items():
-        if isinstance(other, dict) and isinstance(values.get(name), dict):
-            _join(values[name], other)
-        else:
-            values[name] = other

@@ -43,14 +43,14 @@ async def replay(run: str, first: int, last: int) -> str:
     folder = RunFolder(run)
     manifest = await asyncio.to_thread(read_manifest, folder)
     config = validate(manifest.config)
-    versions = choose_versions(await asyncio.to_thread(list_complete_checkpoints, folder), first, last)
+    choose_versions(await asyncio.to_thread(list_complete_checkpoints, folder), first, last)
     with end_in_order(), one_error(), make_scratch(folder) as scratch:
         model = await ensure_start_model(config)
         async with open_replay_trainer(folder, manifest.run, config, model, scratch) as trainer:
-            results = await trainer.replay(versions.first, versions.last)
+            results = await trainer.replay(first, last)
             replayed = await trainer.client.do(DigestState())
             # The digests of the checkpoint are computed by the same trainer, so both have the same form.
-            await trainer.load(versions.last)
+            await trainer.load(last)
             stored = await trainer.client.do(DigestState())
     steps = [await asyncio.to_thread(StepComparison.of, folder, result) for result in results]
     Console().print(comparison_table(folder, steps))

@@ -4,31 +4,23 @@ from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
+from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import START_MODEL_POSITIONS
 from rollmill.tasks.train.setting_rules import check_objective, check_offload
 
-# Field, its value, whether that is wrong, and what to do then.
-Rule = tuple[str, object, bool, str]
+# A setting's dotted name, whether its value is wrong, and what to do then.
+Rule = tuple[str, bool, str]
 
 
 def check_config(config: RunConfig) -> None:
     """Refuse settings that contradict each other; ConfigError names the first."""
-    for field, value, is_wrong, remedy in _rules(config):
+    of_stages = (_model_rules, _rollout_rules, _overlong_rules, _trainer_rules, _reference_rules)
+    for field, is_wrong, remedy in (rule for rules in of_stages for rule in rules(config)):
         if is_wrong:
-            raise ConfigError(field, value, remedy)
+            raise ConfigError(field, get_setting(config.model_dump(mode="json"), field, None), remedy)
     # The trainer checks its settings with these too, so they raise instead of returning errors.
     check_objective(config.train)
     check_offload(config.train)
-
-
-def _rules(config: RunConfig) -> list[Rule]:
-    return [
-        *_model_rules(config),
-        *_rollout_rules(config),
-        *_overlong_rules(config),
-        *_trainer_rules(config),
-        *_reference_rules(config),
-    ]
 
 
 def _model_rules(config: RunConfig) -> list[Rule]:
@@ -37,25 +29,21 @@ def _model_rules(config: RunConfig) -> list[Rule]:
     return [
         (
             "model",
-            config.model,
             bool(config.model) == is_made,
             "give the start model's folder, or have one made by start_model.steps=900, but not both",
         ),
         (
             "serve.max_model_len",
-            config.serve.max_model_len,
             is_made and config.serve.max_model_len > START_MODEL_POSITIONS,
             f"must not exceed {START_MODEL_POSITIONS}: a start model made here has no more positions",
         ),
         (
             "rollout.prompts.path",
-            rollout.prompts.path,
             rollout.environment == "prompts" and not rollout.prompts.path,
             "give the file, folder or name of a data set with prompts, or another rollout.environment",
         ),
         (
             "score.scorer",
-            score.scorer,
             not score.scorer and not score.sum,
             f"name the scorer that gives rewards: {', '.join(sorted(SCORERS))}, or your own as package.module:function "
             "(docs/scorers.md)",
@@ -69,37 +57,31 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
     return [
         (
             "rollout.max_in_flight",
-            rollout.max_in_flight,
             rollout.max_in_flight < rollout.group_size,
             f"must be at least one group: rollout.group_size is {rollout.group_size}",
         ),
         (
             "rollout.trajectories_per_task",
-            rollout.trajectories_per_task,
             rollout.trajectories_per_task > rollout.group_size,
             f"must not exceed rollout.group_size, which is {rollout.group_size}; 0 is the whole group",
         ),
         (
             "rollout.keep_states",
-            rollout.keep_states,
             bool(rollout.keep_states) and not environment_library(rollout),
             f"is for library environments only; {rollout.environment} declares its states itself (docs/environments.md)",
         ),
         (
             "score.min_group_size",
-            config.score.min_group_size,
             config.score.min_group_size > rollout.group_size,
             f"must not exceed rollout.group_size, which is {rollout.group_size}",
         ),
         (
             "rollout.max_completion_tokens",
-            rollout.max_completion_tokens,
             rollout.max_completion_tokens >= serve.max_model_len,
             f"must be below serve.max_model_len, which is {serve.max_model_len}",
         ),
         (
             "serve.gpus",
-            serve.gpus,
             len(serve.gpus) % serve.servers != 0,
             f"must be a multiple of serve.servers, which is {serve.servers}",
         ),
@@ -108,17 +90,15 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
 
 def _overlong_rules(config: RunConfig) -> list[Rule]:
     """Return the rules for `score.overlong_tokens`, the two lengths between which long answers lose more and more reward."""
-    lengths, longest = list(config.score.overlong_tokens), config.serve.max_model_len - 1
+    lengths, longest = config.score.overlong_tokens, config.serve.max_model_len - 1
     return [
         (
             "score.overlong_tokens",
-            lengths,
             bool(lengths) and not (len(lengths) == 2 and 0 < lengths[0] < lengths[1]),
             "must be two lengths in tokens [A, B], 0 < A < B: the loss of reward rises from A to B; or [] for no shaping",
         ),
         (
             "score.overlong_tokens",
-            lengths,
             max(lengths, default=0) > longest,
             f"no completion can be that long: serve.max_model_len is {config.serve.max_model_len}, the prompt included; give at "
             f"most {longest}, or [] for no shaping",
@@ -133,7 +113,6 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
     return [
         (
             "rollout.groups_per_step",
-            rollout.groups_per_step,
             n_rows < n_parts and not config.retrain.sources,
             f"a step samples {n_rows} trajectories (with rollout.group_size = {rollout.group_size}), and trains them on "
             f"train.ranks = {train.ranks} in train.updates_per_step = {train.updates_per_step} updates: each rank needs "
@@ -141,13 +120,11 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
         ),
         (
             "train.micro_batch_tokens",
-            train.micro_batch_tokens,
             train.micro_batch_tokens < config.serve.max_model_len,
             f"must be at least as long as the longest sequence: serve.max_model_len is {config.serve.max_model_len}",
         ),
         (
             "train.replay_routing",
-            train.replay_routing,
             train.replay_routing and not (rollout.keep_routing or config.retrain.sources),
             "replays the experts stored with the rollouts: set rollout.keep_routing=true, or set it to false",
         ),
@@ -160,21 +137,18 @@ def _reference_rules(config: RunConfig) -> list[Rule]:
     return [
         (
             "train.kl.reference",
-            train.kl.reference,
             train.kl.reference == "none" and train.kl.coef > 0.0,
             f"train.kl.coef = {train.kl.coef:g} needs a reference policy: set train.kl.reference to frozen (a copy in the "
             "trainer) or deployment (vLLM servers at train.kl.urls), or train.kl.coef to 0",
         ),
         (
             "train.kl.urls",
-            list(train.kl.urls),
             train.kl.reference == "deployment" and not train.kl.urls,
             "give the addresses (http://host:port) of the vLLM servers with the reference policy, for train.kl.reference: "
             "deployment; or set it to frozen",
         ),
         (
             "rollout.temperature",
-            rollout.temperature,
             train.kl.reference == "deployment" and rollout.temperature != 1.0,
             "must be 1 with train.kl.reference: deployment, since vLLM does not divide the logits of a prompt by a "
             "temperature; or set train.kl.reference to frozen, which does",

@@ -99,16 +99,19 @@ def _refused_value(error: ErrorDetails) -> tuple[object, str]:
     return value, _REMEDIES.get(error["type"], error["msg"])
 
 
-def settings(model: type[StageConfig] = RunConfig, prefix: str = "") -> dict[str, bool]:
+def settings(model: type[StageConfig] = RunConfig) -> dict[str, bool]:
     """Return every setting by its dotted name; True for those that cannot change when a run is resumed."""
-    found: dict[str, bool] = {}
+    return {name: _is_fixed(field) for name, field in _fields(model)}
+
+
+def _fields(model: type[StageConfig], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of every setting, those of sections included."""
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, StageConfig):
-            found |= settings(section, f"{prefix}{name}.")
+            yield from _fields(section, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = _is_fixed(field)
-    return found
+            yield f"{prefix}{name}", field
 
 
 def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
@@ -125,16 +128,12 @@ def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
     }
 
 
-def describe(model: type[StageConfig] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each setting: name, default, whether it cannot change when a run is resumed, meaning."""
-    for name, field in model.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, StageConfig):
-            yield from describe(section, f"{prefix}{name}.")
-        else:
-            mark = " (fixed)" if _is_fixed(field) else ""
-            default = field.get_default(call_default_factory=True)
-            yield f"{prefix}{name} = {default!r}{mark}: {field.description}"
+def describe() -> Iterator[str]:
+    """Yield a line for each setting of a run: name, default, whether it cannot change on resume, meaning."""
+    for name, field in _fields(RunConfig):
+        mark = " (fixed)" if _is_fixed(field) else ""
+        default = field.get_default(call_default_factory=True)
+        yield f"{name} = {default!r}{mark}: {field.description}"
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -5,9 +5,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -19,24 +20,24 @@ RESUMABLE = "stopped; run the same command again to resume"
 UNCHANGED = "stopped; the run is unchanged, run the same command to start over"
 NOT_COMPARED = "stopped; not everything was compared, run the same command to start over"
 
-Result = TypeVar("Result")
-
 # Seconds that a process may live once its flow has ended: Prefect sends its last logs and events in them.
 EXIT_TIMEOUT_S = 3.0
 
 
 def run_flow(
-    start: Callable[[], Coroutine[Any, Any, Result]],
-    *,
+    name: str,
+    *arguments: object,
+    before: Callable[[], object] = lambda: None,
     is_done: Callable[[], bool] = lambda: False,
     if_stopped: str = RESUMABLE,
     prints_json: bool = False,
-) -> Result:
+) -> Any:
     """Run a flow in this process, against the server of PREFECT_API_URL or a local one; returns the flow's result.
 
     Args:
-        start: imports the flow and calls it. Prefect reads its settings when it is imported, so the import comes after the
-            server's address is known.
+        name: of the flow's function, and of its module in flows/.
+        arguments: of the flow; Prefect checks them.
+        before: called once there is a Prefect server, before the flow begins.
         is_done: reads from the run's folder whether the flow did its work.
         if_stopped: message for a flow that a signal stopped.
         prints_json: standard output is for a program to read.
@@ -49,7 +50,10 @@ def run_flow(
     with span("starting", cause="Prefect"):
         connect_to_prefect(prints_to_stderr=prints_json)
     with exit_in_time(is_done, EXIT_TIMEOUT_S, if_stopped):
-        return asyncio.run(start())
+        # Prefect reads its settings when it is imported, so flows are imported after the server's address is known.
+        flow = getattr(import_module(f"rollmill.flows.{name}"), name)
+        before()
+        return asyncio.run(flow(*arguments))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The commands `run`, `collect`, `retrain` and `fork`: flows that begin a run in a folder, or resume the one there."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,13 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
         RunFinishedError, RunMismatchError: the run in the folder cannot be resumed with these settings.
     """
     preflight(config)
-
-    def start() -> Coroutine[Any, Any, str]:
-        from rollmill.flows.post_train import post_train
-
-        return post_train(name, config, redo_failed)
-
-    run_in_folder(config, name, start, again=again)
+    run_in_folder("post_train", name, config, redo_failed, again=again)
 
 
 def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
     """Run the flow collect in this process; arguments and errors as for `run_here`."""
     preflight(config, trains=False)
-
-    def start() -> Coroutine[Any, Any, object]:
-        from rollmill.flows.collect import collect
-
-        return collect(name, config, redo_failed)
-
-    run_in_folder(config, name, start, again=again, trains=False)
+    run_in_folder("collect", name, config, redo_failed, again=again, trains=False)
 
 
 def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
@@ -73,40 +61,29 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
     if run_folder(name, config).absolute in config.retrain.sources:
         raise ConfigError("--name", name, "a run cannot train from itself; give another name")
     preflight(config, samples=config.evaluate.every > 0)
-
-    def start() -> Coroutine[Any, Any, str]:
-        from rollmill.flows.retrain import retrain
-
-        return retrain(name, config)
-
-    run_in_folder(config, name, start, again=again)
+    run_in_folder("retrain", name, config, again=again)
 
 
 def run_in_folder(
-    config: RunConfig,
-    name: str,
-    start: Callable[[], Coroutine[Any, Any, object]],
-    *,
-    again: bool,
-    trains: bool = True,
+    flow: str, name: str, config: RunConfig, *arguments: object, again: bool, trains: bool = True
 ) -> None:
     """Run, in this process, a flow that creates the run `name` below `store.root` or resumes it.
 
     Args:
-        config: all settings.
-        name: folder of the run below `store.root`.
-        start: imports the flow and calls it; see `run_flow`.
+        flow: name of the flow's function.
+        name: folder of the run below `store.root`; the flow's first argument.
+        config: all settings; the flow's second argument.
+        arguments: further arguments of the flow.
         again: move a finished run of that name to NAME-N and start a new one.
         trains: False for the flow collect.
     """
     folder = run_folder(name, config)
     is_replaced = again and is_finished(folder)
 
-    def start_in_folder() -> Coroutine[Any, Any, object]:
-        # Only now: without a Prefect server the finished run keeps its name.
+    def make_room() -> None:
+        # Only once there is a Prefect server: without one the finished run keeps its name.
         if is_replaced:
             move_aside(folder)
-        return start()
 
     with record_command():
         with span("checking"):
@@ -114,7 +91,7 @@ def run_in_folder(
                 check_movable(folder)
             else:
                 check_resumable(folder, config, trains=trains)
-        run_flow(start_in_folder, is_done=lambda: is_finished(folder))
+        run_flow(flow, name, config, *arguments, before=make_room, is_done=lambda: is_finished(folder))
 
 
 def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:

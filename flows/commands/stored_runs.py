@@ -1,7 +1,7 @@
 """The commands `rescore`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
 
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -9,11 +9,15 @@ import typer
 from rollmill.flows.checks.preflight import LAST_VERSION, check_trainer, choose_version, preflight
 from rollmill.flows.commands.flow_process import NOT_COMPARED, UNCHANGED, run_flow
 from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.offline.attribution_table import Attribution, attribution_page
 from rollmill.flows.offline.replay_comparison import choose_versions
+from rollmill.flows.offline.stored_step import check_step
+from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.presets import preset_name, preset_values
 from rollmill.flows.run.folder import find_run, is_run, run_folder, store_root
 from rollmill.flows.settings import apply_overrides, find_fixed_settings, parse_settings, validate
 from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.look.terminal.output import open_console, print_json
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
@@ -59,16 +63,8 @@ def rescore_config(
 
 def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     """Run the flow rescore in this process; ConfigError if something is missing, before anything starts."""
-    from rollmill.flows.offline.unscored import check_rescoring, is_rescored
-
     check_rescoring(folder, config)
-
-    def start() -> Coroutine[Any, Any, str]:
-        from rollmill.flows.rescore import rescore
-
-        return rescore(folder.name, config)
-
-    run_flow(start, is_done=lambda: is_rescored(folder, config))
+    run_flow("rescore", folder.name, config, is_done=lambda: is_rescored(folder, config))
 
 
 def evaluate_config(origin: str, overrides: Sequence[str], name: str = "") -> tuple[str, RunConfig]:
@@ -103,13 +99,7 @@ def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION)
     if has_manifest(folder):
         _check_fixed(folder, config)
     preflight(config, trains=False)
-
-    def start() -> Coroutine[Any, Any, str]:
-        from rollmill.flows.evaluate import evaluate
-
-        return evaluate(run_name, config, version)
-
-    run_flow(start)
+    run_flow("evaluate", run_name, config, version)
 
 
 def retrain_config(
@@ -150,13 +140,7 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
     check_sources(folder)
     versions = choose_versions(list_complete_checkpoints(folder), first, last)
     check_trainer()
-
-    def start() -> Coroutine[Any, Any, str]:
-        from rollmill.flows.replay import replay
-
-        return replay(folder.location, versions.first, versions.last)
-
-    typer.echo(run_flow(start, if_stopped=UNCHANGED))
+    typer.echo(run_flow("replay", folder.location, *versions, if_stopped=UNCHANGED))
 
 
 def check_replay_options(
@@ -187,8 +171,6 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
     Raises:
         ConfigError: the run has no such step, or something is missing; nothing was started.
     """
-    from rollmill.flows.offline.stored_step import check_step
-
     if trainer not in ("launch", "none"):
         raise ConfigError("--trainer", trainer, "give launch or none")
     manifest = read_manifest(folder)
@@ -198,18 +180,12 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
     if with_trainer:
         check_trainer()
 
-    async def start() -> None:
-        from rollmill.flows.attribute import attribute
-        from rollmill.flows.offline.attribution_table import attribution_page
-        from rollmill.tasks.look.terminal.output import open_console, print_json
-
-        measured = await attribute(folder.location, step, n_traffic, with_trainer)
-        if as_json:
-            print_json(measured.values())
-        else:
-            open_console().print(attribution_page(measured), soft_wrap=True)
-
-    run_flow(start, if_stopped=UNCHANGED, prints_json=as_json)
+    arguments = folder.location, step, n_traffic, with_trainer
+    measured: Attribution = run_flow("attribute", *arguments, if_stopped=UNCHANGED, prints_json=as_json)
+    if as_json:
+        print_json(measured.values())
+    else:
+        open_console().print(attribution_page(measured), soft_wrap=True)
 
 
 def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
@@ -225,13 +201,7 @@ def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
     _check_fixed(folder, config)
     check_sources(folder)
     preflight(config)
-
-    def start() -> Coroutine[Any, Any, str]:
-        from rollmill.flows.verify_sync import verify_sync
-
-        return verify_sync(folder.location, config)
-
-    typer.echo(run_flow(start, if_stopped=NOT_COMPARED))
+    typer.echo(run_flow("verify_sync", folder.location, config, if_stopped=NOT_COMPARED))
 
 
 def _check_fixed(folder: RunFolder, config: RunConfig) -> None:

@@ -15,16 +15,10 @@ from rollmill.tasks.train.service.commands import StepResult
 COMPARED = ("train/loss", "train/gradient_norm")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayVersions:
-    """The start and end version of a replay; both have a checkpoint, or `first` is 0, the start model."""
+def choose_versions(checkpoints: list[int], first: int | None, last: int | None) -> tuple[int, int]:
+    """Return the start and end version of a replay; default: the last checkpoint but one, and the last.
 
-    first: int
-    last: int
-
-
-def choose_versions(checkpoints: list[int], first: int | None, last: int | None) -> ReplayVersions:
-    """Return the versions to replay between; default: the last checkpoint but one, and the last.
+    Both have a checkpoint, or the first is 0, the start model.
 
     Example: with checkpoints 10, 20 and 30 they are 20 and 30; with first=0, 0 and 30; with last=10, 0 and 10.
 
@@ -46,7 +40,7 @@ def choose_versions(checkpoints: list[int], first: int | None, last: int | None)
         raise ConfigError("--from", first, f"that version has no checkpoint to start from{there_are}")
     if first >= last:
         raise ConfigError("--from", first, f"give a version below {last}, the end version{there_are}")
-    return ReplayVersions(first, last)
+    return first, last
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@ import math
 import pytest
 
 from rollmill.flows.offline.replay_comparison import (
-    ReplayVersions,
     StepComparison,
     choose_versions,
     first_difference,
@@ -12,9 +11,9 @@ from rollmill.tasks.errors import ConfigError
 
 
 def test_a_replay_goes_from_the_last_checkpoint_but_one_to_the_last() -> None:
-    assert choose_versions([10, 20, 30], None, None) == ReplayVersions(20, 30)
-    assert choose_versions([10, 20, 30], 0, None) == ReplayVersions(0, 30)
-    assert choose_versions([10, 20, 30], None, 10) == ReplayVersions(0, 10)
+    assert choose_versions([10, 20, 30], None, None) == (20, 30)
+    assert choose_versions([10, 20, 30], 0, None) == (0, 30)
+    assert choose_versions([10, 20, 30], None, 10) == (0, 10)
 
 
 @pytest.mark.parametrize(
