@@ -16,7 +16,7 @@ from rollmill.flows.offline.unscored import UnscoredRows, UnscoredStep, check_re
 from rollmill.flows.prefect_integration.artifacts import show_scores
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
-from rollmill.flows.prefect_integration.progress import CountProgress, quiet_task_runs, say
+from rollmill.flows.prefect_integration.progress import count_progress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
 from rollmill.flows.run.folder import RunName, check_run, run_folder
@@ -86,7 +86,7 @@ class Rescoring:
             which = f"stored trajectory of steps {min(numbers)} to {max(numbers)}"
             say(f"scores/scorer={self.scorer} is complete: every {which} has its score")
             return
-        with CountProgress(f"{self.scorer}", total) as self._progress:
+        with count_progress(self.scorer, total) as self._advance:
             async with asyncio.TaskGroup() as scoring:
                 for step in left:
                     # Before new scores are appended: a partition is replaced as a whole.
@@ -144,7 +144,7 @@ class Rescoring:
         ]
         self._n_failed += len(errors)
         self._first_error = self._first_error or str(next(iter(errors), ""))
-        self._progress.advance(rows.num_rows)
+        self._advance(rows.num_rows)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 
 from rollmill.flows.checks.preflight import check_machine
 from rollmill.flows.config import RunConfig
-from rollmill.flows.prefect_integration.progress import CountProgress, has_bar, say
+from rollmill.flows.prefect_integration.progress import count_progress, has_bar, say
 from rollmill.flows.recipe import start_model_folder, start_model_recipe
 from rollmill.flows.rules import check_config
 from rollmill.flows.run.folder import check_resumable, run_folder
@@ -94,7 +94,7 @@ async def make_start_model(config: RunConfig, folder: Path) -> None:
         corpus, tokenizer = Path(scratch) / "corpus.arrow", Path(scratch) / "tokenizer"
         # Making the warm-up text takes seconds of CPU, which would block the event loop.
         await asyncio.to_thread(_write_corpus, config, tokenizer, corpus)
-        with CountProgress("start model", recipe.steps) as bar:
+        with count_progress("start model", recipe.steps) as advance:
             await run_trainer_program(
                 "start model",
                 PROGRAM,
@@ -108,7 +108,7 @@ async def make_start_model(config: RunConfig, folder: Path) -> None:
                 log=folder.parent / f"{folder.name}.log",
                 timeout_s=TIMEOUT_S,
                 timeout_setting="the limit",
-                on_step=_show_steps(bar, recipe.steps),
+                on_step=_show_steps(advance, recipe.steps),
             )
 
 
@@ -121,7 +121,7 @@ def _remove_leftovers(models: Path, older_than_s: float) -> None:
                 shutil.rmtree(scratch)
 
 
-def _show_steps(bar: CountProgress, steps: int) -> Callable[[int], None]:
+def _show_steps(advance: Callable[[int], None], steps: int) -> Callable[[int], None]:
     """Return a function that shows how many of `steps` are done: on the bar, or as a line if there is no bar."""
     n_shown = 0
 
@@ -129,7 +129,7 @@ def _show_steps(bar: CountProgress, steps: int) -> Callable[[int], None]:
         nonlocal n_shown
         if n_done == n_shown:
             return
-        bar.advance(n_done - n_shown)
+        advance(n_done - n_shown)
         n_shown = n_done
         if not has_bar():
             say(f"start model: {n_done} of {steps} steps")

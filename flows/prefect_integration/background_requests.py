@@ -28,12 +28,10 @@ class BackgroundRequests:
 
     Args:
         what: what the requests create. Example: "the run's pages".
-        warn: prints a warning.
     """
 
-    def __init__(self, what: str, warn: Callable[[str], None] = say) -> None:
-        self.is_well, self.is_closing = True, False
-        self._what, self._warn = what, warn
+    def __init__(self, what: str) -> None:
+        self.is_well, self._what = True, what
         self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
         self._doing: Request | None = None
         self._has_warned = False
@@ -52,7 +50,6 @@ class BackgroundRequests:
             last: the last request.
             in_haste: wait at most EXIT_TIMEOUT_S seconds instead of RECORD_TIMEOUT_S, as after a failure of the server.
         """
-        self.is_closing = True
         limit_s = EXIT_TIMEOUT_S if in_haste or not self.is_well else RECORD_TIMEOUT_S
         self._requests.put_nowait(last)
         self._requests.put_nowait(None)
@@ -83,7 +80,7 @@ class BackgroundRequests:
         self.is_well = False
         if not self._has_warned:
             self._has_warned = True
-            self._warn(f"Prefect does not show all of {self._what}: {why}. The run's data sets are complete")
+            say(f"Prefect does not show all of {self._what}: {why}. The run's data sets are complete")
 
     async def _work(self) -> None:
         async with get_client() as client:

@@ -19,6 +19,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, TerminationSignal
 
+from rollmill.flows.prefect_integration.flow_run import current_flow_run
 from rollmill.flows.prefect_integration.progress import say
 
 SEEN_IN = "3.8.8"
@@ -125,9 +126,7 @@ def pause_between_steps(steps: int) -> Iterator[StepPauses]:
     Raises:
         RuntimeError: it is used outside of a flow run.
     """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("pause_between_steps must be used in a flow run")
+    flow_run_id = current_flow_run().id
     loop, ours = asyncio.get_running_loop(), contextvars.copy_context()
 
     def report() -> None:
@@ -140,7 +139,7 @@ def pause_between_steps(steps: int) -> Iterator[StepPauses]:
         each.find()
     pauses = StepPauses(steps, report)
     register = REGISTER_SUSPENSION.find()
-    with register(context.flow_run.id, pauses) if register else nullcontext():
+    with register(flow_run_id, pauses) if register else nullcontext():
         yield pauses
 
 

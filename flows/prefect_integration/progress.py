@@ -2,11 +2,22 @@
 
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from rollmill.flows.prefect_integration.flow_run import run_logger
 from rollmill.tasks.errors import mask_credentials
@@ -68,15 +79,7 @@ class RunProgress:
 
     def __init__(self, name: str, steps: int, *, is_shown: bool = True) -> None:
         self._steps, self._is_shown = steps, is_shown
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
-            console=CONSOLE,
-            expand=True,
-        )
+        self._bar = _make_bar(TextColumn("{task.fields[figures]}"))
         self._task: TaskID = self._bar.add_task(name, total=steps, figures="")
 
     def __enter__(self) -> "RunProgress":
@@ -115,30 +118,27 @@ class RunProgress:
             self._bar.stop()
 
 
-class CountProgress:
-    """Shows how many of a known number of items are done, and the time left, in a progress bar; nothing without a terminal."""
+@contextmanager
+def count_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show in a progress bar how many of `total` items are done, and the time left; nothing without a terminal.
 
-    def __init__(self, name: str, total: int) -> None:
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            console=CONSOLE,
-            expand=True,
-            disable=not has_bar(),
-        )
-        self._task: TaskID = self._bar.add_task(name, total=total)
+    Yields:
+        A function that shows that many more items as done.
+    """
+    with _make_bar(disable=not has_bar()) as bar:
+        task = bar.add_task(name, total=total)
+        yield partial(bar.advance, task)
 
-    def __enter__(self) -> "CountProgress":
-        self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def advance(self, n: int) -> None:
-        """Show `n` more items as done."""
-        self._bar.advance(self._task, n)
+def _make_bar(*columns: ProgressColumn, disable: bool = False) -> Progress:
+    """Make a progress bar with a name, a count and the time left; `columns` are shown before the time."""
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        *columns,
+        TimeRemainingColumn(compact=True),
+        console=CONSOLE,
+        expand=True,
+        disable=disable,
+    )

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from prefect import get_client
@@ -29,24 +28,6 @@ async def count_recorded(since: datetime) -> int:
     return int(response.json())
 
 
-@dataclass(frozen=True, slots=True)
-class RecordingLimits:
-    """Limits on the task runs that Prefect's server has not recorded yet, and on the time to wait for it.
-
-    Attributes:
-        max_unrecorded: task runs that are not recorded yet, above which new rollouts are held back.
-        hold_back_timeout_s: seconds without progress of the server after which the run continues all the same.
-        record_timeout_s: seconds that the end of a run waits until everything is recorded.
-    """
-
-    max_unrecorded: int = 2000
-    hold_back_timeout_s: float = 60.0
-    record_timeout_s: float = RECORD_TIMEOUT_S
-
-
-LIMITS = RecordingLimits()
-
-
 class Recording:
     """Counts started task runs against those that Prefect's server has recorded as ended.
 
@@ -54,19 +35,25 @@ class Recording:
     dropped stays "Running" for ever; so new rollouts are held back long before that.
 
     Args:
-        limits: how many may be ahead of the server, and how long to wait for it.
         count: says how many task runs that began after a time are recorded.
         warn: prints a warning.
+        max_unrecorded: task runs that are not recorded yet, above which new rollouts are held back.
+        hold_back_timeout_s: seconds without progress of the server after which the run continues all the same.
+        record_timeout_s: seconds that the end of a run waits until everything is recorded.
     """
 
     def __init__(
         self,
-        limits: RecordingLimits = LIMITS,
         count: Callable[[datetime], Awaitable[int]] = count_recorded,
         warn: Callable[[str], None] = say,
+        *,
+        max_unrecorded: int = 2000,
+        hold_back_timeout_s: float = 60.0,
+        record_timeout_s: float = RECORD_TIMEOUT_S,
     ) -> None:
         self.n_started = 0
-        self._limits, self._count, self._warn = limits, count, warn
+        self._count, self._warn, self._max_unrecorded = count, warn, max_unrecorded
+        self._hold_back_timeout_s, self._record_timeout_s = hold_back_timeout_s, record_timeout_s
         self._since = datetime.now(UTC)
         self._recorded = 0
         self._waits_for_server = True
@@ -77,10 +64,9 @@ class Recording:
         self.n_started += 1
 
     async def hold_back(self) -> None:
-        """Wait while more than RecordingLimits.max_unrecorded started task runs are not yet recorded by Prefect's server.
+        """Wait while more than `max_unrecorded` started task runs are not yet recorded by Prefect's server.
 
-        The server is asked only if its last count leaves so many. If it records nothing for RecordingLimits.hold_back_timeout_s,
-        that is reported once and the run continues: the UI may miss task runs, and nothing else is lost.
+        The server is asked only if its last count leaves so many. If it records nothing for `hold_back_timeout_s`, that is reported once and the run continues: the UI may miss task runs, and nothing else is lost.
         """
         if not self._is_too_far_ahead:
             return
@@ -90,12 +76,12 @@ class Recording:
     async def _catch_up(self) -> None:
         async with self._asking:
             # One asks, for all that wait.
-            deadline = time.monotonic() + self._limits.hold_back_timeout_s
+            deadline = time.monotonic() + self._hold_back_timeout_s
             while self._is_too_far_ahead:
                 before = self._recorded
                 problem = await self._refresh(deadline)
                 if self._recorded > before:
-                    deadline = time.monotonic() + self._limits.hold_back_timeout_s
+                    deadline = time.monotonic() + self._hold_back_timeout_s
                 elif time.monotonic() >= deadline:
                     self._continue_without(problem)
                 elif self._is_too_far_ahead:
@@ -103,14 +89,14 @@ class Recording:
 
     @record_span("recording")
     async def wait_until_recorded(self) -> int:
-        """Wait until the server has recorded every task run, for RecordingLimits.record_timeout_s at most.
+        """Wait until the server has recorded every task run, for `record_timeout_s` at most.
 
         A server that fails to answer is asked again.
 
         Returns:
             How many it has not recorded.
         """
-        deadline = time.monotonic() + self._limits.record_timeout_s
+        deadline = time.monotonic() + self._record_timeout_s
         while True:
             await self._refresh(deadline)
             left = max(0, self.n_started - self._recorded)
@@ -120,13 +106,13 @@ class Recording:
 
     @property
     def _is_too_far_ahead(self) -> bool:
-        return self._waits_for_server and self.n_started - self._recorded > self._limits.max_unrecorded
+        return self._waits_for_server and self.n_started - self._recorded > self._max_unrecorded
 
     def _continue_without(self, problem: str) -> None:
         self._waits_for_server = False
         self._warn(
             f"Prefect has recorded {self._recorded} of {self.n_started} task runs and no more within "
-            f"{self._limits.hold_back_timeout_s:g} s{problem}; the run continues, and "
+            f"{self._hold_back_timeout_s:g} s{problem}; the run continues, and "
             "the UI may miss some of its task runs"
         )
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
@@ -110,48 +109,36 @@ class MemoryWatch:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class VitalLimits:
-    """Limits above which a run warns; 0 switches a warning off.
+class Vitals:
+    """Measures the lag of the flow's event loop, and the memory of its process and of those that it launched.
 
-    Attributes:
+    A limit of 0 switches its warning off.
+
+    Args:
+        warn: prints a warning.
+        waiting: counts what waits in queues, by name.
+        diagnostics: True to name the code that stalls the loop and the types of the objects that grow.
         max_stall_ms: milliseconds that the event loop may be blocked: half a second delays every server.
         max_lag_p99_ms: 99th percentile of the event loop's lag in a step, in milliseconds.
         max_rss_growth: share by which a process may grow once its first steps are done.
     """
 
-    max_stall_ms: float = 500.0
-    max_lag_p99_ms: float = 100.0
-    max_rss_growth: float = 0.25
-
-
-VITAL_LIMITS = VitalLimits()
-
-
-class Vitals:
-    """Measures the lag of the flow's event loop, and the memory of its process and of those that it launched.
-
-    Args:
-        limits: above which it warns.
-        warn: prints a warning.
-        waiting: counts what waits in queues, by name.
-        diagnostics: True to name the code that stalls the loop and the types of the objects that grow.
-    """
-
     def __init__(
         self,
-        limits: VitalLimits = VITAL_LIMITS,
         warn: Callable[[str], None] = say,
         waiting: Callable[[], Mapping[str, int]] = dict,
         *,
         diagnostics: bool = False,
+        max_stall_ms: float = 500.0,
+        max_lag_p99_ms: float = 100.0,
+        max_rss_growth: float = 0.25,
     ) -> None:
-        self._loop = LoopMonitor(limits.max_stall_ms, limits.max_lag_p99_ms, warn, samples_stacks=diagnostics)
+        self._loop = LoopMonitor(max_stall_ms, max_lag_p99_ms, warn, samples_stacks=diagnostics)
 
         def measure_holders() -> Holders:
             return Holders.now(arrow_bytes(), waiting(), counts_objects=diagnostics)
 
-        self._memory = MemoryWatch(limits.max_rss_growth, warn, measure_holders)
+        self._memory = MemoryWatch(max_rss_growth, warn, measure_holders)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ import pytest
 from planned_run import PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 
-from rollmill.flows.prefect_integration.recording import Recording, RecordingLimits
+from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.overlap import StepPipeline
 from rollmill.flows.step.step_groups import store_batch
@@ -121,7 +121,7 @@ def slow_recording(plants: Plants) -> Recording:
         await plants.sleep("recording", 0, DELAY_S)
         return 5
 
-    recording = Recording(RecordingLimits(max_unrecorded=1), count)
+    recording = Recording(count, max_unrecorded=1)
     for _ in range(5):
         recording.started()
     return recording

@@ -1,11 +1,10 @@
 """A run waits for Prefect's server when that helps, and never for ever."""
 
-from dataclasses import replace
 from datetime import datetime
 
 import httpx
 
-from rollmill.flows.prefect_integration.recording import Recording, RecordingLimits
+from rollmill.flows.prefect_integration.recording import Recording
 
 
 class Server:
@@ -26,8 +25,7 @@ class Server:
 def recording(server: Server, **settings: float) -> tuple[Recording, list[str]]:
     """With ten task runs begun, of which four may be unrecorded."""
     told: list[str] = []
-    limits = replace(RecordingLimits(max_unrecorded=4), **settings)  # type: ignore[arg-type]
-    made = Recording(limits, server.count, told.append)
+    made = Recording(server.count, told.append, **{"max_unrecorded": 4, **settings})  # type: ignore[arg-type]
     for _ in range(10):
         made.started()
     return made, told

@@ -4,7 +4,7 @@ import ctypes
 
 import pyarrow as pa
 
-from rollmill.flows.run.vitals import SETTLED_AFTER, WHAT_TO_LOOK_AT, MemoryWatch, VitalLimits, Vitals
+from rollmill.flows.run.vitals import SETTLED_AFTER, WHAT_TO_LOOK_AT, MemoryWatch, Vitals
 from rollmill.tasks.observe.process_memory import KINDS, MIB, Holders, own_rss_bytes
 
 BLOCK_BYTES, N_BLOCKS = 64 * 1024, 2048
@@ -73,9 +73,7 @@ def test_of_all_that_is_launched_it_is_known_what_to_look_at() -> None:
 
 
 async def test_a_step_has_the_metrics_of_loop_and_memory() -> None:
-    vitals = Vitals(
-        VitalLimits(max_stall_ms=0.0, max_lag_p99_ms=0.0)
-    )  # a busy machine's lag is told of in a flow
+    vitals = Vitals(max_stall_ms=0.0, max_lag_p99_ms=0.0)  # a busy machine's lag is told of in a flow
     with vitals.watch():
         values = {metric.name: metric.value for metric in await vitals.measure_step()}
     assert values["memory/flow_rss_bytes"] > MIB
@@ -107,8 +105,8 @@ async def test_what_was_freed_of_arrows_memory_goes_back_after_a_step() -> None:
 
 async def test_who_grows_is_told_with_what_waits() -> None:
     said: list[str] = []
-    config = VitalLimits(max_rss_growth=1e-6, max_stall_ms=0.0, max_lag_p99_ms=0.0)
-    vitals = Vitals(config, said.append, lambda: {"spans": 12})
+    limits = {"max_rss_growth": 1e-6, "max_stall_ms": 0.0, "max_lag_p99_ms": 0.0}
+    vitals = Vitals(said.append, lambda: {"spans": 12}, **limits)  # type: ignore[arg-type]
     for _ in range(SETTLED_AFTER):
         await vitals.measure_step()
     held = b"x" * (64 * MIB)

@@ -20,14 +20,14 @@ def burst(n_task_runs: int) -> dict[str, Any]:
     from prefect import flow
     from prefect.runtime import flow_run
 
-    from rollmill.flows.prefect_integration.recording import Recording, RecordingLimits
+    from rollmill.flows.prefect_integration.recording import Recording
     from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
     from rollmill.tasks.observe.config import ObserveConfig
     from tests.stubs.empty_chunk import EmptyChunk
 
     @flow(name="burst", persist_result=False)
     async def burst_flow() -> dict[str, Any]:
-        recording = Recording(RecordingLimits(max_unrecorded=9000))  # more than there are: none is held back
+        recording = Recording(max_unrecorded=9000)  # more than there are: none is held back
         recorder = TaskRunRecorder(ObserveConfig(), recording)
 
         async def pair(group: int) -> None:
