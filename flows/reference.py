@@ -32,11 +32,7 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def page(deployments: Path = DEPLOYMENTS) -> str:
-    """Return the text of docs/reference.md: every deployed flow, every setting and every command.
-
-    Args:
-        deployments: prefect.yaml, whose entrypoints are the flows that are described.
-    """
+    """Return the text of docs/reference.md: every flow that prefect.yaml deploys, every setting and every command."""
     flows = list_deployed_flows(deployments)
     parts = [TITLE, "## Flows\n", "\n".join(_flows(flows)), "\n".join(_sections(flows)), "## Commands\n"]
     return "\n".join([*parts, "\n".join(_commands())]).rstrip() + "\n"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
 from prefect.logging import get_run_logger
 
@@ -25,11 +25,7 @@ from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
 from rollmill.tasks.store.rows import Rows, column_values, no_rows
 from rollmill.tasks.store.run.step_plan import GroupPlan
 from rollmill.tasks.store.staged_rows import ingest_rows
-from rollmill.tasks.train.service.commands import (
-    StepResult,
-    TrainStep,
-    WriteWeights,
-)
+from rollmill.tasks.train.service.commands import StepResult, TrainStep, WriteWeights
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 Phase = Callable[[], Awaitable[None]]
@@ -89,11 +85,11 @@ class StepPhases:
         metrics = self._result.metrics if self._result else ()
         return next((each.value for each in metrics if each.name == "train/reading_batch_s"), None)
 
-    async def _each(self, work: Callable[[GroupPlan], Awaitable[None]]) -> None:
+    async def _each(self, work: Callable[[GroupPlan], Coroutine[None, None, None]]) -> None:
         """Call `work` for all groups of the step concurrently, and wait for all calls."""
         async with asyncio.TaskGroup() as groups:
             for group in self._sampled.groups:
-                groups.create_task(_wait(work(group)))
+                groups.create_task(work(group))
                 # Prefect's work for a task run blocks the loop: let others run in between.
                 await asyncio.sleep(0)
 
@@ -104,9 +100,11 @@ class StepPhases:
     def _append_rollouts(self, group: GroupPlan) -> list[Awaitable[None]]:
         handed: list[Awaitable[None]] = []
         for place, trajectory in enumerate(column_values(group.rollouts, "trajectory_id")):
-            for dataset, rows in self._sampled.attached.get(str(trajectory), {}).items():
-                handed.append(self._collection.store_related(dataset, rows))
-            handed.append(self._collection.store_rollouts_again(group.rollouts.slice(place, 1)))
+            if (routing := self._sampled.routing.get(str(trajectory))) is not None:
+                handed.append(self._collection.store_related("routing", routing))
+            row = group.rollouts.slice(place, 1)
+            handed.append(self._collection.store_rollouts(row))
+            self._collection.failures.see(row)
         return handed
 
     async def _score(self, group: GroupPlan) -> None:
@@ -146,9 +144,8 @@ class StepPhases:
 
     async def _batch(self) -> None:
         seconds = time.perf_counter() - self._started
-        few_left_ns = self._collection.few_left_ns
         outcomes = [*self._outcomes, *self._collection.outcomes]
-        self._collected = CollectedStep(self._sampled.step, outcomes, seconds, few_left_ns)
+        self._collected = CollectedStep(self._sampled.step, outcomes, seconds, self._collection.few_left_ns)
         self.digest = await store_batch(self._run, self._sampled.step, outcomes)
 
     async def _train(self) -> None:
@@ -183,7 +180,3 @@ class _EmptyChunk:
 
     async def score(self) -> ScoredChunk:
         return ScoredChunk(no_rows("scores"))
-
-
-async def _wait(work: Awaitable[None]) -> None:
-    await work

@@ -12,10 +12,7 @@ from rollmill.flows.policies.trainer_state import load_policy
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.stored_batch import read_batch_digest
-from rollmill.tasks.train.service.commands import (
-    StepResult,
-    TrainStep,
-)
+from rollmill.tasks.train.service.commands import StepResult, TrainStep
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 from rollmill.tasks.train.task import train_step
 
@@ -23,15 +20,7 @@ from rollmill.tasks.train.task import train_step
 class ReplayTrainer:
     """Has a trainer train on a run's stored batches again, and stores nothing of what the steps produce.
 
-    Args:
-        folder: of the run.
-        run: id of the run.
-        client: of the trainer.
-        model: folder of the start model.
-        incarnation: incarnation in the name of the policy version that the trainer loads.
-
-    Attributes:
-        client: of the trainer.
+    `run` is the run's id, `model` the folder of its start model; `incarnation` is in the name of the version that is loaded.
     """
 
     def __init__(
@@ -49,11 +38,11 @@ class ReplayTrainer:
     async def replay(self, first: int, last: int) -> list[StepResult]:
         """Load version `first`, and apply the stored batches of steps `first` to `last` - 1; returns their results."""
         await self.load(first)
-        return [await self._apply(step) for step in range(first, last)]
-
-    async def _apply(self, step: int) -> StepResult:
-        digest = await asyncio.to_thread(read_batch_digest, self._folder, step)
-        return (await train_step(self, step, digest)).result
+        results = []
+        for step in range(first, last):
+            digest = await asyncio.to_thread(read_batch_digest, self._folder, step)
+            results.append((await train_step(self, step, digest)).result)
+        return results
 
     async def train(self, step: int, digest: str) -> StepResult:
         """Apply the stored batch of a step; the rows that the trainer stages are not stored."""
@@ -69,12 +58,7 @@ async def open_replay_trainer(
 ) -> AsyncIterator[ReplayTrainer]:
     """Launch a trainer with a run's settings for the block, even if the run itself attached to one.
 
-    Args:
-        folder: of the run.
-        run: id of the run.
-        config: all settings of the run.
-        model: folder of the start model.
-        scratch: a folder from `make_scratch`.
+    `run` is the run's id, `model` the folder of its start model, and `scratch` a folder from `make_scratch`.
     """
     async with open_services(
         use_own_trainer(config), model, scratch, with_servers=False, variables=scratch_variables(scratch)

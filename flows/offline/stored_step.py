@@ -1,6 +1,5 @@
 """A stored step as its rollouts left it, and temporary runs in which its later phases run again."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ class SampledStep:
 
     Attributes:
         groups: the groups of the step's plan, with all rollouts, and without scores and outcomes.
-        attached: rows of other data sets that belong to rollouts, by trajectory id and data set.
+        routing: rows of the data set `routing`, by trajectory id; empty if the step has none.
         group_size: planned trajectories of each group.
         n_tokens: mean sampled tokens of a trajectory.
     """
@@ -33,7 +32,7 @@ class SampledStep:
     step: int
     group_size: int
     groups: Sequence[GroupPlan]
-    attached: Mapping[str, Mapping[str, Rows]]
+    routing: Mapping[str, Rows]
     n_tokens: float
 
     @classmethod
@@ -56,14 +55,7 @@ class SampledStep:
             remedy = f"{len(sampled.to_sample)} of its trajectories are not sampled yet; give a finished step"
             raise ConfigError("--step", step, remedy)
         tokens = [int(str(each)) for each in column_values(there.rollouts, "n_completion_tokens")]
-        attached = _by_trajectory(
-            {
-                name: rows_from_table(read(folder, name, step=step))
-                for name in ("routing",)
-                if _has(folder, name, step)
-            }
-        )
-        return cls(step, size, sampled.groups, attached, sum(tokens) / max(1, len(tokens)))
+        return cls(step, size, sampled.groups, _read_routing(folder, step), sum(tokens) / max(1, len(tokens)))
 
 
 def check_step(folder: RunFolder, manifest: Manifest, step: int) -> None:
@@ -94,26 +86,16 @@ def copy_step(source: RunFolder, manifest: Manifest, config: RunConfig, step: in
     files = open_files(folder)
     write_manifest(files, replace(manifest, config=config.model_dump(mode="json"), status="running"), None)
     copy_partition(source, folder, "plans", step=step)
-    for policy in _policies_with_logprobs(config):
-        copy_partition(source, folder, "logprobs", policy=policy, step=step)
+    # Whose log-probabilities are stored by the end of a step's rollouts.
+    if config.train.kl.reference == "deployment":
+        copy_partition(source, folder, "logprobs", policy="reference", step=step)
+    if config.train.old_logprobs == "trainer":
+        copy_partition(source, folder, "logprobs", policy="trainer", step=step)
 
 
-def _has(folder: RunFolder, dataset: str, step: int) -> bool:
-    return step in list_steps(folder, dataset)
-
-
-def _by_trajectory(datasets: Mapping[str, Rows]) -> Mapping[str, Mapping[str, Rows]]:
-    found: defaultdict[str, dict[str, Rows]] = defaultdict(dict)
-    for name, rows in datasets.items():
-        for place, trajectory in enumerate(column_values(rows, "trajectory_id")):
-            found[str(trajectory)][name] = rows.slice(place, 1)
-    return found
-
-
-def _policies_with_logprobs(config: RunConfig) -> list[str]:
-    """Return which of "reference" and "trainer" have their log-probabilities stored by the end of a step's rollouts."""
-    is_there = {
-        "reference": config.train.kl.reference == "deployment",
-        "trainer": config.train.old_logprobs == "trainer",
-    }
-    return [policy for policy, there in is_there.items() if there]
+def _read_routing(folder: RunFolder, step: int) -> dict[str, Rows]:
+    if step not in list_steps(folder, "routing"):
+        return {}
+    rows = rows_from_table(read(folder, "routing", step=step))
+    ids = column_values(rows, "trajectory_id")
+    return {str(trajectory): rows.slice(place, 1) for place, trajectory in enumerate(ids)}

@@ -20,11 +20,7 @@ from rollmill.tasks.train.service.trainer_client import TrainerClient
 async def drop_old_routing(run: Run, done: int) -> None:
     """Remove the stored routed experts of steps that `store.keep_routing_steps` does not keep and no resume needs.
 
-    Does nothing if that setting keeps all.
-
-    Args:
-        run: the run.
-        done: number of trained steps.
+    Does nothing if that setting keeps all; `done` is the number of trained steps.
 
     Raises:
         StoreError: a shard could not be removed.

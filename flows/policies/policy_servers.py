@@ -19,10 +19,6 @@ class PolicyServers:
 
     A server that fails is removed from the pool and left to its watcher (`watch_server`), which brings it back or gives it up.
 
-    Args:
-        run: the run that they sample for.
-        servers: all of them.
-
     Attributes:
         run: the run that they sample for.
         every: all servers of the run.

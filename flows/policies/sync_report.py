@@ -47,9 +47,7 @@ class SyncReport:
 def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
     """Return metrics of a sync: bytes summed over servers, numbers of servers, alarms and calls, else the worst of all servers.
 
-    Args:
-        reports: one for each server.
-        calls: commands to the trainer and requests to servers.
+    There is a report for each server; `calls` are commands to the trainer and requests to servers.
     """
     values = {
         "sync/sent_bytes": float(sum(report.sent_bytes for report in reports)),

@@ -36,10 +36,6 @@ async def load_policy(client: TrainerClient, folder: RunFolder, model: Path, pol
 class TrainerState:
     """The policy version that a run's trainer is at, and all commands that change it.
 
-    Args:
-        run: the run.
-        client: client of the trainer.
-
     Attributes:
         current: the trainer's version; its number counts the stored batches that it has trained on.
         replayed: result of each stored batch that was trained on again since the last load, by step.

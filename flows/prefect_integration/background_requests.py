@@ -24,10 +24,7 @@ Request = Callable[[PrefectClient], Awaitable[object]]
 class BackgroundRequests:
     """Sends requests to Prefect's server one after another, in a separate task.
 
-    The first failure is reported; the run continues without what failed.
-
-    Args:
-        what: what the requests create. Example: "the run's pages".
+    The first failure is reported, with what the requests create: `what`, such as "the run's pages". The run continues without it.
     """
 
     def __init__(self, what: str) -> None:

@@ -115,13 +115,10 @@ class StepPauses:
 
 @contextmanager
 def pause_between_steps(steps: int) -> Iterator[StepPauses]:
-    """Yield a StepPauses, which keeps a request to pause the flow run until the step is over.
+    """Yield a StepPauses for a run of so many steps, which keeps a request to pause the flow run until the step is over.
 
     Without it, Prefect would end the flow at the next start or end of a task run. Prefect pauses only flow runs of
     deployments.
-
-    Args:
-        steps: number of steps of the run.
 
     Raises:
         RuntimeError: it is used outside of a flow run.

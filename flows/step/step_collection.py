@@ -84,11 +84,9 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         plan = await plan_groups(run, step, group_numbers(ranges))
     if plan.redone:
         say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
-    n_planned, max_failed = (
-        len(plan.groups) * run.config.rollout.group_size,
-        run.config.rollout.max_failed_share,
-    )
-    failures = FailureWatch(step, n_planned, max_failed, logger=get_run_logger)
+    rollout = run.config.rollout
+    n_planned = len(plan.groups) * rollout.group_size
+    failures = FailureWatch(step, n_planned, rollout.max_failed_share, logger=get_run_logger)
     for group in plan.groups:
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)
@@ -142,7 +140,7 @@ class StepCollection:
             admission=run.admission,
             run=run.id,
             step=step,
-            store_rollouts=self._store_rollouts,
+            store_rollouts=self.store_rollouts,
             store_related=self.store_related,
             keeps_routing=run.config.rollout.keep_routing,
             on_lost=failures.see,
@@ -172,13 +170,8 @@ class StepCollection:
         ended = sorted(self.ended_ns)
         return max(self.begun_ns, ended[len(ended) // 2]) if ended else 0
 
-    def store_rollouts_again(self, rows: Rows) -> Awaitable[None]:
-        """Store rollouts once more, and count the failures among them; the result is done once they are stored."""
-        stored = self._store_rollouts(rows)
-        self.failures.see(rows)
-        return stored
-
-    def _store_rollouts(self, rows: Rows) -> Awaitable[None]:
+    def store_rollouts(self, rows: Rows) -> Awaitable[None]:
+        """Store rollouts; the result is done once they are stored."""
         return self.run.store.writer.append("rollouts", rows, step=self.step)
 
     def store_related(self, dataset: str, rows: Rows) -> Awaitable[None]:
