@@ -22,13 +22,14 @@ from pathlib import Path
 from benchmarks.deliveries import one_message, ours
 from benchmarks.deliveries.machine import (
     kernel_cpu_s,
+    measure_idle_lag_ms,
     peak_rss_gb,
     plain_write_cpu_s,
     threads_cpu_s,
     touch_memory,
 )
 from benchmarks.deliveries.requests import N_ROWS, TIMEOUT_S, each_body, warm_up
-from rollmill.tasks.observe.loop_lag import LoopLag, measure_idle_lag_ms
+from rollmill.tasks.observe.loop_lag import LoopLag
 from rollmill.tasks.observe.process_memory import keep_for_good
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.rollout.trajectory import rollout_rows

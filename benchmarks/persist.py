@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from rollmill.tasks.observe.loop_lag import LoopLag, measure_idle_lag_ms
+from benchmarks.deliveries.machine import measure_idle_lag_ms
+from rollmill.tasks.observe.loop_lag import LoopLag
 from rollmill.tasks.rollout.environment import Example, Message
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
 from rollmill.tasks.store.filesystem import LocalFiles

@@ -1,9 +1,12 @@
 """What the machine itself takes, and what of it a process has used."""
 
+import asyncio
 import resource
 import threading
 import time
 from pathlib import Path
+
+from rollmill.tasks.observe.loop_lag import LoopLag
 
 TOUCHED_BYTES = 3_000_000_000
 PIECE_BYTES = 1 << 24
@@ -47,3 +50,11 @@ def touch_memory(place: Path) -> None:
         for _ in range(TOUCHED_BYTES // len(piece)):
             sink.write(piece)
     file.unlink()
+
+
+async def measure_idle_lag_ms(seconds: float) -> float:
+    """Measure the largest lag in ms of a loop that has no other work."""
+    lag = LoopLag()
+    with lag.sample():
+        await asyncio.sleep(seconds)
+    return lag.largest_ms

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.deliveries.requests import N_ROWS, PROMPT, TIMEOUT_S, each_completion
@@ -100,19 +99,12 @@ def read_back(folder: RunFolder) -> dict[str, float]:
 
 
 def _trajectory(number: int, completion: Completion) -> Trajectory:
-    draft = TrajectoryBuilder()
+    draft = TrajectoryBuilder(
+        TrajectoryRequest(IDS[number], number, 0, 0, Example("0", {"answer": "85"}), number, 1.0)
+    )
     draft.add_context(PROMPT)
     spans = [(start, 0) for start, _ in completion.version_spans]
     draft.add_completion(completion.token_ids, completion.logprobs, spans, completion.finish_reason)
     assert completion.routed_experts is not None
     draft.add_routing(completion.routed_experts)
-    return draft.build(
-        TrajectoryRequest(IDS[number], number, 0, 0, Example("0", {"answer": "85"}), number, 1.0),
-        "complete",
-        started_at=datetime.now(UTC),
-        duration_s=1.0,
-        queue_s=0.0,
-        outcome={},
-        error_type="",
-        error="",
-    )
+    return draft.build("complete")

@@ -21,7 +21,7 @@ from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
 from rollmill.flows.run.vitals import Vitals
 from rollmill.flows.settings import UNREAD_BY_COLLECT, find_fixed_settings
 from rollmill.tasks.observe.process_memory import keep_for_good
-from rollmill.tasks.observe.sinks.sink_client import NoSinks, Sinks
+from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, span
 from rollmill.tasks.rollout.admission import Admission
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
@@ -56,7 +56,7 @@ class TrainingRun:
         recording: how far Prefect is behind with task runs.
         progress: the bar on the terminal.
         artifacts: the run's pages in Prefect's UI.
-        sinks: TensorBoard and MLflow.
+        sinks: TensorBoard and MLflow; None without either.
         vitals: event loop lag and memory, by step.
         reference: servers of the reference policy; None without train.kl.reference: deployment.
     """
@@ -68,7 +68,7 @@ class TrainingRun:
     recording: Recording
     progress: RunProgress
     artifacts: RunArtifacts
-    sinks: Sinks = field(default_factory=NoSinks, kw_only=True)
+    sinks: SinkClient | None = field(default=None, kw_only=True)
     vitals: Vitals = field(default_factory=Vitals, kw_only=True)
     reference: ReferenceDeployment | None = field(default=None, kw_only=True)
 

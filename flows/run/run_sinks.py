@@ -14,7 +14,7 @@ from rollmill.tasks.look.tables.run_tables import read_held_out
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.sinks.metric_sinks import EVALUATION, Point, SinkSettings, make_points
-from rollmill.tasks.observe.sinks.sink_client import NoSinks, SinkClient, Sinks
+from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.processes.python_child import python_command
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
@@ -69,11 +69,14 @@ TENSORBOARD = "tensorboard"
 
 
 @asynccontextmanager
-async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIterator[Sinks]:
-    """Start TensorBoard and MLflow as configured; send them all stored metrics that they lack, and yield them for new ones."""
+async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIterator[SinkClient | None]:
+    """Start TensorBoard and MLflow as configured; send them all stored metrics that they lack, and yield them for new ones.
+
+    Yields None if none is configured.
+    """
     observe = config.observe
     if not observe.tensorboard and not observe.mlflow_uri:
-        yield NoSinks()
+        yield None
         return
     files = str(folder.local / TENSORBOARD) if observe.tensorboard else ""
     settings = SinkSettings(

@@ -87,9 +87,10 @@ async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()
             f"evaluation of version {version}: {failures.n_failed} of {len(work)} trajectories failed, which count as "
             "reward 0"
         )
-    for point in await asyncio.to_thread(lambda: list(evaluation_points(run.folder, version))):
-        # Sinks drop points that they have, so an evaluation that was stored before may be sent again.
-        run.sinks.put(point)
+    if run.sinks is not None:
+        for point in await asyncio.to_thread(lambda: list(evaluation_points(run.folder, version))):
+            # Sinks drop points that they have, so an evaluation that was stored before may be sent again.
+            run.sinks.put(point)
 
 
 @task(

@@ -78,7 +78,7 @@ async def report_step(
         reward, measured, dropped = await asyncio.to_thread(_measure, run, step)
     measured |= {
         "time/rollouts_and_scores_s": collected.seconds,
-        "observe/sink_failures_so_far": float(run.sinks.n_failures),
+        "observe/sink_failures_so_far": float(run.sinks.n_failures if run.sinks else 0),
         "store/compaction_failures_so_far": float(run.compactor.n_failed),
     }
     if isinstance(run.environment, RemoteEnvironment):
@@ -145,8 +145,9 @@ async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) 
         },
     )
     await run.store.writer.append("metrics", rows, step=step)
-    for point in make_points(step, metrics):
-        run.sinks.put(point)
+    if run.sinks is not None:
+        for point in make_points(step, metrics):
+            run.sinks.put(point)
 
 
 def has_metrics(run: TrainingRun, step: int) -> bool:

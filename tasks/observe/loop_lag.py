@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-# Interval for benchmarks, which sample for a few seconds only.
+# Interval for measurements of a few seconds.
 SHORT_TICK_S = 0.001
 
 # 400 buckets of 5 % from a microsecond on reach five minutes.
@@ -188,11 +188,3 @@ def _open_thread_stats() -> int | None:
     with suppress(OSError):
         return os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     return None
-
-
-async def measure_idle_lag_ms(seconds: float) -> float:
-    """Measure the largest lag in ms of a loop that has no other work."""
-    lag = LoopLag()
-    with lag.sample():
-        await asyncio.sleep(seconds)
-    return lag.largest_ms

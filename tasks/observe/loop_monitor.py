@@ -168,10 +168,7 @@ class LagWarnings:
     def warn_of_stall(self, beat: Beat, site: str, garbage_ms: float) -> None:
         """Warn of a beat that was later than the bound, once for each cause.
 
-        Args:
-            beat: the late beat.
-            site: stack site that was sampled most during it; empty: none was sampled.
-            garbage_ms: time in which garbage was collected meanwhile.
+        `site` is the stack site that was sampled most during it, if any; `garbage_ms` the time in which garbage was collected.
         """
         key = (
             NO_PROCESSOR
@@ -191,10 +188,7 @@ class LagWarnings:
     def warn_of_step(self, p99_ms: float, late: Beat, sites_s: Mapping[str, float]) -> None:
         """Warn of a step whose p99 lag is above its bound.
 
-        Args:
-            p99_ms: p99 lag of the step.
-            late: sum of its late beats.
-            sites_s: seconds of lag by stack site; "" for those that were not sampled.
+        `late` is the sum of its late beats; `sites_s` has seconds of lag by stack site, "" for those that were not sampled.
         """
         most = nlargest(NAMED_IN_A_WARNING, sites_s.items(), key=itemgetter(1))
         first = most[0][0] if most else ""

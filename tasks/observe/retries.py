@@ -12,14 +12,25 @@ from rollmill.tasks.observe.spans import OpenSpan, span
 Transient: TypeAlias = type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool]
 
 
-class Attempts:
+class Retries:
     """Iterable of attempts at something that may fail, with growing waits between them; to be used once.
 
     `for` waits in its thread, `async for` in the event loop. Each attempt is a context manager: it suppresses a transient error,
     and the last one raises it. Each wait is a span `waiting_to_retry`, with the error as its cause.
+
+    Args:
+        on: errors to retry after, or a function that returns True for them.
+        attempts: largest number of attempts, the first included.
+        backoff_s: seconds before the second attempt, doubled each time, plus a random part of up to as much.
+        longest_s: longest wait in seconds.
+
+    Example:
+        for attempt in Retries(OSError, attempts=3, backoff_s=0.1, longest_s=1.0):
+            with attempt:
+                return send()
     """
 
-    def __init__(self, on: Transient, attempts: int, backoff_s: float, longest_s: float) -> None:
+    def __init__(self, on: Transient, *, attempts: int, backoff_s: float, longest_s: float) -> None:
         self._on, self._attempts, self._backoff_s, self._longest_s = on, attempts, backoff_s, longest_s
         self._number = 0
         self._error: Exception | None = None
@@ -78,20 +89,3 @@ class Attempts:
         # Jitter keeps clients that failed at the same moment from asking again at the same moment.
         doubled = self._backoff_s * 2.0 ** (self._number - 2)
         return min(self._longest_s, doubled + random.uniform(0.0, self._backoff_s))
-
-
-def retries(on: Transient, *, attempts: int, backoff_s: float, longest_s: float) -> Attempts:
-    """Return attempts to iterate over, at something that may fail with a transient error.
-
-    Args:
-        on: errors to retry after, or a function that returns True for them.
-        attempts: largest number of attempts, the first included.
-        backoff_s: seconds before the second attempt, doubled each time, plus a random part of up to as much.
-        longest_s: longest wait in seconds.
-
-    Example:
-        for attempt in retries(OSError, attempts=3, backoff_s=0.1, longest_s=1.0):
-            with attempt:
-                return send()
-    """
-    return Attempts(on, attempts, backoff_s, longest_s)

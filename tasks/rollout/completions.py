@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmill.tasks.errors import RolloutError, TransientRequestError
-from rollmill.tasks.observe.retries import retries
+from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.episode import SampledTokens
@@ -47,7 +47,7 @@ class PoolSampler:
 
         Args and errors are those of `Sampler.sample`.
         """
-        sends = retries(
+        sends = Retries(
             TransientRequestError,
             attempts=ATTEMPTS,
             backoff_s=self.backoff_s,

@@ -1,13 +1,16 @@
 """The interface of an environment, and how to find one by name."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from rollmill.tasks.config import made_by_name, named
 from rollmill.tasks.rollout.config import RolloutConfig
 
 Split = Literal["train", "held_out"]
+HELD_OUT_MODULUS = 5
+Problem = TypeVar("Problem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,17 @@ class Environment(Protocol):
 
     def episode(self, example: Example, seed: int) -> Episode:
         """Start a new attempt at a problem; all its randomness derives from `seed`."""
+
+
+def is_held_out(key: str) -> bool:
+    """Return True for one problem in five, chosen by the crc32 of its key."""
+    return zlib.crc32(key.encode()) % HELD_OUT_MODULUS == 0
+
+
+def select_split(problems: Mapping[str, Problem], split: Split) -> tuple[Problem, ...]:
+    """Return the problems of a split, one in five held out, in the order of their keys' crc32: the first n are a random sample."""
+    ordered = sorted(problems, key=lambda key: zlib.crc32(key.encode()))
+    return tuple(problems[key] for key in ordered if is_held_out(key) == (split == "held_out"))
 
 
 @runtime_checkable

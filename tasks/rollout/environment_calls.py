@@ -106,16 +106,6 @@ async def fetch_problem(
 FIELD = "rollout.environment"
 
 
-class StatefulEnvironment(Protocol):
-    """An environment whose episodes end with a `state` that is stored in typed columns.
-
-    Attributes:
-        states: Arrow type of each column by name; the types are those of rollmill.tasks.store.environment_states.TYPES.
-    """
-
-    states: Mapping[str, str]
-
-
 @runtime_checkable
 class StatefulEpisode(Protocol):
     """An episode that gives values for its environment's `states` once it is closed."""
@@ -170,6 +160,9 @@ def read_episode_state(environment: Environment, episode: Episode) -> EpisodeSta
 
 
 def _state_types(environment: Environment) -> Mapping[str, str]:
-    """Return the attribute `states` of an environment, or {} without it; faster than `isinstance` of a protocol."""
+    """Return the attribute `states` of an environment, or {} without it: the Arrow type of each state column by name.
+
+    The types are those of rollmill.tasks.store.environment_states.TYPES.
+    """
     states: Mapping[str, str] = getattr(environment, "states", {})
     return states

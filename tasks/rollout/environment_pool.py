@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -35,26 +34,11 @@ MAX_RESTARTS = 3
 """Workers in a row that may fail without finishing an episode: more are a fault of the environment, and the run stops."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLaunch:
-    """Settings with which environment workers are started.
-
-    Attributes:
-        config: settings of rollouts: the environment, and its time limits.
-        logs: folder of the workers' log files.
-        stop_grace_s: seconds between SIGTERM and SIGKILL.
-    """
-
-    config: RolloutConfig
-    logs: Path
-    stop_grace_s: float
-
-
 class EnvironmentWorker:
     """A running worker process, which plays episodes of an environment.
 
     Attributes:
-        name: name of the worker in errors.
+        process: the worker process.
         n_open: number of open episodes and pending problem requests.
         n_taken: number of episodes ever opened.
         n_ended: number of episodes that the worker closed.
@@ -63,7 +47,7 @@ class EnvironmentWorker:
     """
 
     def __init__(self, process: WorkerProcess, config: RolloutConfig, changed: asyncio.Event) -> None:
-        self.name, self._process, self._config, self._changed = process.name, process, config, changed
+        self.process, self._config, self._changed = process, config, changed
         self.n_open = self.n_taken = self.n_ended = 0
         self._is_overdue = asyncio.Event()
         self.reached_limit, self.is_empty = asyncio.Event(), asyncio.Event()
@@ -71,35 +55,31 @@ class EnvironmentWorker:
 
     @classmethod
     async def start(
-        cls, number: int, launch: WorkerLaunch, changed: asyncio.Event
+        cls, number: int, config: RolloutConfig, logs: Path, stop_grace_s: float, changed: asyncio.Event
     ) -> tuple[Self, EnvironmentDescription]:
         """Launch a worker and wait until its environment is created; returns the environment's description.
 
-        Args:
-            number: number of the worker, for its name.
-            launch: how workers are started.
-            changed: set whenever `is_open` may have become True.
+        `number` is part of the worker's name; `changed` is set whenever `is_open` may have become True.
 
         Raises:
             ServiceStartError: it ended, or did not answer in time; with its last log lines.
         """
-        config = launch.config
         process = await WorkerProcess.start(
             f"worker {number} of environment {config.environment}",
             WORKER_COMMAND,
             config.model_dump_json().encode(),
-            log=launch.logs / f"environment-{number}.log",
-            stop_grace_s=launch.stop_grace_s,
+            log=logs / f"environment-{number}.log",
+            stop_grace_s=stop_grace_s,
         )
         worker = cls(process, config, changed)
         try:
             await process.wait_until_ready(START_TIMEOUT_S)
             return worker, await worker.ask(DescribeRequest(), EnvironmentDescription)
         except (WorkerError, EpisodeError) as error:
-            await worker.stop("did not start")
-            raise ServiceStartError(worker.name, f"did not start: {error}", worker.log_tail()) from error
+            await process.stop("did not start")
+            raise ServiceStartError(process.name, f"did not start: {error}", process.log_tail()) from error
         except BaseException:
-            await worker.stop("did not start")
+            await process.stop("did not start")
             raise
 
     async def ask(self, request: msgspec.Struct, answer: type[Answer]) -> Answer:
@@ -113,25 +93,25 @@ class EnvironmentWorker:
         """
         timeout_s = self._config.env_timeout_s
         try:
-            body = await self._process.receive(self._process.send(msgspec.json.encode(request)), timeout_s)
+            body = await self.process.receive(self.process.send(msgspec.json.encode(request)), timeout_s)
         except WorkerTimeoutError as error:
             self._is_overdue.set()
-            text = f"{self.name}: no answer within rollout.env_timeout_s = {timeout_s:g} s"
+            text = f"{self.process.name}: no answer within rollout.env_timeout_s = {timeout_s:g} s"
             raise EpisodeTimeoutError(text) from error
         try:
             return msgspec.json.decode(body, type=answer)
         except msgspec.DecodeError as error:
             question = type(request).__name__
             raise EpisodeError(
-                f"{self.name}: what the environment gave for {question} is wrong: {error}"
+                f"{self.process.name}: what the environment gave for {question} is wrong: {error}"
             ) from error
 
     async def wait_for_failure(self) -> str:
         """Wait until the worker ends unasked or stops answering pings; return a description of what happened."""
-        ended, timeout_s = self._process.ended, self._config.env_timeout_s
+        ended, timeout_s = self.process.ended, self._config.env_timeout_s
         while not ended.done():
             try:
-                await self._process.receive(self._process.send(b"", MessageKind.PING), timeout_s)
+                await self.process.receive(self.process.send(b"", MessageKind.PING), timeout_s)
             except WorkerTimeoutError:
                 return f"answered no ping within rollout.env_timeout_s = {timeout_s:g} s"
             except WorkerDiedError:
@@ -151,12 +131,8 @@ class EnvironmentWorker:
     @property
     def is_open(self) -> bool:
         """True if the worker accepts more episodes: it has not ended, is not full, and no answer is overdue."""
-        is_over = self.reached_limit.is_set() or self._is_overdue.is_set() or self._process.ended.done()
+        is_over = self.reached_limit.is_set() or self._is_overdue.is_set() or self.process.ended.done()
         return not is_over
-
-    def log_tail(self) -> str:
-        """Return the last lines of the worker's log."""
-        return self._process.log_tail()
 
     def begin_request(self, n_episodes: int) -> None:
         """Count the start of an episode (1) or of a problem request (0)."""
@@ -173,20 +149,21 @@ class EnvironmentWorker:
         if not self.n_open:
             self.is_empty.set()
 
-    async def stop(self, reason: str) -> None:
-        """Stop the worker; its open episodes fail with `reason`."""
-        await self._process.stop(reason)
-
 
 class EnvironmentPool:
     """Runs environment workers; one that fails, or has opened its maximum of episodes, is replaced.
+
+    Args:
+        config: settings of rollouts: the environment, and its time limits.
+        logs: folder of the workers' log files.
+        stop_grace_s: seconds between SIGTERM and SIGKILL of a worker.
 
     Attributes:
         restarts: number of workers replaced because they failed.
     """
 
-    def __init__(self, launch: WorkerLaunch) -> None:
-        self._launch = launch
+    def __init__(self, config: RolloutConfig, logs: Path, stop_grace_s: float) -> None:
+        self._config, self._logs, self._stop_grace_s = config, logs, stop_grace_s
         self._alive: set[EnvironmentWorker] = set()
         self._up: dict[int, EnvironmentWorker] = {}
         self._changed = asyncio.Event()
@@ -242,17 +219,19 @@ class EnvironmentPool:
 
     async def stop(self) -> None:
         """Stop all workers."""
-        await asyncio.gather(*(worker.stop("was ended with the run") for worker in self._alive))
+        await asyncio.gather(*(worker.process.stop("was ended with the run") for worker in self._alive))
 
     async def _start(self, number: int) -> EnvironmentDescription:
-        worker, description = await EnvironmentWorker.start(number, self._launch, self._changed)
+        worker, description = await EnvironmentWorker.start(
+            number, self._config, self._logs, self._stop_grace_s, self._changed
+        )
         self._alive.add(worker)
         self._up[number] = worker
         self._changed.set()
         return description
 
     async def _end(self, worker: EnvironmentWorker, reason: str) -> None:
-        await worker.stop(reason)
+        await worker.process.stop(reason)
         self._alive.discard(worker)
 
     async def _keep(self, number: int, tasks: asyncio.TaskGroup) -> None:
@@ -271,7 +250,7 @@ class EnvironmentPool:
                 failures_in_a_row = 0 if worker.n_ended else failures_in_a_row + 1
                 if failures_in_a_row > MAX_RESTARTS:
                     reason += f", and so did {MAX_RESTARTS} before it; none of them finished an episode"
-                    raise ServiceDiedError(worker.name, reason, worker.log_tail())
+                    raise ServiceDiedError(worker.process.name, reason, worker.process.log_tail())
             await self._start(number)
 
     async def _drain(self, worker: EnvironmentWorker) -> None:

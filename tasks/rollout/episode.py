@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Protocol
 
 import numpy as np
@@ -116,59 +115,38 @@ class EpisodePlayer:
         Raises:
             ServiceError: no server is left; this ends the run, not only the trajectory.
         """
-        draft = TrajectoryBuilder(keeps_routing=keeps_routing)
-        started, started_at = time.perf_counter(), datetime.now(UTC)
+        draft = TrajectoryBuilder(work, queue_s, keeps_routing)
         own = Deadline(
             asyncio.get_running_loop().time() + self.timeout_s,
             f"rollout.trajectory_timeout_s = {self.timeout_s:g} s",
         )
         deadline = own if group_deadline is None or own.at <= group_deadline.at else group_deadline
         status: Status = "failed"
-        outcome: Mapping[str, object] = {}
-        error_type = error = ""
         try:
-            status, outcome = await self._episode(work, draft, deadline)
+            status = await self._episode(draft, deadline)
         except _DeadlineError:
-            status, error_type = "cancelled", DEADLINE
-            error = f"cut after {time.perf_counter() - started:.1f} s: {deadline.setting}"
+            status, draft.error_type = "cancelled", DEADLINE
+            draft.error = f"cut after {draft.elapsed_s:.1f} s: {deadline.setting}"
         except ServiceError:
             # No server is left: every further trajectory would fail too.
             raise
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
-            error_type, error = describe_error(raised)
-        return draft.build(
-            work,
-            status,
-            started_at=started_at,
-            duration_s=time.perf_counter() - started,
-            queue_s=queue_s,
-            outcome=outcome,
-            error_type=error_type,
-            error=error,
-        )
+            draft.error_type, draft.error = describe_error(raised)
+        return draft.build(status)
 
     def cancel_before_start(self, work: TrajectoryRequest, queue_s: float, deadline: Deadline) -> Trajectory:
         """Return a cancelled trajectory without tokens, for a request whose deadline came while it waited for a slot."""
-        return TrajectoryBuilder().build(
-            work,
-            "cancelled",
-            started_at=datetime.now(UTC),
-            duration_s=0.0,
-            queue_s=queue_s,
-            outcome={},
-            error_type=DEADLINE,
-            error=f"cut before it began: {deadline.setting}",
-        )
+        error = f"cut before it began: {deadline.setting}"
+        return TrajectoryBuilder(work, queue_s, error_type=DEADLINE, error=error).build("cancelled")
 
-    async def _episode(
-        self, work: TrajectoryRequest, draft: TrajectoryBuilder, deadline: Deadline
-    ) -> tuple[Status, Mapping[str, object]]:
-        """Play the turns of an episode, close it, and return its status and outcome.
+    async def _episode(self, draft: TrajectoryBuilder, deadline: Deadline) -> Status:
+        """Play the turns of an episode, close it, and return its status; `draft` gets its outcome.
 
         Raises:
             _DeadlineError: the deadline came first.
             Exception: whatever the environment or the sampler raises.
         """
+        work = draft.work
         if work.missing is not None:
             raise work.missing
         with guard_environment_code():
@@ -176,7 +154,7 @@ class EpisodePlayer:
         try:
             # Server and environment are given the deadline itself; this later limit ends one that does not keep it.
             async with asyncio.timeout_at(deadline.at + self.cut_grace_s) as limit:
-                status = await self._turns(episode, work, draft, deadline)
+                status = await self._turns(episode, draft, deadline)
         except TimeoutError:
             await self._abandon(episode, draft)
             if limit.expired():
@@ -185,7 +163,8 @@ class EpisodePlayer:
         except BaseException:
             await self._abandon(episode, draft)
             raise
-        return status, await self._close(episode, draft)
+        draft.outcome = await self._close(episode, draft)
+        return status
 
     async def _close(self, episode: Episode, draft: TrajectoryBuilder) -> Mapping[str, object]:
         """Close an episode and return its outcome; the episode's state is stored in `draft`.
@@ -209,9 +188,7 @@ class EpisodePlayer:
         with suppress(Exception):
             await self._close(episode, draft)
 
-    async def _turns(
-        self, episode: Episode, work: TrajectoryRequest, draft: TrajectoryBuilder, deadline: Deadline
-    ) -> Status:
+    async def _turns(self, episode: Episode, draft: TrajectoryBuilder, deadline: Deadline) -> Status:
         tools = self.environment.tools
         draft.messages = await self._reply(episode, draft, deadline)
         opening = self.tokenizer.encode(draft.messages, tools)
@@ -223,7 +200,7 @@ class EpisodePlayer:
             started = time.perf_counter()
             try:
                 routing = {"routing_from": draft.n_routed} if draft.keeps_routing else {}
-                sampled = await self.sampler.sample(work, draft.token_ids(), deadline.at, **routing)
+                sampled = await self.sampler.sample(draft.work, draft.token_ids(), deadline.at, **routing)
             except TimeoutError:
                 raise _DeadlineError from None
             finally:

@@ -15,7 +15,7 @@ from rollmill.tasks.errors import (
     ToolError,
     WorkerDiedError,
 )
-from rollmill.tasks.observe.retries import retries
+from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.processes.launched_process import STOP_GRACE_S
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import (
@@ -35,7 +35,7 @@ from rollmill.tasks.rollout.environment_messages import (
     ExampleRequest,
     TurnRequest,
 )
-from rollmill.tasks.rollout.environment_pool import Answer, EnvironmentPool, EnvironmentWorker, WorkerLaunch
+from rollmill.tasks.rollout.environment_pool import Answer, EnvironmentPool, EnvironmentWorker
 
 OWN_ERRORS: Mapping[str, type[EpisodeError]] = {each.__name__: each for each in (EpisodeError, ToolError)}
 
@@ -49,12 +49,7 @@ async def open_environment(
     """Open the configured environment: in worker processes that end with this context, or in this process.
 
     There are `rollout.env_workers` processes. With 0 the environment is in this process; one of a library then gets one
-    process.
-
-    Args:
-        config: the environment, and the number of workers.
-        logs: folder of the workers' logs.
-        stop_grace_s: seconds between SIGTERM and SIGKILL of a worker.
+    process. Arguments as for `EnvironmentPool`.
 
     Raises:
         ConfigError: it cannot be created from these settings (in this process).
@@ -64,7 +59,7 @@ async def open_environment(
     if not n_workers:
         yield make_environment(config)
         return
-    workers = EnvironmentPool(WorkerLaunch(config, logs, stop_grace_s))
+    workers = EnvironmentPool(config, logs, stop_grace_s)
     keeping: asyncio.Task[None] | None = None
     try:
         description = await workers.start(n_workers)
@@ -98,7 +93,7 @@ class RemoteEnvironment:
 
     async def example(self, split: Split, index: int) -> Example:
         """Return a problem of a split from a worker; if that worker dies, ask another one, up to five times in all."""
-        asking = retries(WorkerDiedError, attempts=EXAMPLE_ATTEMPTS, backoff_s=0.0, longest_s=0.0)
+        asking = Retries(WorkerDiedError, attempts=EXAMPLE_ATTEMPTS, backoff_s=0.0, longest_s=0.0)
         async for attempt in asking:
             with attempt:
                 worker = await self._workers.take(n_episodes=0)

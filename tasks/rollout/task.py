@@ -29,9 +29,8 @@ StoreRows: TypeAlias = Callable[[Rows], Awaitable[None]]
 
 StoredRow: TypeAlias = tuple[Rows, Awaitable[None]]
 """A row that was passed on, and what is done when it is acknowledged."""
-
-
-StoreRelatedRows = Callable[[str, Rows], Awaitable[None]]
+StoreRelatedRows: TypeAlias = Callable[[str, Rows], Awaitable[None]]
+"""As `StoreRows`, for rows of the data set with this name."""
 
 
 class SampledChunk:
@@ -132,10 +131,6 @@ class RowBatcher:
             kept.set_result((rows.slice(place, 1), acknowledged))
 
 
-def _ignore_lost(lost: Rows) -> None:
-    """Do nothing: the default of `StepSampler.on_lost`."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepSampler:
     """Samples trajectories of one step, each once `admission` grants it a slot, and stores their rows.
@@ -154,7 +149,7 @@ class StepSampler:
     store_rollouts: StoreRows
     store_related: StoreRelatedRows | None = None
     keeps_routing: bool = False
-    on_lost: Callable[[Rows], None] = _ignore_lost
+    on_lost: Callable[[Rows], None] = lambda lost: None
     _together: RowBatcher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -169,11 +164,8 @@ class StepSampler:
     ) -> Rows:
         """Wait for a slot, sample a trajectory, and store it when it ends; returns its row of `rollouts`.
 
-        Args:
-            request: the trajectory.
-            ticket: the trajectory's request for a slot.
-            deadline: that of the group; a trajectory without a slot by then is stored as cancelled.
-            acknowledgements: list to which awaitables are added that are done when the rows are stored.
+        A trajectory without a slot by the group's deadline is stored as cancelled. `acknowledgements` gets awaitables that are
+        done when the rows are stored.
         """
         created = time.perf_counter()
         with within(lane=short_id(request.trajectory_id)):

@@ -1,9 +1,10 @@
 """A trajectory while it is requested, built and finished, and its row of the `rollouts` data set."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
@@ -79,6 +80,9 @@ class Trajectory:
 class TrajectoryBuilder:
     """Collects the tokens of an episode in progress, and builds the Trajectory from them."""
 
+    work: TrajectoryRequest
+    queue_s: float = 0.0
+    keeps_routing: bool = False
     messages: tuple[Message, ...] = ()
     parts: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -88,10 +92,19 @@ class TrajectoryBuilder:
     turns: int = 0
     generate_s: float = 0.0
     environment_s: float = 0.0
-    keeps_routing: bool = False
     routed_experts: list[np.ndarray] = field(default_factory=list)
     n_routed: int = 0
+    outcome: Mapping[str, object] = field(default_factory=dict)
+    error_type: str = ""
+    error: str = ""
     state: EpisodeState = NO_STATE
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    _started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the episode began."""
+        return time.perf_counter() - self._started
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Append tokens that the policy did not sample, such as the prompt."""
@@ -139,21 +152,10 @@ class TrajectoryBuilder:
         each = (np.full(len(ids), np.nan) if logprobs is None else logprobs for ids, logprobs in self.parts)
         return np.concatenate([np.empty(0), *each]).astype(np.float32)
 
-    def build(
-        self,
-        work: TrajectoryRequest,
-        status: Status,
-        *,
-        started_at: datetime,
-        duration_s: float,
-        queue_s: float,
-        outcome: Mapping[str, object],
-        error_type: str,
-        error: str,
-    ) -> Trajectory:
-        """Return the Trajectory of the episode as it ended, with the tokens added so far."""
+    def build(self, status: Status) -> Trajectory:
+        """Return the Trajectory of the episode that ends now, with the tokens added so far."""
         return Trajectory(
-            work=work,
+            work=self.work,
             status=status,
             messages=self.messages,
             token_ids=self.token_ids(),
@@ -163,14 +165,14 @@ class TrajectoryBuilder:
             finish_reason=self.finish_reason,
             turns=self.turns,
             server=self.server,
-            started_at=started_at,
-            duration_s=duration_s,
+            started_at=self.started_at,
+            duration_s=self.elapsed_s,
             generate_s=self.generate_s,
             environment_s=self.environment_s,
-            queue_s=queue_s,
-            outcome=outcome,
-            error_type=error_type,
-            error=error,
+            queue_s=self.queue_s,
+            outcome=self.outcome,
+            error_type=self.error_type,
+            error=self.error,
             routed_experts=tuple(self.routed_experts),
             state=self.state,
         )

@@ -15,11 +15,7 @@ from rollmill.tasks.store.schemas import make_batch
 
 
 def overlong_penalties(config: ScoreConfig, n_tokens: np.ndarray) -> np.ndarray:
-    """Return [G] float64 penalties from -1 to 0 for long completions (DAPO); 0 unless it is configured.
-
-    Args:
-        config: settings of scoring.
-        n_tokens: [G] sampled tokens.
+    """Return [G] float64 penalties from -1 to 0 for completions of [G] sampled tokens (DAPO); 0 unless it is configured.
 
     Example: with score.overlong_tokens = [16, 20], lengths of 16, 17, 20 and 24 give 0, -.25, -1 and -1.
     """
@@ -141,15 +137,8 @@ def compute_advantages(
 ) -> tuple[GroupOutcome, ...]:
     """Compute the advantages of a group's survivors, or the reason to leave it out; one outcome for each subgroup.
 
-    Args:
-        config: settings of scoring.
-        group: number of the group.
-        env: its environment.
-        expected: number of trajectories requested (G).
-        survivors: trajectories with a reward.
-        dropped: number of trajectories that the scorer dropped.
-
-    Rewards include the overlong penalty, if one is configured.
+    `expected` is the number of trajectories requested (G), `dropped` the number of those that the scorer dropped. Rewards include
+    the overlong penalty, if one is configured.
 
     Example: four survivors with rewards 1, 0, 0, 1 and `advantage: mean` get .5, -.5, -.5, .5.
 
@@ -227,12 +216,8 @@ def batch_rows(
 ) -> Rows:
     """Return the rows of the data set `batches` that a step trains on, ordered by group, subgroup and sample.
 
-    Args:
-        run: id of the run that trains.
-        step: the step that trains on them.
-        outcomes: the groups.
-        scorer: NAME@VERSION of the scores that the rewards come from.
-        origins: where the rollouts are stored, by group; groups without an entry belong to this run and step.
+    `scorer` is NAME@VERSION of the scores that the rewards come from. `origins` says where the rollouts are stored, by group;
+    groups without an entry belong to this run and step.
     """
     here = RolloutOrigin("", step)
     chosen = [

@@ -68,11 +68,7 @@ def load_function(path: str, settings: Callable[[], Any]) -> ScoreFunction:
 
 
 def describe_function(owner: Any, name: str) -> ScoreFunction:
-    """Return the ScoreFunction of a function, or of an object with a `score` method.
-
-    Args:
-        owner: the function or object.
-        name: name to use unless it declares one.
+    """Return the ScoreFunction of a function, or of an object with a `score` method; `name` is used unless it declares one.
 
     Raises:
         TypeError: it cannot be called.

@@ -22,10 +22,7 @@ ScorerCall: TypeAlias = tuple[int, Sequence[CandidateText]]
 def create_score_handler(start: bytes) -> Handler:
     """Import scorers and warm them up; returns the function that scores the candidates of one call.
 
-    The function takes a pickled ScorerCall and returns a pickled list of ScoreVerdict.
-
-    Args:
-        start: pickle of the scorers' import paths and the ScoreConfig as JSON.
+    The function takes a pickled ScorerCall and returns a pickled list of ScoreVerdict. `start` is the first request.
     """
     paths, settings = pickle.loads(start)
 

@@ -75,12 +75,7 @@ class ScoreWorkerPool:
         """Run calls of a scorer one after another and return the verdicts of each; a call may take `timeout_s` seconds.
 
         A worker that hangs or dies in a call is replaced before the following calls. The caller must hold a slot of `load`, so
-        that a worker is idle.
-
-        Args:
-            scorer: index of the scorer.
-            calls: the candidates of each call.
-            timeout_s: time limit of each call.
+        that a worker is idle. `scorer` is the index of its import path.
         """
         found: list[list[ScoreVerdict]] = []
         while len(found) < len(calls):

@@ -144,11 +144,7 @@ class WorkerCalls:
     ) -> None:
         """Record the spans of calls that one worker made one after another, from the durations that it reported.
 
-        Args:
-            calls: the calls.
-            results: their verdicts.
-            queued: when the calls began to wait for a worker, in nanoseconds of time.perf_counter_ns.
-            began: when the worker got them.
+        The calls began to wait for a worker at `queued` and got one at `began`, both in nanoseconds of time.perf_counter_ns.
         """
         if (lane := current_lane()) is None:
             return
@@ -169,15 +165,7 @@ _CANDIDATE_COLUMNS = [each.name for each in fields(CandidateText)]
 def score_rows(
     run: str, step: int, scorer: tuple[str, str], rollouts: Rows, verdicts: Sequence[ScoreVerdict]
 ) -> Rows:
-    """Build the rows of the data set `scores` for scored rollouts.
-
-    Args:
-        run: id of the run that scores.
-        step: the step of the rollouts.
-        scorer: name and version.
-        rollouts: the scored rows.
-        verdicts: one for each row, in order.
-    """
+    """Build the rows of the data set `scores` for rollouts with one verdict each, in order; `scorer` is (name, version)."""
     n, (name, version) = rollouts.num_rows, scorer
     return make_batch(
         "scores",
@@ -252,9 +240,7 @@ class Scoring:
     async def score(self, rollouts: Rows, *, step: int) -> Rows:
         """Score rollouts and return rows of `scores`, one for each in order; a scorer's error becomes a row too.
 
-        Args:
-            rollouts: scorable rows; if `by_group`, all survivors of one group.
-            step: the step of the rollouts.
+        The rollouts must be scorable rows; if `by_group`, all survivors of one group.
         """
         candidates = [CandidateText(**row) for row in rollouts.select(_CANDIDATE_COLUMNS).to_pylist()]
         parts = self._scorer.parts

@@ -97,14 +97,7 @@ def recompute_advantages(
 ) -> dict[int, tuple[GroupOutcome, ...]]:
     """Compute the outcomes, with advantages, of a step's groups from a scorer's stored rewards.
 
-    Groups that are unfinished or have no score are left out.
-
-    Args:
-        folder: folder of the run that sampled the groups.
-        step: the step of the groups.
-        scorer: NAME@VERSION.
-        config: how advantages are computed.
-        only: numbers of the groups to compute; None: all.
+    Groups that are unfinished or have no score are left out; `only` limits the result to groups with these numbers. `scorer` is NAME@VERSION.
 
     Raises:
         ConfigError: a group is scored only in part.

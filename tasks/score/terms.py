@@ -66,9 +66,7 @@ class RewardTerms:
 def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
     """Load the configured scorer, or all scorers of the configured sum, without starting a process.
 
-    Args:
-        config: the settings.
-        scorer: scorer to use instead of the configured one, for evaluations.
+    If `scorer` is given, it is loaded in place of the configured one, for evaluations.
 
     Raises:
         ConfigError: there is no such scorer, or it lacks a setting.
@@ -115,9 +113,7 @@ def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> 
 def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
     """Check that the configured scorers and advantage function can be used, without starting a process.
 
-    Args:
-        config: the settings.
-        held_out_scorer: scorer of evaluations; empty: that of the steps.
+    `held_out_scorer` is that of evaluations; empty: that of the steps.
 
     Raises:
         ConfigError: a scorer cannot be imported, lacks a setting, or needs groups, which held-out trajectories do not have; or the

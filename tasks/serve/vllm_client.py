@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from rollmill.tasks.errors import RequestError, ServiceStartError, TransientRequestError
-from rollmill.tasks.observe.retries import retries
+from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import Body, ServiceClient, wait_for_start
@@ -330,7 +330,7 @@ class VllmClient(ServiceClient):
 
     async def _again(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
         """Call `send` and return its result; after a transient error again, up to ClientLimits.control_attempts times in all."""
-        sends = retries(
+        sends = Retries(
             TransientRequestError,
             attempts=self._limits.control_attempts,
             backoff_s=self._limits.control_backoff_s,

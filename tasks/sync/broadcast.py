@@ -17,9 +17,8 @@ from rollmill.tasks.errors import (
     ServiceError,
     SyncError,
 )
-from rollmill.tasks.observe.remote_spans import add_spans, shift_spans
 from rollmill.tasks.observe.span_waits import wait_for_others
-from rollmill.tasks.observe.spans import current_lane
+from rollmill.tasks.observe.spans import add_spans, current_lane, shift_spans
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_messages import (

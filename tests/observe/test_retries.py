@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollmill.tasks.observe.retries import Attempts, retries
+from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.observe.spans import Recorder, recording
 
 FAILURES = [OSError(f"failure {n}") for n in (1, 2, 3)]
 
 
-def attempts(n: int = 3) -> Attempts:
+def attempts(n: int = 3) -> Retries:
     """So many attempts at what raises OSError."""
-    return retries(OSError, attempts=n, backoff_s=0.001, longest_s=0.001)
+    return Retries(OSError, attempts=n, backoff_s=0.001, longest_s=0.001)
 
 
 def raise_next(errors: Iterator[BaseException]) -> int:

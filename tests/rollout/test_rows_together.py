@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable
-from datetime import UTC, datetime
 from functools import partial
 
 from rollmill.tasks.errors import SchemaError
@@ -18,16 +17,7 @@ def trajectory(sample: int) -> Trajectory:
     work = TrajectoryRequest(
         f"run.5.{sample}.0", 5, sample, 0, Example("1+1", {}), seed=sample, temperature=1.0
     )
-    return TrajectoryBuilder().build(
-        work,
-        "complete",
-        started_at=datetime.now(UTC),
-        duration_s=1.0,
-        queue_s=0.0,
-        outcome={},
-        error_type="",
-        error="",
-    )
+    return TrajectoryBuilder(work).build("complete")
 
 
 class Writer:

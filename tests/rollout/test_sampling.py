@@ -152,7 +152,9 @@ async def test_every_token_of_an_episode_is_routed_once_whatever_its_turns(token
 
 @given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
 def test_stitched_turns_are_the_rows_of_the_whole_sequence(turns: list[tuple[int, int]]) -> None:
-    draft = TrajectoryBuilder(keeps_routing=True)
+    draft = TrajectoryBuilder(
+        TrajectoryRequest("run.5.0.0", 5, 0, 0, Example("0", {}), 0, 1.0), keeps_routing=True
+    )
     for n_context, n_sampled in turns:
         draft.add_context(np.zeros(n_context, np.int32))
         end = draft.n_tokens + n_sampled - 1

@@ -5,10 +5,10 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rollmill.tasks.errors import ServiceError, WorkerError
 from rollmill.tasks.observe.sinks.metric_sinks import Point, SinkSettings
@@ -24,29 +24,6 @@ REMEDY = (
 )
 
 
-class Sinks(Protocol):
-    """Interface that sends a run's metrics to its sinks, such as TensorBoard and MLflow.
-
-    Attributes:
-        n_failures: how often a sink could not take a point.
-    """
-
-    n_failures: int
-
-    def put(self, point: Point) -> None:
-        """Send a point; one that a sink has already is not written again."""
-
-
-@dataclass(slots=True)
-class NoSinks:
-    """The Sinks of a run that has none: every point is ignored."""
-
-    n_failures: int = 0
-
-    def put(self, point: Point) -> None:
-        """Ignore the point."""
-
-
 class SinkClient:
     """Client of a separate process that writes to the sinks; leaving it as an async context manager ends the process.
 
@@ -55,6 +32,9 @@ class SinkClient:
         say: prints the first failure of each sink.
         command: command that starts the process.
         remedy: advice printed after a failure.
+
+    Attributes:
+        n_failures: how often a sink could not take a point.
     """
 
     def __init__(

@@ -1,16 +1,13 @@
 """Two-digit addition with visible work: the answer to `47+38=` is `[7+8=15 4+3+1=8]85`."""
 
-import zlib
 from functools import cache
 
 import numpy as np
 
-from rollmill.tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split
+from rollmill.tasks.rollout.environment import Episode, Example, Message, SingleTurn, Split, select_split
 
 SMALLEST, LARGEST = 10, 99
 LARGEST_COLUMN = 9 + 9 + 1
-# One problem in five is held out.
-HELD_OUT_MODULUS = 5
 
 
 class Addition:
@@ -43,11 +40,8 @@ class Addition:
 
 @cache
 def _problems(split: Split) -> tuple[tuple[int, int], ...]:
-    """Return the (a, b) of a split in the order of their crc32, so that the first n are a random sample."""
     numbers = range(SMALLEST, LARGEST + 1)
-    keyed = sorted((zlib.crc32(f"{a}+{b}=".encode()), a, b) for a in numbers for b in numbers)
-    held_out = split == "held_out"
-    return tuple((a, b) for key, a, b in keyed if (key % HELD_OUT_MODULUS == 0) == held_out)
+    return select_split({f"{a}+{b}=": (a, b) for a in numbers for b in numbers}, split)
 
 
 def noisy_student(a: int, b: int, random: np.random.Generator) -> str:

@@ -9,13 +9,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, select_split
 
 NAMES = ("ann", "ben", "eva", "joe", "kim", "leo", "mia", "tom")
 THINGS = ("bags", "cups", "jars", "nets", "rows", "sets")
 SMALLEST, LARGEST = 10, 99
-# One problem in five is held out.
-HELD_OUT_MODULUS = 5
 CALL = re.compile(r"<(\d{1,6})([-+*])(\d{1,6})>")
 NO_RESULT = "?|"
 
@@ -93,17 +91,11 @@ def calculate(call: str) -> str:
 
 @cache
 def _problems(split: Split) -> tuple[tuple[str, str], ...]:
-    """Return (problem, expression) of a split in the order of their crc32, so that the first n are a random sample."""
+    """Return (problem, expression) of a split."""
     numbers = range(SMALLEST, LARGEST + 1)
     pairs = [(a, b) for a in numbers for b in numbers]
     every = [_in_words(a, b, operator) for a, b in pairs for operator in "*+-" if operator != "-" or a > b]
-    keyed = sorted((zlib.crc32(problem.encode()), problem, expression) for problem, expression in every)
-    held_out = split == "held_out"
-    return tuple(
-        (problem, expression)
-        for key, problem, expression in keyed
-        if (key % HELD_OUT_MODULUS == 0) == held_out
-    )
+    return select_split({problem: (problem, expression) for problem, expression in every}, split)
 
 
 def _in_words(a: int, b: int, operator: str) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """A number to guess in five turns: `12 to 40:`, guess `26?`, hint `lower:`, guess `18?`, ..."""
 
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,12 +8,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, select_split
 
 LOWS, WIDTHS = range(10, 70), range(20, 31)
 MAX_GUESSES = 5
-# One problem in five is held out.
-HELD_OUT_MODULUS = 5
 GUESS = re.compile(r"(\d{1,4})\?")
 
 
@@ -96,13 +93,9 @@ def _opening(low: int, high: int) -> str:
 
 @cache
 def _split_secrets(split: Split) -> tuple[Secret, ...]:
-    """Return the numbers to guess of a split, with their ranges, in order of crc32: the first n are a random sample."""
+    """Return the numbers to guess of a split, with their ranges."""
     every = [Secret(low, low + width, low + n) for low in LOWS for width in WIDTHS for n in range(width + 1)]
-    keyed = sorted(
-        (zlib.crc32(f"{each.low} {each.high} {each.number}".encode()), i) for i, each in enumerate(every)
-    )
-    held_out = split == "held_out"
-    return tuple(every[i] for key, i in keyed if (key % HELD_OUT_MODULUS == 0) == held_out)
+    return select_split({f"{each.low} {each.high} {each.number}": each for each in every}, split)
 
 
 def noisy_student(secret: Secret, random: np.random.Generator) -> tuple[Message, ...]:

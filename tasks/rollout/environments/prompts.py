@@ -223,13 +223,7 @@ SAVED_DATASET = ("dataset_dict.json", "dataset_info.json")
 
 
 def read_rows(config: PromptsConfig, path: str, split: str, columns: Sequence[str]) -> pl.DataFrame:
-    """Read the given columns of all rows of a file or data set.
-
-    Args:
-        config: settings, for the format.
-        path: file, folder or data set.
-        split: name of the split in a Hugging Face data set.
-        columns: names of the columns.
+    """Read the given columns of all rows of a file or data set; `split` is that of a Hugging Face data set.
 
     Raises:
         ConfigError: the rows cannot be read, or a column is missing.

@@ -48,15 +48,15 @@ class _ChatCompletion(msgspec.Struct):
     choices: list[_ChatChoice]
 
 
-class JudgeModel:
-    """Client of the LLM that the settings `score.judge` name."""
+class LlmScorer:
+    """Base class of the scorers that ask the LLM which the settings `score.judge` name."""
 
     def __init__(self, config: JudgeConfig, endpoint: Endpoint) -> None:
         self._config, self._endpoint = config, endpoint
 
     @classmethod
     def from_config(cls, config: ScoreConfig) -> Self:
-        """Create the client from settings; raises ConfigError if they do not say where the model is."""
+        """Create the scorer from settings; raises ConfigError if a setting of score.judge is missing or wrong."""
         judge = config.judge
         if not judge.model:
             raise ConfigError("score.judge.model", "", "give the name of the model that is to judge")
@@ -126,7 +126,7 @@ class Judgement(msgspec.Struct):
     score: float
 
 
-class Judge:
+class Judge(LlmScorer):
     """Scorer that grades a trajectory with an LLM, using a prompt template from the settings.
 
     The scorer's version is a digest of model, prompt, temperature and range, so that scores of different judges never mix.
@@ -134,20 +134,20 @@ class Judge:
 
     name = "judge"
 
-    def __init__(self, config: JudgeConfig, model: JudgeModel) -> None:
-        self._config, self._model = config, model
+    def __init__(self, config: JudgeConfig, endpoint: Endpoint) -> None:
+        super().__init__(config, endpoint)
         text = read_prompt(config)
         self._prompt = compile_prompt(text, config.prompt_file)
         self.version = settings_version([config.model, text, config.temperature, *config.score_range])
 
     @classmethod
     def from_config(cls, config: ScoreConfig) -> Self:
-        """Create the scorer from settings; raises ConfigError if a setting of score.judge is missing or wrong."""
+        """Create the scorer from settings; raises ConfigError as `LlmScorer` does, and if the range of scores is empty."""
         lowest, highest = config.judge.score_range
         if lowest >= highest:
             remedy = "give the smallest score first, then a larger one"
             raise ConfigError("score.judge.score_range", [lowest, highest], remedy)
-        return cls(config.judge, JudgeModel.from_config(config))
+        return super().from_config(config)
 
     async def score(self, candidate: Candidate) -> Reward:
         prompt = self._prompt.render(
@@ -157,15 +157,11 @@ class Judge:
             outcome=candidate.outcome,
             env=candidate.env,
         )
-        score = (await self._model.ask(prompt, Judgement)).score
+        score = (await self.ask(prompt, Judgement)).score
         lowest, highest = self._config.score_range
         if not lowest <= score <= highest:
             raise JudgeUnparsableError(f"expected a score from {lowest:g} to {highest:g}, got {score:g}")
         return Reward(score)
-
-    async def close(self) -> None:
-        """Close the HTTP connections to the LLM."""
-        await self._model.close()
 
 
 def read_prompt(config: JudgeConfig) -> str:
@@ -219,7 +215,7 @@ class Ranking(msgspec.Struct):
     attempts: list[AttemptScore]
 
 
-class Ruler:
+class Ruler(LlmScorer):
     """Scorer that grades all trajectories of a group from 0 to 1 with one call of an LLM.
 
     The scorer's version is a digest of model, rubric and temperature.
@@ -228,23 +224,14 @@ class Ruler:
     name = "ruler"
     by_group = True
 
-    def __init__(self, config: JudgeConfig, model: JudgeModel) -> None:
-        self._config, self._model = config, model
+    def __init__(self, config: JudgeConfig, endpoint: Endpoint) -> None:
+        super().__init__(config, endpoint)
         self.version = settings_version([config.model, config.rubric, config.temperature])
-
-    @classmethod
-    def from_config(cls, config: ScoreConfig) -> Self:
-        """Create the scorer from settings; raises ConfigError if a setting of score.judge is missing or wrong."""
-        return cls(config.judge, JudgeModel.from_config(config))
 
     async def score(self, candidates: Sequence[Candidate]) -> list[Reward]:
         prompt = ranking_prompt(self._config.rubric, [candidate.messages for candidate in candidates])
-        ranking = await self._model.ask(prompt, Ranking)
+        ranking = await self.ask(prompt, Ranking)
         return [Reward(score) for score in scores_from_ranking(ranking, len(candidates))]
-
-    async def close(self) -> None:
-        """Close the HTTP connections to the LLM."""
-        await self._model.close()
 
 
 def ranking_prompt(rubric: str, attempts: Sequence[Sequence[Mapping[str, str]]]) -> str:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from rollmill.tasks.errors import ConfigError, ScoreError, TransientRequestError
-from rollmill.tasks.observe.retries import retries
+from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.serve.http_connection import HttpConnection
 
 Answer = TypeVar("Answer")
@@ -57,7 +57,7 @@ class Endpoint:
             RequestError: it failed permanently. TransientRequestError: every attempt failed.
             ScoreError: the answer does not have the shape of `kind`.
         """
-        sends = retries(
+        sends = Retries(
             TransientRequestError,
             attempts=ATTEMPTS,
             backoff_s=BACKOFF_S,

@@ -17,7 +17,7 @@ from botocore.session import Session
 from fsspec.asyn import sync
 
 from rollmill.tasks.errors import ShardError, StoreError
-from rollmill.tasks.observe.retries import retries
+from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.store.s3.s3_errors import FAILURES, MissingObjectError, explain_error, is_transient
 
 # Default attempts at one request, the first included; AWS_MAX_ATTEMPTS or the profile's max_attempts overrides it.
@@ -186,7 +186,7 @@ class S3Objects:
             # Read even if it does not count here, so that a wrong AWS_MAX_ATTEMPTS is reported by the first request.
             configured = _read_attempts()
             attempts = attempts or configured
-            for attempt in retries(
+            for attempt in Retries(
                 is_transient, attempts=attempts, backoff_s=BACKOFF_S, longest_s=LONGEST_WAIT_S
             ):
                 with attempt:

@@ -12,9 +12,8 @@ import msgspec
 
 from rollmill.tasks import errors
 from rollmill.tasks.errors import RequestError, ServiceDiedError, TransientRequestError
-from rollmill.tasks.observe.remote_spans import add_spans, shift_spans
-from rollmill.tasks.observe.retries import retries
-from rollmill.tasks.observe.spans import Span
+from rollmill.tasks.observe.retries import Retries
+from rollmill.tasks.observe.spans import Span, add_spans, shift_spans
 from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.serve.http_connection import Body, ServiceClient, wait_for_start
 from rollmill.tasks.sync.weight_messages import (
@@ -168,7 +167,7 @@ class TrainerClient(ServiceClient):
             is_gone = self._process is not None and not self._process.is_running
             return isinstance(error, TransientRequestError) and not is_gone
 
-        attempts = retries(
+        attempts = Retries(
             is_lost, attempts=_ATTEMPTS, backoff_s=_HEALTH_PAUSE_S, longest_s=self._connect_timeout_s
         )
         try:

@@ -5,7 +5,6 @@ The library is imported inside functions, because the import takes seconds.
 
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.tasks.errors import ConfigError, SchemaError
-from rollmill.tasks.rollout.environment import Split
+from rollmill.tasks.rollout.environment import Split, is_held_out
 from rollmill.tasks.store.environment_states import check_columns
 
 PREFIX = "verifiers:"
 FIELD, ARGUMENTS_FIELD = "rollout.environment", "rollout.environment_args"
 SELECT, HELD_OUT = "select", "held_out"
-HELD_OUT_MODULUS = 5
 INSTALL = "pip install 'rollmill[verifiers]'"
 _NOT_INSTALLED = (
     "install the environment's package where the flows run: pip install, or prime env install OWNER/NAME"
@@ -89,9 +87,8 @@ def select_tasks(
     """
     train = _select_split_tasks(environments["train"], arguments)
     if environments["held_out"] is environments["train"]:
-        keyed = [(zlib.crc32(task.key.encode()) % HELD_OUT_MODULUS == 0, task) for task in train]
-        held_out = [task for is_held_out, task in keyed if is_held_out]
-        train = [task for is_held_out, task in keyed if not is_held_out]
+        held_out = [task for task in train if is_held_out(task.key)]
+        train = [task for task in train if not is_held_out(task.key)]
     else:
         held_out = _select_split_tasks(environments["held_out"], arguments)
     if not train:

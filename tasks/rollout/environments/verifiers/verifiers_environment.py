@@ -105,13 +105,10 @@ class RolloutServer:
         version: str,
         states: Mapping[str, str],
     ) -> RolloutEnd:
-        """Run one episode to its end and return how it ended.
+        """Run one episode of a problem, a task of the library, to its end and return how it ended.
 
-        Args:
-            task: the problem, a task of the library.
-            asked: called with the trace's id and each request; returns the policy's next message.
-            version: versions of the packages, for the outcome.
-            states: type of each state column to keep.
+        `asked` is called with the trace's id and each request, and returns the policy's next message. `version` names the
+        packages in the outcome; `states` has the type of each state column to keep.
         """
         await self._is_up()
         known: set[str] = set()
@@ -174,12 +171,7 @@ def rollout_end_from_record(record: Any, asking: set[str], version: str) -> Roll
     """Return how an episode ended, from the trace of the policy's agent in the library's record of the episode.
 
     After an error before scoring the outcome is empty and `error` is set; after an error of scoring the outcome has `error`
-    instead of `reward`.
-
-    Args:
-        record: the library's record.
-        asking: ids of the traces that requested a message of the policy.
-        version: versions of the packages, for the outcome.
+    instead of `reward`. `asking` has the ids of the traces that requested a message of the policy.
     """
     trace = next((each for each in record.traces if each.id in asking), None)
     if trace is None:
