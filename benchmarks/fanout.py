@@ -97,10 +97,8 @@ class Fanout:
         recorder, label, summaries = self._recorder, str(group), dict[str, str]()
         await self.recording.hold_back()
         async with recorder.watch_group(0, group, summaries):
-            await recorder.begin_task_run()
             rolled = await recorder.rollout(EmptyChunk(), 0, label)
             summaries["rollout"] = (await rolled.aresult()).summary
-            await recorder.begin_task_run()
             scored = await recorder.score(EmptyChunk(), 0, label, wait_for=[rolled])
             summaries["score"] = (await scored.aresult()).summary
 

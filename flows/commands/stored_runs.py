@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -183,7 +184,7 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
     arguments = folder.location, step, n_traffic, with_trainer
     measured: Attribution = run_flow("attribute", *arguments, if_stopped=UNCHANGED, prints_json=as_json)
     if as_json:
-        print_json(measured.values())
+        print_json(asdict(measured))
     else:
         open_console().print(attribution_page(measured), soft_wrap=True)
 

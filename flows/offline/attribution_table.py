@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -33,10 +32,6 @@ class Attribution:
     phases: Mapping[str, Usage]
     read_s: float | None
     same_batch: bool | None
-
-    def values(self) -> dict[str, Any]:
-        """Return all attributes by name, as JSON values."""
-        return asdict(self)
 
 
 def attribution_page(attribution: Attribution) -> RenderableType:

@@ -255,7 +255,7 @@ class RunPolicy:
         """Train on the batch of a step, and have trainer and servers score tokens with the old weights, for the next sync."""
         servers, following = self._servers, replace(self.trained.current, version=step + 1)
         if servers:
-            await servers.note_trainer_before(following)
+            await servers.parity.note_trainer_before(following)
         with one_error():
             async with asyncio.TaskGroup() as group:
                 scoring = group.create_task(servers.note_servers_before(following)) if servers else None

@@ -60,13 +60,14 @@ class WeightSync(PolicyServers):
         servers: all servers of the run.
 
     Attributes:
+        parity: compares servers with the trainer.
         calls: commands to the trainer and requests to servers so far, without those of comparisons.
         submitted: the times at which each server began to receive the last broadcast.
     """
 
     def __init__(self, run: ServedRun, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
         super().__init__(run, servers)
-        self._trainer, self._parity = trainer, Parity(run, trainer)
+        self._trainer, self.parity = trainer, Parity(run, trainer)
         self._offers, self._digests = Latest[WeightOffer](), Latest[dict[str, str]]()
         # By server: incarnation of the trainer, and the route to it.
         self._routes: dict[VllmClient, tuple[int, SendTarget]] = {}
@@ -76,15 +77,11 @@ class WeightSync(PolicyServers):
         self._files_location = ""
         self.calls, self.submitted = 0, Submission("servers")
 
-    async def note_trainer_before(self, version: PolicyVersion) -> None:
-        """Have the trainer score the tokens on which servers are compared at `version`, before it trains to that version."""
-        await self._parity.note_trainer_before(version)
-
     async def note_servers_before(self, version: PolicyVersion) -> None:
         """Have the servers score the tokens on which they are compared at `version`, while the trainer trains to it."""
         async with asyncio.TaskGroup() as group:
             for each in list(self._verified):
-                group.create_task(self._parity.note_server_before(each.client, version))
+                group.create_task(self.parity.note_server_before(each.client, version))
 
     async def update(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's version, concurrently; returns a report for each server that has it now.
@@ -234,7 +231,7 @@ class WeightSync(PolicyServers):
         broadcast = await self._create_broadcast(routes, version, files, verified_names)
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(self._send(broadcast, version))
-            group.create_task(self._parity.sequences(version))
+            group.create_task(self.parity.sequences(version))
             yield broadcast
         for url, started_ns in broadcast.starts_ns.items():
             submitted.note_start(url, started_ns)
@@ -383,7 +380,7 @@ class WeightSync(PolicyServers):
         with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
             async with asyncio.TaskGroup() as group:
                 checksums = group.create_task(self._compare_checksums(server, version, response))
-                parity = group.create_task(self._parity.compare(server, version))
+                parity = group.create_task(self.parity.compare(server, version))
                 name = group.create_task(server.version())
                 await asyncio.wait([parity, name])
                 await wait_for_others(WAITING_FOR_TRAINER, FIRST_RANK, checksums)
@@ -392,7 +389,7 @@ class WeightSync(PolicyServers):
         result = parity.result()
         if result.alarm:
             await self._explain_alarm(server, version, result.alarm, response.uncompared)
-        self._parity.accept(result)
+        self.parity.accept(result)
         return SyncReport(
             server.url,
             response.bytes,
@@ -462,7 +459,7 @@ class WeightSync(PolicyServers):
         with one_error():
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fetch_digests(version))
-                group.create_task(self._parity.expect(version))
+                group.create_task(self.parity.expect(version))
 
     async def _fetch_digests(self, version: PolicyVersion) -> Mapping[str, str]:
         async def fetch() -> dict[str, str]:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Self
 
 from prefect import get_client
 from prefect.client.orchestration import PrefectClient
@@ -34,11 +33,10 @@ class BackgroundRequests:
         self._has_warned = False
         self._tasks = asyncio.TaskGroup()
 
-    async def start(self) -> Self:
-        """Start the task that sends requests; returns this object."""
+    async def start(self) -> None:
+        """Start the task that sends requests."""
         await self._tasks.__aenter__()
         self._worker = self._tasks.create_task(self._work())
-        return self
 
     async def close(self, last: Request, *, in_haste: bool) -> None:
         """Send the waiting requests and a last one, and end.

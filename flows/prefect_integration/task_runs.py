@@ -59,13 +59,19 @@ class TaskRunRecorder:
         if self._kind != "all":
             return partial(_call_function, task)
         # A tag costs a request to the server at the start of each task run, which is why there are none by default.
-        return partial(task.with_options(tags=tags), return_state=True)
+        tagged = task.with_options(tags=tags)
 
-    async def begin_task_run(self) -> None:
-        """Yield to the event loop and count the next task run, if `observe.task_runs` is `all`; else do nothing."""
-        if self._kind == "all":
-            await yield_to_loop()
-            self._recording.started()
+        async def run_task(*arguments: object, wait_for: Sequence[State[Any]] = ()) -> State[Any]:
+            await self._count_task_run()
+            state: State[Any] = await tagged(*arguments, return_state=True, wait_for=wait_for)
+            return state
+
+        return run_task
+
+    async def _count_task_run(self) -> None:
+        # Prefect's work at the start of a task run blocks the event loop: others run in between.
+        await yield_to_loop()
+        self._recording.started()
 
     @asynccontextmanager
     async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:
@@ -80,8 +86,7 @@ class TaskRunRecorder:
             case "all":
                 yield
             case "groups":
-                await yield_to_loop()
-                self._recording.started()
+                await self._count_task_run()
                 async with _group_task_run(step, group, summaries):
                     yield
             case "events":

@@ -42,7 +42,6 @@ class Chunk:
 @task(name="step", persist_result=False)
 async def step(recorder: TaskRunRecorder, folder: str, hang: bool) -> None:
     async def sample(group: int) -> None:
-        await recorder.begin_task_run()
         rolled = await recorder.rollout(Chunk(Path(folder), hang), 0, str(group))
         await rolled.aresult()
 

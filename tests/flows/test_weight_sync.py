@@ -293,7 +293,7 @@ async def test_what_servers_are_compared_on_is_read_and_scored_before_the_sync(
         return [np.array([1, 2, 3], np.int32)]
 
     monkeypatch.setattr("rollmill.flows.policies.server_parity.read_batch_sequences", sequences)
-    await fleet.servers.note_trainer_before(AT[2])
+    await fleet.servers.parity.note_trainer_before(AT[2])
     assert read == [1]
     assert fleet.trainer.calls == ["logprobs"]
     await fleet.servers.update(AT[2])
@@ -425,7 +425,7 @@ async def test_a_server_whose_log_probabilities_did_not_move_is_looked_at(
     tokens = np.arange(100, dtype=np.int32)
     monkeypatch.setattr("rollmill.flows.policies.server_parity.read_batch_sequences", lambda *_: [tokens])
     await fleet.servers.update(AT[0])
-    await fleet.servers.note_trainer_before(AT[1])
+    await fleet.servers.parity.note_trainer_before(AT[1])
     await fleet.servers.note_servers_before(AT[1])
     fleet.trainer.shift = 0.001
     server.stale = ("lm_head",)

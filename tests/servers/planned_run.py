@@ -130,9 +130,6 @@ class Diary(TaskRunRecorder):
 
         return run
 
-    async def begin_task_run(self) -> None:
-        pass
-
     @asynccontextmanager
     async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:
         self.lines.append("group")
