@@ -88,7 +88,7 @@ async def handed_off(way: str, url: str, place: Path) -> Figures:
         "kernel_cpu_s": kernel_s,
         "decode_cpu_s": decode_s,
         "wall_s": wall_s,
-        "lag_excess_ms": lag.largest_ms - idle_ms,
+        "lag_excess_ms": lag.largest.lag_ms - idle_ms,
         "lag_queued_ms": lag.largest.queued_ms,
         "lag_running_ms": lag.largest.running_ms,
         "peak_rss_gb": peak_rss_gb(),

@@ -110,7 +110,7 @@ async def one_pass(way: str, url: str, place: Path) -> Figures:
     return {
         "lag_p50_ms": lag.lags.percentile_ms(50),
         "lag_p99_ms": lag.lags.percentile_ms(99),
-        "lag_max_ms": lag.largest_ms,
+        "lag_max_ms": lag.largest.lag_ms,
         "max_queued_ms": lag.largest.queued_ms,
         "max_cpu_ms": beat_cpu.largest_ms,
         "loop_cpu_s": cpu_s,

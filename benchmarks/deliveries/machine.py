@@ -57,4 +57,4 @@ async def measure_idle_lag_ms(seconds: float) -> float:
     lag = LoopLag()
     with lag.sample():
         await asyncio.sleep(seconds)
-    return lag.largest_ms
+    return lag.largest.lag_ms

@@ -21,7 +21,7 @@ from rollmill.tasks.rollout.environment import Example
 from rollmill.tasks.rollout.environment_calls import fetch_problem
 from rollmill.tasks.rollout.task import RolloutChunk, StepSampler
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
-from rollmill.tasks.rollout.trajectory_requests import GroupClock, sampling_seed, split_chunks
+from rollmill.tasks.rollout.trajectory_requests import group_deadline, sampling_seed, split_chunks
 from rollmill.tasks.score.scoring import select_scorable
 from rollmill.tasks.store.attempts import short_id
 from rollmill.tasks.store.reader import read
@@ -172,7 +172,7 @@ async def evaluate_prompts(
             run.player, run.admission, run.id, version, store_rollouts=score_and_store, on_lost=failures.see
         )
         # Held-out prompts form no group: each has its own time limit alone.
-        await RolloutChunk(sampler, requests, tickets, GroupClock(math.inf)).sample()
+        await RolloutChunk(sampler, requests, tickets, group_deadline(math.inf)).sample()
     for each in requests:
         run.pool.forget(each.group)
     return Completed(message=f"{len(requests)} trajectories")

@@ -30,7 +30,7 @@ from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk,
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
 from rollmill.tasks.rollout.trajectory_requests import (
     GROUP_TIMEOUT_RATIO,
-    GroupClock,
+    group_deadline,
     plan_group_requests,
     split_chunks,
 )
@@ -239,11 +239,10 @@ class GroupCollection:
     ) -> list[RolloutWork]:
         """Split the group's requests and slots into one chunk for each rollout task, and start the group's time limit."""
         config = self._run.config.rollout
-        clock = GroupClock(GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s)
-        clock.deadline()
+        deadline = group_deadline(GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s)
         size = config.trajectories_per_task
         parts = zip(split_chunks(requests, size), split_chunks(tickets, size), strict=True)
-        return [RolloutChunk(self._collection.sampler, work, granted, clock) for work, granted in parts]
+        return [RolloutChunk(self._collection.sampler, work, granted, deadline) for work, granted in parts]
 
     async def rollout_then_score(self, chunk: RolloutWork, label: str) -> None:
         """Sample a chunk of the group once its first trajectory has a slot, and score it as soon as it is sampled.
@@ -255,7 +254,7 @@ class GroupCollection:
             if is_new := isinstance(chunk, RolloutChunk):
                 # A chunk whose group ends before it has a slot is sampled all the same: its rows are stored as cancelled.
                 with suppress(TimeoutError):
-                    await chunk.tickets[0].wait(chunk.clock.deadline().at)
+                    await chunk.tickets[0].wait(chunk.deadline.at)
             with span("recording"):
                 rolled = await recorder.rollout(chunk, self._step, label)
             sampled: SampledChunk = await rolled.aresult()

@@ -119,11 +119,7 @@ class Beat:
 
 
 class LoopLag:
-    """Schedules a beat on the running event loop every tick and measures its lag.
-
-    Args:
-        tick_s: seconds between two beats.
-        on_beat: called on the loop at each beat.
+    """Schedules a beat on the running event loop every `tick_s` and measures its lag; `on_beat` is called on the loop at each.
 
     Attributes:
         lags: histogram of all beats so far; may be replaced by an empty one at any time.
@@ -136,11 +132,6 @@ class LoopLag:
         self.largest = Beat(0.0, 0.0, 0.0)
         self.due_s = math.inf
         self._tick_s, self._on_beat = tick_s, on_beat
-
-    @property
-    def largest_ms(self) -> float:
-        """The largest lag, in ms."""
-        return self.largest.lag_ms
 
     @contextmanager
     def sample(self) -> Iterator[None]:

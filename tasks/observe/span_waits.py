@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from rollmill.tasks.observe.spans import Lane, current_lane, span
@@ -68,9 +67,7 @@ class TimedLock:
             await self._lock.acquire()
         self._hold(current_lane())
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._hold(None)
         self._lock.release()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
 P = ParamSpec("P")
@@ -251,9 +250,7 @@ class OpenSpan:
     def __enter__(self) -> Self:
         return self.begin(_lane.get())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def begin(self, lane: Lane | None) -> Self:

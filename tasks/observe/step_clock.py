@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -43,9 +42,7 @@ class StepClock:
         self._whole.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._whole.end()
         if (line := current_lane()) is not None:
             line.recorder.end_step()

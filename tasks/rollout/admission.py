@@ -52,9 +52,6 @@ class Admission:
 
     Example: one slot is held, and requests arrive with the urgencies (1, 0), (0, 0), (0, 0): they are granted in the order
     second, third, first.
-
-    Args:
-        n_slots: number of free slots.
     """
 
     def __init__(self, n_slots: int) -> None:

@@ -80,12 +80,8 @@ class ChatTokenizer:
         """Return [T] int32 token ids that the environment's reply adds after the policy's last token.
 
         Sampled tokens are never re-tokenized: the template renders a placeholder in their place, and the text after it is used.
-
-        Args:
-            messages: the conversation, the policy's message last.
-            reply: the environment's turn.
-            tools: as in `encode`.
-            is_ended: True if the policy's last token is an end of sequence, False if it is a stop text.
+        The policy's message is the last of `messages`; `is_ended` is True if its last token is an end of sequence, False if it is a
+        stop text.
 
         Raises:
             EpisodeError: the chat template renders earlier messages differently than before.

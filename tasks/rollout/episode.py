@@ -106,11 +106,8 @@ class EpisodePlayer:
     ) -> Trajectory:
         """Play one episode and return its Trajectory: failed after an error, cancelled with its tokens at a deadline.
 
-        Args:
-            work: the trajectory to play.
-            queue_s: seconds that the trajectory waited before it began.
-            group_deadline: deadline of the trajectory's group; an earlier deadline, `timeout_s` from now, takes precedence.
-            keeps_routing: True to request routed experts.
+        An earlier deadline than that of the group, `timeout_s` from now, takes precedence. `queue_s` is how long the trajectory
+        waited before it began, in seconds.
 
         Raises:
             ServiceError: no server is left; this ends the run, not only the trajectory.
@@ -133,11 +130,6 @@ class EpisodePlayer:
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
             draft.error_type, draft.error = describe_error(raised)
         return draft.build(status)
-
-    def cancel_before_start(self, work: TrajectoryRequest, queue_s: float, deadline: Deadline) -> Trajectory:
-        """Return a cancelled trajectory without tokens, for a request whose deadline came while it waited for a slot."""
-        error = f"cut before it began: {deadline.setting}"
-        return TrajectoryBuilder(work, queue_s, error_type=DEADLINE, error=error).build("cancelled")
 
     async def _episode(self, draft: TrajectoryBuilder, deadline: Deadline) -> Status:
         """Play the turns of an episode, close it, and return its status; `draft` gets its outcome.

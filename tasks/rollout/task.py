@@ -15,9 +15,8 @@ from rollmill.tasks.observe.loop_yield import yield_to_loop
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import Admission, SlotTicket
 from rollmill.tasks.rollout.environment_calls import state_columns
-from rollmill.tasks.rollout.episode import Deadline, EpisodePlayer
-from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
-from rollmill.tasks.rollout.trajectory_requests import GroupClock
+from rollmill.tasks.rollout.episode import DEADLINE, Deadline, EpisodePlayer
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryBuilder, TrajectoryRequest, rollout_rows
 from rollmill.tasks.store.attempts import short_id
 from rollmill.tasks.store.environment_states import state_row
 from rollmill.tasks.store.expert_routing import make_routing_row
@@ -79,12 +78,8 @@ class RolloutWork(Protocol):
 async def rollout(chunk: RolloutWork, step: int, label: str) -> State[SampledChunk]:
     """Sample trajectories of a group as one Prefect task, and return a completed state with a SampledChunk.
 
-    The state's message has the number of trajectories by status.
-
-    Args:
-        chunk: the trajectories to sample.
-        step: the step that the trajectories belong to.
-        label: "384" for group 384, "384.2" for the third of its chunks.
+    The state's message has the number of trajectories by status. `label` is "384" for group 384, "384.2" for the third of its
+    chunks.
     """
     sampled = await chunk.sample()
     await yield_to_loop()
@@ -94,11 +89,8 @@ async def rollout(chunk: RolloutWork, step: int, label: str) -> State[SampledChu
 class RowBatcher:
     """Builds and stores the rows of all trajectories that end in the same iteration of the event loop together.
 
-    Building one row takes Arrow about as long as building ten. A row is delayed by one iteration at most.
-
-    Args:
-        make: builds rows from trajectories, one each.
-        keep: passes rows to the run's writer.
+    Building one row takes Arrow about as long as building ten. A row is delayed by one iteration at most. `make` builds rows from
+    trajectories, one each; `keep` passes them to the run's writer.
     """
 
     def __init__(self, make: Callable[[Sequence[Trajectory]], Rows], keep: StoreRows) -> None:
@@ -131,7 +123,7 @@ class RowBatcher:
             kept.set_result((rows.slice(place, 1), acknowledged))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepSampler:
     """Samples trajectories of one step, each once `admission` grants it a slot, and stores their rows.
 
@@ -153,7 +145,7 @@ class StepSampler:
     _together: RowBatcher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_together", RowBatcher(self._rows_of, self.store_rollouts))
+        self._together = RowBatcher(self._rows_of, self.store_rollouts)
 
     async def sample(
         self,
@@ -179,7 +171,9 @@ class StepSampler:
                     )
                     return await self.store(trajectory, acknowledgements)
             except TimeoutError:
-                trajectory = self.player.cancel_before_start(request, time.perf_counter() - created, deadline)
+                draft = TrajectoryBuilder(request, time.perf_counter() - created, error_type=DEADLINE)
+                draft.error = f"cut before it began: {deadline.setting}"
+                trajectory = draft.build("cancelled")
             return await self.store(trajectory, acknowledgements)
 
     async def store(self, trajectory: Trajectory, acknowledgements: list[Awaitable[None]]) -> Rows:
@@ -231,25 +225,26 @@ class RolloutChunk:
     Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
     """
 
-    __slots__ = ("clock", "sampler", "tickets", "work")
+    __slots__ = ("deadline", "sampler", "tickets", "work")
 
     def __init__(
         self,
         sampler: StepSampler,
         work: Sequence[TrajectoryRequest],
         tickets: Sequence[SlotTicket],
-        clock: GroupClock,
+        deadline: Deadline,
     ) -> None:
-        self.sampler, self.work, self.tickets, self.clock = sampler, work, tickets, clock
+        self.sampler, self.work, self.tickets, self.deadline = sampler, work, tickets, deadline
 
     async def sample(self) -> SampledChunk:
         """Sample the trajectories concurrently; each is given to the run's writer when it finishes."""
         acknowledgements: list[Awaitable[None]] = []
-        deadline = self.clock.deadline()
         with span("sampling"):
             async with asyncio.TaskGroup() as sampling:
                 tasks = [
-                    sampling.create_task(self.sampler.sample(request, ticket, deadline, acknowledgements))
+                    sampling.create_task(
+                        self.sampler.sample(request, ticket, self.deadline, acknowledgements)
+                    )
                     for request, ticket in zip(self.work, self.tickets, strict=True)
                 ]
         return SampledChunk(concat_rows(*(task.result() for task in tasks)), acknowledgements)

@@ -103,20 +103,6 @@ def split_chunks(work: Sequence[Item], size: int) -> list[Sequence[Item]]:
 GROUP_TIMEOUT_RATIO = 2.0
 
 
-class GroupClock:
-    """Deadline of a group: `timeout_s` seconds after the first call of `deadline`."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._deadline: Deadline | None = None
-
-    def deadline(self) -> Deadline:
-        """Return the group's deadline; the first call starts the clock."""
-        if self._deadline is None:
-            at = asyncio.get_running_loop().time() + self._timeout_s
-            self._deadline = Deadline(at, f"the group's limit of {self._timeout_s:g} s")
-        return self._deadline
-
-    def remaining_s(self) -> float:
-        """Return the seconds until the group's deadline, at least 0; starts the clock if `deadline` was not called yet."""
-        return max(0.0, self.deadline().at - asyncio.get_running_loop().time())
+def group_deadline(timeout_s: float) -> Deadline:
+    """Return the deadline of a group whose trajectories are requested now."""
+    return Deadline(asyncio.get_running_loop().time() + timeout_s, f"the group's limit of {timeout_s:g} s")

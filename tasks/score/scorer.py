@@ -65,9 +65,6 @@ class DropGroup:
 Given: TypeAlias = float | Reward | Dropped
 """What a scorer gives for one trajectory."""
 
-GivenGroup: TypeAlias = Sequence[Given] | DropGroup
-"""What a group's scorer gives: one for each candidate, in order, or one for all."""
-
 
 class Scorer(Protocol):
     """Gives a reward to a single trajectory.

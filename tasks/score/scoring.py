@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
-from typing import Protocol, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from rollmill.tasks.errors import ScoreError, ScoreTimeoutError, text_of
 from rollmill.tasks.observe.metrics import Metric
@@ -34,13 +34,6 @@ Call: TypeAlias = Sequence[CandidateText]
 """What a scorer is given at once: one candidate, or those of a group."""
 
 
-class ScorerCalls(Protocol):
-    """Interface to call a scorer, on the event loop (LoopCalls) or in worker processes (WorkerCalls)."""
-
-    async def call(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
-        """Call the scorer once for each element of `calls`; returns one verdict for each candidate of each call."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoopCalls:
     """Calls an asynchronous scorer on the event loop, as many calls at once as `load` has slots.
@@ -55,10 +48,13 @@ class LoopCalls:
     label: str = ""
 
     async def call(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
+        """Call the scorer once for each element of `calls`; returns one verdict for each candidate of each call."""
         async with asyncio.TaskGroup() as making:
             results = [making.create_task(self._verdicts(call)) for call in calls]
+        # A task may be cancelled although the flow is not.
+        cancelled = ScoreError("the scorer was cancelled, by itself or by something that it waited for")
         return [
-            [verdict_from_error(_cancellation_error())] * len(call) if each.cancelled() else each.result()
+            [verdict_from_error(cancelled)] * len(call) if each.cancelled() else each.result()
             for call, each in zip(calls, results, strict=True)
         ]
 
@@ -100,11 +96,6 @@ def _call_lane(call: Call, function: ScoreFunction) -> str:
     return place.partition(".")[0] if function.by_group else place
 
 
-def _cancellation_error() -> ScoreError:
-    """Create the error of a call whose task was cancelled although the flow was not."""
-    return ScoreError("the scorer was cancelled, by itself or by something that it waited for")
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerCalls:
     """Calls a synchronous scorer in worker processes; the calls are split evenly over the workers.
@@ -123,6 +114,7 @@ class WorkerCalls:
     label: str = ""
 
     async def call(self, calls: Sequence[Call]) -> list[list[ScoreVerdict]]:
+        """As `LoopCalls.call`."""
         size = min(MAX_CALLS_PER_CHUNK, -(-len(calls) // self.pool.n_workers))
         async with asyncio.TaskGroup() as making:
             shares = [
@@ -196,11 +188,8 @@ def select_scorable(rollouts: Rows) -> Rows:
 class Scoring:
     """Runs the configured scorers: asynchronous ones on the event loop, others in processes that end with this context.
 
-    Args:
-        config: the settings.
-        run: id of the run, for the rows.
-        scorer: scorer to use instead of the configured one, for evaluation.
-        start_timeout_s: seconds in which a new worker process must have imported its scorers.
+    `scorer`, if given, takes the place of the configured one, for evaluation. A new worker process must have imported its scorers
+    within `start_timeout_s`.
 
     Attributes:
         key: NAME@VERSION of the scorer.
@@ -221,7 +210,7 @@ class Scoring:
             True: CallSlots("calls", config.max_in_flight),
             False: CallSlots("workers", config.workers),
         }
-        self._calls: list[ScorerCalls] = []
+        self._calls: list[LoopCalls | WorkerCalls] = []
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -275,7 +264,7 @@ class Scoring:
         pool = ScoreWorkerPool(paths, settings, config.workers, self._start_timeout_s, self._loads[False])
         return await self._open.enter_async_context(pool)
 
-    def _create_calls(self, part: ScorerTerm, pool: ScoreWorkerPool | None) -> ScorerCalls:
+    def _create_calls(self, part: ScorerTerm, pool: ScoreWorkerPool | None) -> LoopCalls | WorkerCalls:
         load, timeout_s = self._loads[part.function.is_async], self._config.timeout_s
         label = f"/{part.function.name}" if len(self._scorer.parts) > 1 else ""
         if pool is None or part.function.is_async:
@@ -284,7 +273,7 @@ class Scoring:
 
 
 async def _call_term(
-    part: ScorerTerm, calls: ScorerCalls, candidates: Sequence[CandidateText]
+    part: ScorerTerm, calls: LoopCalls | WorkerCalls, candidates: Sequence[CandidateText]
 ) -> list[ScoreVerdict]:
     groups = [candidates] if part.function.by_group else [[candidate] for candidate in candidates]
     return [verdict for verdicts in await calls.call(groups) for verdict in verdicts]

@@ -58,12 +58,8 @@ class ScoreWork(Protocol):
 async def score(chunk: ScoreWork, step: int, label: str) -> State[ScoredChunk]:
     """Score rollouts as one Prefect task, and return a completed state with a ScoredChunk.
 
-    The state's message has the number of scores and their mean reward.
-
-    Args:
-        chunk: the rollouts to score.
-        step: the step that the rollouts belong to.
-        label: "384" for group 384, "384.2" for the third of its chunks.
+    The state's message has the number of scores and their mean reward. `label` is "384" for group 384, "384.2" for the third of
+    its chunks.
     """
     scored = await chunk.score()
     # Prefect's work at the end of a task run holds the event loop: tasks that end together take turns.

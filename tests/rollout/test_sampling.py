@@ -19,7 +19,7 @@ from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
 from rollmill.tasks.rollout.task import RolloutChunk, StepSampler
 from rollmill.tasks.rollout.trajectory import TrajectoryBuilder, TrajectoryRequest
-from rollmill.tasks.rollout.trajectory_requests import GroupClock, plan_group_requests, split_chunks
+from rollmill.tasks.rollout.trajectory_requests import group_deadline, plan_group_requests, split_chunks
 from rollmill.tasks.store.rows import Rows
 from rollmill.tasks.store.run.step_plan import Attempt
 
@@ -111,7 +111,7 @@ async def part_of(
         timeout_s=5.0,
     )
     with admission.request_slots(len(work), (2, 0)) as tickets:
-        yield RolloutChunk(step_sampler, work, tickets, GroupClock(group_timeout_s))
+        yield RolloutChunk(step_sampler, work, tickets, group_deadline(group_timeout_s))
 
 
 async def finish(

@@ -27,11 +27,7 @@ REMEDY = (
 class SinkClient:
     """Client of a separate process that writes to the sinks; leaving it as an async context manager ends the process.
 
-    Args:
-        settings: the sinks of the run.
-        say: prints the first failure of each sink.
-        command: command that starts the process.
-        remedy: advice printed after a failure.
+    `say` prints the first failure of each sink, followed by `remedy`.
 
     Attributes:
         n_failures: how often a sink could not take a point.

@@ -81,11 +81,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class TensorBoardSink:
-    """Writes a run's points to a TensorBoard event file, a new one each time the run is resumed.
-
-    Args:
-        folder: folder of the file; it is emptied first.
-    """
+    """Writes a run's points to a TensorBoard event file in a folder, which is emptied first: a resumed run writes all again."""
 
     def __init__(self, folder: Path) -> None:
         # tensorboardX takes torch's tensors too, and imports torch for that alone where it is installed: 300 MB.
