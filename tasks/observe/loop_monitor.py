@@ -195,11 +195,10 @@ class LagWarnings:
         if not self._max_lag_p99_ms or p99_ms <= self._max_lag_p99_ms:
             return
         if late.is_queued:
-            is_news = NO_PROCESSOR not in self._reported
+            if NO_PROCESSOR in self._reported:
+                return
             self._reported.add(NO_PROCESSOR)
-        else:
-            is_news = self._is_news(p99_ms, _site_key(first))
-        if not is_news:
+        elif not self._is_news(p99_ms, _site_key(first)):
             return
         sites = "".join(f"; {seconds:.1f} s {site}" for site, seconds in most if site)
         # On a busy machine the sites in our code are where the thread happened to lose its CPU.

@@ -53,11 +53,10 @@ class ScoreWorkerPool:
             async with asyncio.TaskGroup() as starting:
                 for lane in self._idle:
                     starting.create_task(self._ready(lane))
-        except BaseExceptionGroup as errors:
+        except BaseException as error:
             await self._end()
-            raise errors.exceptions[0] from None
-        except asyncio.CancelledError:
-            await self._end()
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
             raise
         return self
 

@@ -4,7 +4,7 @@ import importlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -228,7 +228,13 @@ def read_rows(config: PromptsConfig, path: str, split: str, columns: Sequence[st
     Raises:
         ConfigError: the rows cannot be read, or a column is missing.
     """
-    return READERS[detect_format(config, path)](config, path, split, list(dict.fromkeys(columns)))
+    columns = list(dict.fromkeys(columns))
+    form = detect_format(config, path)
+    if form == "huggingface":
+        return _read_hugging_face(config, path, split, columns)
+    if not Path(path).exists():
+        raise prompts_error(config, path, f"there is no such file: {Path(path).absolute()}")
+    return _read_jsonl(config, path, columns) if form == "jsonl" else _read_parquet(config, path, columns)
 
 
 def convert_to_json_values(config: PromptsConfig, path: str, frame: pl.DataFrame) -> pl.DataFrame:
@@ -294,13 +300,12 @@ def detect_format(config: PromptsConfig, path: str) -> str:
     raise prompts_error(config, path, remedy)
 
 
-def _read_jsonl(config: PromptsConfig, path: str, split: str, columns: list[str]) -> pl.DataFrame:
+def _read_jsonl(config: PromptsConfig, path: str, columns: list[str]) -> pl.DataFrame:
     """Read columns of a JSONL file as text; numbers, lists and objects become their JSON text.
 
     Raises:
-        ConfigError: there is no such file, a line is not a JSON object, or no line has one of the columns.
+        ConfigError: a line is not a JSON object, or no line has one of the columns.
     """
-    _check_exists(config, path)
     try:
         # Every column is text: a type inferred from the first rows would fail at a later row of another type.
         frame = pl.scan_ndjson(path, schema=dict.fromkeys(columns, pl.String)).collect()
@@ -323,8 +328,7 @@ def _first_bad_line(path: str) -> str:
     return ""
 
 
-def _read_parquet(config: PromptsConfig, path: str, split: str, columns: list[str]) -> pl.DataFrame:
-    _check_exists(config, path)
+def _read_parquet(config: PromptsConfig, path: str, columns: list[str]) -> pl.DataFrame:
     files = sorted(Path(path).glob("**/*.parquet")) if Path(path).is_dir() else [Path(path)]
     if not files:
         raise prompts_error(config, path, "there is no .parquet file in this folder")
@@ -360,18 +364,6 @@ def _read_hugging_face(config: PromptsConfig, path: str, split: str, columns: li
     _check_columns(config, path, columns, data.column_names)
     frame: pl.DataFrame = data.select_columns(columns).to_polars()
     return frame
-
-
-READERS: Mapping[str, Callable[[PromptsConfig, str, str, list[str]], pl.DataFrame]] = {
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "huggingface": _read_hugging_face,
-}
-
-
-def _check_exists(config: PromptsConfig, path: str) -> None:
-    if not Path(path).exists():
-        raise prompts_error(config, path, f"there is no such file: {Path(path).absolute()}")
 
 
 def _check_columns(config: PromptsConfig, path: str, wanted: Sequence[str], there: Sequence[str]) -> None:
