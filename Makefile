@@ -13,6 +13,10 @@ CXX ?= g++
 # Tests mostly wait for processes to start, so two test files run concurrently.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
+REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/test_choice.py sync/test_live_weights.py \
+  sync/test_parity.py flows/test_gpu_memory.py flows/test_presets.py flows/test_doctor.py train/test_memory_plan.py \
+  train/test_nodes.py)
+
 UV := .venv/bin/uv
 MAIN_STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
@@ -29,7 +33,7 @@ VLLM_CONSTRAINTS := constraints-vllm.txt
 VLLM_ABSENT := torchvision torchaudio torchcodec
 endif
 
-.PHONY: help setup quickstart deploy test test-all test-packages check bench bench-full clean
+.PHONY: help setup quickstart deploy test test-all rehearsal test-packages check bench bench-full clean
 
 help:  ## list the jobs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -47,6 +51,9 @@ test: setup test-packages  ## all tests but the long products of cases
 
 test-all: setup test-packages  ## all tests
 	@.venv/bin/pytest $(SIDE_BY_SIDE) -m "" $(ARGS)
+
+rehearsal: setup  ## what can be tried of a GPU without one: devices, memory, NCCL links, bfloat16, planted faults
+	@.venv/bin/pytest $(SIDE_BY_SIDE) $(REHEARSAL) $(ARGS)
 
 check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/ruff format --check .

@@ -1,4 +1,4 @@
-"""The folder of a run's start model, a function of its recipe, and the run's tokenizer."""
+"""The folder of a run's start model, a function of its recipe or the place of a download, and the run's tokenizer."""
 
 import hashlib
 import json
@@ -17,6 +17,9 @@ RECIPE_VERSION = 1
 START_MODELS = Path("models")
 # "." and ".." begin no name.
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+# Weights as safetensors, settings and tokenizer; neither code nor pickles.
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 
 
 def start_model_recipe(config: RunConfig) -> StartModelRecipe:
@@ -59,3 +62,34 @@ def run_tokenizer(folder: RunFolder, model: str = "") -> ChatTokenizer:
     except ValueError as error:
         remedy = "its settings belong to another version of Rollmill, so its model is unknown; name the model folder"
         raise ConfigError("--model", folder.path("run.json"), remedy) from error
+
+
+def download_model(config: RunConfig) -> None:
+    """Download the model that `model` names on the Hugging Face hub to `start_model_folder`, unless it is there.
+
+    The library shows bars of its progress. An interrupted download is resumed by the next call. The folder appears when all files
+    are there.
+
+    Raises:
+        ConfigError: the hub has no such model, cannot be reached, or there is no room.
+    """
+    folder = start_model_folder(config)
+    if not is_hub_name(config.model) or (folder / "config.json").is_file():
+        return
+    # Imported only where a model is downloaded: it takes a third of a second.
+    from httpx import HTTPError
+    from huggingface_hub import snapshot_download
+
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    try:
+        snapshot_download(config.model, local_dir=unfinished, allow_patterns=[*PATTERNS])
+        # Another process may have finished the same download.
+        if not folder.exists():
+            unfinished.rename(folder)
+    except (OSError, HTTPError, ValueError) as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        remedy = (
+            f"there is no such folder, and it cannot be downloaded from the Hugging Face hub: {type(error).__name__}: "
+            f"{first_line}; give a model folder, or copy one to {folder}"
+        )
+        raise ConfigError("model", config.model, remedy) from error

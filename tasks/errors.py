@@ -5,7 +5,7 @@ RollmillError
 ├── StoreError: ManifestError, SchemaError, ShardError (ShardGoneError), RunLockedError, LeaseLostError, DiskSpaceError,
 │               RunMismatchError, RunFinishedError
 ├── ServiceError: ServiceStartError, ServiceDiedError
-├── RequestError: TransientRequestError (ConnectionLostError)
+├── RequestError: NothingLoadedError, TransientRequestError (ConnectionLostError)
 ├── SyncError: RequestsHeldError, ChecksumError, ParityError
 ├── RolloutError: EpisodeError (ToolError, EpisodeTimeoutError), FailedShareError
 ├── ScoreError: FailedScoresError, ScoreTimeoutError, VerdictError, JudgeUnparsableError
@@ -125,6 +125,10 @@ class ServiceDiedError(ServiceError):
 
 class RequestError(RollmillError):
     """A request to a service failed, and would fail again."""
+
+
+class NothingLoadedError(RequestError):
+    """A trainer refuses a command, since it has loaded no policy; one that had is another process now."""
 
 
 class TransientRequestError(RequestError):

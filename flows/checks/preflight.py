@@ -14,9 +14,8 @@ from pathlib import Path
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import check_gpus
-from rollmill.flows.checks.model_download import download_model
 from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import START_MODELS, start_model_folder
+from rollmill.flows.recipe import START_MODELS, download_model, start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.observe.sinks.sink_check import check_sinks

@@ -1,18 +1,42 @@
-"""The command `rollmill doctor`: a line for each check of the machine."""
+"""The command `rollmill doctor`: a line for each check of the machine, and for each trial with real services.
+
+The trials compare both layouts of rows, start a trainer and a vLLM server, send weights by each transport, and compare
+log-probabilities. Trainer and server start with tiny models of different random weights, so that a sync that changes nothing is found.
+"""
 
 import asyncio
 import json
 import logging
 import shutil
+import tempfile
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import typer
 from prefect.logging import disable_run_logger
 
+from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.machine_checks import CheckResult, check_machine_parts
-from rollmill.flows.commands.service_trial import try_services
+from rollmill.flows.config import RunConfig
+from rollmill.flows.failure import one_error
+from rollmill.flows.policies.services import ServerService, TrainerService, create_servers, start_services
+from rollmill.flows.run.trainer_program import run_trainer_program
+from rollmill.flows.verify_sync import verify_weights
+from rollmill.tasks.errors import RollmillError, SyncError, TrainError
+from rollmill.tasks.processes.gpus import list_visible_gpus, read_gpus
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.serve.policy_version import PolicyVersion
+from rollmill.tasks.store.folders import SCRATCH_ENV
+from rollmill.tasks.sync.broadcast import fetch_logprobs
+from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.weight_parity import FLOAT32_LIMITS, START_LIMITS, LogprobDifferences
+from rollmill.tasks.train.engine.memory_plan import GIB
+from rollmill.tasks.train.service.commands import LoadPolicy
 
 NAME_WIDTH = 24
 
@@ -57,3 +81,161 @@ def format_result(result: CheckResult, width: int) -> Sequence[str]:
     for each in others:
         lines += textwrap.wrap(each, width, initial_indent=indent, subsequent_indent=indent)
     return lines
+
+
+VERSION = PolicyVersion("doctor", 1, 0)
+TRIAL_TIMEOUT_S = 300.0
+# A layout's numbers may differ by rounding: measured on a CPU in float32, judged for a GPU in bfloat16.
+LARGEST_DIFFERENCES = {"float32": 1e-3, "bfloat16": 0.5}
+# First and last lines of an error, which may end with a service's log.
+SHOWN_LINES = 8
+REMEDY = "the trainer and vLLM's server are in the environments that `make setup` makes"
+REMEDIES = {
+    "layouts of rows": "set train.layout=padded",
+    "sync by nccl": "set sync.transport=tcp",
+    "sync by shm": "set sync.transport=tcp",
+    "sync by tcp": "allow connections between processes on 127.0.0.1",
+    "sync by files": "set sync.folder to a folder that trainer and servers can write and read",
+}
+# Token ids of the sequences on which trainer and server are compared, of the tokenizer's 57.
+TOKENS = [[2 + (7 * row + 3 * i) % 50 for i in range(40)] for row in range(4)]
+
+
+Report = Callable[[CheckResult], None]
+
+
+async def try_services(python: str, report: Report) -> None:
+    """Report the result of each trial as soon as it is known; without services the trials that need them are not made.
+
+    `python` is serve.python, of the environment with vLLM.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor-") as scratch:
+        folder = Path(scratch)
+        save_character_tokenizer(folder / "tokenizer")
+        report(await try_trial("layouts of rows", lambda: _try_layouts(folder)))
+        if (folder / "server").is_dir():
+            report(
+                await try_trial(
+                    "trainer and vLLM server", lambda: _try_sync(trial_config(folder, python), folder, report)
+                )
+            )
+        else:
+            report(CheckResult("trainer and vLLM server", "skipped", "there is no model to start them with"))
+
+
+def trial_config(folder: Path, python: str) -> RunConfig:
+    """Return the settings of the trial's trainer and server; on a machine with one GPU they share it."""
+    sizes = {"max_model_len": 256, "gpu_memory_utilization": 0.3, "share_gpus": len(list_visible_gpus()) == 1}
+    values = {
+        "model": str(folder / "trainer"),
+        "start_timeout_s": TRIAL_TIMEOUT_S,
+        "rollout": {"max_completion_tokens": 24},
+        "train": {"micro_batch_tokens": 1024, "gradient_checkpointing": False},
+        "serve": sizes | {"python": python},
+        "start_model": {"steps": 0},
+    }
+    return RunConfig.model_validate(values)
+
+
+async def try_trial(name: str, work: Callable[[], Awaitable[str]]) -> CheckResult:
+    """Make a trial, which returns what it found; an error becomes its result, with the last lines of a service's log."""
+    try:
+        with one_error():
+            return CheckResult(name, "ok", await work())
+    except (RollmillError, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        shown = lines if len(lines) <= SHOWN_LINES else [lines[0], "...", *lines[1 - SHOWN_LINES :]]
+        return CheckResult(name, "failed", "\n".join(shown), REMEDIES.get(name, REMEDY))
+
+
+async def _try_layouts(folder: Path) -> str:
+    log = folder / "layouts.log"
+    await run_trainer_program(
+        "the comparison of layouts",
+        "rollmill.tasks.train.packing.layout_trial",
+        {"folder": str(folder)},
+        log=log,
+        timeout_s=TRIAL_TIMEOUT_S,
+        timeout_setting="the limit",
+    )
+    trial = json.loads(log.read_text().splitlines()[-1])
+    figures = f"{trial['logprobs']:.1e} nats, gradients by {trial['gradient']:.1e}"
+    text = f"varlen and padded differ by {figures} on {trial['device']} in {trial['dtype']}"
+    limit = LARGEST_DIFFERENCES[trial["dtype"]]
+    if not max(trial["logprobs"], trial["gradient"]) <= limit:
+        raise TrainError(f"{text}; up to {limit:g} is rounding")
+    return text
+
+
+async def _try_sync(config: RunConfig, folder: Path, report: Report) -> str:
+    """Start a trainer and a server, send the weights by each transport, and compare both before and after."""
+    before = _used_bytes()
+    gpus = await asyncio.to_thread(assign_run_gpus, config, samples=True, trains=True)
+    trainer = TrainerService(config, folder, {SCRATCH_ENV: str(folder / "scratch")}, gpus.trainer)
+    (server,) = create_servers(config, folder / "server", folder, gpus)
+    async with start_services((trainer, server)):
+        load = LoadPolicy(
+            run_id=VERSION.run,
+            incarnation=VERSION.incarnation,
+            model=config.model,
+            folder=str(folder),
+            checkpoint=None,
+            version=VERSION.version,
+        )
+        await trainer.client.do(load)
+        differences = await _compare(trainer, server, config)
+        if differences.mean < START_LIMITS.mean:
+            raise SyncError(
+                f"models with different weights differ by {differences.mean:.2g} nats on average only"
+            )
+        for transport in list_transports():
+            sync = partial(_sync, trainer, server, transport, folder)
+            report(await try_trial(f"sync by {transport}", sync))
+        report(await try_trial("parity", lambda: _check_parity(trainer, server, config)))
+        if used := await asyncio.to_thread(_used_bytes):
+            report(
+                CheckResult(
+                    "GPU memory", "ok", f"{(used - before) / GIB:.1f} GiB in use by trainer and server"
+                )
+            )
+    return "started, answered and stopped"
+
+
+def _used_bytes() -> int:
+    return sum(each.used_bytes for each in read_gpus())
+
+
+def list_transports() -> tuple[str, ...]:
+    """List the transports that can work between a trainer and a server of this machine."""
+    return (*(("nccl",) if len(list_visible_gpus()) > 1 else ()), "shm", "tcp", "files")
+
+
+async def _sync(trainer: TrainerService, server: ServerService, transport: str, folder: Path) -> str:
+    config = SyncConfig.model_validate({"transport": transport})
+    started = time.perf_counter()
+    (verdict,) = await verify_weights(
+        trainer.client, VERSION, [server.client], config, str(folder / "weights")
+    )
+    if verdict.differing:
+        raise SyncError(f"what arrived, or the live model, differs: {', '.join(verdict.differing[:4])}")
+    return f"{verdict.tensors} tensors sent and compared in {time.perf_counter() - started:.1f} s"
+
+
+async def _check_parity(trainer: TrainerService, server: ServerService, config: RunConfig) -> str:
+    found = await _compare(trainer, server, config)
+    limits = FLOAT32_LIMITS if config.serve.dtype == "float32" else START_LIMITS
+    text = (
+        f"log-probabilities differ by {found.mean:.1e} nats on average, {found.high:.1e} at the 99 % quantile"
+    )
+    if not (found.mean <= limits.mean and found.high <= limits.high):
+        raise SyncError(
+            f"{text}; at most {limits.mean:g} and {limits.high:g} in {config.serve.dtype} are rounding"
+        )
+    return text
+
+
+async def _compare(trainer: TrainerService, server: ServerService, config: RunConfig) -> LogprobDifferences:
+    sequences = [np.array(each, np.int32) for each in TOKENS]
+    timeout_s = config.sync.timeout_s
+    pair = await fetch_logprobs(trainer.client, server.client, sequences, str(VERSION), timeout_s=timeout_s)
+    return LogprobDifferences.measure(*pair)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rollmill.flows.policies.policy_servers import PolicyServers
-from rollmill.flows.policies.services import HEALTH_INTERVAL_S, ServerService, restart
+from rollmill.flows.policies.services import HEALTH_INTERVAL_S, RETURN_TIMEOUT_S, ServerService, restart
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.errors import (
     ConfigError,
@@ -28,13 +28,12 @@ class WatchLimits:
 
     Attributes:
         max_restarts: of a launched server; see the setting `max_restarts`.
-        rejoin_timeout_s: seconds within which an attached server must return with the current weights. Half an hour is
-            enough for an operator to replace it.
+        rejoin_timeout_s: seconds within which an attached server must return with the current weights.
         retry_interval_s: seconds between two attempts to bring an attached server back.
     """
 
     max_restarts: int
-    rejoin_timeout_s: float = 1800.0
+    rejoin_timeout_s: float = RETURN_TIMEOUT_S
     retry_interval_s: float = HEALTH_INTERVAL_S
 
 

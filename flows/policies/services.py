@@ -11,7 +11,7 @@ from typing import Any
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.tasks.errors import ConfigError, ServiceDiedError
+from rollmill.tasks.errors import ConfigError, ServiceDiedError, ServiceStartError
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.processes.gpus import GpuAssignment
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
@@ -26,6 +26,8 @@ from rollmill.tasks.train.service.trainer_client import TrainerClient
 LOOPBACK = "127.0.0.1"
 # Seconds between two health checks of a server: a dead one is noticed before its requests time out.
 HEALTH_INTERVAL_S = 2.0
+# Seconds within which an attached service that failed must be back: enough for an operator to replace it.
+RETURN_TIMEOUT_S = 1800.0
 # Settings of `train` that the flow uses, not the trainer, so that an attached trainer may have others.
 FLOW_SETTINGS = {
     *("url", "gpus", "command_timeout_s", "max_skipped_steps", "recompute_rows"),
@@ -78,6 +80,23 @@ class TrainerService:
             )
         health = await self.client.wait_until_healthy(self._config.start_timeout_s, self.process)
         check_settings(settings, health.settings)
+
+    async def wait_for_return(self, reason: str) -> None:
+        """Wait until an attached trainer that failed answers again; it has no policy loaded then.
+
+        Raises:
+            ServiceDiedError: it did not within RETURN_TIMEOUT_S; `reason` is why it failed.
+            ConfigError: it came back with other training settings than the run's.
+        """
+        say(f"{self.name}: {reason.splitlines()[0]}; waiting {RETURN_TIMEOUT_S:g} s for its return")
+        try:
+            health = await self.client.wait_until_healthy(RETURN_TIMEOUT_S)
+        except ServiceStartError as error:
+            text = (
+                f"{reason}; it was not launched by this run and did not return within {RETURN_TIMEOUT_S:g} s"
+            )
+            raise ServiceDiedError(self.name, f"{text}: restart it, then run the same command") from error
+        check_settings(self._config.train, health.settings)
 
 
 def check_settings(ours: TrainConfig, theirs: dict[str, Any]) -> None:
@@ -176,26 +195,27 @@ class ServerService:
 async def restart(
     service: TrainerService | ServerService, reason: str, restarts: int, max_restarts: int
 ) -> None:
-    """Stop a launched service that failed and start it again; the start is recorded as the span `starting`.
+    """Restart a launched service that failed, or wait for an attached trainer; recorded as the span `starting`.
 
     Raises:
-        ServiceDiedError: it was not launched by this run, or was restarted too often.
+        ServiceDiedError: it was restarted too often, or the attached trainer did not return.
     """
-    if service.process is None:
-        raise ServiceDiedError(
-            service.name, f"{reason}; it was not launched by this run: restart it, then run the same command"
-        )
-    tail = service.process.log_tail()
-    await service.process.stop()
+    tail = ""
+    if service.process is not None:
+        tail = service.process.log_tail()
+        await service.process.stop()
     if restarts >= max_restarts:
         raise ServiceDiedError(service.name, f"{reason}, after {restarts} restarts (max_restarts)", tail)
-    say(f"{service.name}: {reason.splitlines()[0]}; starting it again")
     with ExitStack() as spans:
         # A process that has not started yet cannot record the seconds of its start.
         for process in service.span_processes:
             with within(process=process, lane="process"):
                 spans.enter_context(span("starting", cause="restart"))
-        await service.start()
+        if service.process is None and isinstance(service, TrainerService):
+            await service.wait_for_return(reason)
+        else:
+            say(f"{service.name}: {reason.splitlines()[0]}; starting it again")
+            await service.start()
 
 
 @asynccontextmanager

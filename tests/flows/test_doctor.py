@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rollmill.flows.checks.machine_checks import CheckResult, check_machine_parts, run_check
-from rollmill.flows.commands.doctor import format_result
-from rollmill.flows.commands.service_trial import try_trial
+from rollmill.flows.commands.doctor import format_result, try_trial
 from rollmill.tasks.errors import ConfigError, SyncError
 
 

@@ -65,6 +65,8 @@ class Place:
     config: RunConfig
     server: StubVllmServer
     runs: Runs
+    start_trainer: Callable[[], LaunchedProcess]
+    trainer_process: LaunchedProcess
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(f"{self.config.store.root}/{name}")
@@ -116,25 +118,25 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
     settings = launch.write_config(config.train, SyncConfig(), ports[0], tmp_path / "trainer")
     script = Path(__file__).with_name("trainer_without_transfer.py")
     environment = launch.build_environment(config.train, TOKEN)
-    trainer = LaunchedProcess.start(
-        "trainer",
-        [sys.executable, str(script), str(settings)],
-        log=tmp_path / "trainer.log",
-        env=environment,
-        stop_grace_s=1.0,
-    )
+
+    def start_trainer() -> LaunchedProcess:
+        command = [sys.executable, str(script), str(settings)]
+        log = tmp_path / "trainer.log"
+        return LaunchedProcess.start("trainer", command, log=log, env=environment, stop_grace_s=1.0)
+
+    trainer = start_trainer()
     server = StubVllmServer(tied_model, ROLLOUT_S)
     with serving(server, ports[1]):
         runs = Runs(
             tmp_path, config, environment | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
         )
         try:
-            found = Place(config, server, runs)
+            found = Place(config, server, runs, start_trainer, trainer)
             asyncio.run(found.trainer(lambda client: client.wait_until_healthy(DEADLINE_S, trainer)))
             yield found
         finally:
             runs.close()
-            trainer.stop_now()
+            found.trainer_process.stop_now()
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +305,20 @@ def test_a_run_killed_again_and_again_is_the_run_that_never_was(
     run_with_kills(place, name, n_kills, random.Random(n_kills))
     check_same(place, name)
     assert place.weights(tmp_path) == whole, "the updates are not those of a run never killed"
+
+
+def test_an_attached_trainer_that_dies_is_awaited_and_loads_what_the_folder_has(
+    place: Place, whole: bytes, tmp_path: Path
+) -> None:
+    folder = place.folder("awaited")
+    pid = place.runs.start("awaited")
+    wait_for(lambda: n_trained(folder) >= 4, pid)
+    place.trainer_process.stop_now()
+    wait_for(lambda: "waiting 1800 s for its return" in place.runs.log.read_text(), pid)
+    place.trainer_process = place.start_trainer()
+    assert place.runs.ended() == 0, place.runs.log.read_text()[-3000:]
+    check_same(place, "awaited")
+    assert place.weights(tmp_path) == whole
 
 
 def test_a_fork_under_the_same_settings_ends_where_its_source_did(

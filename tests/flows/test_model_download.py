@@ -13,7 +13,7 @@ from tests.stubs.toy_settings import toy_config
 
 NAME = "Some-Org/tiny-model.1"
 DOWNLOAD = f"""\
-from rollmill.flows.checks.model_download import download_model
+from rollmill.flows.recipe import download_model
 from rollmill.tasks.errors import ConfigError
 from tests.stubs.toy_settings import toy_config
 try:

@@ -154,7 +154,7 @@ async def test_a_batch_is_applied_once_and_anything_else_is_refused(
         async def train(step: int, digest: str, run_id: str = "r", folder: Path = run) -> StepResult:
             return await client.do(TrainStep(folder=str(folder), run_id=run_id, step=step, digest=digest))
 
-        with pytest.raises(RequestError, match="nothing loaded"):
+        with pytest.raises(ServiceDiedError, match="no policy loaded"):
             await train(0, digests[0])
         with pytest.raises(RequestError, match="no model folder"):
             await load(client, tmp_path / "nowhere", run)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollmill.tasks.errors import ConfigError, RequestError
+from rollmill.tasks.errors import ConfigError, NothingLoadedError, RequestError
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.store.checkpoints.checkpoint_store import fetch_checkpoint
@@ -106,7 +106,9 @@ class RankWorker:
             RollmillError: the command is refused, and nothing has changed.
         """
         if command.needs_policy and self._policies is None:
-            raise RequestError(f"{command.name}: the trainer has nothing loaded; send it load_policy first")
+            raise NothingLoadedError(
+                f"{command.name}: the trainer has nothing loaded; send it load_policy first"
+            )
         return command.prepare(self)
 
     def run(self, command: Command[Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rollmill.tasks import errors
-from rollmill.tasks.errors import RequestError, ServiceDiedError, TransientRequestError
+from rollmill.tasks.errors import NothingLoadedError, RequestError, ServiceDiedError, TransientRequestError
 from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.observe.spans import Span, add_spans, shift_spans
 from rollmill.tasks.processes.launched_process import LaunchedProcess
@@ -105,7 +105,7 @@ class TrainerClient(ServiceClient):
         Raises:
             RequestError: the trainer refuses the command or cannot do it; or the error of rollmill.tasks.errors that the
                 trainer raised.
-            ServiceDiedError: the trainer no longer answers.
+            ServiceDiedError: the trainer no longer answers, or another process answers in its place.
         """
         asked_ns, poll_s = time.time_ns(), min(every_s, _LONG_POLL_S) if report else _LONG_POLL_S
         address = await self._submit(command)
@@ -117,6 +117,8 @@ class TrainerClient(ServiceClient):
             if state.status == "done":
                 return decode_answer(command, state.answer)
             if state.status == "failed":
+                if state.error_type == NothingLoadedError.__name__:
+                    raise ServiceDiedError("trainer", "was started again, and has no policy loaded")
                 # Under its own type where a caller would treat the error differently.
                 if state.error_type in _RAISED_AS_THEMSELVES:
                     raise getattr(errors, state.error_type)(state.error)
@@ -189,6 +191,8 @@ class TrainerClient(ServiceClient):
     async def _request(self, method: str, path: str, content: bytes = b"", wait_s: float = 0.0) -> Body:
         """Send one request, and return the answer's body; TransientRequestError without an answer, RequestError if refused."""
         status, body = await self._connection.ask(method, path, content, self._connect_timeout_s + wait_s)
+        if status == HTTPStatus.NOT_FOUND and path.startswith("/v1/operations/"):
+            raise ServiceDiedError("trainer", "was started again, and does not know the command")
         if status != HTTPStatus.OK:
             raise RequestError(f"trainer: {method} {path}: {status} {bytes(body).decode(errors='replace')}")
         return body

@@ -1,6 +1,6 @@
 """Makes two tiny models and compares packed with padded rows on this machine's device: for `rollmill doctor`.
 
-`python -m rollmill.tasks.train.layout_trial SETTINGS.json` reads the name of a FOLDER, `folder`, with a tokenizer in FOLDER/tokenizer. It
+`python -m rollmill.tasks.train.packing.layout_trial SETTINGS.json` reads the name of a FOLDER, `folder`, with a tokenizer in FOLDER/tokenizer. It
 writes the models FOLDER/trainer and FOLDER/server, which have different random weights, and prints a line of JSON: LayoutTrial's fields.
 """
 
