@@ -160,7 +160,7 @@ def check_replay_options(
 
 
 def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *, as_json: bool) -> None:
-    """Run the flow attribute in this process, and print what it measured.
+    """Measure again what each phase of a stored step after its rollouts costs, in this process, and print the table.
 
     Args:
         folder: of the run.

@@ -204,7 +204,7 @@ class LagWarnings:
         # On a busy machine the sites in our code are where the thread happened to lose its CPU.
         cause = NO_PROCESSOR if late.is_queued else f"in total {_describe_lag(late)}{sites}"
         self._warn(
-            f"event loop lag {p99_ms:.0f} ms (p99 of a step; above {self._max_lag_p99_ms:g}): {cause}; "
+            f"event loop lag {p99_ms:.0f} ms (p99; limit {self._max_lag_p99_ms:g}): {cause}; "
             f"{_remedy(late, first, DO_LESS)}"
         )
 

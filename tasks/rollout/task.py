@@ -66,8 +66,8 @@ class RolloutWork(Protocol):
 
 # No retries, regardless of PREFECT_TASKS_DEFAULT_RETRIES: single requests are retried, a failed trajectory is a
 # stored row, and Prefect would sample a chunk again under trajectory ids that are stored.
-# No timeout_seconds: rollout.trajectory_timeout_s and the group's limit turn what is late into rows and keep the rest of
-# the chunk, which Prefect's timeout would lose.
+# No timeout_seconds: rollout.trajectory_timeout_s and the group's limit store late trajectories as cancelled rows and
+# keep the rest of the chunk, which Prefect's timeout would lose.
 @task(
     name="rollout",
     task_run_name="step {step} / rollout {label}",

@@ -24,8 +24,7 @@ from rollmill.tasks.store.rows import Rows, rows_where_in
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES, make_batch
 
 MAX_CALLS_PER_CHUNK = 16
-"""Calls that a worker is given at once: enough that it need not wait for the flow, few enough that others wait not
-long for their turn."""
+"""Calls in one message to a worker. Large enough to keep a worker busy, small enough that other callers wait briefly."""
 
 QUEUE_SPAN = "waiting_for_scorer"
 """The span of a call that waits for its turn."""
@@ -84,7 +83,7 @@ class LoopCalls:
                 return await self.function.call(candidates if self.function.by_group else candidates[0])
         except TimeoutError:
             if not limit.expired():
-                # The scorer's own.
+                # The scorer itself raised TimeoutError.
                 raise
             self.load.timeouts += 1
             raise ScoreTimeoutError(f"no score within score.timeout_s = {self.timeout_s:g} s") from None
@@ -128,10 +127,10 @@ class WorkerCalls:
         async with self.load.slot(len(calls)):
             began = time.perf_counter_ns()
             results = await self.pool.call(self.number, calls, self.timeout_s)
-            self._book(calls, results, queued, began)
+            self._record_spans(calls, results, queued, began)
             return results
 
-    def _book(
+    def _record_spans(
         self, calls: Sequence[Call], results: Sequence[Sequence[ScoreVerdict]], queued: int, began: int
     ) -> None:
         """Record the spans of calls that one worker made one after another, from the durations that it reported.

@@ -16,8 +16,8 @@ def said(capsys: pytest.CaptureFixture[str], *, is_shown: bool) -> str:
 
 def test_a_step_is_a_line_and_nothing_else_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, is_shown=True).splitlines() == [
-        "step 0 (1 of 2): reward 0.50 1,000 tok/s, 2.0 s",
-        "step 1 (2 of 2): reward 0.50 1,000 tok/s, 2.0 s",
+        "step 0 (1 of 2): reward 0.50, 1,000 tok/s, 2.0 s",
+        "step 1 (2 of 2): reward 0.50, 1,000 tok/s, 2.0 s",
     ]
 
 

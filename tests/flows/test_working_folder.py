@@ -53,5 +53,12 @@ def test_a_users_modules_shadow_nothing_and_the_users_scorer_is_found(
         [str(installed), "verify", "small"], cwd=workplace.folder, capture_output=True, text=True, check=False
     )
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    packages = {path.name for path in installed.parents[1].glob("lib/python*/site-packages/*")}
-    assert "rollmill" in packages
+    where = "import rollmill.flows; print(rollmill.flows.__file__)"
+    found = subprocess.run(
+        [str(installed.parent / "python"), "-P", "-c", where],
+        cwd=workplace.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(found.stdout.strip()).is_relative_to(installed.parents[1])

@@ -44,7 +44,7 @@ def ledger(*steps: list[Row]) -> Ledger:
 def test_rows_add_up_to_the_mean_step_and_to_all_of_it() -> None:
     found = ledger(whole_step(0), step(1, 10, 1), step(2, 11, 1))
     first = make_ledger_views("run", found)[0]
-    assert first.notes[-1] == "longest: step 0, 10.00 s, 83% of the time of all"
+    assert first.notes[-1] == "longest: step 0, 10.00 s, 83% of all steps"
     assert first.title == "run, mean of 3 steps: 4.00 s (median 1.00 s), by what decided it"
     line = step_line(found)
     assert sum(float(str(row["seconds"])) for row in line) == pytest.approx(4.0)

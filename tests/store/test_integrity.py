@@ -105,7 +105,7 @@ def test_of_a_large_shard_whoever_reads_the_damaged_column_sees_it_and_a_check_s
 
 
 def test_a_shard_under_the_name_of_another_is_refused(shards: dict[str, tuple[bytes, str]]) -> None:
-    with pytest.raises(ShardError, match="its end is not what its name says"):
+    with pytest.raises(ShardError, match="its last bytes do not match the digest in its name"):
         whole(shards["groups"][0], shards["rollouts"][1])
 
 

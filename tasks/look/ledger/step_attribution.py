@@ -1,4 +1,4 @@
-"""Attribute seconds to owners: of each step for the step lane, ranks, servers and trajectories; of a run's start and end."""
+"""Assign the seconds of each step, and of a run's start and end, to what used them: by flow, rank, server and trajectory."""
 
 from dataclasses import dataclass, replace
 

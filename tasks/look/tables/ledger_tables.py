@@ -217,7 +217,7 @@ def _limit_shown(
 
 
 def _line(ledger: Ledger) -> tuple[list[Column], list[dict[str, object]], list[str]]:
-    columns = [Column("name"), Column("cause", header="meanwhile, or for", is_text=True), SECONDS, SHARE]
+    columns = [Column("name"), Column("cause", header="while", is_text=True), SECONDS, SHARE]
     us = (pl.col("end") - pl.col("start")).sum().alias("us")
     by = ledger.path.group_by("name").agg(us).sort("us", "name", descending=[True, False])
     shares = by.with_columns(share=pl.col("us") / pl.col("us").sum()).filter(pl.col("share") >= LEAST_ON_PATH)
@@ -226,7 +226,7 @@ def _line(ledger: Ledger) -> tuple[list[Column], list[dict[str, object]], list[s
     if len(ledger.steps) > 1:
         step, us = ledger.steps.sort("us", descending=True).row(0)
         share = us / ledger.steps["us"].sum()
-        notes.append(f"longest: step {step}, {us / SECOND_US:.2f} s, {share:.0%} of the time of all")
+        notes.append(f"longest: step {step}, {us / SECOND_US:.2f} s, {share:.0%} of all steps")
     return columns, _limit_shown(step_line(ledger)), notes
 
 

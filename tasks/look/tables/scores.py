@@ -21,7 +21,11 @@ def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
     known = list_scorers(folder)
     if asked:
         if asked not in known:
-            raise ConfigError("--scorer", asked, f"the run has scores of {', '.join(known) or 'nobody yet'}")
+            raise ConfigError(
+                "--scorer",
+                asked,
+                f"the run has scores of {', '.join(known)}" if known else "the run has no scores yet",
+            )
         return asked
     if len(known) < 2:
         return known[0] if known else None

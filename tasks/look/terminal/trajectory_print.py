@@ -71,7 +71,7 @@ def list_facts(found: TrajectoryRecord) -> Iterator[tuple[str, str]]:
     where = f"held out, policy version {row['step']}, {kind}" if found.is_held_out else f"step {row['step']}"
     yield "trajectory", f"{found.short}  ({row['trajectory_id']})"
     place = "" if found.is_held_out else f", group {row['group']}, sample {row['sample']}"
-    yield "of", f"{where}{place}, {row['env']} {row['example_id']}"
+    yield "position", f"{where}{place}, {row['env']} {row['example_id']}"
     finish = f", finish reason {row['finish_reason']}" if row["finish_reason"] else ""
     yield "status", f"{row['status']}{finish}, {count_noun(row['turns'], 'turn')}"
     if row["error_type"]:
@@ -80,7 +80,7 @@ def list_facts(found: TrajectoryRecord) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{row['n_prompt_tokens']} of the prompt, {row['n_completion_tokens']} sampled"
     yield "policy version", _versions(row)
     parts = f"{row['generate_s']:.3f} generating, {row['environment_s']:.3f} environment"
-    yield "seconds", f"{row['duration_s']:.3f}: {parts}; {row['queue_s']:.3f} queued before"
+    yield "seconds", f"{row['duration_s']:.3f}: {parts}; {row['queue_s']:.3f} queued"
     yield "began", f"{row['started_at']:%Y-%m-%d %H:%M:%S} UTC{row['server'] and ' at ' + row['server']}"
     yield "example", json.dumps(row["example"], ensure_ascii=False)
     if row["outcome"]:

@@ -96,7 +96,7 @@ def metric_values(metrics: Iterable[Metric]) -> dict[str, float]:
 
 
 def make_points(step: int, metrics: Sequence[Metric]) -> list[Point]:
-    """Return the points of a step's metrics: one of its training, and one for each metric that is stored separately."""
+    """Return a step's metrics as points: one with those of the training, and one for each name in `APART`, computed later."""
     together = metric_values(each for each in metrics if each.name not in APART)
     alone = metric_values(each for each in metrics if each.name in APART)
     if together and STEP not in together:

@@ -1,4 +1,4 @@
-"""Shards that show damage: a hash covers every byte, and the chain of hashes begins in the file's name.
+"""Detect damaged shards: hashes cover every byte of a file, and its name holds the hash of its end.
 
     | blocks of 128 KiB: magic, schema, batches ... | last batch, of zero rows | footer |
                                                     '------------ the tail ------------'
@@ -48,13 +48,13 @@ def read_shard_layout(source: pa.NativeFile, size: int) -> tuple[int, list[tuple
     try:
         blocks = _record_batches(source.read_at(length, begin))
     except struct.error as error:
-        raise ValueError(f"its footer is none: {error}") from error
+        raise ValueError(f"its footer cannot be parsed: {error}") from error
     if not len(blocks):
         raise ValueError("it has no batches")
     tail, starts = int(blocks["offset"][-1]), blocks["offset"][:-1]
     ends = starts + blocks["metadata"][:-1]
     if not 0 < tail < begin or (starts < 0).any() or (starts > ends).any() or (ends > tail).any():
-        raise ValueError("its footer points to what is not there")
+        raise ValueError("its footer has offsets outside the file")
     return tail, list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
@@ -119,7 +119,7 @@ class CheckedShard:
             raise damage_error(where, str(error)) from error
         self._origin, tail = source, source.read_at(size - self._tail_at, self._tail_at)
         if xxhash.xxh3_64_hexdigest(tail) != digest:
-            raise damage_error(where, "its end is not what its name says")
+            raise damage_error(where, "its last bytes do not match the digest in its name")
         self._whole: pa.Buffer | None = None
         self._fetched = RangeFile(self._fetch, self._tail_at, tail, FETCHED_BYTES)
         if isinstance(source, pa.BufferReader):
@@ -152,7 +152,7 @@ class CheckedShard:
         self._check_ranges([(0, 1), *self._headers])
         # Asked for some fields only, Arrow would copy them.
         table = self._reader.read_all().select(list(fields))
-        self._check_ranges(self._ranges_of(table))
+        self._check_ranges(self._find_ranges(table))
         return table
 
     def check(self) -> None:
@@ -189,7 +189,7 @@ class CheckedShard:
         except (KeyError, ValueError, binascii.Error) as error:
             raise damage_error(self._where, "it lacks the hashes of its blocks") from error
 
-    def _ranges_of(self, table: pa.Table) -> list[tuple[int, int]]:
+    def _find_ranges(self, table: pa.Table) -> list[tuple[int, int]]:
         """Return the byte ranges of a table's buffers in the shard; the whole shard if Arrow copied a buffer."""
         assert self._whole is not None
         base, size = self._whole.address, self._whole.size

@@ -74,7 +74,7 @@ class LiveWeights:
     def find_differing(self, model: nn.Module, expected: ExpectedSums) -> tuple[str, ...]:
         """Return the names of a model's layers that differ from an update's weights; the model must not compute meanwhile.
 
-        Layers that keep their weights beside a packed copy, and whose two differ, are named too.
+        Layers that keep their weights next to a packed copy, and whose two differ, are named too.
         """
         live = sum_live(model, expected.number)
         changed = (name for name in self._comparable or () if live.get(name) != expected.by_layer.get(name))
@@ -120,7 +120,7 @@ def _read_live(model: nn.Module, number: int) -> Iterator[tuple[str, torch.Tenso
             yield name, _select_columns(each, number)
     for name, layer in model.named_modules():
         _, weight, _ = packed_kernel(layer)
-        # A weight that is kept beside its packed copy was read above; `find_stale_kernels` compares the two.
+        # A weight that is kept next to its packed copy was read above; `find_stale_kernels` compares the two.
         if weight is not None and not weight.numel():
             yield f"{name}.weight", _read_packed(layer, number)
 
