@@ -14,7 +14,8 @@ from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.lora import add_adapters
 from rollmill.tasks.train.engine.optimizer_state import OptimizerState
-from rollmill.tasks.train.engine.policy_model import PolicyModel, load_policy, recompute_activations
+from rollmill.tasks.train.engine.partitioned_loading import load_trained
+from rollmill.tasks.train.engine.policy_model import PolicyModel, recompute_activations
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
@@ -106,7 +107,7 @@ class Engine:
     @classmethod
     def load(cls, config: TrainConfig, folder: str, device: torch.device) -> "Engine":
         """Load a Hugging Face model folder into an engine, with new adapters if those are trained."""
-        model = load_policy(folder, config.dtype)
+        model = load_trained(config, folder)
         if config.lora.rank:
             add_adapters(model, config.lora)
         return cls(config, model, device)

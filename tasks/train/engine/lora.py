@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.sync.adapters import merge_weight
 from rollmill.tasks.train.config import LoraConfig
+from rollmill.tasks.train.engine.private_deepspeed import whole_shape
 
 Kind = TypeVar("Kind", bound=torch.Tensor)
 
@@ -67,7 +68,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         name for name, each in model.named_modules() if type(each) is torch.nn.Linear and each is not head
     ]
     # Experts that are fused into one parameter, [experts, outputs, inputs], mark a mixture of experts.
-    if any(each.dim() == 3 for each in model.parameters()):
+    if any(len(whole_shape(each)) == 3 for each in model.parameters()):
         linear = [name for name in linear if name.rpartition(".")[2] not in _EXPERT_LAYERS]
     ends = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in config.targets}
     if missing := [end for end, names in ends.items() if not names]:

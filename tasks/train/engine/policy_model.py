@@ -14,6 +14,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
+from rollmill.tasks.train.engine.private_deepspeed import whole_shape
 from rollmill.tasks.train.engine.private_transformers import GradientCheckpointingLayer
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
 
@@ -106,7 +107,7 @@ class PolicyModel:
     Logits beyond the limit are computed in chunks of tokens, each of which is computed again in the backward pass.
 
     Args:
-        model: a causal language model, not yet partitioned.
+        model: a causal language model.
         is_partitioned: True when ranks hold the head's weight in parts (ZeRO-3), and must all run the same number of chunks.
         chunk_bytes: largest size of the logits.
     """
@@ -115,7 +116,7 @@ class PolicyModel:
         self, model: PreTrainedModel, *, is_partitioned: bool, chunk_bytes: int = HEAD_CHUNK_BYTES
     ) -> None:
         self._model, self._head, self._is_partitioned = model, HeadPositions(model), is_partitioned
-        vocabulary_size: int = model.get_output_embeddings().weight.shape[0]
+        vocabulary_size = whole_shape(model.get_output_embeddings().weight)[0]
         self._chunk_tokens = max(1, chunk_bytes // (_LOGIT_BYTES * vocabulary_size))
 
     def values(self, run: Callable[..., Any], batch: MicroBatch, *, entropy_gradient: bool) -> Values:

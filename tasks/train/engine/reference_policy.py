@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
-from rollmill.tasks.train.engine.policy_model import PolicyModel, load_policy
+from rollmill.tasks.train.engine.partitioned_loading import load_trained
+from rollmill.tasks.train.engine.policy_model import PolicyModel
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed
 from rollmill.tasks.train.engine.private_transformers import BaseTunerLayer
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
@@ -64,7 +65,7 @@ class FrozenPolicy:
 
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
         self.folder = folder
-        model = load_policy(folder, config.dtype)
+        model = load_trained(config, folder)
         self.packer = Packer(config, choose_layout(model, config, device), device)
         self._policy = PolicyModel(model, is_partitioned=config.zero_stage == _ZERO_3)
         model.requires_grad_(False)

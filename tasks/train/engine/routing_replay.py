@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollmill.tasks.errors import BatchRefusedError, ConfigError
+from rollmill.tasks.train.engine.private_deepspeed import whole_shape
 from rollmill.tasks.train.engine.private_transformers import is_router
 
 NO_EXPERT = -1
@@ -150,8 +151,8 @@ def _probe_gate(router: Any) -> Gate:
     # A copy: the probe sets random weights.
     probed = copy.deepcopy(router).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
-    for each in probed.parameters():
-        torch.nn.init.normal_(each, generator=generator)
+    for each, partitioned in zip(probed.parameters(), router.parameters(), strict=True):
+        each.data = torch.randn(whole_shape(partitioned), generator=generator)
     for buffer in probed.buffers():
         buffer.zero_()
     name = type(router).__name__
