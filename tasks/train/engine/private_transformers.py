@@ -17,6 +17,7 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from rollmill.tasks.errors import LibraryError
 
@@ -100,6 +101,13 @@ def read_by_parts(
 
     members = {"__module__": kind.__module__, "_load_pretrained_model": staticmethod(load_all)}
     reader: Any = type(kind.__name__, (kind,), members)
-    model: PreTrainedModel = reader.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    # It would show a bar for each part.
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = reader.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
     model.__class__ = kind
     return model
