@@ -188,6 +188,14 @@ TRAINING = (
             ),
         ),
     ),
+    Benchmark(
+        "load_memory",
+        figures=(
+            Figure("of_bound", "x", 1.0),
+            Figure("2 ranks/load_mb", "MB"),
+            Figure("4 ranks/load_mb", "MB"),
+        ),
+    ),
     Benchmark("algorithms", figures=(Figure("lowest_gain", "reward", 0.0, more_is_better=True),)),
 )
 

@@ -108,7 +108,7 @@ def plan_needs(
     """Compute the bytes of a GPU that its processes need, by RANK and VLLM."""
     needs: dict[str, float] = {}
     if _uses(assigned.trainer, gpu):
-        needs[RANK] = plan_memory(sizes, config.train).peak + CONTEXT_BYTES
+        needs[RANK] = plan_memory(sizes, config.train).total + CONTEXT_BYTES
     if any(_uses(each, gpu) for each in assigned.servers):
         needs[VLLM] = config.serve.gpu_memory_utilization * gpu.total_bytes
     return needs

@@ -37,11 +37,9 @@ def memory_lines(config: RunConfig, gpu_gb: float = 0.0) -> Iterator[str]:
     train = config.train
     yield f"{sizes.parameters / 1e9:.3f} G parameters; one of {train.ranks} trainer ranks, in GiB:"
     for each in fields(MemoryPlan):
-        if each.name not in ("host", "start"):
+        if each.name != "host":
             yield f"  {each.name:<12}{getattr(plan, each.name) / GIB:10.3f}"
     yield f"  {'total':<12}{plan.total / GIB:10.3f}"
-    if plan.start:
-        yield f"  {'at start':<12}{plan.start / GIB:10.3f}  (each rank loads all weights before ZeRO 3 divides them)"
     if plan.host:
         yield f"  {plan.host / GIB:.3f} more in the machine's memory (train.offload = {train.offload})"
     item = 4 if config.serve.dtype == "float32" else 2

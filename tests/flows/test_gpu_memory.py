@@ -120,10 +120,3 @@ def test_a_model_that_no_setting_makes_fit_is_said() -> None:
         config.model_copy(update={"serve": config.serve.model_copy(update={"share_gpus": True})}), 24
     )
     assert "no setting alone makes it fit" in find_excess(config, MODELS["Llama-3.1-70B"], SHARED, gpu)
-
-
-def test_under_zero_3_a_rank_must_hold_all_weights_at_its_start() -> None:
-    config = settings(gradient_checkpointing=True, zero_stage=3, ranks=64)
-    (gpu, *_) = imagine_gpus(config, 80)
-    assigned = GpuAssignment(",".join(map(str, range(64))), ())
-    assert "a trainer rank needs 132.4" in find_excess(config, MODELS["Llama-3.1-70B"], assigned, gpu)

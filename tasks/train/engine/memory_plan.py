@@ -110,7 +110,6 @@ class MemoryPlan:
         reference: frozen copy of the reference model; 0 where that is the start model below the adapters.
         buffers: DeepSpeed's buffers for reducing gradients.
         host: offloaded to the machine's memory.
-        start: while the model is loaded. Under ZeRO 3 each rank holds all weights before they are divided.
     """
 
     weights: float
@@ -121,18 +120,11 @@ class MemoryPlan:
     reference: float
     buffers: float
     host: float
-    start: float
 
     @property
     def total(self) -> float:
-        """Bytes on the device while it trains: the sum of all uses but `host` and `start`."""
-        others = ("host", "start")
-        return sum(float(getattr(self, each.name)) for each in fields(self) if each.name not in others)
-
-    @property
-    def peak(self) -> float:
-        """Bytes that the device must have: the larger of `total` and `start`."""
-        return max(self.total, self.start)
+        """Bytes on the device: the sum of all uses but `host`. Loading the model takes less."""
+        return sum(float(getattr(self, each.name)) for each in fields(self) if each.name != "host")
 
 
 def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
@@ -156,8 +148,6 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
     bucket = float(min(trained, _REDUCE_ELEMENTS) * item if stage in (1, 2) else 0)
     is_offloaded, has_weights = config.offload != "none", config.offload != "optimizer_and_weights"
     has_copy = config.kl.reference == "frozen" and bool(config.kl.model or not adapters)
-    # The frozen copy is loaded when the policy is divided already.
-    start = (n + adapters) * item if not has_copy else n * item + weights
     host = (optimizer + gradients) * is_offloaded + weights * (not has_weights)
     return MemoryPlan(
         weights=weights * has_weights,
@@ -170,7 +160,6 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
         reference=n * item / share[2] * has_copy,
         buffers=bucket,
         host=host,
-        start=start if stage == 3 else 0.0,
     )
 
 
@@ -232,11 +221,11 @@ SETUPS = {
 
 
 def memory_table() -> Iterator[str]:
-    """Lines of a Markdown table: GiB that one rank's device must have, by model and setup."""
+    """Lines of a Markdown table: GiB of one rank's device, by model and setup."""
     yield f"| model | parameters | {' | '.join(SETUPS)} |"
     yield f"|---|---:|{'---:|' * len(SETUPS)}"
     for name, sizes in MODELS.items():
-        cells = [f"{plan_memory(sizes, config).peak / GIB:.1f}" for config in SETUPS.values()]
+        cells = [f"{plan_memory(sizes, config).total / GIB:.1f}" for config in SETUPS.values()]
         yield f"| {name} | {sizes.parameters / 1e9:.2f} G | {' | '.join(cells)} |"
 
 
