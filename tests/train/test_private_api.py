@@ -23,6 +23,7 @@ SYMBOLS = [
     ("transformers.modeling_layers", "GradientCheckpointingLayer"),
     ("transformers", "PreTrainedModel._supports_attention_backend"),
     ("transformers", "PreTrainedModel._is_stateful"),
+    ("transformers", "PreTrainedModel._load_pretrained_model"),
     ("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeTopKRouter"),
     ("peft.tuners.tuners_utils", "BaseTunerLayer.enable_adapters"),
     ("torch.distributed.distributed_c10d", "Store.clone"),
