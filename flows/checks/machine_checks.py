@@ -64,16 +64,15 @@ def check_machine_parts(root: str, python: str) -> Iterator[CheckResult]:
     ]
     for name, check in checks:
         yield run_check(name, check)
-    gpus = read_gpus()
-    if not gpus:
+    found = run_check("GPU", _check_gpus)
+    if found.status == "ok" and not found.detail:
         yield CheckResult("GPU", "skipped", "none here: everything computes on the CPU")
         return
-    described = ", ".join(f"{each.name} ({each.total_bytes >> 30} GiB)" for each in gpus)
-    visible = list_visible_gpus()
-    yield CheckResult("GPU", "ok", f"{described}; visible: {','.join(visible) or 'none'}")
-    yield run_check("NVIDIA driver", lambda: _check_driver(gpus[0].driver))
-    if visible:
-        yield run_check("CUDA build of torch", _check_cuda_build)
+    yield found
+    if found.status == "ok":
+        yield run_check("NVIDIA driver", lambda: _check_driver(read_gpus()[0].driver))
+        if list_visible_gpus():
+            yield run_check("CUDA build of torch", _check_cuda_build)
 
 
 def run_check(name: str, check: Callable[[], str]) -> CheckResult:
@@ -82,6 +81,10 @@ def run_check(name: str, check: Callable[[], str]) -> CheckResult:
         return CheckResult(name, "ok", check())
     except ConfigError as error:
         return CheckResult(name, "failed", f"{error.value}", error.remedy)
+    except Exception as error:  # noqa: BLE001 - whatever is broken on a machine must not end the report
+        return CheckResult(
+            name, "failed", f"{type(error).__name__}: {error}", "`make setup` makes the environments"
+        )
 
 
 def _check_python() -> str:
@@ -166,6 +169,13 @@ def _check_prefect() -> str:
         if tried.connect_ex(("127.0.0.1", PORT)) == 0:
             raise ConfigError("port", PORT, f"another program listens there: rollmill up --port {PORT + 1}")
     return f"can be started on port {PORT} (rollmill up)"
+
+
+def _check_gpus() -> str:
+    """Describe the GPUs; empty without one."""
+    gpus = read_gpus()
+    described = ", ".join(f"{each.name} ({each.total_bytes >> 30} GiB)" for each in gpus)
+    return f"{described}; visible: {','.join(list_visible_gpus()) or 'none'}" if gpus else ""
 
 
 def _check_driver(version: str) -> str:

@@ -146,6 +146,8 @@ async def try_trial(name: str, work: Callable[[], Awaitable[str]]) -> CheckResul
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         shown = lines if len(lines) <= SHOWN_LINES else [lines[0], "...", *lines[1 - SHOWN_LINES :]]
         return CheckResult(name, "failed", "\n".join(shown), REMEDIES.get(name, REMEDY))
+    except Exception as error:  # noqa: BLE001 - whatever is broken on a machine must not end the report
+        return CheckResult(name, "failed", f"{type(error).__name__}: {error}", REMEDIES.get(name, REMEDY))
 
 
 async def _try_layouts(folder: Path) -> str:
@@ -158,7 +160,9 @@ async def _try_layouts(folder: Path) -> str:
         timeout_s=TRIAL_TIMEOUT_S,
         timeout_setting="the limit",
     )
-    trial = json.loads(log.read_text().splitlines()[-1])
+    # Libraries may log after it.
+    (line,) = (line for line in log.read_text().splitlines() if line.startswith('{"device"'))
+    trial = json.loads(line)
     figures = f"{trial['logprobs']:.1e} nats, gradients by {trial['gradient']:.1e}"
     text = f"varlen and padded differ by {figures} on {trial['device']} in {trial['dtype']}"
     limit = LARGEST_DIFFERENCES[trial["dtype"]]

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollmill.tasks.errors import ConfigError
 
@@ -28,13 +29,16 @@ def list_visible_gpus(base: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """List the GPUs that this process sees, as entries of CUDA_VISIBLE_DEVICES; empty without a GPU.
 
     Slurm and Kubernetes set the variable. Where it is not set, all GPUs of the machine are visible, numbered from 0.
+
+    Raises:
+        ConfigError: there is a GPU, and its driver does not answer.
     """
     if VISIBLE in base:
         # CUDA ignores what follows an invalid entry, by which -1 hides all GPUs.
         names = [each.strip() for each in base[VISIBLE].split(",")]
         end = next((i for i, each in enumerate(names) if not each or each.startswith("-")), len(names))
         return tuple(names[:end])
-    return tuple(each.number for each in read_gpus())
+    return tuple(each.number for each in read_gpus(base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +66,29 @@ _FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
 _MIB = 1 << 20
 
 
-def read_gpus() -> tuple[GpuState, ...]:
-    """Read the GPUs of this machine from nvidia-smi; empty without a GPU, a driver, or that program."""
+def read_gpus(base: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[GpuState, ...]:
+    """Read the GPUs of this machine from nvidia-smi; empty without a GPU.
+
+    Args:
+        base: environment; an empty CUDA_VISIBLE_DEVICES hides all GPUs.
+        devices: folder with the device files of GPUs.
+
+    Raises:
+        ConfigError: there are device files of GPUs, and nvidia-smi does not report them.
+    """
+    if base.get(VISIBLE) == "":
+        return ()
     command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    rows = [[each.strip() for each in line.split(",")] for line in found.stdout.splitlines()]
+        output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        output = str(error)
+    rows = [[each.strip() for each in line.split(",")] for line in output.splitlines()]
     # Without a device, or with a broken driver, it prints a sentence in place of the table.
     rows = [row for row in rows if len(row) == len(_FIELDS.split(",")) and row[3].isdecimal()]
+    if not rows and any(devices.glob("nvidia[0-9]*")):
+        remedy = f"there is a GPU, and its driver does not answer: reload it, or hide the GPU with {VISIBLE}= to compute on the CPU"
+        raise ConfigError("nvidia-smi", output.strip()[:200], remedy)
     return tuple(
         GpuState(number, uuid, name, int(total) * _MIB, int(used) * _MIB if used.isdecimal() else 0, driver)
         for number, uuid, name, total, used, driver in rows

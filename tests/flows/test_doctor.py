@@ -57,6 +57,17 @@ def test_a_check_that_raises_has_its_value_and_remedy() -> None:
     assert run_check("disk", check) == CheckResult("disk", "failed", "3 MiB free", "make room")
 
 
+async def test_what_breaks_in_another_way_is_a_line_too() -> None:
+    def check() -> str:
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    async def trial() -> str:
+        return str({}["device"])
+
+    assert run_check("package torch", check).detail == "ModuleNotFoundError: No module named 'torch'"
+    assert (await try_trial("layouts of rows", trial)).detail == "KeyError: 'device'"
+
+
 async def test_a_trial_that_fails_shows_the_first_and_last_lines_of_its_error() -> None:
     async def fail() -> str:
         raise ExceptionGroup("services", [SyncError("\n".join(f"line {number}" for number in range(100)))])

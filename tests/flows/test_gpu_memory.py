@@ -45,6 +45,16 @@ def test_a_machine_without_a_gpu_has_none(machine) -> None:
     assert list_visible_gpus() == ()
 
 
+def test_a_gpu_whose_driver_does_not_answer_ends_the_start(machine, tmp_path: Path) -> None:
+    machine("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", status=9)
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(
+        ConfigError, match=r"NVIDIA-SMI has failed.*there is a GPU, and its driver does not answer"
+    ):
+        read_gpus({}, devices=tmp_path)
+    assert read_gpus({"CUDA_VISIBLE_DEVICES": ""}, devices=tmp_path) == ()
+
+
 def test_eight_gpus_are_read_and_visible(machine) -> None:
     machine(*(H100.format(number=number, used=4, driver="580.65.06") for number in range(8)))
     assert list_visible_gpus() == tuple(map(str, range(8)))
