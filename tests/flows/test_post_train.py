@@ -112,7 +112,8 @@ def check_time_of_restarts(run: Path) -> None:
     spans = pl.scan_ipc(run / "spans/**/*.arrow", hive_partitioning=True).unique().collect()
     ledger = build_ledger(spans)
     restarted = ledger.owners.filter(name="starting").join(ledger.steps, on="step", suffix="_of_step")
-    assert sorted(restarted["process"].str.slice(0, 7)) == ["http://", "trainer"]
+    # A server that starts again may do so in two steps, the second of which begins meanwhile.
+    assert set(restarted["process"].str.slice(0, 7)) == {"http://", "trainer"}
     both = ledger.owners.join(restarted, on=["step", "process"], how="semi")
     unowned = both.filter(name="unattributed")["us"].sum()
     assert unowned <= 0.02 * restarted["us_of_step"].sum()
