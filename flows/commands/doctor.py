@@ -28,14 +28,13 @@ from rollmill.flows.policies.services import ServerService, TrainerService, crea
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.flows.verify_sync import verify_weights
 from rollmill.tasks.errors import RollmillError, SyncError, TrainError
-from rollmill.tasks.processes.gpus import list_visible_gpus, read_gpus
+from rollmill.tasks.processes.gpus import list_visible_gpus
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import SCRATCH_ENV
 from rollmill.tasks.sync.broadcast import fetch_logprobs
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_parity import FLOAT32_LIMITS, START_LIMITS, LogprobDifferences
-from rollmill.tasks.train.engine.memory_plan import GIB
 from rollmill.tasks.train.service.commands import LoadPolicy
 
 NAME_WIDTH = 24
@@ -173,7 +172,6 @@ async def _try_layouts(folder: Path) -> str:
 
 async def _try_sync(config: RunConfig, folder: Path, report: Report) -> str:
     """Start a trainer and a server, send the weights by each transport, and compare both before and after."""
-    before = _used_bytes()
     gpus = await asyncio.to_thread(assign_run_gpus, config, samples=True, trains=True)
     trainer = TrainerService(config, folder, {SCRATCH_ENV: str(folder / "scratch")}, gpus.trainer)
     (server,) = create_servers(config, folder / "server", folder, gpus)
@@ -196,17 +194,7 @@ async def _try_sync(config: RunConfig, folder: Path, report: Report) -> str:
             sync = partial(_sync, trainer, server, transport, folder)
             report(await try_trial(f"sync by {transport}", sync))
         report(await try_trial("parity", lambda: _check_parity(trainer, server, config)))
-        if used := await asyncio.to_thread(_used_bytes):
-            report(
-                CheckResult(
-                    "GPU memory", "ok", f"{(used - before) / GIB:.1f} GiB in use by trainer and server"
-                )
-            )
     return "started, answered and stopped"
-
-
-def _used_bytes() -> int:
-    return sum(each.used_bytes for each in read_gpus())
 
 
 def list_transports() -> tuple[str, ...]:

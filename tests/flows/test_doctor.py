@@ -40,7 +40,7 @@ def test_another_version_of_vllm_and_a_missing_plugin_are_found(tmp_path: Path) 
     assert results(tmp_path, str(python))["vLLM's environment"].status == "ok"
 
 
-def test_a_port_that_another_program_has_taken_is_no_prefect_server(
+def test_a_prefect_server_that_does_not_answer_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
