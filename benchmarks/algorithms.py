@@ -101,8 +101,8 @@ def main() -> None:
         "lowest_end": min(each.end for each in learned),
         "lowest_gain": min(each.end - each.start for each in learned),
     }
-    told = {"steps": STEPS, "seed": words.seed, "algorithms": [asdict(each) for each in learned]}
-    print(json.dumps({"benchmark": "algorithms"} | lowest | told))
+    settings = {"steps": STEPS, "seed": words.seed, "algorithms": [asdict(each) for each in learned]}
+    print(json.dumps({"benchmark": "algorithms"} | lowest | settings))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What does a compaction cost the steps beside it? How long commits take while the step before is compacted, and when not.
+"""What does a compaction cost the steps that run meanwhile? How long commits take with and without a compaction.
 
-512 ordinary rows of 8,192 tokens (about 50 MB) lie in 64 shards, which are compacted while rows of the next step are
+512 ordinary rows of 8,192 tokens (about 50 MB) are stored in 64 shards, which are compacted while rows of the next step are
 appended and awaited one after another.
 """
 

@@ -86,7 +86,7 @@ def series_of(run: RunFolder, steps: int) -> Series:
 
 
 def measure(folder: Path, steps: int, groups: int) -> Series:
-    """A run over stubs, in a process of its own.
+    """Run over stubs in a separate process.
 
     Raises:
         RuntimeError: the flow failed, or a step is without its figures.

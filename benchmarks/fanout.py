@@ -1,9 +1,9 @@
 """What does it cost to record the fan-out in Prefect? 64, 256 and 1024 pairs of rollout and score, beside bare asyncio.
 
 Each pair is recorded as in a step (`flows/prefect_integration/task_runs.py`): the score follows its rollout, and both are
-inside of the step's task run. Their bodies do nothing. The server is started as `rollmill up` starts it. The flow runs in a process of its own, with the logging of `rollmill run`. CPU is
-that of all threads of the flow's process, and of the server's process tree, from the first start until the server
-has recorded everything. Lag is how much later than asked a sleep of 1 ms ends on the flow's event loop.
+inside of the step's task run. Their bodies do nothing. The server is started as `rollmill up` starts it. The flow runs
+in a separate process, with the logging of `rollmill run`. CPU is that of all threads of the flow's process, and of the
+server's process tree, from the first start until the server has recorded everything. Lag is how much later than asked a sleep of 1 ms ends on the flow's event loop.
 """
 
 import argparse
@@ -110,7 +110,7 @@ async def fan_out_step(fanout: Fanout, n_pairs: int, step: int) -> dict[str, flo
 
 
 def measure(n_pairs: int, task_runs: Literal["all", "groups", "events"], server_pid: int) -> dict[str, Any]:
-    """One fan-out in a flow run of its own; needs Prefect's settings in the environment."""
+    """Measure one fan-out in a new flow run; needs Prefect's settings in the environment."""
 
     @flow(name="fanout", persist_result=False)
     async def fanout_flow() -> dict[str, Any]:
@@ -143,7 +143,7 @@ def measure_bare(n_pairs: int) -> dict[str, Any]:
 
 
 def measured(n_pairs: int, task_runs: str, api_url: str, server_pid: int) -> dict[str, Any]:
-    """`measure` in a process of its own, and its figures by task run, or by pair where there are none."""
+    """Run `measure` in a separate process; figures are by task run, or by pair where there are none."""
     from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL
 
     if task_runs == "none":

@@ -3,9 +3,9 @@
 A stub of a vLLM server in another process answers at once, at most 8 requests in flight. Ours is the product's client,
 rows, writer and reader, by vLLM's JSON with base64 and by the arrays of our plugin; beside it the batch as one message:
 structs of Python lists, gathered and encoded in a thread by msgspec (MessagePack) and by orjson, and written to a file;
-and the answers received and dropped. Every pass of every way runs in a process of its own, after the same warm-up, and
-what it left is read back in another. Decoding (JSON, base64, in the client's threads) is told apart from the rest; the
-rest includes HTTP and the kernel's writing. Each figure is the median of the passes; the worst stands below it.
+and the answers received and dropped. Every pass of every way runs in a separate process, after the same warm-up, and
+another process reads back what it stored. Decoding (JSON, base64, in the client's threads) is separate from the rest; the
+rest includes HTTP and the kernel's writing. Each figure is the median of the passes; the worst is in the line below.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """By how much is the event loop later for a 1.2 GB hand-off, beside 200 background tasks that keep it busy?
 
 128 rows with routed experts go from a stub of a vLLM server through the product's client, rows and writer to shards, as in
-`benchmarks.handoff` by arrays, while 200 tasks wait and compute a little in turn. Beside it the same tasks alone, for as
-long. The loop is sampled every millisecond by the product's monitor; missed beats count with what they were late. Passes
-of both take turns, each in a process of its own after the same warm-up; each figure is the median over the passes, and
-excess is that of the hand-off above that of the tasks alone. The server answers with the arrays of our plugin; `--base64`
+`benchmarks.handoff` by arrays, while 200 tasks wait and compute a little in turn. For comparison, the same tasks alone,
+for as long. The loop is sampled every millisecond by the product's monitor; missed beats count with what they were late. Passes
+of both alternate, each in a separate process after the same warm-up; each figure is the median over the passes, and
+excess is that of the hand-off minus that of the tasks alone. The server answers with the arrays of our plugin; `--base64`
 adds the hand-off by vLLM's own JSON.
 
 `loop_cpu_to_calibration` holds on other machines: CPU seconds of the loop's thread for the hand-off, without what the tasks
@@ -120,7 +120,7 @@ async def one_pass(way: str, url: str, place: Path) -> Figures:
 
 
 def in_own_process(way: str) -> Figures:
-    """One pass of a way, with a server of its own."""
+    """Measure one pass of a way with a new server, in a separate process."""
     port = free_port()
     with tempfile.TemporaryDirectory() as place:
         server = LaunchedProcess.start(
@@ -152,7 +152,7 @@ def excess(median: dict[str, Figures], way: str, suffix: str = "") -> Figures:
 
 
 def loop_cpu_s(median: dict[str, Figures]) -> float:
-    """CPU seconds of the loop's thread for the hand-off: what the tasks take in as many seconds is not in it."""
+    """Return the CPU seconds of the loop's thread for the hand-off, without what the tasks use in the same time."""
     alone, both = median[ALONE], median[HAND_OFF]
     return both["loop_cpu_s"] - alone["loop_cpu_s"] * both["seconds"] / alone["seconds"]
 

@@ -269,10 +269,10 @@ def text(results: Results) -> str:
         known = all(name in given for name in part.needs)
         costs = [shown(part.cost(work, given)) if known else "not run" for work in works.values()]
         lines.append(line((part.name, part.law, *costs)))
-    told = [line(("constant", "value")), "|---|---|"]
-    told += [line((f"`{name}`", f"{constant:.2e}")) for name, constant in sorted(given.items())]
-    works_told = [f"- {name}: {described(work)}" for name, work in (("base", BASE), ("large", LARGE))]
-    return "\n".join([*works_told, "", *lines, "", *told]) + "\n"
+    constants_table = [line(("constant", "value")), "|---|---|"]
+    constants_table += [line((f"`{name}`", f"{constant:.2e}")) for name, constant in sorted(given.items())]
+    work_list = [f"- {name}: {described(work)}" for name, work in (("base", BASE), ("large", LARGE))]
+    return "\n".join([*work_list, "", *lines, "", *constants_table]) + "\n"
 
 
 def described(work: Work) -> str:

@@ -3,7 +3,8 @@
 24 rows of 1 to 512 trained tokens, through the product's engine and step with DeepSpeed on real ranks.
 `max_relative_difference` is the norm of a tensor's difference to a double-precision reference over the norm of that, the
 worst tensor of all splits; the reference takes one row at a time through plain PyTorch. `split_difference` is the same of the
-whole gradient between two splits, the worst pair. Beside them what averaging by rank would make of 4 ranks, in double precision.
+whole gradient between two splits, the worst pair. For comparison, what averaging by rank
+would make of 4 ranks, in double precision.
 """
 
 import argparse

@@ -32,7 +32,7 @@ PEERS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One system over one seed, beside the bound and the schedule without overhead of its way of scoring."""
+    """One system over one seed, with the bound and the schedule without overhead of its way of scoring."""
 
     timeline: Timeline
     bound_s: float

@@ -1,7 +1,7 @@
-"""Runs the benchmarks, one after another, each in a process of its own: `python -m benchmarks.run quick|full`.
+"""Runs the benchmarks, one after another, each in a separate process: `python -m benchmarks.run quick|full`.
 
-Quick ones measure the same figures with fewer passes, and no peer; full ones everything, peers in environments of their
-own. A script that fails is told at the end, and the others go on. Results go to benchmarks/results.json, and from there
+Quick ones measure the same figures with fewer passes, and no peer; full ones everything, peers in separate environments.
+A script that fails is reported at the end, and the others still run. Results go to benchmarks/results.json, and from there
 into the table of docs/performance.md. A ratio that looks worse than benchmarks/baseline.json allows is measured twice
 more; when the median of three is worse too, the command fails. It fails too when a declared figure is not measured, and
 when one that has no noise misses its target.
@@ -164,8 +164,8 @@ def main() -> None:
         print(f"NO BASELINE: {name} has fewer than {regression.LEAST_KEPT} values, and is not compared")
     for script, said in outcome.failed.items():
         print(f"FAILED: {script}: {said.splitlines()[0]}")
-    told = {"benchmark": "run", "mode": given.mode, "failed": sorted(outcome.failed)}
-    print(json.dumps(told | {"worse": outcome.worse, "seconds": outcome.seconds}))
+    summary = {"benchmark": "run", "mode": given.mode, "failed": sorted(outcome.failed)}
+    print(json.dumps(summary | {"worse": outcome.worse, "seconds": outcome.seconds}))
     sys.exit(bool(outcome.worse or outcome.failed))
 
 

@@ -1,6 +1,6 @@
 """How long does it take to look at a long run? `rollmill inspect` and one column, of 1,000 steps x 512 made-up rows.
 
-The run lies on this disk, and on an S3 server in a process of its own (moto's, which answers one request at a time).
+The run is stored on this disk, and on an S3 server in a separate process (moto's, which answers one request at a time).
 Each step's partition has one shard, as after its compaction. `inspect` is the whole command, from its start to its
 end; the column is read and summed in this process.
 """
@@ -148,7 +148,7 @@ def one_column(folder: RunFolder, steps: int) -> None:
 
 @contextmanager
 def s3_server() -> Iterator[None]:
-    """moto's server on a port of its own; this process, and those it starts, send their requests there."""
+    """Start moto's server on a free port; this process, and those it starts, send their requests there."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     nothing = subprocess.DEVNULL

@@ -1,7 +1,7 @@
 """What do more servers cost? 0.99 GB of bf16 from one rank to 1, 2 and 4 receivers at once, by TCP.
 
 CPU seconds for each GB and receiver, of the trainer's rank and of a receiver, over loopback. Then seconds with every
-receiver in a network namespace of its own, each behind a link of 1 Gbit/s (tc's token bucket, which needs root):
+receiver in a separate network namespace, each behind a link of 1 Gbit/s (tc's token bucket, which needs root):
 `ratio_4_to_1` is four receivers' seconds to one's. The least of the passes.
 """
 
@@ -28,7 +28,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def capped_spots(n_spots: int) -> Iterator[Sequence[Spot]]:
-    """Namespaces, each with a link of its own to the trainer's address."""
+    """Create namespaces, each with a separate link to the trainer's address."""
     mark = f"rm{os.getpid() % 10**6}x{n_spots}"
     with ExitStack() as stack:
         ip("addr", "add", f"{TRAINER}/32", "dev", "lo")

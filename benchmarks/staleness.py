@@ -1,9 +1,9 @@
-"""How long is a step when rollouts go on while the trainer works? The whole loop over services that sleep.
+"""How long is a step when the servers generate while the trainer works? The whole loop over services that sleep.
 
 Prefect, `post-train`, the data sets, the clients and the sync are the product's; trainer and vLLM server are attached
 to, and answer after the time that training, sending the weights and one completion would take. Strictly on-policy
 (`rollout.max_staleness: 0`) a step is generation, then training, then sync. One step behind (1), the next step's
-generation goes on meanwhile, and a step is the longer of generation, and training with its sync.
+generation runs meanwhile, and a step is the longer of generation, and training with its sync.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.stubs.vllm_server import StubVllmServer
 
 STEPS = 8
 SETTLING_STEPS = 2
-"""Steps at the beginning that are not counted: the first one has nothing to go on beside."""
+"""Steps at the beginning that are not counted: nothing runs concurrently with the first one."""
 GROUPS, GROUP_SIZE, SLOTS = 8, 4, 8
 ROLLOUT_S, SEND_S = 0.5, 0.1
 GENERATION_S = GROUPS * GROUP_SIZE / SLOTS * ROLLOUT_S

@@ -121,7 +121,7 @@ class Gap(NamedTuple):
 
 
 async def measured(http: httpx.AsyncClient, sync: Callable[[], Awaitable[Any]]) -> Gap:
-    """Stream tokens, sync in their midst, and go on streaming for a while."""
+    """Stream tokens, sync in their midst, and continue to stream for a while."""
     times: list[float] = []
     syncing: asyncio.Future[float] | None = None
     async for _ in tokens(http):

@@ -34,7 +34,7 @@ from tests.stubs.vllm_server import StubVllmServer
 
 STEPS = 12
 SETTLING_STEPS = 5
-"""Steps at the beginning that are not counted: much is imported in the first, the run's page is drawn beside the next ones,
+"""Steps at the beginning that are not counted: much is imported in the first, the run's page is drawn during the next ones,
 which takes 2 CPU s once a minute at most, and the server is behind from the second."""
 GROUPS, GROUP_SIZE, SLOTS = 64, 8, 256
 TARGET_S = 1.0
@@ -158,10 +158,10 @@ def main() -> None:
         for task_runs in given.task_runs:
             rows.append(measure(Path(name) / task_runs, given.steps, task_runs))
             print(row(rows[-1]), flush=True)
-    told(rows)
+    print_verdict(rows)
 
 
-def told(rows: list[dict[str, Any]]) -> None:
+def print_verdict(rows: list[dict[str, Any]]) -> None:
     """Print what became of the target, and the JSON object."""
     for each in rows:
         verdict = "reached" if each["flow_cpu_s"] <= TARGET_S else "MISSED"

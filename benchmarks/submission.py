@@ -85,7 +85,7 @@ class Service:
 
 @dataclass(frozen=True)
 class StubServers:
-    """So many servers, in a process of their own."""
+    """Stub servers in one separate process."""
 
     process: subprocess.Popen[str]
     urls: list[str] = field(default_factory=list)
@@ -127,7 +127,7 @@ async def ours(stubs: StubServers, n_passes: int) -> list[float]:
         calls = []
         for number in range(1 + n_passes):
             await asyncio.sleep(0.1)  # as long as connections are kept, and a step lasts longer than a call
-            await servers.prepare(PolicyVersion("ab", 1, number))  # as beside training
+            await servers.prepare(PolicyVersion("ab", 1, number))  # as while the trainer trains
             decided_ns = time.time_ns()
             await servers.update(PolicyVersion("ab", 1, number))
             assert not servers.failed, servers.failed

@@ -1,7 +1,7 @@
 """How long do the weights of a 0.5B model take to one receiver on loopback? 290 tensors, 0.99 GB of bf16; 2 ms a control call.
 
-Ours is the product's sender, links, receiver and messages: asked for what it offers, told to send; the receiver asked where
-it is, and ordered to take. Beside it a call, a gloo send and a wait for each parameter; the same with all dispatched and
+Ours is the product's sender, links, receiver and messages: asked for what it offers, ordered to send; the receiver asked where
+it is, and ordered to take. For comparison: a call, a gloo send and a wait for each parameter; the same with all dispatched and
 awaited at the end; one large tensor over gloo with as many streams; a memcpy. Each for whole weights from one rank and from
 two ZeRO-3 ranks, of which the others' ways gather each parameter first. Nothing is loaded anywhere. The least seconds of the
 passes, which take turns.

@@ -26,7 +26,7 @@ from tests.stubs.prefect_server import prefect_server
 
 TRL = "trl-1.16.0"
 SETTLING = 3
-"""Steps that do not count: the first evaluation goes on beside them, and much is done for the first time."""
+"""Steps that do not count: the first evaluation runs meanwhile, and much is done for the first time."""
 TARGETS = {"tiny_step_ratio_to_trl": 2.0, "speedup_vs_trl_5m": 1.5}
 TINY_SCORER, SCORER = "rollmill.tasks.score.scorers.built_in:AdditionScorer", "benchmarks.races.crc:reward"
 TRL_TINY = {"threads": 2, "rows_at_a_time": 256}

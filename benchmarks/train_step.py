@@ -4,8 +4,8 @@
 Ours is the product's engine and step on one rank, in both layouts, all else as by default; the bare loop takes
 length-sorted micro-batches of 4 rows and runs the head on completion tokens only; trl is fed through `rollout_func`, 4 rows
 at a time, with the 5M model. Everybody makes the same update of the same weights: gradients of the first step are compared.
-Steps are taken in turn, and the quickest of each way counts; ours is the layout that `train.layout: auto` takes, varlen. Tokens are the rows' own, a shared prompt as often as it
-occurs. Memory is the largest resident size after the first step, libraries included.
+The ways make their steps by turns, and the quickest step of each counts; ours is the layout that `train.layout: auto`
+uses, varlen. Tokens are those of the rows, a shared prompt as often as it occurs. Memory is the largest resident size after the first step, libraries included.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Figures = dict[str, float]
 
 
 class Process:
-    """A way of training, in a process that makes a step when told to."""
+    """A way of training, in a process that makes a step on each request."""
 
     def __init__(self, way: str, folder: Path) -> None:
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}

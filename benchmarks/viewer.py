@@ -164,7 +164,7 @@ def rows(source: RunData, search: str, start: int = 0) -> TablePage:
 
 
 def measure(folder: RunFolder, steps: int) -> dict[str, list[float]]:
-    """Seconds of what pages ask, by what it is; each is a question of its own to the same viewer, in this order."""
+    """Return the seconds of each kind of query that a page makes, sent to the same viewer one after another, in this order."""
     source, n = RunData(folder, REFRESH_S / 2, run_tokenizer), steps * GROUPS * GROUP_SIZE
     asked: dict[str, Callable[[], object]] = {
         "trajectories, first page": lambda: rows(source, ""),
@@ -185,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
-        "--run", type=Path, help="a run that was made before; made anew in a new folder by default"
+        "--run", type=Path, help="a stored run to use; by default one is made in a new folder"
     )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:

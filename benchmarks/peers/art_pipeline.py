@@ -1,4 +1,4 @@
-"""openpipe-art's own pipeline over given latencies; runs in an environment of its own, without Rollmill.
+"""openpipe-art's own pipeline over given latencies; runs in a separate environment, without Rollmill.
 
 Reads the work as JSON from standard input, prints the timeline as JSON in the last line of standard output. What
 ART does is ART's: `gather_trajectory_groups` with RULER as its `after_each`, as its documentation shows it. What

@@ -1,4 +1,4 @@
-"""trl's GRPOTrainer on the same batch, a step whenever it is told to; run in trl's environment: trl_steps.py FOLDER.
+"""trl's GRPOTrainer on the same batch, a step on each request; run in trl's environment: trl_steps.py FOLDER.
 
 Before each step it waits for a line on its standard input, and answers after it with CPU seconds and peak memory as a line of
 JSON; the first step leaves the gradient in FOLDER/trl.safetensors.
@@ -21,8 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 GROUP_SIZE, ROWS_AT_A_TIME, N_PROMPT_TOKENS, MOST_STEPS = 8, 4, 64, 1000
 
 
-class Told(TrainerCallback):
-    """Steps when told to."""
+class StepOnRequest(TrainerCallback):
+    """Waits for a request before each step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._started, self._n_steps = folder, 0.0, 0
@@ -115,7 +115,7 @@ def main() -> None:
         ),
         processing_class=tokenizer(model.config.vocab_size),
         rollout_func=rollout,
-        callbacks=[Told(folder)],
+        callbacks=[StepOnRequest(folder)],
     )
     trainer.train()
 

@@ -21,7 +21,7 @@ def write_case(
         config: of the run.
         environment: that plays it.
         scorer: import path of its scorer, which the peer calls too.
-        peer: what the peer alone is told: threads, rows at a time.
+        peer: settings that only the peer has: threads, rows at a time.
     """
     n_groups = config.steps * config.rollout.groups_per_step
     size = environment.size("train")

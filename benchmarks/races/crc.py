@@ -6,5 +6,5 @@ from rollmill.tasks.score.scorer import Candidate
 
 
 def reward(candidate: Candidate) -> float:
-    """Any number from 0 to 1 that goes by the answer, so that a group's rewards differ."""
+    """Return a number from 0 to 1 that depends on the answer, so that a group's rewards differ."""
     return zlib.crc32(candidate.answer.encode()) / 2**32

@@ -39,7 +39,7 @@ class Race:
 
 
 def race(name: str, config: RunConfig) -> Race:
-    """Post-train in a folder of its own."""
+    """Post-train in a new folder."""
     from rollmill.flows.checks.preflight import preflight
     from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
     from rollmill.flows.run.folder import run_folder

@@ -1,16 +1,16 @@
 """Every benchmark of the product, its figures and their targets."""
 
-from benchmarks.suite.figures import Benchmark, Beside, Figure
+from benchmarks.suite.figures import Benchmark, Comparison, Figure
 
-FUSED = Beside("openpipe-art 0.5.18", "ratio_art_fused", in_quick=False)
-BOUND = Beside("lower bound")
-IDEAL = Beside("no overhead")
+FUSED = Comparison("openpipe-art 0.5.18", "ratio_art_fused", in_quick=False)
+BOUND = Comparison("lower bound")
+IDEAL = Comparison("no overhead")
 TRL = "trl 1.16.0"
 PER_PARAMETER = "a call a parameter"
-LARGE_TENSOR = Beside("one large tensor")
-STUBS, LOOP = Beside("the stubs' CPU"), Beside("a loop of Python's, CPU")
+LARGE_TENSOR = Comparison("one large tensor")
+STUBS, LOOP = Comparison("the stubs' CPU"), Comparison("a loop of Python's, CPU")
 TRL_5M, TRL_5M_MB = (
-    Beside(TRL, f"sizes/5M/trl/{key}", in_quick=False) for key in ("tokens_per_cpu_s", "peak_mb")
+    Comparison(TRL, f"sizes/5M/trl/{key}", in_quick=False) for key in ("tokens_per_cpu_s", "peak_mb")
 )
 
 ROLLOUTS = (
@@ -23,7 +23,7 @@ ROLLOUTS = (
                 "ratio_trajectory",
                 "x",
                 1.13,
-                peer=Beside("openpipe-art 0.4.11", "ratio_art_two_gathers", in_quick=False),
+                peer=Comparison("openpipe-art 0.4.11", "ratio_art_two_gathers", in_quick=False),
                 limit=BOUND,
             ),
             Figure("ratio_group", "x", 1.29, peer=FUSED, limit=BOUND),
@@ -56,7 +56,9 @@ ROLLOUTS = (
         "exposed_reward",
         quick=(),
         figures=(
-            Figure("exposed_s", "s", 0.05, peer=Beside("in a thread", "exposed_thread_s"), is_steady=False),
+            Figure(
+                "exposed_s", "s", 0.05, peer=Comparison("in a thread", "exposed_thread_s"), is_steady=False
+            ),
             Figure("exposed_as_they_come_s", "s"),
         ),
     ),
@@ -76,7 +78,7 @@ ROLLOUTS = (
                 "x",
                 1.0,
                 more_is_better=True,
-                peer=Beside("Prefect's default", "recorded_share_default"),
+                peer=Comparison("Prefect's default", "recorded_share_default"),
                 is_exact=True,
             ),
         ),
@@ -96,30 +98,30 @@ STORING = (
     Benchmark(
         "handoff",
         figures=(
-            Figure("cpu_s", "s", 0.6, peer=Beside("msgpack", "ways/msgpack/cpu_s")),
+            Figure("cpu_s", "s", 0.6, peer=Comparison("msgpack", "ways/msgpack/cpu_s")),
             Figure("decode_cpu_s", "s"),
-            Figure("wall_s", "s", peer=Beside("msgpack", "ways/msgpack/wall_s")),
+            Figure("wall_s", "s", peer=Comparison("msgpack", "ways/msgpack/wall_s")),
             Figure(
                 "lag_excess_ms",
                 "ms",
                 10.0,
-                peer=Beside("msgpack", "ways/msgpack/lag_excess_ms"),
+                peer=Comparison("msgpack", "ways/msgpack/lag_excess_ms"),
                 is_steady=False,
             ),
-            Figure("peak_rss_gb", "GB", 1.5, peer=Beside("msgpack", "ways/msgpack/peak_rss_gb")),
-            Figure("read_column_s", "s", 0.01, peer=Beside("msgpack", "ways/msgpack/read_column_s")),
+            Figure("peak_rss_gb", "GB", 1.5, peer=Comparison("msgpack", "ways/msgpack/peak_rss_gb")),
+            Figure("read_column_s", "s", 0.01, peer=Comparison("msgpack", "ways/msgpack/read_column_s")),
         ),
     ),
     Benchmark(
         "persist",
         quick=(),
         figures=(
-            Figure("cpu_ms", "ms", 40.0, peer=Beside("orjson", "ways/orjson/cpu_ms")),
+            Figure("cpu_ms", "ms", 40.0, peer=Comparison("orjson", "ways/orjson/cpu_ms")),
             Figure(
                 "lag_excess_ms",
                 "ms",
                 5.0,
-                peer=Beside("orjson", "ways/orjson/lag_excess_ms"),
+                peer=Comparison("orjson", "ways/orjson/lag_excess_ms"),
                 is_steady=False,
             ),
         ),
@@ -138,7 +140,9 @@ STORING = (
         quick=(),
         figures=(
             Figure("compaction_s", "s"),
-            Figure("commit_beside_ms", "ms", limit=Beside("nothing compacted", "commit_ms"), is_steady=False),
+            Figure(
+                "commit_beside_ms", "ms", limit=Comparison("nothing compacted", "commit_ms"), is_steady=False
+            ),
         ),
     ),
     Benchmark(
@@ -157,8 +161,8 @@ TRAINING = (
         "train_step",
         quick=("--sizes", "5M", "--no-peers"),
         figures=(
-            Figure("ratio_to_bare", "x", 0.9, more_is_better=True, limit=Beside("a bare loop")),
-            Figure("ratio_to_trl", "x", 2.8, more_is_better=True, peer=Beside(TRL), in_quick=False),
+            Figure("ratio_to_bare", "x", 0.9, more_is_better=True, limit=Comparison("a bare loop")),
+            Figure("ratio_to_trl", "x", 2.8, more_is_better=True, peer=Comparison(TRL), in_quick=False),
             Figure("sizes/5M/varlen/tokens_per_cpu_s", "tokens", peer=TRL_5M, is_steady=False),
             Figure("sizes/5M/varlen/peak_mb", "MB", peer=TRL_5M_MB, is_steady=False),
             Figure("sizes/5M/padded/peak_mb", "MB"),
@@ -184,7 +188,7 @@ TRAINING = (
             Figure(
                 "chunks/512 MiB/head_mb",
                 "MB",
-                peer=Beside("nothing cut", "chunks/whole/head_mb"),
+                peer=Comparison("nothing cut", "chunks/whole/head_mb"),
             ),
         ),
     ),
@@ -204,11 +208,11 @@ SYNC = (
         "sync",
         quick=("--passes", "2"),
         figures=(
-            Figure("speedup", "x", 4.0, more_is_better=True, peer=Beside(PER_PARAMETER)),
-            Figure("speedup_zero3", "x", 6.0, more_is_better=True, peer=Beside(PER_PARAMETER)),
+            Figure("speedup", "x", 4.0, more_is_better=True, peer=Comparison(PER_PARAMETER)),
+            Figure("speedup_zero3", "x", 6.0, more_is_better=True, peer=Comparison(PER_PARAMETER)),
             Figure("share_of_loopback", "x", 0.8, more_is_better=True, limit=LARGE_TENSOR),
             Figure("control_calls", "calls", 5.0, is_exact=True),
-            Figure("seconds_ours", "s", limit=Beside("memcpy", "seconds_memcpy"), is_steady=False),
+            Figure("seconds_ours", "s", limit=Comparison("memcpy", "seconds_memcpy"), is_steady=False),
             Figure("seconds_per_parameter", "s"),
             Figure("seconds_ours_zero3", "s"),
             Figure("seconds_per_parameter_zero3", "s"),
@@ -218,13 +222,13 @@ SYNC = (
         "stall",
         figures=(
             Figure("gap_none_s", "s"),
-            Figure("gap_keep_s", "s", peer=Beside(PER_PARAMETER, "gap_per_parameter_s"), is_steady=False),
+            Figure("gap_keep_s", "s", peer=Comparison(PER_PARAMETER, "gap_per_parameter_s"), is_steady=False),
             Figure(
                 "gap_second_copy_s",
                 "s",
                 0.1,
-                peer=Beside(PER_PARAMETER, "gap_per_parameter_s"),
-                limit=Beside("no sync", "gap_none_s"),
+                peer=Comparison(PER_PARAMETER, "gap_per_parameter_s"),
+                limit=Comparison("no sync", "gap_none_s"),
                 is_steady=False,
             ),
             Figure("gap_second_copy_least_s", "s"),
@@ -235,7 +239,7 @@ SYNC = (
     Benchmark(
         "servers",
         figures=(
-            Figure("ratio_4_to_1", "x", 1.15, limit=Beside("one receiver")),
+            Figure("ratio_4_to_1", "x", 1.15, limit=Comparison("one receiver")),
             *(Figure(f"cpu_s_per_gb_and_receiver/{n}", "s") for n in (1, 2, 4)),
             *(Figure(f"capped_seconds/{n}", "s") for n in (1, 2, 4)),
         ),
@@ -271,23 +275,23 @@ WHOLE = (
         "submission",
         quick=(),
         figures=(
-            Figure("calls_1", "calls", peer=Beside("one after another", "one_by_one_1"), is_steady=False),
-            Figure("calls_16", "calls", peer=Beside("one after another", "one_by_one_16")),
+            Figure("calls_1", "calls", peer=Comparison("one after another", "one_by_one_1"), is_steady=False),
+            Figure("calls_16", "calls", peer=Comparison("one after another", "one_by_one_16")),
             Figure(
                 "calls_64",
                 "calls",
                 1.5,
-                peer=Beside("one after another", "one_by_one_64"),
-                limit=Beside("one call"),
+                peer=Comparison("one after another", "one_by_one_64"),
+                limit=Comparison("one call"),
             ),
         ),
     ),
     Benchmark(
         "time_to_reward",
         figures=(
-            Figure("tiny_step_ratio_to_trl", "x", 2.0, peer=Beside(TRL)),
-            Figure("speedup_vs_trl_5m", "x", 1.5, more_is_better=True, peer=Beside(TRL)),
-            Figure("end_reward", "x", peer=Beside(TRL, "end_reward_trl"), is_steady=False),
+            Figure("tiny_step_ratio_to_trl", "x", 2.0, peer=Comparison(TRL)),
+            Figure("speedup_vs_trl_5m", "x", 1.5, more_is_better=True, peer=Comparison(TRL)),
+            Figure("end_reward", "x", peer=Comparison(TRL, "end_reward_trl"), is_steady=False),
             Figure("tiny_step_s", "s"),
             Figure("tiny_step_trl_s", "s"),
             Figure("tiny_step_least_s", "s"),

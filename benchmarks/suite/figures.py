@@ -11,12 +11,12 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Comparison:
     """What a figure is compared with: a peer, or the limit that nothing can pass.
 
     Attributes:
         name: of the peer, or of the limit.
-        key: where its value lies in the same JSON object; empty when the figure is itself the ratio to it.
+        key: of its value in the same JSON object; empty when the figure is itself the ratio to it.
         in_quick: False where a quick run does not measure it.
     """
 
@@ -30,9 +30,9 @@ class Figure:
     """One number that a benchmark measures.
 
     Attributes:
-        key: where it lies in the JSON object, names of nested objects before it: `ways/orjson/cpu_ms`.
+        key: in the JSON object, names of nested objects before it: `ways/orjson/cpu_ms`.
         unit: `x` for a ratio, which a machine's speed does not change; else as printed.
-        target: what it is to reach; None where it is only told.
+        target: what it is to reach; None where it is only reported.
         more_is_better: True when the target is the least, not the most.
         peer: what others have on the same work.
         limit: the bound.
@@ -45,8 +45,8 @@ class Figure:
     unit: str
     target: float | None = None
     more_is_better: bool = False
-    peer: Beside | None = None
-    limit: Beside | None = None
+    peer: Comparison | None = None
+    limit: Comparison | None = None
     is_steady: bool = True
     is_exact: bool = False
     in_quick: bool = True
@@ -55,7 +55,7 @@ class Figure:
         """Its value in what a script has printed; None when it is not there."""
         return find(values, self.key)
 
-    def ratio(self, values: Values, beside: Beside) -> float | None:
+    def ratio(self, values: Values, beside: Comparison) -> float | None:
         """The figure to what it is compared with, of one run of the script; None when either is not there.
 
         Example: of cpu_ms 62 beside a peer's 75 it is 0.83.
@@ -70,7 +70,7 @@ class Figure:
             return None
         return value >= self.target if self.more_is_better else value <= self.target
 
-    def besides(self, mode: Mode) -> list[Beside]:
+    def besides(self, mode: Mode) -> list[Comparison]:
         """What a run of a mode measures beside it."""
         return [
             beside
@@ -81,7 +81,7 @@ class Figure:
     def ratios(self, values: Values, mode: Mode) -> dict[str, float | None]:
         """All that is compared with the baseline, by name: the figure if it is a ratio, else its ratios to others.
 
-        Example: {"cpu_ms / orjson": 0.83}; None stands for one whose values are not there.
+        Example: {"cpu_ms / orjson": 0.83}; None for one whose values are missing.
         """
         if not self.is_steady or self.is_exact or (mode == "quick" and not self.in_quick):
             return {}

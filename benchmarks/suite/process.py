@@ -1,4 +1,4 @@
-"""One benchmark's script, in a process of its own which ends with all that it started."""
+"""Runs one benchmark's script in a separate process, which ends with all that it started."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from rollmill.tasks.processes.launched_process import LaunchedProcess
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / ".rollmill" / "bench"
 GRACE_S = 20.0
-TOLD_LINES = 20
+SHOWN_LINES = 20
 
 
 class ScriptError(Exception):
@@ -33,11 +33,13 @@ async def run_script(script: str, arguments: tuple[str, ...], timeout_s: float) 
         async with asyncio.timeout(timeout_s):
             status = await process.wait()
     except TimeoutError:
-        raise ScriptError(f"not done after {timeout_s:g} s; {log}:\n{process.log_tail(TOLD_LINES)}") from None
+        raise ScriptError(
+            f"not done after {timeout_s:g} s; {log}:\n{process.log_tail(SHOWN_LINES)}"
+        ) from None
     finally:
         await process.stop()
     if status:
-        raise ScriptError(f"status {status}; {log}:\n{process.log_tail(TOLD_LINES)}")
+        raise ScriptError(f"status {status}; {log}:\n{process.log_tail(SHOWN_LINES)}")
     *lines, last = log.read_text(errors="replace").splitlines() or [""]
     print("\n".join(lines), flush=True)
     with suppress(json.JSONDecodeError):

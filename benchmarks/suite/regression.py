@@ -28,8 +28,8 @@ Stored = Mapping[str, Sequence[float]]
 class Baseline:
     """The stored values of one ratio.
 
-    Example: Baseline((1.0, 1.1, 1.2)) finds 1.3 within 20 % of 1.1, and 1.4 worse; of Baseline((1.0, 1.1, 1.5)) 1.4 lies
-    in the spread.
+    Example: Baseline((1.0, 1.1, 1.2)) finds 1.3 within 20 % of 1.1, and 1.4 worse; in Baseline((1.0, 1.1, 1.5)) 1.4 is
+    within the spread.
     """
 
     values: tuple[float, ...]

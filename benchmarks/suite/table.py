@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.suite.figures import Benchmark, Beside, Figure
+from benchmarks.suite.figures import Benchmark, Comparison, Figure
 from benchmarks.suite.process import ROOT
 from benchmarks.suite.results import Result, Results
 
@@ -72,7 +72,7 @@ def verdict(figure: Figure, value: float | None) -> str:
     return "" if met is None else "met" if met else MISSED
 
 
-def compared(figure: Figure, beside: Beside | None, newest: Result | None) -> str:
+def compared(figure: Figure, beside: Comparison | None, newest: Result | None) -> str:
     """The figure's ratio to a peer or a limit in the same run, and whose: `0.83 x orjson`; empty where it has none."""
     ratio = figure.ratio(newest.values, beside) if newest and beside else None
     return "" if ratio is None or beside is None else f"{shown(ratio)} x {beside.name}"
@@ -88,12 +88,12 @@ def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
 def missed(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """Return the list of missed targets."""
     found = targets(benchmarks, results)
-    told = [
+    lines = [
         f"- `{script}`: `{figure.key}` {shown(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}"
         for script, figure, value in found
         if value is not None and verdict(figure, value) == MISSED
     ]
-    return "\n".join([f"{len(told)} of {len(found)} targets of our own are missed:", "", *told]) + "\n"
+    return "\n".join([f"{len(lines)} of {len(found)} targets of our own are missed:", "", *lines]) + "\n"
 
 
 def targets(benchmarks: Sequence[Benchmark], results: Results) -> list[tuple[str, Figure, float | None]]:

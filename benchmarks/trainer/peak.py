@@ -6,7 +6,7 @@ KIB_PER_MB = 1e6 / 1024
 
 
 def start_peak() -> None:
-    """From now on count anew."""
+    """Reset the peak: it counts from now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,4 +1,4 @@
-"""A process that trains in one way, a step whenever it is told to: python -m benchmarks.trainer.worker WAY FOLDER SETTINGS.
+"""A process that trains in one way, a step on each request: python -m benchmarks.trainer.worker WAY FOLDER SETTINGS.
 
 For each line on its standard input it makes a step, and answers with its CPU seconds and peak memory as a line of JSON. Its
 first step leaves the gradient in FOLDER/WAY.safetensors.

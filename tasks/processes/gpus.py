@@ -146,7 +146,7 @@ def assign_gpus(
 
 
 def _pick(field: str, names: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
-    """Return the entries of `visible` that names stand for; the names themselves where no GPU is known."""
+    """Return the entries of `visible` that names mean; the names themselves where no GPU is known."""
     picked = []
     for name in names:
         is_position = name.isdecimal() and int(name) < len(visible)

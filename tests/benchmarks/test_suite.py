@@ -10,7 +10,7 @@ import pytest
 from benchmarks import model
 from benchmarks.run import Suite, run_all
 from benchmarks.suite.declared import BENCHMARKS
-from benchmarks.suite.figures import Benchmark, Beside, Figure, Mode
+from benchmarks.suite.figures import Benchmark, Comparison, Figure, Mode
 from benchmarks.suite.process import ROOT, ScriptError, run_script
 from benchmarks.suite.regression import (
     BASELINE,
@@ -33,9 +33,9 @@ MADE_UP = Benchmark(
     figures=(
         Figure("speedup", "x", 2.0, more_is_better=True),
         Figure("ratio", "x", 1.1),
-        Figure("cpu_ms", "ms", 40.0, peer=Beside("json", "ways/json/cpu_ms")),
+        Figure("cpu_ms", "ms", 40.0, peer=Comparison("json", "ways/json/cpu_ms")),
         Figure("noise", "x", is_steady=False),
-        Figure("ratio_to_peer", "x", peer=Beside("a peer"), in_quick=False),
+        Figure("ratio_to_peer", "x", peer=Comparison("a peer"), in_quick=False),
     ),
     quick=(),
 )

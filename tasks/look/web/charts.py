@@ -54,7 +54,7 @@ WORK = {name: SPAN_COLOURS[name] for name in SPANS} | {
     "recording": "#c9b98a",
 }
 """Colours of the most common work in a timeline."""
-LEAST_TOLD = 0.005
+LEAST_DRAWN = 0.005
 """Share of the drawn time from which a name gets into the legend; hovering shows every name."""
 LANE = 26
 """Height of a timeline row in pixels."""
@@ -100,7 +100,7 @@ def make_timeline_chart(timeline: StepTimeline) -> Component:
         .agg(pl.col("seconds").sum())
         .sort("seconds", "name", descending=[True, False])
     )
-    least_s = LEAST_TOLD * float(names["seconds"].sum())
+    least_s = LEAST_DRAWN * float(names["seconds"].sum())
     bars = [
         _stretches(timeline.pieces.filter(name=name), name, in_legend=seconds >= least_s)
         for name, seconds in names.rows()
