@@ -1,6 +1,6 @@
 """Writes the weights of a trainer rank into buckets, while earlier buckets are being sent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.links.link import as_bytes
-from rollmill.tasks.sync.transfer_plan import Bucket
+from rollmill.tasks.sync.transfer_plan import STREAMS, Bucket
 
 
 class Piece(NamedTuple):
@@ -35,7 +35,7 @@ class BucketOffset(NamedTuple):
 
 
 CopyToBucket = Callable[[BucketOffset, torch.Tensor, bool], torch.Tensor]
-"""Returns [n] uint8 that keeps the given bytes until the transfer ends; the flag is `Piece.is_live`."""
+"""Returns [n] uint8 that keeps the given bytes until every server has taken the bucket; the flag is `Piece.is_live`."""
 
 
 ReadyBucket = Future[Sequence[torch.Tensor]]
@@ -118,8 +118,17 @@ class BucketWriter:
             self._parts = []
 
 
+STAGING_BUCKETS = 2 * STREAMS
+"""Buckets of staging memory: each of a worker's links sends one while the next one for it is written."""
+
+AwaitTaken = Callable[[Collection[int]], int]
+"""Waits until all servers have taken one of the buckets with the given numbers; returns its number."""
+
+
 class StagingMemory:
-    """Memory of one device for weights that are overwritten before they are sent, or are on another device.
+    """A ring of STAGING_BUCKETS buckets of one device, for weights that are overwritten before they are sent, or are elsewhere.
+
+    A bucket is written again once every server has taken it.
 
     Args:
         device: a CPU or a GPU. Host memory is page-locked for pieces that come from a GPU.
@@ -127,28 +136,38 @@ class StagingMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sizes: list[int] = []
-        self._memory: dict[int, torch.Tensor] = {}
+        self._free: list[torch.Tensor] = []
+        self._used: dict[int, torch.Tensor] = {}
 
-    def keeper(self, buckets: Sequence[Bucket]) -> CopyToBucket:
-        """Return a function that returns live bytes on this device as they are, and copies others into this memory."""
-        sizes = [bucket.size_bytes for bucket in buckets]
-        if sizes != self._sizes:
-            self._sizes, self._memory = sizes, {}
+    @property
+    def size_bytes(self) -> int:
+        """Size of the memory in bytes, which is kept between transfers."""
+        return sum(each.numel() for each in (*self._free, *self._used.values()))
 
+    def keeper(self, buckets: Sequence[Bucket], await_taken: AwaitTaken) -> CopyToBucket:
+        """Return a function that returns live bytes on this device as they are, and copies others into this memory.
+
+        The function waits while all memory has buckets that a server has not taken. Call this between two transfers.
+        """
+        size = max((bucket.size_bytes for bucket in buckets), default=0)
         # Memory is kept between transfers: new memory for each of them takes four times as long.
+        self._free = [each for each in (*self._free, *self._used.values()) if each.numel() == size]
+        self._used = {}
+
         def keep(offset: BucketOffset, data: torch.Tensor, is_live: bool) -> torch.Tensor:
             if is_live and data.device.type == self._device.type:
                 return data
-            if offset.bucket not in self._memory:
-                self._memory[offset.bucket] = torch.empty(
-                    sizes[offset.bucket],
-                    dtype=torch.uint8,
-                    device=self._device,
-                    # CUDA copies into ordinary host memory through a page-locked buffer, so twice.
-                    pin_memory=data.is_cuda and self._device.type == "cpu",
+            if offset.bucket not in self._used:
+                if len(self._used) == STAGING_BUCKETS:
+                    self._free.append(self._used.pop(await_taken(tuple(self._used))))
+                # CUDA copies into ordinary host memory through a page-locked buffer, so twice.
+                is_pinned = data.is_cuda and self._device.type == "cpu"
+                self._used[offset.bucket] = (
+                    self._free.pop()
+                    if self._free
+                    else torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=is_pinned)
                 )
-            return self._memory[offset.bucket][offset.at : offset.at + len(data)].copy_(data)
+            return self._used[offset.bucket][offset.at : offset.at + len(data)].copy_(data)
 
         return keep
 

@@ -8,7 +8,7 @@ from rollmill.tasks.sync.ranges import Range, cut_evenly
 
 # Links of each trainer rank to each worker of a server: with two, one sends while the other waits for its peer.
 STREAMS = 2
-# Bytes of one transfer buffer: a network is busy with them, and a sync needs two buffers of pinned memory.
+# Bytes of one transfer buffer: a network is busy with them, and a rank stages only some of them (STAGING_BUCKETS).
 BUCKET_BYTES = 32 << 20
 # Bytes: torch refuses a view of an element type at an offset that is no multiple of its size.
 ALIGNMENT = 16

@@ -1,10 +1,10 @@
 """One trainer rank's end of a weight transfer: sends its buckets to every server, a thread for each link."""
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -26,12 +26,17 @@ from rollmill.tasks.sync.links.link import (
     join_store,
     link_name,
     local_address,
-    use_all_cores,
 )
 from rollmill.tasks.sync.links.nccl_link import NcclSender
 from rollmill.tasks.sync.links.shm_link import SharedSender
 from rollmill.tasks.sync.links.tcp_link import TcpSender
-from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
+from rollmill.tasks.sync.server_transfer import (
+    WAITING_FOR_RECEIVER,
+    BackPressure,
+    ServerTransfer,
+    TimeLimit,
+)
+from rollmill.tasks.sync.transfer_plan import TransferPlan
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget
 
 SENDERS: Mapping[str, Callable[[Rendezvous], SendingLink]] = {
@@ -43,91 +48,6 @@ SENDERS: Mapping[str, Callable[[Rendezvous], SendingLink]] = {
 
 SOURCE_MEMORY = {"tcp": "cpu", "nccl": "cuda", "shm": "shared"}
 """The memory from which a transport sends: host memory, the GPU's, or the segment that servers read."""
-
-
-class ServerTransfer:
-    """Sends all buckets of one trainer rank to one server, with a thread for each link.
-
-    Args:
-        links: [workers * streams], each True if it is open already.
-        streams: links to each worker, which carry buckets in turn.
-        sizes: bytes of each bucket.
-        ready: futures of the buckets' bytes.
-        on_end: called once, in a thread of the transfer, when all of its threads are done.
-
-    Attributes:
-        error: why the transfer was given up; empty if it was not.
-        ended_at: end of the link that ended last, in seconds of `time.monotonic`.
-        stalls: intervals (`time.perf_counter_ns`) in which the link that ended last waited for the server.
-    """
-
-    def __init__(
-        self,
-        links: Mapping[SendingLink, bool],
-        streams: int,
-        sizes: Sequence[int],
-        ready: Sequence[ReadyBucket],
-        on_end: Callable[["ServerTransfer"], None],
-    ) -> None:
-        self.error = ""
-        self.ended_at = 0.0
-        self.stalls: list[tuple[int, int]] = []
-        self._links, self._sizes, self._ready, self._on_end = links, sizes, ready, on_end
-        self._streams = streams
-        self._sent = [0] * len(links)
-        self._running, self._lock = len(links), threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=each, daemon=True) for each in enumerate(links)
-        ]
-
-    def start(self) -> None:
-        """Start the threads that send."""
-        with use_all_cores():
-            for thread in self._threads:
-                thread.start()
-
-    @property
-    def sent_bytes(self) -> int:
-        """Number of bytes sent so far to the worker that has received the fewest."""
-        return min(
-            sum(self._sent[first : first + self._streams])
-            for first in range(0, len(self._sent), self._streams)
-        )
-
-    def give_up(self, reason: str) -> None:
-        """Close all links and record the reason, unless the transfer was cancelled before."""
-        with self._lock:
-            if self.error:
-                return
-            so_far = f"{self.sent_bytes / 1e6:.1f} of {sum(self._sizes) / 1e6:.1f} MB had been sent"
-            self.error = f"{reason}; {so_far}"
-        for link in self._links:
-            link.close()
-
-    def join(self) -> None:
-        """Wait until all threads have ended, so that none reads the weights any more."""
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, number: int, link: SendingLink) -> None:
-        try:
-            link.stalls.take()
-            if not self._links[link]:
-                with link.stalls.watched():
-                    link.open()
-            for bucket in range(number % self._streams, len(self._sizes), self._streams):
-                link.send(self._ready[bucket].result())
-                self._sent[number] += self._sizes[bucket]
-        except Exception as error:  # noqa: BLE001 - of any kind: a thread's error is lost, and the server's part would pass for sent
-            self.give_up(str(error) or type(error).__name__)
-        finally:
-            with self._lock:
-                self._running -= 1
-                is_last = not self._running
-            if is_last:
-                self.stalls = link.stalls.take()
-                self.ended_at = time.monotonic()
-                self._on_end(self)
 
 
 # Seconds that slower servers get once the first one has everything: the rest take the weights by files, and training resumes.
@@ -187,23 +107,37 @@ class WeightSender:
             SyncError: the pieces do not match the plan.
         """
         started, buckets = time.monotonic(), plan.senders[self._rank]
-        for each in targets:
-            if each.transport not in SENDERS:
-                raise SyncError(f"expected a link by {', '.join(SENDERS)}, got {each.transport!r}")
+        self._check(targets, shared)
+        limit = TimeLimit(
+            started + self._config.timeout_s,
+            f"it took longer than {self._config.timeout_s:g} s (sync.timeout_s)",
+        )
+        pressure = BackPressure(limit, self._straggler_timeout_s)
         ready: dict[str, list[ReadyBucket]] = {
             SOURCE_MEMORY[each.transport]: [Future() for _ in buckets] for each in targets
         }
-        writers = [
-            BucketWriter(buckets, self._keep(memory, buckets, shared), each) for memory, each in ready.items()
-        ]
         ended = queue.SimpleQueue[ServerTransfer]()
-        self._transfers = transfers = self._prepare_transfers(plan, targets, ready, ended)
+        self._transfers = transfers = self._prepare_transfers(
+            plan, targets, ready, ended.put, pressure.notify
+        )
+
+        def keep(memory: str) -> CopyToBucket:
+            if memory == "shared" and shared is not None:
+                return copy_into_stream(shared)
+            by_memory = {
+                each.server: transfers[each.server]
+                for each in targets
+                if SOURCE_MEMORY[each.transport] == memory
+            }
+            return self._staging[memory].keeper(buckets, partial(pressure.await_taken, by_memory))
+
+        writers = [BucketWriter(buckets, keep(memory), each) for memory, each in ready.items()]
         try:
             for transfer in transfers.values():
                 transfer.start()
             _write_buckets(writers, pieces)
             filled_ns = time.perf_counter_ns()
-            self._await(transfers, ended, started)
+            self._await(transfers, ended, limit)
             _record_stalls(transfers, filled_ns)
         except Exception as error:
             _give_up_all(transfers, ready, f"the trainer could not send its weights: {error}")
@@ -219,14 +153,22 @@ class WeightSender:
             for server, each in transfers.items()
         ]
 
+    def _check(self, targets: Sequence[SendTarget], shared: torch.Tensor | None) -> None:
+        for each in targets:
+            if each.transport not in SENDERS:
+                raise SyncError(f"expected a link by {', '.join(SENDERS)}, got {each.transport!r}")
+            if SOURCE_MEMORY[each.transport] == "shared" and shared is None:
+                raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
+
     def _prepare_transfers(
         self,
         plan: TransferPlan,
         targets: Sequence[SendTarget],
         ready: Mapping[str, Sequence[ReadyBucket]],
-        ended: queue.SimpleQueue[ServerTransfer],
+        on_end: Callable[[ServerTransfer], None],
+        on_taken: Callable[[], None],
     ) -> dict[str, ServerTransfer]:
-        """Create each server's transfer, by its address; one that has ended is put into `ended`."""
+        """Create each server's transfer, by its address."""
         sizes = [bucket.size_bytes for bucket in plan.senders[self._rank]]
         return {
             each.server: ServerTransfer(
@@ -234,7 +176,8 @@ class WeightSender:
                 plan.streams,
                 sizes,
                 ready[SOURCE_MEMORY[each.transport]],
-                ended.put,
+                on_end,
+                on_taken,
             )
             for each in targets
         }
@@ -254,32 +197,24 @@ class WeightSender:
         self,
         transfers: Mapping[str, ServerTransfer],
         ended: "queue.SimpleQueue[ServerTransfer]",
-        started: float,
+        limit: TimeLimit,
     ) -> None:
         """Wait until all transfers have ended, and give up those that exceed the time limits."""
-        limits = self._config
-        deadline = started + limits.timeout_s
-        reason = f"it took longer than {limits.timeout_s:g} s (sync.timeout_s)"
         left = set(transfers.values())
         while left:
             try:
-                done = ended.get(timeout=max(deadline - time.monotonic(), 0.0))
+                done = ended.get(timeout=max(limit.deadline - time.monotonic(), 0.0))
             except queue.Empty:
                 for each in left:
-                    each.give_up(reason)
+                    each.give_up(limit.reason)
                 return
             left.remove(done)
             # A server that failed shows nothing about how long the others need.
-            if not done.error and done.ended_at + self._straggler_timeout_s < deadline:
-                deadline = done.ended_at + self._straggler_timeout_s
-                reason = f"it was not done {self._straggler_timeout_s:g} s after another server"
-
-    def _keep(self, memory: str, buckets: Sequence[Bucket], shared: torch.Tensor | None) -> CopyToBucket:
-        if memory != "shared":
-            return self._staging[memory].keeper(buckets)
-        if shared is None:
-            raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
-        return copy_into_stream(shared)
+            sooner = done.ended_at + self._straggler_timeout_s
+            if not done.error and sooner < limit.deadline:
+                limit = TimeLimit(
+                    sooner, f"it was not done {self._straggler_timeout_s:g} s after another server"
+                )
 
     def _links_to(self, target: SendTarget, streams: int) -> dict[SendingLink, bool]:
         """Return the [workers * streams] links to a server, each with True if it is open already.
@@ -338,4 +273,4 @@ def _record_stalls(transfers: Mapping[str, ServerTransfer], filled_ns: int) -> N
     server, last = max(transfers.items(), key=lambda each: each[1].ended_at)
     for started, ended in last.stalls:
         if ended > filled_ns:
-            lane.add("waiting_for_receiver", max(started, filled_ns), ended, server)
+            lane.add(WAITING_FOR_RECEIVER, max(started, filled_ns), ended, server)

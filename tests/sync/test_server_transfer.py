@@ -9,7 +9,7 @@ import torch
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.links.link import Stalls
-from rollmill.tasks.sync.weight_sender import ServerTransfer
+from rollmill.tasks.sync.server_transfer import ServerTransfer
 
 
 class FailingLink:
