@@ -144,6 +144,50 @@ CONSTANTS = {
 }
 """Value of each former setting that is a constant, by its name."""
 
+FOREIGN = {
+    "adv_estimator": "score.advantage",
+    "batch_size": "rollout.groups_per_step (prompts, not trajectories)",
+    "beta": "train.kl.coef",
+    "clip_ratio_high": "train.clip_high",
+    "clip_ratio_low": "train.clip_low",
+    "entropy_coeff": "train.entropy_coef",
+    "epsilon": "train.clip_low",
+    "epsilon_high": "train.clip_high",
+    "grad_clip": "train.max_grad_norm",
+    "kl_coef": "train.kl.coef",
+    "kl_loss_coef": "train.kl.coef",
+    "kl_loss_type": "train.kl.estimator",
+    "kl_tau": "train.kl.coef",
+    "learning_rate": "train.lr",
+    "loss_agg_mode": "train.normalization",
+    "loss_mode": "train.loss",
+    "loss_type": "train.loss and train.normalization",
+    "lr_warmup_steps": "train.warmup_steps",
+    "mask_truncated_completions": "score.train_truncated (false)",
+    "max_async_level": "rollout.max_staleness",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "max_off_policy_steps": "rollout.max_staleness",
+    "max_response_length": "rollout.max_completion_tokens",
+    "max_steps": "steps",
+    "max_tokens": "rollout.max_completion_tokens",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "train.epochs",
+    "num_train_gpus": "train.ranks",
+    "ppo_epochs": "train.epochs",
+    "reward_funcs": "score.scorer and score.sum",
+    "rollout_is_threshold": "train.importance.bounds",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "score.advantage",
+    "seq_len": "serve.max_model_len and train.micro_batch_tokens",
+    "staleness_threshold": "rollout.max_staleness",
+    "total_training_steps": "steps",
+    "train_batch_size": "rollout.groups_per_step",
+    "vllm_max_model_length": "serve.max_model_len",
+}
+"""Settings for what TRL, verl and prime-rl call otherwise, by the last part of its name there; docs/glossary.md has all."""
+
 
 def find_moved_setting(values: object, prefix: str = "") -> tuple[str, object, str] | None:
     """Find the first renamed or removed setting in nested values; None if there is none.

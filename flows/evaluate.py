@@ -62,6 +62,6 @@ def _summary(run: Run, version: int) -> str:
     """Return a line with the held-out reward and accuracy of an evaluated policy version."""
     (row,) = read_held_out(run.folder, version=version).to_dicts()
     return (
-        f"version {version} of {run.folder.location}: held-out reward {row['reward']:.3f} (sampled), "
+        f"version {version} of {run.folder.location}: held-out reward {row['reward']:z.3f} (sampled), "
         f"accuracy {row['greedy_accuracy']:.3f} (greedy), {run.config.evaluate.n_prompts} prompts"
     )

@@ -169,5 +169,5 @@ def scores_table(folder: RunFolder) -> Table:
         table.add_column(column, justify="left" if column == "scorer" else "right")
     for each in read_score_totals(folder):
         counts = [str(each.by_status[status]) for status in ("scored", "failed", "dropped")]
-        table.add_row(each.scorer, f"{each.reward:.4f}", *counts)
+        table.add_row(each.scorer, f"{each.reward:z.4f}", *counts)
     return table

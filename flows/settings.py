@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.config import FOREIGN, RunConfig
 from rollmill.flows.presets import are_algorithms, preset_values
 from rollmill.flows.rules import check_config
 from rollmill.tasks.config import ADDRESS, VARIABLE, StageConfig, nearest
@@ -129,11 +130,11 @@ def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
 
 
 def describe() -> Iterator[str]:
-    """Yield a line for each setting of a run: name, default, whether it cannot change on resume, meaning."""
+    """Yield a line for each setting of a run: name, default as `--set` takes it, whether it cannot change on resume, meaning."""
     for name, field in _fields(RunConfig):
         mark = " (fixed)" if _is_fixed(field) else ""
-        default = field.get_default(call_default_factory=True)
-        yield f"{name} = {default!r}{mark}: {field.description}"
+        default = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
+        yield f"{name} = {default}{mark}: {field.description}"
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -179,6 +180,8 @@ def _suggest_setting(field: str, names: Sequence[str]) -> str:
     names of one section resemble each other.
     """
     section = field.rpartition(".")[0]
+    if foreign := FOREIGN.get(field.rpartition(".")[2]):
+        return f"; it is {foreign} here"
     if suggested := nearest(
         field, [name for name in names if name.rpartition(".")[0] == section], LEAST_LIKENESS
     ):

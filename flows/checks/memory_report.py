@@ -27,7 +27,14 @@ def memory_lines(config: RunConfig, gpu_gb: float = 0.0) -> Iterator[str]:
     """
     path = start_model_folder(config) / "config.json"
     if not path.is_file():
-        raise ConfigError("model", config.model, f"{path} is missing; the model's sizes are read from it")
+        remedy = (
+            "give a model's folder"
+            if config.model
+            else "a run with these settings makes it; start one, or give model=FOLDER"
+        )
+        raise ConfigError(
+            "model", config.model, f"{path} is missing, from which the model's sizes are read; {remedy}"
+        )
     try:
         sizes = ModelSizes.of(json.loads(path.read_text()))
     except KeyError as error:

@@ -118,11 +118,17 @@ def show(
     from rollmill.tasks.look.tables.trajectory_record import find_trajectory
     from rollmill.tasks.look.terminal.output import open_console, print_json
     from rollmill.tasks.look.terminal.trajectory_print import print_trajectory
-    from rollmill.tasks.look.terminal.trajectory_tokens import list_tokens, parse_measure, print_tokens
+    from rollmill.tasks.look.terminal.trajectory_tokens import (
+        check_has_values,
+        list_tokens,
+        parse_measure,
+        print_tokens,
+    )
 
     shown_by = parse_measure(by)
     folder = find_run(run)
     found = find_trajectory(folder, trajectory)
+    check_has_values(found, shown_by)
     with_tokens, tokenizer = tokens or bool(by), None
     if with_tokens:
         try:
@@ -220,7 +226,9 @@ def spans(
     if as_json:
         print_json(ledger_values(folder.location, ledger))
         return
-    for table in make_ledger_views(folder.name, ledger):
+    for number, table in enumerate(make_ledger_views(folder.name, ledger)):
+        if number:
+            typer.echo()
         print_view(table)
 
 

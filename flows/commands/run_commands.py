@@ -111,10 +111,18 @@ def compact(
 @commands.command(rich_help_panel=PANEL)
 def settings() -> None:
     """List every setting with its default and meaning."""
-    from rollmill.flows.settings import describe
+    from textwrap import fill
 
+    from rollmill.flows.settings import describe
+    from rollmill.tasks.look.terminal.output import open_console, terminal_width
+
+    width = terminal_width(open_console())
     for line in describe():
-        typer.echo(line)
+        typer.echo(
+            fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+            if width
+            else line
+        )
 
 
 @commands.command(rich_help_panel=PANEL)

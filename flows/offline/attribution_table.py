@@ -62,7 +62,7 @@ def _usages(phases: Mapping[str, Usage]) -> Table:
         seconds = (f"{each:.3f}" for each in (usage.wall_s, usage.cpu_s, usage.below_cpu_s))
         measured = (usage.lag_p50_ms, usage.lag_p99_ms, usage.lag_max_ms)
         lags = ("" if math.isnan(usage.lag_p50_ms) else f"{each:.1f}" for each in measured)
-        sizes = f"{usage.rss_peak_bytes / MIB:,.0f}", f"{usage.rss_growth_bytes / MIB:+,.1f}"
+        sizes = f"{usage.rss_peak_bytes / MIB:,.0f}", f"{usage.rss_growth_bytes / MIB:+z,.1f}"
         table.add_row(name, *seconds, *lags, *sizes)
     return table
 

@@ -104,7 +104,7 @@ def comparison_table(folder: RunFolder, steps: list[StepComparison]) -> Table:
     table = Table(title=f"{folder.location}: replayed", title_justify="left")
     table.add_column("step", justify="right")
     for name in COMPARED:
-        table.add_column(name, justify="right")
+        table.add_column(name.removeprefix("train/").replace("_", " "), justify="right")
         table.add_column("again", justify="right")
     table.add_column("same")
     for step in steps:

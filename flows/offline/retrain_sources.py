@@ -63,7 +63,7 @@ def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
     found, done = [], []
     for source in map(find_run, config.retrain.sources):
         if scores not in (there_are := list_scorers(source)):
-            remedy = f"{source.location} has no such scores, but {', '.join(there_are) or 'none'}; `rollmill rescore` makes them"
+            remedy = f"give scores that {source.location} has: {', '.join(there_are) or 'none'}; `rollmill rescore` makes others"
             raise ConfigError("retrain.scores", scores, remedy)
         steps = list_done_steps(source, read_manifest(source))
         done.append(f"{source.location} has done {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}")

@@ -102,7 +102,7 @@ class RunProgress:
         """Show a finished step in the progress bar, or as a line, and in the log; `dropped`: lost trajectories, in words."""
         if not self._is_shown:
             return
-        figures = f"reward {reward:.2f}, {tokens_per_s:,.0f} tok/s"
+        figures = f"reward {reward:z.2f}, {tokens_per_s:,.0f} tok/s"
         line = f"step {step} ({step + 1} of {self._steps}): {figures}, {seconds:.1f} s{dropped and f', {dropped}'}"
         self._bar.update(self._task, completed=step + 1, figures=figures)
         if not has_bar():

@@ -52,7 +52,7 @@ class StepPage:
         groups = scan(self.folder, "groups", ["group", "reason"], step=self.step).collect()
         reward = metrics.get("rollout/reward", metrics.get("retrain/reward"))
         # A reward that is NaN is not shown: no group of the step has one.
-        facts = [f"reward **{reward:.3f}**"] if reward is not None and reward == reward else []
+        facts = [f"reward **{reward:z.3f}**"] if reward is not None and reward == reward else []
         if len(groups):
             trained = groups.filter(groups["reason"] == "")["group"].n_unique()
             facts.append(f"{trained} of {count_noun(groups['group'].n_unique(), 'group')} trained on")
@@ -100,7 +100,7 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
         viewer: address of the viewer; empty: no links to it.
     """
     evaluations = [
-        f"| {each['step']} | {each['reward']:.3f} | {each['greedy_accuracy']:.3f} |"
+        f"| {each['step']} | {each['reward']:z.3f} | {each['greedy_accuracy']:.3f} |"
         for each in read_held_out(folder).to_dicts()
     ]
     view = make_run_view(folder)
@@ -125,7 +125,7 @@ def scores_page(folder: RunFolder) -> str:
     lines += ["| scorer | mean reward | scored | failed | dropped |", "|---|---:|---:|---:|---:|"]
     for each in read_score_totals(folder):
         counts = " | ".join(str(each.by_status[status]) for status in ("scored", "failed", "dropped"))
-        lines.append(f"| {escape_inline(each.scorer)} | {each.reward:.4f} | {counts} |")
+        lines.append(f"| {escape_inline(each.scorer)} | {each.reward:z.4f} | {counts} |")
     run, place = shlex.quote(folder.location), f"{folder.absolute}/scores/**/*.arrow"
     shown = _code(f"pl.scan_ipc({place!r}, hive_partitioning=True)")
     return "\n".join([*lines, "", *_code(f"rollmill view {run}"), *shown])
@@ -175,7 +175,7 @@ def trajectory_lines(reading: NotableTrajectory, viewer: str) -> Iterator[str]:
     """Yield Markdown lines with a trajectory's reward, status, error and conversation."""
     row = reading.row
     name = f"[{reading.short}]({viewer}/trajectory/{reading.short})" if viewer else reading.short
-    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3f}"
+    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:z.3f}"
     yield from (
         f"### {reading.why}: {name}",
         "",

@@ -16,6 +16,7 @@ from rollmill.tasks.observe.process_memory import (
     rss_bytes_below,
     rss_bytes_by_kind,
 )
+from rollmill.tasks.observe.step_clock import current_recorder
 from rollmill.tasks.store.rows import arrow_bytes, release_arrow
 
 # Steps after which a process has its working memory: libraries are loaded, connections are open.
@@ -133,7 +134,13 @@ class Vitals:
         max_lag_p99_ms: float = 100.0,
         max_rss_growth: float = 0.25,
     ) -> None:
-        self._loop = LoopMonitor(max_stall_ms, max_lag_p99_ms, warn, samples_stacks=diagnostics)
+        self._loop = LoopMonitor(
+            max_stall_ms,
+            max_lag_p99_ms,
+            warn,
+            get_phase=lambda: current_recorder().step_does,
+            samples_stacks=diagnostics,
+        )
 
         def measure_holders() -> Holders:
             return Holders.now(arrow_bytes(), waiting(), counts_objects=diagnostics)

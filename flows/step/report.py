@@ -56,7 +56,7 @@ def _before_and_after(before: dict[str, object], after: dict[str, object]) -> Ta
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("policy version", str(before["step"]), str(after["step"]))
     for name, key in (("reward, sampled", "reward"), ("accuracy, greedy", "greedy_accuracy")):
-        table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
+        table.add_row(name, f"{before[key]:z.3f}", f"{after[key]:z.3f}")
     return table
 
 

@@ -1,7 +1,6 @@
 """Monitor an event loop: its lag, garbage-collection pauses, and warnings about both with a remedy."""
 
 import gc
-import os
 import re
 import time
 from collections import Counter, defaultdict
@@ -32,6 +31,7 @@ FREE_A_PROCESSOR = "reserve a core for the flow, or run fewer other processes"
 AWAIT_IT = "make the call asynchronous, or await it in a thread (asyncio.to_thread)"
 MOVE_IT = "move that computation to worker processes (score.workers, rollout.env_workers)"
 DO_LESS = "record fewer task runs (observe.task_runs: groups)"
+FIND_IT = "observe.diagnostics: true names the code"
 
 
 class GarbageTimer:
@@ -78,6 +78,7 @@ class LoopMonitor:
         max_lag_p99_ms: warn of a report whose p99 lag is above this; 0: never.
         warn: receives the warning; called on the loop.
         prefix: prefix of the metrics' names.
+        get_phase: returns what the step is doing, which warnings name; empty if unknown.
         samples_stacks: True to sample the stacks of a late loop from a second thread, so that warnings name the code.
     """
 
@@ -87,6 +88,7 @@ class LoopMonitor:
         max_lag_p99_ms: float,
         warn: Callable[[str], None],
         prefix: str = "loop/",
+        get_phase: Callable[[], str] = str,
         *,
         samples_stacks: bool = False,
     ) -> None:
@@ -97,7 +99,9 @@ class LoopMonitor:
         self._sampler = StallSampler(self._lag, LATE_S) if samples_stacks else None
         self._garbage = GarbageTimer()
         self._garbage_before_s = 0.0
+        self._get_phase = get_phase
         self._sites_s: defaultdict[str, float] = defaultdict(float)
+        self._phases_s: defaultdict[str, float] = defaultdict(float)
         self._n_stalls = 0
         self._late = Beat(0.0, 0.0, 0.0)
 
@@ -120,10 +124,12 @@ class LoopMonitor:
         total_s, longest_s = self._garbage.take()
         self._garbage_before_s = 0.0
         values |= {"gc_s": total_s, "gc_max_ms": 1000.0 * longest_s}
-        self._warnings.warn_of_step(values["lag_p99_ms"], self._late, self._sites_s)
+        phase = max(self._phases_s, key=self._phases_s.__getitem__, default="")
+        self._warnings.warn_of_step(values["lag_p99_ms"], self._late, self._sites_s, phase)
         self._n_stalls = 0
         self._late = Beat(0.0, 0.0, 0.0)
         self._sites_s.clear()
+        self._phases_s.clear()
         return [Metric(f"{self._prefix}{name}", "all", "value", value) for name, value in values.items()]
 
     def _on_beat(self, beat: Beat) -> None:
@@ -141,9 +147,10 @@ class LoopMonitor:
             self._late += beat
             known = site in self._sites_s or len(self._sites_s) < MOST_SITES
             self._sites_s[site if known else ELSEWHERE] += beat.lag_ms / 1000.0
+            self._phases_s[self._get_phase()] += beat.lag_ms / 1000.0
         if 0.0 < self._max_stall_ms < beat.lag_ms:
             self._n_stalls += 1
-            self._warnings.warn_of_stall(beat, site, garbage_ms)
+            self._warnings.warn_of_stall(beat, site, garbage_ms, self._get_phase())
 
 
 class LagWarnings:
@@ -165,10 +172,11 @@ class LagWarnings:
         self._reported_of_steps: set[str] = set()
         self._n_of_steps, self._reported_p99_ms = 0, 0.0
 
-    def warn_of_stall(self, beat: Beat, site: str, garbage_ms: float) -> None:
+    def warn_of_stall(self, beat: Beat, site: str, garbage_ms: float, phase: str = "") -> None:
         """Warn of a beat that was later than the bound, once for each cause.
 
-        `site` is the stack site that was sampled most during it, if any; `garbage_ms` the time in which garbage was collected.
+        `site` is the stack site that was sampled most during it, if any; `garbage_ms` the time in which garbage was collected; `phase`
+        what the step was doing.
         """
         key = (
             NO_PROCESSOR
@@ -181,16 +189,18 @@ class LagWarnings:
         garbage = f", {garbage_ms:.0f} ms of it collecting garbage" if garbage_ms >= 1.0 else ""
         cause = f"{NO_PROCESSOR}; " if beat.is_queued else f"{site}; " * bool(site)
         self._warn(
-            f"event loop blocked for {beat.lag_ms:.0f} ms ({_describe_lag(beat)}{garbage}; above "
-            f"{self._max_stall_ms:g}): {cause}{_remedy(beat, site, MOVE_IT)}"
+            f"event loop blocked for {beat.lag_ms:.0f} ms{_describe_phase(phase)} (limit {self._max_stall_ms:g}): "
+            f"{_describe_lag(beat)}{garbage}; {cause}{_remedy(beat, site, MOVE_IT)}"
         )
 
-    def warn_of_step(self, p99_ms: float, late: Beat, sites_s: Mapping[str, float]) -> None:
+    def warn_of_step(self, p99_ms: float, late: Beat, sites_s: Mapping[str, float], phase: str = "") -> None:
         """Warn of a step whose p99 lag is above its bound.
 
-        `late` is the sum of its late beats; `sites_s` has seconds of lag by stack site, "" for those that were not sampled.
+        `late` is the sum of its late beats; `sites_s` has seconds of lag by stack site, "" for those that were not sampled; `phase` is
+        what the step was doing during most of the lag.
         """
-        most = nlargest(NAMED_IN_A_WARNING, sites_s.items(), key=itemgetter(1))
+        known = [each for each in sites_s.items() if each[0] not in ("", NO_PROCESSOR)]
+        most = nlargest(NAMED_IN_A_WARNING, known, key=itemgetter(1))
         first = most[0][0] if most else ""
         if not self._max_lag_p99_ms or p99_ms <= self._max_lag_p99_ms:
             return
@@ -200,11 +210,11 @@ class LagWarnings:
             self._reported.add(NO_PROCESSOR)
         elif not self._is_news(p99_ms, _site_key(first)):
             return
-        sites = "".join(f"; {seconds:.1f} s {site}" for site, seconds in most if site)
+        sites = "".join(f"; {seconds:.1f} s {site}" for site, seconds in most)
         # On a busy machine the sites in our code are where the thread happened to lose its CPU.
-        cause = NO_PROCESSOR if late.is_queued else f"in total {_describe_lag(late)}{sites}"
+        cause = NO_PROCESSOR if late.is_queued else f"{_describe_lag(late)}{sites}"
         self._warn(
-            f"event loop lag {p99_ms:.0f} ms (p99; limit {self._max_lag_p99_ms:g}): {cause}; "
+            f"event loop lag {p99_ms:.0f} ms{_describe_phase(phase)} (p99; limit {self._max_lag_p99_ms:g}): {cause}; "
             f"{_remedy(late, first, DO_LESS)}"
         )
 
@@ -241,7 +251,12 @@ def _lag_parts(beat: Beat) -> dict[str, float]:
 
 
 def _describe_lag(beat: Beat) -> str:
-    return ", ".join(f"{ms:.0f} ms {what}" for what, ms in _lag_parts(beat).items() if ms >= 1.0)
+    parts = sorted(_lag_parts(beat).items(), key=itemgetter(1), reverse=True)
+    return ", ".join(f"{ms:.0f} ms {what}" for what, ms in parts if ms >= 1.0)
+
+
+def _describe_phase(phase: str) -> str:
+    return f" during {phase}" if phase else ""
 
 
 def _remedy(beat: Beat, site: str, less: str) -> str:
@@ -250,7 +265,5 @@ def _remedy(beat: Beat, site: str, less: str) -> str:
         return FREE_A_PROCESSOR
     if site:
         return AWAIT_IT if beat.is_blocked else less
-    find_it = (
-        f"`py-spy dump --pid {os.getpid()}` during a stall shows the code, as does observe.diagnostics: true"
-    )
-    return f"{less if 2.0 * beat.running_ms > beat.lag_ms else AWAIT_IT}; {find_it}"
+    # Without samples a wait may as well be for the lock of the interpreter, which another thread holds.
+    return f"{less}; {FIND_IT}" if 2.0 * beat.running_ms > beat.lag_ms else FIND_IT

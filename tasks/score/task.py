@@ -32,7 +32,7 @@ class ScoredChunk:
     def summary(self) -> str:
         """Number of scores and their mean reward. Example: "8 scores, mean reward 0.625"."""
         rewards = [reward for reward in self.rows.column("reward").to_pylist() if reward == reward]
-        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        mean = f", mean reward {sum(rewards) / len(rewards):z.3f}" if rewards else ""
         return f"{self.rows.num_rows} scores{mean}"
 
 

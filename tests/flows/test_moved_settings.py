@@ -1,11 +1,13 @@
 """A setting that was renamed or removed is refused by its old name, with what to write instead."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from rollmill.flows.config import CONSTANTS, GONE, RENAMED, RescoreConfig, RunConfig
+from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RescoreConfig, RunConfig
 from rollmill.flows.settings import load, settings, validate
 from rollmill.tasks.errors import ConfigError
 
@@ -47,6 +49,15 @@ def test_a_setting_without_a_successor_is_refused_with_the_reason(field: str, re
 @pytest.mark.parametrize("name", [each for each in RENAMED.values() if " " not in each])
 def test_a_new_name_is_a_setting(name: str) -> None:
     assert name in settings()
+
+
+def test_names_of_other_libraries_are_those_of_the_glossary_and_lead_to_settings() -> None:
+    _, table = (
+        (Path(__file__).parents[2] / "docs/glossary.md").read_text().split("## From TRL, verl and prime-rl")
+    )
+    for name, ours in FOREIGN.items():
+        assert re.search(rf"\b{name}\b", table), name
+        assert set(re.findall(r"[a-z_]+\.[a-z_.]+", ours)) <= set(settings()), name
 
 
 def test_the_command_line_is_told_the_new_name() -> None:

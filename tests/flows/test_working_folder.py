@@ -52,7 +52,7 @@ def test_a_users_modules_shadow_nothing_and_the_users_scorer_is_found(
     verified = subprocess.run(
         [str(installed), "verify", "small"], cwd=workplace.folder, capture_output=True, text=True, check=False
     )
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert (verified.returncode, verified.stderr) == (0, ""), verified.stdout + verified.stderr
     where = "import rollmill.flows; print(rollmill.flows.__file__)"
     found = subprocess.run(
         [str(installed.parent / "python"), "-P", "-c", where],

@@ -216,7 +216,9 @@ def test_a_retrained_run_is_not_asked_how_many_rows_it_would_sample() -> None:
         ("train.betas=0.9", "train.betas = 0.9: give a list"),
         ("trian.lr=1", "there is no such setting; did you mean train?"),
         ("lr=1", "there is no such setting; did you mean train.lr?"),
-        ("num_generations=1", "there is no such setting; `rollmill settings` lists all"),
+        ("num_generations=1", "there is no such setting; it is rollout.group_size here"),
+        ("beta=0.1", "beta = 0.1: there is no such setting; it is train.kl.coef here"),
+        ("nothing_alike=1", "there is no such setting; `rollmill settings` lists all"),
     ],
 )
 def test_an_error_says_what_to_write_instead(override: str, remedy: str) -> None:

@@ -132,6 +132,16 @@ def test_a_pipe_gets_every_column_in_full(rollmill: Command) -> None:
     assert "…" not in shown
 
 
+def test_a_selection_without_rows_says_so_in_place_of_an_empty_table(rollmill: Command) -> None:
+    words = ("--step", "0", "--reward", "7:")
+    assert rollmill("inspect", "small", "--trajectories", *words).splitlines()[1:] == ["none of 16 matches"]
+    assert rollmill("inspect", "small", "--groups", *words).splitlines()[1:] == ["no group matches"]
+
+
+def test_a_value_that_rounds_to_nothing_has_no_sign() -> None:
+    assert Column("reward").cell({"reward": -0.0001}) == "0.000"
+
+
 def test_a_table_of_many_rows_says_how_to_see_the_rest(rollmill: Command) -> None:
     assert "5 of 48; --limit 0 shows all" in rollmill("inspect", "small", "--trajectories", "--limit", "5")
 

@@ -40,6 +40,18 @@ def test_our_own_work_is_told_of_on_a_busy_machine_too() -> None:
     assert "observe.task_runs" in said[2]
 
 
+def test_a_warning_names_the_largest_part_of_the_lag_first_and_what_the_step_was_doing() -> None:
+    late = Beat(432.0, 42.0, 186.0)
+    said, warnings = told()
+    warnings.warn_of_stall(late, "", 0.0, "train")
+    warnings.warn_of_step(128.0, late, {"": 0.3, NO_PROCESSOR: 0.1}, "collect")
+    parts = "204 ms waiting, in a call or for the GIL, 186 ms waiting for a CPU, 42 ms running"
+    assert said == [
+        f"event loop blocked for 432 ms during train (limit 500): {parts}; observe.diagnostics: true names the code",
+        f"event loop lag 128 ms during collect (p99; limit 100): {parts}; observe.diagnostics: true names the code",
+    ]
+
+
 def test_a_step_within_the_bound_is_not_told_of() -> None:
     said, warnings = told()
     warnings.warn_of_step(100.0, OURS, {})

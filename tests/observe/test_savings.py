@@ -219,11 +219,11 @@ def two_steps(report_s: float, began: float = 5.0) -> list[Row]:
 def test_what_goes_on_beside_rollouts_that_are_waited_for_later_saves_nothing() -> None:
     rows = two_steps(report_s=1.0)
     for steps in (None, [0]):
-        assert "rows stored in no time" not in saved(*rows, steps=steps)
+        assert "rows stored at once" not in saved(*rows, steps=steps)
         path = build_ledger(spans_of(*rows), steps).path.filter(pl.col("step") == 0)
         last = path.filter(pl.col("end") == path["end"].max())
         assert last["phase", "lane", "name"].row(0) == ("storing", "1.0", "generating")
-    assert saved(*two_steps(report_s=1.99, began=5.25), steps=[0])["rows stored in no time"] == pytest.approx(
+    assert saved(*two_steps(report_s=1.99, began=5.25), steps=[0])["rows stored at once"] == pytest.approx(
         0.25
     ), "until the rollouts begin, nobody else is known to do anything"
 
@@ -267,7 +267,7 @@ def test_all_waits_and_work_of_a_step_are_told_with_what_they_cost() -> None:
             "no wait for the last trajectories": 2.0,
             RANKS: 1.35,
             EVEN_RANKS: 0.75,
-            "rows stored in no time": 0.7,
+            "rows stored at once": 0.7,
             SCORERS: 0.2,
         }
     )
@@ -287,8 +287,8 @@ def test_a_checkpoint_and_weights_that_are_waited_for_are_told() -> None:
     ]
     assert saved(*rows) == pytest.approx(
         {
-            "weights sent in no time": 4.0,
-            "batches read in no time": 3.0,
+            "weights sent at once": 4.0,
+            "batches read at once": 3.0,
             "checkpoints concurrent with steps": 2.0,
             "nothing recorded in Prefect": 1.0,
         }

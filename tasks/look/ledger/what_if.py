@@ -54,9 +54,9 @@ def list_remedies(n_servers: int) -> list[Remedy]:
         Remedy("scorers twice as fast", {"scoring": twice}),
         Remedy("no wait for a scorer: score.workers, score.max_in_flight", unlimited=["workers", "calls"]),
         Remedy("twice as many ranks, or ranks twice as fast", dict.fromkeys(TRAINING, twice)),
-        Remedy("weights sent in no time", dict.fromkeys(SENDING, none)),
-        Remedy("rows stored in no time", {"storing": none}),
-        Remedy("batches read in no time", {"reading_batch": none}),
+        Remedy("weights sent at once", dict.fromkeys(SENDING, none)),
+        Remedy("rows stored at once", {"storing": none}),
+        Remedy("batches read at once", {"reading_batch": none}),
         Remedy("nothing recorded in Prefect", {"recording": none}),
     ]
 

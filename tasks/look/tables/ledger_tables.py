@@ -43,7 +43,7 @@ def make_ledger_views(name: str, ledger: Ledger) -> list[View]:
         views.append(View({}, "ranks of the trainer, and servers", columns, _limit_shown(others), compared))
     if each := trajectories(ledger):
         columns = [Column("name"), SECONDS, Column("percent", header="% of it", digits=1)]
-        views.append(View({}, "one trajectory, on average", columns, _limit_shown(each, is_all=False)))
+        views.append(View({}, "one trajectory, on average", columns, _limit_shown(each)))
     if n == 1:
         views.append(_path(ledger))
     balance = measure_balance(ledger)
@@ -189,31 +189,27 @@ def _by_share(frame: pl.DataFrame) -> list[dict[str, object]]:
     return frame.sort(["share", *keys], descending=[True, *(False for _ in keys)]).to_dicts()
 
 
-def _limit_shown(
-    rows: Sequence[Mapping[str, Any]], of: str = "process", *, is_all: bool = True
-) -> list[dict[str, object]]:
-    """Limit rows for display: those below LEAST_SHARE are merged into one row for each value of `of`.
-
-    With `is_all`, rows sum to all of a process's time: `unattributed` then gets one row, even with 0 s.
-    """
+def _limit_shown(rows: Sequence[Mapping[str, Any]], of: str = "process") -> list[dict[str, object]]:
+    """Limit rows for display: for each value of `of`, those below LEAST_SHARE are merged into one, and those of unattributed time."""
     shown: list[dict[str, object]] = []
-    for whose, group in groupby(rows, key=lambda row: row.get(of)):
+    for _, group in groupby(rows, key=lambda row: row.get(of)):
         listed = [dict(row) | {"percent": PERCENT * row["share"]} for row in group]
-        if is_all:
-            # Several causes of it would be as many rows that explain nothing.
-            left = [row for row in listed if row["name"] == UNATTRIBUTED]
-            numbers = [name for name, value in listed[0].items() if isinstance(value, float)]
-            sums = {name: sum((row[name] for row in left), 0.0) for name in numbers}
-            one = left[0] | {"cause": ""} if left else dict.fromkeys(listed[0], "") | {of: whose}
-            listed = [row for row in listed if row not in left] + [one | {"name": UNATTRIBUTED} | sums]
-            listed.sort(key=lambda row: -row["share"])
-        own = [row for row in listed if row["share"] >= LEAST_SHARE or row["name"] == UNATTRIBUTED]
-        small = [row for row in listed if row not in own]
-        sums = {name: sum(row[name] for row in small) for name in ("seconds", "percent")}
-        shown += own
-        if any(round(sums[column.name], column.digits) for column in (SECONDS, SHARE)):
-            shown.append(dict.fromkeys(small[0]) | {of: whose, "name": OTHERS} | sums)
+        # Several causes of unattributed time would be as many rows that explain nothing.
+        left = [row for row in listed if row["name"] == UNATTRIBUTED]
+        small = [row for row in listed if row["share"] < LEAST_SHARE and row not in left]
+        own = [row for row in listed if row not in small and row not in left]
+        own += _merge(left, UNATTRIBUTED)
+        shown += [*sorted(own, key=lambda row: -row["share"]), *_merge(small, OTHERS)]
     return shown
+
+
+def _merge(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return the sum of rows as a list of one row with this name; empty if its time and its share would be shown as 0."""
+    sums = {key: sum((row[key] for row in rows), 0.0) for key in ("seconds", "share", "percent")}
+    if not any(round(sums[column.name], column.digits) for column in (SECONDS, SHARE)):
+        return []
+    kept = {key: value for key, value in rows[0].items() if key in ("process", "part")}
+    return [dict.fromkeys(rows[0]) | kept | {"name": name, "cause": ""} | sums]
 
 
 def _line(ledger: Ledger) -> tuple[list[Column], list[dict[str, object]], list[str]]:

@@ -105,7 +105,7 @@ def make_groups_view(folder: RunFolder, selection: Selection) -> View:
         f"{count_noun(len(groups), 'group')}{_describe_steps(steps)}",
         drop_uniform(GROUP_COLUMNS, shown, ("step", "env")),
         shown,
-        limit_notes(len(shown), len(groups)),
+        limit_notes(len(shown), len(groups), "no group matches"),
     )
 
 

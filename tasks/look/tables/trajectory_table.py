@@ -65,8 +65,8 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
     if selection.group is not None:
         rollouts = rollouts.filter(pl.col("group") == selection.group)
     # The order of shards is that of their writing; ids make the order of attempts of one sample certain.
-    found = rollouts.sort("step", "group", "sample", "trajectory_id").collect()
-    found = filter_trajectories(found, selection)
+    stored = rollouts.sort("step", "group", "sample", "trajectory_id").collect()
+    found = filter_trajectories(stored, selection)
     limit = SHOWN_ROWS if selection.limit is None else selection.limit
     chosen = order_rows(found, TRAJECTORY_COLUMNS, selection.sort, limit)
     rows = add_messages(folder, chosen, is_held_out=selection.evaluations)
@@ -74,7 +74,9 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
     kind = "held-out " if selection.evaluations else ""
     n = count_noun(len(found), f"{kind}trajectory", f"{kind}trajectories")
     title = f"{n}{scorer and f', rewards by {scorer}'}"
-    notes = limit_notes(len(rows), len(found))
+    notes = limit_notes(
+        len(rows), len(found), f"none of {len(stored)} matches" if len(stored) else "none yet"
+    )
     return View(
         values,
         title,

@@ -59,7 +59,7 @@ class Column:
         """Format a row's value on one line; "-" for a missing value or NaN."""
         value = None if row[self.name] == self.absent else row[self.name]
         if isinstance(value, float):
-            return "-" if math.isnan(value) else f"{value:.{self.digits}f}"
+            return "-" if math.isnan(value) else f"{value:z.{self.digits}f}"
         return "-" if value is None else escape_controls(" ".join(str(value).split()))
 
 
@@ -81,10 +81,11 @@ class View:
     def page(self, width: int | None = None) -> Group:
         """Return title, rows and notes for a terminal of `width` cells, with as many columns as fit; None: all columns."""
         shown = self._fitting(width)
-        left_out = [column.heading for column in self.columns if column.name not in shown]
+        left_out = [column.heading for column in self.columns if column.name not in shown and self.rows]
         notes = [*self.notes, *([f"not shown here: {', '.join(left_out)}"] if left_out else [])]
         title = [Text(self.title, style="bold")] if self.title else []
-        return Group(*title, self._table(shown), *(Text(note, style="italic dim") for note in notes))
+        table = [self._table(shown)] if self.rows else []
+        return Group(*title, *table, *(Text(note, style="italic dim") for note in notes))
 
     def _table(self, shown: Mapping[str, int]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
@@ -207,6 +208,8 @@ def order_rows(frame: pl.DataFrame, columns: Sequence[Column], sort: str, limit:
     return frame.head(limit) if limit else frame
 
 
-def limit_notes(n_shown: int, n: int) -> list[str]:
-    """Return the note below a table that shows fewer rows than there are; empty if it shows all."""
+def limit_notes(n_shown: int, n: int, if_none: str = "none yet") -> list[str]:
+    """Return the note below a table that shows fewer rows than there are, or `if_none` if there are none; empty if it shows all."""
+    if not n:
+        return [if_none]
     return [f"{n_shown} of {n}; --limit 0 shows all"] if n_shown < n else []

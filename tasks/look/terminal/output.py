@@ -28,21 +28,22 @@ def print_json(values: Mapping[str, object]) -> None:
 def print_view(view: View) -> None:
     """Print a table with as many columns as fit the terminal; all columns into a file or a pipe."""
     console = open_console()
-    page = view.page(console.width if _has_width(console) else None)
+    page = view.page(terminal_width(console))
     widen_to_fit(console, page)
     console.print(page)
 
 
 def widen_to_fit(console: Console, shown: RenderableType) -> None:
     """Make the lines of a file or a pipe as long as what is shown needs; a terminal keeps its width."""
-    if not _has_width(console):
+    if terminal_width(console) is None:
         unbounded = console.options.update(max_width=UNBOUNDED)
         console.width = console.measure(shown, options=unbounded).maximum
 
 
-def _has_width(console: Console) -> bool:
-    # A file has none, and Rich takes 80; COLUMNS is how a user gives it one.
-    return console.is_terminal or "COLUMNS" in os.environ
+def terminal_width(console: Console) -> int | None:
+    """Return the width of a terminal, or COLUMNS, in cells; None for a file or a pipe without COLUMNS."""
+    # Rich takes 80 for a file.
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def print_exported_files(files: Sequence[ExportedFile]) -> None:
@@ -64,7 +65,9 @@ def has_colours(console: Console) -> bool:
 
 def verify_and_print(folder: RunFolder, *, as_json: bool) -> bool:
     """Verify a run and print the findings; returns True if there are none, raises StoreError if it could not be checked."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    # Without a terminal Rich would print an empty line in place of the bar.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("verify", total=None)
         found = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))
     if as_json:

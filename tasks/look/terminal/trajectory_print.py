@@ -106,16 +106,16 @@ def _advantage(found: TrajectoryRecord) -> str:
     group = found.group
     if not group:
         return "none: its group is not done"
-    figures = f"mean {group['reward_mean']:.3f}, std {group['reward_std']:.3f}"
+    figures = f"mean {group['reward_mean']:z.3f}, std {group['reward_std']:.3f}"
     spread = f"({group['survived']} of {group['expected']} survived: {figures})"
     if found.advantage is not None:
-        return f"{found.advantage:+.3f}  {spread}"
+        return f"{found.advantage:+z.3f}  {spread}"
     return f"not trained on: {group['reason'] or 'it has no reward'}  {spread}"
 
 
 def _reward(row: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{name} {value:g}" for name, value in row["components"].items())
-    reward = "none" if math.isnan(row["reward"]) else f"{row['reward']:.3f}"
+    reward = "none" if math.isnan(row["reward"]) else f"{row['reward']:z.3f}"
     return f"{reward}{parts and f'  ({parts})'}"
 
 

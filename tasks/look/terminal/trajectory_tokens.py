@@ -83,7 +83,7 @@ def advantage_scale(largest: float) -> Scale:
     """Return a scale that is red below 0 and blue above; plus or minus `largest` gets the full colour."""
     end = abs(largest) or 1.0
     colours = ("#b2182b", "#f4a582", "#f7f7f7", "#92c5de", "#2166ac")
-    return Scale(tuple(zip((-end, -end / 2, 0.0, end / 2, end), colours, strict=True)), "{:+.2g}")
+    return Scale(tuple(zip((-end, -end / 2, 0.0, end / 2, end), colours, strict=True)), "{:+z.2g}")
 
 
 TokenMeasure: TypeAlias = Literal["advantage", "logprob", "entropy", "ratio"]
@@ -146,15 +146,19 @@ def list_tokens(found: TrajectoryRecord, tokenizer: TokenTexts | None) -> list[T
     return tokens
 
 
-def print_tokens(
-    console: Console, folder: RunFolder, found: TrajectoryRecord, tokens: list[Token], by: TokenMeasure
-) -> None:
-    """Print the tokens of a trajectory: coloured with a legend, or as a table of values without colours."""
+def check_has_values(found: TrajectoryRecord, by: TokenMeasure) -> None:
+    """Raise ConfigError if a trajectory has no values of the measure `by`."""
     if by == "advantage" and found.advantage is None:
         raise ConfigError("--by", by, "no batch has this trajectory, so it has no advantage; give logprob")
     if by in ("entropy", "ratio") and by not in found.annotations:
         remedy = "the trainer has not annotated its tokens (train.annotate_every); give logprob or advantage"
         raise ConfigError("--by", by, remedy)
+
+
+def print_tokens(
+    console: Console, folder: RunFolder, found: TrajectoryRecord, tokens: list[Token], by: TokenMeasure
+) -> None:
+    """Print the tokens of a trajectory: coloured with a legend, or as a table of values without colours."""
     console.print(Rule(Text(f"tokens by {by}", "bold"), align="left"))
     if not tokens:
         console.print("none: nothing was sampled")

@@ -165,9 +165,9 @@ def _summary(rows: pl.DataFrame, a: str, b: str) -> str:
         return f"{count_noun(len(rows), *noun)} in both, none with both rewards"
     first, second = (float(both.select(pl.col(name).mean()).item()) for name in ("a", "b"))
     said = "of" if is_version(a) else "by"
-    means = f"mean reward {first:.3f} {said} {a} and {second:.3f} {said} {b}"
+    means = f"mean reward {first:z.3f} {said} {a} and {second:z.3f} {said} {b}"
     rank = both.select(pl.corr("a", "b", method="spearman")).item()
-    correlation = "" if rank is None or math.isnan(rank) else f"; rank correlation {rank:.2f}"
+    correlation = "" if rank is None or math.isnan(rank) else f"; rank correlation {rank:z.2f}"
     better = both.filter(pl.col("difference") > 0).height
     worse = both.filter(pl.col("difference") < 0).height
     return f"{count_noun(len(both), *noun)} in both; {means}; {better} higher {said} {b}, {worse} lower{correlation}"
