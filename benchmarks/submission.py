@@ -32,7 +32,7 @@ from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.server_pool import ServerPool
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import (
     ProcessLocation,
     SendResult,
@@ -46,7 +46,8 @@ from tests.stubs.trainer import LOGPROB
 
 COUNTS, PASSES, DELAY_S, TARGET = (1, 16, 64), 9, 0.02, 1.5
 ROW = ("calls", "least_calls", "first_calls", "one_by_one")
-PLAN = plan_transfer(lay_out_tensors([("norm", (4,), "float32")]), [[(0, 16)]], 1 << 20)
+TENSORS = lay_out_tensors([("norm", (4,), "float32")])
+PLAN = TransferPlan(TENSORS, share_evenly(TENSORS, 1))
 OFFER = WeightOffer(PLAN, "127.0.0.1", 1, ProcessLocation("elsewhere", "cpu"))
 
 

@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from rollmill.tasks.sync.transfer_plan import Range, TensorPlan, lay_out_tensors
+from rollmill.tasks.sync.transfer_plan import TensorCut, TensorPlan, lay_out_tensors
 
 HIDDEN, MIDDLE, KEYS, VOCABULARY, LAYERS = 896, 4864, 128, 151_936, 24
 ITEM_BYTES = 2
@@ -43,16 +43,9 @@ def shard(shape: tuple[int, ...], rank: int, n_ranks: int) -> range:
     return range(min(rank * each, size), min((rank + 1) * each, size))
 
 
-def shard_shares(plan: tuple[TensorPlan, ...], n_ranks: int) -> list[list[Range]]:
-    """[W] what each ZeRO-3 rank has of the stream."""
-    return [
-        [
-            (each.offset + part.start * ITEM_BYTES, each.offset + part.stop * ITEM_BYTES)
-            for each in plan
-            if (part := shard(each.shape, rank, n_ranks))
-        ]
-        for rank in range(n_ranks)
-    ]
+def shard_cuts(plan: tuple[TensorPlan, ...], n_ranks: int) -> tuple[TensorCut, ...]:
+    """How ZeRO-3 ranks divide each tensor."""
+    return tuple(TensorCut(0, len(shard(each.shape, 0, n_ranks)) * ITEM_BYTES) for each in plan)
 
 
 def weights(rank: int, n_ranks: int) -> list[torch.Tensor]:

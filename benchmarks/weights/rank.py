@@ -23,7 +23,7 @@ from rollmill.tasks.sync.bucket_writer import Piece
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import as_bytes, join_store, serve_store
 from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
-from rollmill.tasks.sync.transfer_plan import BUCKET_BYTES, STREAMS, plan_transfer, share_evenly
+from rollmill.tasks.sync.transfer_plan import BUCKET_BYTES, STREAMS, TransferPlan
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendTarget, WeightOffer
 from rollmill.tasks.sync.weight_sender import WeightSender
 
@@ -39,8 +39,8 @@ class Rank:
         self._host, self._rank, self._n_ranks = host, rank, n_ranks
         self._weights = model.weights(rank, n_ranks)
         self._tensors = model.tensors()
-        shares = model.shard_shares(self._tensors, n_ranks) if n_ranks > 1 else share_evenly(self._tensors, 1)
-        self._plan = plan_transfer(self._tensors, shares, BUCKET_BYTES, STREAMS)
+        cuts = model.shard_cuts(self._tensors, n_ranks)
+        self._plan = TransferPlan(self._tensors, cuts, n_ranks, BUCKET_BYTES, STREAMS)
         self._store = serve_store(host, TIMEOUT_S) if rank == 0 else None
         memory = SharedMemory(self._plan.total_bytes) if rank == 0 else None
         common: list[Any] = [self._store.port, memory.path] if self._store and memory else [None, None]

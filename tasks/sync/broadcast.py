@@ -109,7 +109,7 @@ class Broadcast:
     ) -> None:
         self._source, self._offer, self._routes = source, offer, routes
         self._version, self._config, self._checksums = version, config, tuple(checksums)
-        # Once for all servers: the plan of a large model may have 100,000 ranges.
+        # Once for all servers: a large model may have 20,000 tensors.
         self._plan = encode_plan(offer.plan)
         self._files, self._mode, self._report = tuple(files), mode or config.mode, report
         self.updated: set[VllmClient] = set()

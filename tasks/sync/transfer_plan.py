@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 
-from rollmill.tasks.sync.ranges import Range, cut_evenly
+import numpy as np
+
+from rollmill.tasks.sync.ranges import Range, overlap
 
 # Links of each trainer rank to each worker of a server: with two, one sends while the other waits for its peer.
 STREAMS = 2
@@ -34,6 +38,26 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorCut:
+    """How the ranks divide one tensor, which is a part of an array that is cut into shards of equal size.
+
+    Rank r sends what the array's bytes from r * shard_bytes to (r + 1) * shard_bytes have of the tensor.
+
+    Attributes:
+        start: position in the array of the tensor's first byte.
+        shard_bytes: size of a rank's shard, at least 1; the last shards may be shorter, or empty.
+    """
+
+    start: int
+    shard_bytes: int
+
+    def range_of(self, tensor: TensorPlan, rank: int) -> Range:
+        """Return the range of the stream that a rank sends of the tensor; empty (n, n) if none."""
+        shard = rank * self.shard_bytes - self.start + tensor.offset
+        return overlap((tensor.offset, tensor.offset + tensor.size_bytes), (shard, shard + self.shard_bytes))
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """A unit of transfer: ranges of the stream, sent one after another without gaps."""
 
@@ -45,21 +69,59 @@ class Bucket:
         return sum(end - start for start, end in self.ranges)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TransferPlan:
-    """All weights as one stream of bytes, and the buckets that each trainer rank sends.
+    """All weights as one stream of bytes, and the rule by which each trainer rank sends its part.
+
+    The plan names no range of a rank, since there are about tensors x ranks of them; `buckets` derives them.
 
     Attributes:
         tensors: in the order of the stream.
-        total_bytes: of the stream.
-        senders: [W] buckets of each rank; together they hold every byte of every tensor exactly once.
+        cuts: for each tensor how the ranks divide it.
+        n_ranks: number of ranks that send, W.
+        bucket_bytes: size of every bucket of a rank but its last.
         streams: links from each rank to each worker of a server; bucket n uses link n % streams.
+
+    Raises:
+        ValueError: `bucket_bytes` is less than 1.
     """
 
-    tensors: tuple[TensorPlan, ...]
-    total_bytes: int
-    senders: tuple[tuple[Bucket, ...], ...]
+    tensors: tuple[TensorPlan, ...] = ()
+    cuts: tuple[TensorCut, ...] = ()
+    n_ranks: int = 1
+    bucket_bytes: int = BUCKET_BYTES
     streams: int = 1
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"a bucket of {self.bucket_bytes} bytes cannot hold anything")
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the stream in bytes."""
+        return self.tensors[-1].offset + self.tensors[-1].size_bytes if self.tensors else 0
+
+    def buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """Return what a rank sends, in stream order; a range that does not fit a bucket is split.
+
+        The buckets of all ranks together have every byte of every tensor exactly once.
+        """
+        # Vectorized `TensorCut.range_of`: a receiver calls this for every rank, and a model may have 20,000 tensors.
+        offsets, sizes, starts, shards = self._columns
+        firsts = np.clip(rank * shards - starts, 0, sizes)
+        ends = np.clip((rank + 1) * shards - starts, 0, sizes)
+        sent = np.flatnonzero(firsts < ends)
+        first, end = (offsets[sent] + firsts[sent]).tolist(), (offsets[sent] + ends[sent]).tolist()
+        return _fill_buckets(zip(first, end, strict=True), self.bucket_bytes)
+
+    @cached_property
+    def _columns(self) -> np.ndarray:
+        """[4, tensors] int64: offset and size of each tensor, start and size of its shards; all in bytes."""
+        rows = [
+            (tensor.offset, tensor.size_bytes, cut.start, cut.shard_bytes)
+            for tensor, cut in zip(self.tensors, self.cuts, strict=True)
+        ]
+        return np.array(rows, np.int64).reshape(-1, 4).T
 
 
 def lay_out_tensors(metas: Iterable[tuple[str, Sequence[int], str]]) -> tuple[TensorPlan, ...]:
@@ -80,35 +142,17 @@ def lay_out_tensors(metas: Iterable[tuple[str, Sequence[int], str]]) -> tuple[Te
     return tuple(tensors)
 
 
-def share_evenly(tensors: Sequence[TensorPlan], n_ranks: int) -> list[list[Range]]:
-    """Divide the stream's bytes evenly among ranks that all hold all weights; returns the ranges of each rank, [W].
+def share_evenly(tensors: Sequence[TensorPlan], n_ranks: int) -> tuple[TensorCut, ...]:
+    """Divide tensors evenly among ranks that all hold all weights; returns the cut of each tensor.
 
     Example: of tensors of 6 and 4 bytes at offsets 0 and 16, rank 0 sends (0, 5), rank 1 sends (5, 6) and (16, 20).
     """
-    parts = cut_evenly([each.size_bytes for each in tensors], n_ranks)
-    return [
-        [(tensors[number].offset + first, tensors[number].offset + end) for number, (first, end) in part]
-        for part in parts
-    ]
+    starts = list(accumulate((each.size_bytes for each in tensors), initial=0))
+    shard_bytes = max(-(-starts[-1] // n_ranks), 1)
+    return tuple(TensorCut(start, shard_bytes) for start in starts[:-1])
 
 
-def plan_transfer(
-    tensors: Sequence[TensorPlan], shares: Sequence[Sequence[Range]], bucket_bytes: int, streams: int = 1
-) -> TransferPlan:
-    """Divide each rank's ranges into buckets, in stream order. A range that does not fit is split.
-
-    Raises:
-        ValueError: `bucket_bytes` is less than 1.
-    """
-    if bucket_bytes < 1:
-        raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold anything")
-    total = tensors[-1].offset + tensors[-1].size_bytes if tensors else 0
-    return TransferPlan(
-        tuple(tensors), total, tuple(_buckets(each, bucket_bytes) for each in shares), streams
-    )
-
-
-def _buckets(ranges: Iterable[Range], bucket_bytes: int) -> tuple[Bucket, ...]:
+def _fill_buckets(ranges: Iterable[Range], bucket_bytes: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     current: list[Range] = []
     room = bucket_bytes

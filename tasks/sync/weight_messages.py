@@ -5,11 +5,14 @@ each server and the `SendTarget` of each to the trainer, concurrently. A server 
 (`WeightUpdateResponse`), the trainer once they have left (`SendResult`).
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
+from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import Span
 from rollmill.tasks.sync.transfer_plan import TransferPlan
 
@@ -127,7 +130,7 @@ class WeightUpdateRequest:
         version: name of the weights once they are in place.
         mode: keep or second_copy; verify compares the weights with the live model, which stays.
         transport: tcp, nccl, shm or files.
-        plan: a `TransferPlan` as JSON.
+        plan: a `TransferPlan`, from `encode_plan`.
         timeout_s: seconds until all weights must be in place.
         stall_timeout_s: seconds within which some byte must arrive.
         base, host, port, shared: see `WeightOffer`.
@@ -139,8 +142,8 @@ class WeightUpdateRequest:
     version: str
     mode: str
     transport: str
-    # Raw JSON, which the flow encodes once for all servers.
-    plan: msgspec.Raw
+    # Encoded once for all servers.
+    plan: bytes
     timeout_s: float
     stall_timeout_s: float
     base: AdapterBase | None = None
@@ -152,8 +155,12 @@ class WeightUpdateRequest:
     checksums: tuple[str, ...] = ()
 
     def decode_plan(self) -> TransferPlan:
-        """Decode the transfer plan from JSON."""
-        return msgspec.json.decode(self.plan, type=TransferPlan)
+        """Decode the transfer plan.
+
+        Raises:
+            SyncError: it is no plan of this version.
+        """
+        return _decode_plan(self.plan)
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,17 @@ class WeightUpdateResponse:
     spans: tuple[Span, ...] = ()
 
 
-def encode_plan(plan: TransferPlan) -> msgspec.Raw:
-    """Encode a transfer plan as JSON, for `WeightUpdateRequest.plan`."""
-    return msgspec.Raw(msgspec.json.encode(plan))
+def encode_plan(plan: TransferPlan) -> bytes:
+    """Encode a transfer plan for `WeightUpdateRequest.plan`: compressed MessagePack, a few bytes a tensor."""
+    return zlib.compress(msgspec.msgpack.encode(plan))
+
+
+# The plan is the same at every sync, until the trainer starts again.
+@lru_cache(maxsize=1)
+def _decode_plan(encoded: bytes) -> TransferPlan:
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(encoded), type=TransferPlan)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise SyncError(
+            f"cannot read the transfer plan: {error}; trainer and server need the same version"
+        ) from error

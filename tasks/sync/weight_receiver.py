@@ -22,7 +22,7 @@ from rollmill.tasks.sync.links.nccl_link import NcclReceiver
 from rollmill.tasks.sync.links.shm_link import SharedReceiver, open_shared
 from rollmill.tasks.sync.links.tcp_link import TcpReceiver
 from rollmill.tasks.sync.links.weight_files import read_weight_files
-from rollmill.tasks.sync.transfer_plan import TransferPlan
+from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
 from rollmill.tasks.sync.weight_messages import WAITING_FOR_TRAINER, WeightUpdateRequest
 
 RECEIVERS: Mapping[str, Callable[[Rendezvous], ReceivingLink]] = {
@@ -55,7 +55,7 @@ def open_links(
         raise SyncError(f"the trainer cannot be reached at {request.host}:{request.port}: {error}") from error
     links = []
     try:
-        for rank in range(len(plan.senders)):
+        for rank in range(plan.n_ranks):
             for stream in range(plan.streams):
                 name = link_name(request.prefix, rank, worker, stream)
                 limits = request.timeout_s, request.stall_timeout_s
@@ -88,9 +88,13 @@ def receive_tensors(
         SyncError: a sender stopped; names bucket, rank and bytes.
     """
     ends = queue.SimpleQueue[tuple[int, SyncError | None]]()
+    buckets = [plan.buckets(rank) for rank in range(plan.n_ranks)]
 
     def receive(number: int, link: ReceivingLink) -> None:
-        ends.put((number, _receive_buckets(link, plan, number, buffer)))
+        rank, stream = divmod(number, plan.streams)
+        ends.put(
+            (number, _receive_buckets(link, buckets[rank], rank, slice(stream, None, plan.streams), buffer))
+        )
 
     threads = [threading.Thread(target=receive, args=each, daemon=True) for each in enumerate(links)]
     for link in links:
@@ -135,16 +139,15 @@ def view_tensors(plan: TransferPlan, buffer: torch.Tensor) -> list[tuple[str, to
 
 
 def _receive_buckets(
-    link: ReceivingLink, plan: TransferPlan, link_number: int, buffer: torch.Tensor
+    link: ReceivingLink, buckets: Sequence[Bucket], rank: int, own: slice, buffer: torch.Tensor
 ) -> SyncError | None:
-    """Receive all buckets of one link; returns the error that ended it, None once all have arrived."""
-    rank, stream = divmod(link_number, plan.streams)
-    buckets, arrived = plan.senders[rank], 0
-    for number in range(stream, len(buckets), plan.streams):
+    """Receive the buckets `own` of a rank's; returns the error that ended the link, None once all have arrived."""
+    arrived = 0
+    for number in range(len(buckets))[own]:
         try:
             link.receive([buffer[start:end] for start, end in buckets[number].ranges])
         except (SyncError, OSError, RuntimeError) as error:
-            total = sum(each.size_bytes for each in buckets[stream :: plan.streams])
+            total = sum(each.size_bytes for each in buckets[own])
             return SyncError(
                 f"bucket {number + 1} of {len(buckets)} of rank {rank} did not arrive: {error}; "
                 f"{arrived / 1e6:.1f} of its {total / 1e6:.1f} MB of this link had"

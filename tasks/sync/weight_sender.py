@@ -36,7 +36,7 @@ from rollmill.tasks.sync.server_transfer import (
     ServerTransfer,
     TimeLimit,
 )
-from rollmill.tasks.sync.transfer_plan import TransferPlan
+from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget
 
 SENDERS: Mapping[str, Callable[[Rendezvous], SendingLink]] = {
@@ -58,7 +58,7 @@ class WeightSender:
     """Sends a rank's part of the weights to any number of servers, over separate links to each.
 
     Args:
-        rank: its number among the plan's senders.
+        rank: its number among the plan's ranks.
         host: address of the store through which links are opened.
         port: port of the store.
         config: settings of the sync, for its time limits.
@@ -106,7 +106,7 @@ class WeightSender:
         Raises:
             SyncError: the pieces do not match the plan.
         """
-        started, buckets = time.monotonic(), plan.senders[self._rank]
+        started, buckets = time.monotonic(), plan.buckets(self._rank)
         self._check(targets, shared)
         limit = TimeLimit(
             started + self._config.timeout_s,
@@ -118,7 +118,7 @@ class WeightSender:
         }
         ended = queue.SimpleQueue[ServerTransfer]()
         self._transfers = transfers = self._prepare_transfers(
-            plan, targets, ready, ended.put, pressure.notify
+            plan.streams, buckets, targets, ready, ended.put, pressure.notify
         )
 
         def keep(memory: str) -> CopyToBucket:
@@ -162,18 +162,19 @@ class WeightSender:
 
     def _prepare_transfers(
         self,
-        plan: TransferPlan,
+        streams: int,
+        buckets: Sequence[Bucket],
         targets: Sequence[SendTarget],
         ready: Mapping[str, Sequence[ReadyBucket]],
         on_end: Callable[[ServerTransfer], None],
         on_taken: Callable[[], None],
     ) -> dict[str, ServerTransfer]:
         """Create each server's transfer, by its address."""
-        sizes = [bucket.size_bytes for bucket in plan.senders[self._rank]]
+        sizes = [bucket.size_bytes for bucket in buckets]
         return {
             each.server: ServerTransfer(
-                self._links_to(each, plan.streams),
-                plan.streams,
+                self._links_to(each, streams),
+                streams,
                 sizes,
                 ready[SOURCE_MEMORY[each.transport]],
                 on_end,

@@ -5,7 +5,6 @@ out evenly. What is not in memory as it is sent, merged adapters for example, is
 shards gather together.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -14,8 +13,8 @@ from transformers import PreTrainedModel
 
 from rollmill.tasks.sync.bucket_writer import Piece
 from rollmill.tasks.sync.links.link import as_bytes
-from rollmill.tasks.sync.ranges import Range, assign_evenly, overlap
-from rollmill.tasks.sync.transfer_plan import TensorPlan, lay_out_tensors, share_evenly
+from rollmill.tasks.sync.ranges import Range, assign_evenly
+from rollmill.tasks.sync.transfer_plan import TensorCut, TensorPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.train.checkpoints.hf_layout import (
     CheckpointLayer,
     ParameterSlice,
@@ -35,7 +34,7 @@ class WeightStream:
 
     Attributes:
         tensors: name, shape, type and offset of each tensor, in the order of the stream.
-        shares: [W] byte ranges (first, end) that each rank sends; each range is a part of one tensor.
+        cuts: for each tensor how the ranks divide it.
     """
 
     def __init__(
@@ -48,8 +47,12 @@ class WeightStream:
             for layer in layers
             for each in layer.tensors
         )
-        self.shares = self._shares(model)
-        self._own = _ranges_by_tensor(self.tensors, self.shares[rank])
+        self.cuts = self._cut_tensors(model)
+        ranges = (
+            (tensor.name, cut.range_of(tensor, rank))
+            for tensor, cut in zip(self.tensors, self.cuts, strict=True)
+        )
+        self._own = {name: (first, end) for name, (first, end) in ranges if first < end}
 
     def pieces(self, model: PreTrainedModel) -> Iterator[Piece]:
         """Yield the bytes of this rank's ranges of the stream, one piece each; a collective where layers are gathered."""
@@ -96,17 +99,17 @@ class WeightStream:
     def _slice_pieces(
         self, tensor: TensorPlan, origin: ParameterSlice, parameter: torch.nn.Parameter
     ) -> Iterator[Piece]:
-        ranges = self._own.get(tensor.name, ())
-        if not ranges:
+        if tensor.name not in self._own:
             return
+        start, end = self._own[tensor.name]
         held = as_bytes(local_tensor(parameter).detach())
         first = _shard_bytes(parameter, self._rank)[0] if self._is_partitioned else 0
         shift = origin.start - tensor.offset - first
-        for start, end in ranges:
-            yield Piece(start, held[start + shift : end + shift], True)
+        yield Piece(start, held[start + shift : end + shift], True)
 
     def _cut_pieces(self, tensor: TensorPlan, data: torch.Tensor) -> Iterator[Piece]:
-        for start, end in self._own.get(tensor.name, ()):
+        if tensor.name in self._own:
+            start, end = self._own[tensor.name]
             # A converted tensor may be a view in another order than it is sent in.
             flat = as_bytes(data.contiguous())
             yield Piece(start, flat[start - tensor.offset : end - tensor.offset], False)
@@ -116,40 +119,26 @@ class WeightStream:
         for layer in self._layers:
             yield layer, list(islice(places, len(layer.tensors)))
 
-    def _shares(self, model: PreTrainedModel) -> list[list[Range]]:
+    def _cut_tensors(self, model: PreTrainedModel) -> tuple[TensorCut, ...]:
         parameters = dict(model.named_parameters())
-        shares: list[list[Range]] = [[] for _ in range(self._world_size)]
-        common = []
+        common: list[TensorPlan] = []
+        cuts: dict[str, TensorCut] = {}
         for layer, tensors in self._by_layer():
             # What every rank has, or makes from whole layers, is shared out evenly; shards are sent by the rank that holds them.
             if not self._is_partitioned or layer.origins is None:
                 common += tensors
                 continue
             for tensor, origin in zip(tensors, layer.origins, strict=True):
-                for rank, share in enumerate(shares):
-                    held = _shard_bytes(parameters[origin.parameter], rank)
-                    first, end = overlap(held, (origin.start, origin.start + tensor.size_bytes))
-                    if first < end:
-                        shift = tensor.offset - origin.start
-                        share.append((first + shift, end + shift))
-        evenly = share_evenly(common, self._world_size)
-        return [sorted(own + even) for own, even in zip(shares, evenly, strict=True)]
+                shard_bytes = _shard_bytes(parameters[origin.parameter], 0)[1]
+                cuts[tensor.name] = TensorCut(origin.start, max(shard_bytes, 1))
+        cuts |= zip((each.name for each in common), share_evenly(common, self._world_size), strict=True)
+        return tuple(cuts[each.name] for each in self.tensors)
 
 
 def _shard_bytes(parameter: torch.nn.Parameter, rank: int) -> Range:
     """Return (first, end) of a ZeRO-3 parameter's flattened bytes that a rank holds."""
     first, end = shard_range(parameter, rank)
     return first * parameter.dtype.itemsize, end * parameter.dtype.itemsize
-
-
-def _ranges_by_tensor(tensors: Sequence[TensorPlan], ranges: Sequence[Range]) -> dict[str, list[Range]]:
-    """Group byte ranges of the stream by the name of the tensor that each is part of, in the order of the stream."""
-    found: dict[str, list[Range]] = {}
-    rest = deque(ranges)
-    for tensor in tensors:
-        while rest and rest[0][0] < tensor.offset + tensor.size_bytes:
-            found.setdefault(tensor.name, []).append(rest.popleft())
-    return found
 
 
 def _view_tensors(

@@ -19,7 +19,7 @@ from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.store.checkpoints.weight_snapshots import publish_rank_weights, remove_weights
 from rollmill.tasks.sync.links.link import join_store, serve_store
 from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
-from rollmill.tasks.sync.transfer_plan import STREAMS, TransferPlan, plan_transfer
+from rollmill.tasks.sync.transfer_plan import STREAMS, TransferPlan
 from rollmill.tasks.sync.weight_messages import (
     AdapterBase,
     ProcessLocation,
@@ -104,7 +104,7 @@ class WeightTransfer:
     def __init__(self, config: ServiceConfig, rank: int, world_size: int) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._stream: WeightStream | None = None
-        self._plan = TransferPlan((), 0, ())
+        self._plan = TransferPlan()
         self._base: AdapterBase | None = None
         self._store: Any = None
         self._port = 0
@@ -126,7 +126,8 @@ class WeightTransfer:
         layers = (adapter_layers if sends_adapters else weight_layers)(engine.model)
         self._base = adapter_base(engine.model) if sends_adapters else None
         stream = WeightStream(engine.model, layers, self._rank, self._world_size)
-        self._plan = plan_transfer(stream.tensors, stream.shares, self._config.bucket_bytes, STREAMS)
+        bucket_bytes = self._config.bucket_bytes
+        self._plan = TransferPlan(stream.tensors, stream.cuts, self._world_size, bucket_bytes, STREAMS)
         self._stream = stream
         self._meet(engine.model.device)
 

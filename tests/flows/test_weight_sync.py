@@ -26,7 +26,7 @@ from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.server_pool import ServerPool
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import (
     ProcessLocation,
     SendResult,
@@ -42,7 +42,7 @@ from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
 AT = [PolicyVersion("ab", 1, number) for number in range(4)]
 TENSORS = lay_out_tensors([("norm", (4,), "float32"), ("head", (4, 4), "float32")])
 OFFER = WeightOffer(
-    plan_transfer(TENSORS, [[(0, 80)]], 1 << 20), "127.0.0.1", 1, ProcessLocation("here", "cpu")
+    TransferPlan(TENSORS, share_evenly(TENSORS, 1)), "127.0.0.1", 1, ProcessLocation("here", "cpu")
 )
 
 DELAY_S = 0.5

@@ -24,7 +24,7 @@ class NoTransfer:
         return None
 
     def offer(self) -> WeightOffer:
-        plan = TransferPlan((), 0, ((),))
+        plan = TransferPlan()
         return WeightOffer(plan, "127.0.0.1", 0, ProcessLocation("here", "cpu"))
 
     def send(self, _engine: object, targets: list[SendTarget]) -> list[SendResult]:

@@ -27,7 +27,7 @@ from rollmill.tasks.train.service.commands import (
 from rollmill.tasks.train.service.control_api import ControlServer, Operations, build_control_app
 from tests.stubs.toy_settings import toy_config
 
-NO_WEIGHTS = TransferPlan((), 0, ((),))
+NO_WEIGHTS = TransferPlan()
 HERE = ProcessLocation("here", "cpu")
 LOGPROB = -1.0
 """What every token has, here and at the stub server, so that the two always agree."""

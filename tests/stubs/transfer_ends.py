@@ -10,7 +10,7 @@ import torch
 from rollmill.tasks.sync.bucket_writer import Piece
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import ReceivingLink, serve_store
-from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, plan_transfer, share_evenly
+from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightUpdateRequest, encode_plan
 from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
 from rollmill.tasks.sync.weight_sender import WeightSender
@@ -30,7 +30,7 @@ def weights_of(seed: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]])
 
 def plan_of(weights: Weights, n_ranks: int = 1, bucket_bytes: int = 1000, streams: int = 1) -> TransferPlan:
     tensors = lay_out_tensors((name, each.shape, str(each.dtype)[6:]) for name, each in weights.items())
-    return plan_transfer(tensors, share_evenly(tensors, n_ranks), bucket_bytes, streams)
+    return TransferPlan(tensors, share_evenly(tensors, n_ranks), n_ranks, bucket_bytes, streams)
 
 
 def pieces_of(weights: Weights, *, is_live: bool = True) -> Iterator[Piece]:
@@ -79,9 +79,11 @@ class Server:
         self.links: list[ReceivingLink] = []
 
     def open(self, plan: TransferPlan) -> None:
+        self.links = open_links(self.order(plan), plan, 0)
+
+    def order(self, plan: TransferPlan) -> WeightUpdateRequest:
         given = "run:1:1", "keep", self.target.transport, encode_plan(plan), TIMEOUT_S, self._stall_timeout_s
-        order = WeightUpdateRequest(*given, host=HOST, port=self._port, prefix=self.target.prefix)
-        self.links = open_links(order, plan, 0)
+        return WeightUpdateRequest(*given, host=HOST, port=self._port, prefix=self.target.prefix)
 
     def receive(self, plan: TransferPlan, buffer: torch.Tensor | None = None) -> Weights:
         buffer = torch.empty(plan.total_bytes, dtype=torch.uint8) if buffer is None else buffer

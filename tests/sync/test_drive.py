@@ -65,7 +65,7 @@ class Trainer(Part):
 
     async def offer(self) -> WeightOffer:
         await self.note("offer")
-        return WeightOffer(TransferPlan((), 0, ((),)), "127.0.0.1", 1, HERE)
+        return WeightOffer(TransferPlan(), "127.0.0.1", 1, HERE)
 
     async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         self.targets += targets

@@ -15,7 +15,7 @@ from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import Rendezvous, join_store, serve_store
 from rollmill.tasks.sync.links.nccl_link import ERROR_HANDLING, NcclReceiver, NcclSender, set_timeout
-from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import SendTarget
 from rollmill.tasks.sync.weight_sender import WeightSender
 
@@ -124,7 +124,8 @@ def test_a_rank_opens_the_links_of_all_servers_on_its_own_device(
     sender = WeightSender(
         0, HOST, store.port, SyncConfig(timeout_s=10.0, stall_timeout_s=10.0), device=device
     )
-    plan = plan_transfer(lay_out_tensors([("w", (4,), "float32")]), [[(0, 16)]], 16, 1)
+    tensors = lay_out_tensors([("w", (4,), "float32")])
+    plan = TransferPlan(tensors, share_evenly(tensors, 1))
     links = sender._links_to(SendTarget("http://a", "nccl", "prefix", 2), plan.streams)
     others = [
         NcclReceiver(Rendezvous(join_store(HOST, store.port, 10.0), f"prefix/0/{worker}/0", HOST, 10.0, 10.0))

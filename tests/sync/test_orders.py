@@ -159,7 +159,7 @@ async def test_a_sender_that_dies_half_way_leaves_the_old_weights_serving(
 
     def send_half() -> None:
         links = opened(order)
-        bucket = order.decode_plan().senders[0][0]
+        bucket = order.decode_plan().buckets(0)[0]
         links[0].send([torch.zeros(bucket.size_bytes // 2, dtype=torch.uint8)])
         for link in links:
             link.close()

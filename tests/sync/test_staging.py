@@ -25,7 +25,7 @@ def test_staging_keeps_a_few_buckets_whatever_the_size_of_the_weights() -> None:
     trainer = Trainer()
     servers = [Server(trainer) for _ in range(3)]
     plan = plan_of(WEIGHTS, 1, BUCKET_BYTES, streams=2)
-    assert len(plan.senders[0]) == 16 * STAGING_BUCKETS
+    assert len(plan.buckets(0)) == 16 * STAGING_BUCKETS
     for take in (Server.open_and_receive, Server.receive):
         transfer(trainer, servers, WEIGHTS, plan, is_live=False, take=take)
         assert trainer.senders[0]._staging["cpu"].size_bytes == STAGING_BUCKETS * BUCKET_BYTES

@@ -14,6 +14,7 @@ from rollmill.tasks.sync.bucket_writer import Piece
 from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
 from rollmill.tasks.sync.transfer_plan import TransferPlan
 from rollmill.tasks.sync.weight_messages import SendTarget
+from rollmill.tasks.sync.weight_receiver import WeightInbox
 from tests.stubs.transfer_ends import (
     LARGE,
     TIMEOUT_S,
@@ -145,6 +146,23 @@ def test_a_server_that_never_opens_its_links_is_given_up_and_can_come_under_anot
     transfer(trainer, [again], weights, plan)
     for each in (again, trainer):
         each.close()
+
+
+def test_a_restarted_server_needs_only_the_next_order_to_receive() -> None:
+    trainer = Trainer(2)
+    first, again = Server(trainer), Server(trainer)
+    plan = plan_of(weights_of(0, LARGE), 2, 1 << 20, 2)
+
+    def take(server: Server, _: TransferPlan) -> Weights:
+        return dict(inboxes[server].receive(server.order(plan)))
+
+    inboxes = {first: WeightInbox(0), again: WeightInbox(0)}
+    for seed, server in enumerate((first, first, again)):
+        transfer(trainer, [server], weights_of(seed, LARGE), plan, take=take)
+        if server is first and seed:
+            inboxes[first].drop()
+    inboxes[again].drop()
+    trainer.close()
 
 
 @pytest.mark.slow

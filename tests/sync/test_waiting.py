@@ -12,7 +12,7 @@ from rollmill.tasks.observe.spans import Recorder, Span, recording, span
 from rollmill.tasks.sync.bucket_writer import Piece
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import serve_store
-from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import SendTarget, WeightUpdateRequest, encode_plan
 from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
 from rollmill.tasks.sync.weight_sender import WeightSender
@@ -35,7 +35,8 @@ def transferred(
 ) -> tuple:
     """Spans of the trainer and of the server, of a transfer with delays planted on either side, in seconds."""
     weights = torch.zeros(n_bytes, dtype=torch.uint8)
-    plan = plan_transfer(lay_out_tensors([("all", (n_bytes // 4,), "float32")]), [[(0, n_bytes)]], 1 << 22)
+    tensors = lay_out_tensors([("all", (n_bytes // 4,), "float32")])
+    plan = TransferPlan(tensors, share_evenly(tensors, 1), bucket_bytes=1 << 22)
     store, target = serve_store(HOST, TIMEOUT_S), SendTarget(SERVER, "tcp", uuid.uuid4().hex)
     limits = {"timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
     sender = WeightSender(0, HOST, store.port, SyncConfig(**limits), TIMEOUT_S)
