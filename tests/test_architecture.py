@@ -169,7 +169,7 @@ def test_a_flow_that_a_worker_starts_imports_no_matplotlib() -> None:
 
 
 def imported_by(names: Sequence[str], *libraries: str) -> str:
-    """Which of the libraries are imported with these modules, in a process of its own."""
+    """Return which of the libraries are imported with these modules, in a new process."""
     script = f"import sys, importlib; [importlib.import_module(each) for each in {names!r}]"
     script += f"; print(sorted({set(libraries)!r} & set(sys.modules)))"
     shown = subprocess.run(

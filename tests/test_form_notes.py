@@ -20,8 +20,8 @@ def properties(model: type[StageConfig] = Example) -> dict[str, Any]:
 
 
 def test_range_default_and_permanence_are_in_the_description_of_the_form_alone() -> None:
-    told = "Share. Above 0, at most 1. Default: 0.5. Cannot change when a run is resumed."
-    assert properties()["share_s"]["description"] == told
+    text = "Share. Above 0, at most 1. Default: 0.5. Cannot change when a run is resumed."
+    assert properties()["share_s"]["description"] == text
     assert Example.model_fields["share_s"].description == "Share."
 
 

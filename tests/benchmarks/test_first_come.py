@@ -19,12 +19,12 @@ from benchmarks.schedules.timeline import Interval
 pieces = st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 50)), min_size=1, max_size=30)
 
 
-def test_whoever_comes_first_is_served_first_and_ties_go_by_number() -> None:
+def test_work_is_served_in_order_of_arrival_and_ties_by_number() -> None:
     assert serve([0, 0, 0], [3, 1, 1], 2) == [(0, 3), (0, 1), (1, 2)]
     assert serve([2, 0], [1, 5], 1) == [(5, 6), (0, 5)]
 
 
-def test_a_free_slot_waits_for_work_that_has_not_come() -> None:
+def test_a_free_slot_waits_for_work_that_has_not_arrived() -> None:
     assert serve([0, 4], [1, 1], 2) == [(0, 1), (4, 5)]
 
 

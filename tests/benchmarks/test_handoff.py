@@ -1,4 +1,4 @@
-"""The handoff benchmark tells the median of its passes, and the worst beside it."""
+"""The handoff benchmark reports the median of its passes, and the worst."""
 
 from benchmarks.handoff import median_and_worst
 

@@ -22,7 +22,7 @@ def test_excess_is_above_the_tasks_alone_by_each_form() -> None:
     }
 
 
-def test_what_the_tasks_take_in_as_many_seconds_is_not_the_hand_offs() -> None:
+def test_the_cpu_of_the_hand_off_excludes_that_of_the_tasks() -> None:
     assert loop_cpu_s(MEDIAN) == pytest.approx(1.1 - 0.2 * 2.0)
 
 

@@ -77,7 +77,7 @@ def test_within_twenty_percent_of_the_median_nothing_is_worse() -> None:
     assert Baseline((4.0, 4.0, 4.0), more_is_better=True).is_worse(3.1)
 
 
-def test_what_lay_in_the_spread_before_is_not_worse() -> None:
+def test_a_value_within_the_stored_spread_is_not_worse() -> None:
     assert not Baseline((1.0, 1.02, 1.5)).is_worse(1.45)
     assert Baseline((1.0, 1.02, 1.5)).is_worse(1.55)
 
@@ -140,7 +140,7 @@ def test_each_ratio_of_a_quick_run_has_a_baseline() -> None:
     assert [name for name in declared if len(stored.get(name, [])) < LEAST_KEPT] == []
 
 
-async def test_a_script_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
+async def test_a_failed_script_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     scripts = [Benchmark(name, (), quick=()) for name in ("no_such_script", "suite.figures", "model")]
     outcome = await run_all(scripts, Suite("quick", results, tmp_path / "baseline.json"))
@@ -201,7 +201,7 @@ def test_what_never_ran_says_so(tmp_path: Path) -> None:
     assert "| `made_up` | `speedup` |  | ≥ 2 | not run |  |  |  |" in lines
 
 
-def test_a_result_tells_machine_versions_and_date(tmp_path: Path) -> None:
+def test_a_result_has_machine_versions_and_date(tmp_path: Path) -> None:
     begun = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
     kept = result_of("made_up", "quick", {"ratio": 1.0}, begun, "c0ffee")
     Results(tmp_path / "results.json").keep(kept)
@@ -214,12 +214,12 @@ def test_a_result_tells_machine_versions_and_date(tmp_path: Path) -> None:
     assert again.commit == "c0ffee"
 
 
-def test_results_of_both_modes_tell_their_places(tmp_path: Path) -> None:
+def test_results_of_both_modes_name_their_machine_and_commit(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     results.keep(result("2026-01-01 10:00", "full", ratio=1.2))
     results.keep(result("2026-01-02 10:00", "quick", speedup=1.5))
-    told = table([MADE_UP], results)
-    assert "- a machine: `made_up` quick, `made_up` full at c0ffee." in told
+    text = table([MADE_UP], results)
+    assert "- a machine: `made_up` quick, `made_up` full at c0ffee." in text
 
 
 def test_a_page_without_its_markers_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_the_page_is_what_results_say() -> None:
     )
 
 
-def test_missed_targets_are_told_with_what_was_wanted(tmp_path: Path) -> None:
+def test_a_missed_target_is_listed_with_its_value_and_the_wanted_one(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     results.keep(result("2026-01-01 10:00", "full", **values(4.0, 1.2, cpu_ms=41.5)))
     assert missed([MADE_UP], results).splitlines() == [
@@ -265,7 +265,7 @@ def test_constants_are_lines_through_what_was_measured(tmp_path: Path) -> None:
     assert "not run" in model.text(results)
 
 
-def test_ten_times_the_groups_cost_ten_times_what_goes_by_groups() -> None:
+def test_costs_by_group_are_proportional_to_the_number_of_groups() -> None:
     given = model.constants(Results())
     for part in model.PARTS:
         if part.law.startswith(("2 P G", "P ", "P G")) and given.keys() >= set(part.needs):

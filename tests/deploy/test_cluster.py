@@ -36,20 +36,20 @@ def test_every_task_run_of_a_burst_is_recorded_and_the_other_api_server_knows_it
 
 
 @pytest.mark.service
-def test_what_one_api_server_is_told_the_other_one_knows(cluster: Cluster) -> None:
+def test_a_variable_that_one_api_server_stores_is_read_by_the_other(cluster: Cluster) -> None:
     with client(cluster, 0) as one, client(cluster, 1) as other:
-        variable = one.post("/variables/", json={"name": "told", "value": 1}).json()
+        variable = one.post("/variables/", json={"name": "shared", "value": 1}).json()
         assert other.get(f"/variables/{variable['id']}").json()["value"] == 1
 
 
 @pytest.mark.service
-def test_api_servers_want_the_password(cluster: Cluster) -> None:
+def test_api_servers_require_the_password(cluster: Cluster) -> None:
     for url in cluster.api_urls:
         assert httpx.post(f"{url}/flows/count", json={}, trust_env=False).status_code == 401
 
 
 @pytest.mark.service
-def test_no_message_was_given_up(cluster: Cluster) -> None:
+def test_no_message_was_dropped(cluster: Cluster) -> None:
     logs = "".join(process.log.read_text() for process in cluster.processes.values() if process.log)
     assert "dead letter" not in logs
     assert "Dropping event" not in logs

@@ -124,7 +124,7 @@ def check_same_start(config: Any, model: str, ours: list[str], machine: str) -> 
     if theirs.count("--max-num-seqs") == 2:  # the preset's, which comes later, holds
         first = theirs.index("--max-num-seqs")
         del theirs[first : first + 2]
-    if machine == "gpu":  # a server of its own GPU takes more of it
+    if machine == "gpu":  # a server that has a GPU for itself uses more of it
         theirs[theirs.index("--gpu-memory-utilization") + 1] = "0.85"
     for option, value in (("--host", "127.0.0.1"), ("--port", str(A_PORT)), ("--model", model)):
         at = theirs.index(option)

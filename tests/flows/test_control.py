@@ -13,7 +13,7 @@ from deployed_run import DEADLINE_S, NAME, Deployed, deployed
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from told import everything_of
+from stored_texts import everything_of
 
 from rollmill.flows.collect import collect
 from rollmill.flows.post_train import post_train

@@ -28,7 +28,7 @@ Command = Callable[..., str]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--attribute"], "give --step too"),
         (["--attribute", "--step", "1", "--from", "1"], "--from = 1:"),
@@ -40,8 +40,10 @@ Command = Callable[..., str]
         (["--attribute", "--step", "9"], "has no such step; steps 0 to 2 are done"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(rollmill: Command, words: list[str], said: str) -> None:
-    assert said in rollmill("replay", "small", *words)
+def test_what_cannot_be_measured_is_refused_by_name(
+    rollmill: Command, words: list[str], message: str
+) -> None:
+    assert message in rollmill("replay", "small", *words)
 
 
 def test_a_run_that_is_not_there_is_refused(rollmill: Command) -> None:

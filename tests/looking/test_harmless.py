@@ -1,4 +1,4 @@
-"""Text of any origin stands in markdown as it is."""
+"""Text of any origin appears in markdown as it is."""
 
 import json
 import string
@@ -23,7 +23,7 @@ from rollmill.tasks.look.terminal.markdown_escape import JOINER, MOST_BLOCK, esc
         "# a",
     ],
 )
-def test_before_all_that_markdown_reads_stands_a_backslash(text: str) -> None:
+def test_every_character_that_markdown_interprets_is_escaped(text: str) -> None:
     assert escape_inline(text) == "".join(
         f"\\{each}" if each in string.punctuation else each for each in text
     )

@@ -48,7 +48,7 @@ def test_of_a_trajectory_that_was_sampled_again_the_last_attempt_is_shown_and_co
     assert shown("show", "5.3.0")["status"] == "failed"
 
 
-def test_two_scorers_do_not_double_the_trajectories_and_the_runs_own_is_shown(rollmill: Command) -> None:
+def test_two_scorers_do_not_double_the_trajectories_and_the_runs_scorer_is_shown(rollmill: Command) -> None:
     rows = trajectories(rollmill, "--group", "2")
     assert [(row["trajectory"], row["reward"]) for row in rows] == [
         ("2.0", 1.0),
@@ -87,7 +87,7 @@ def test_groups_are_filtered_by_why_they_are_not_trained_on(rollmill: Command) -
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--step", "7"], "the run has no such step; it has steps 0 to 2"),
         (["--step", "x"], "give one number, or LOW:HIGH"),
@@ -107,9 +107,9 @@ def test_groups_are_filtered_by_why_they_are_not_trained_on(rollmill: Command) -
     ],
 )
 def test_what_a_run_does_not_have_is_refused_with_what_it_has(
-    rollmill: Command, words: list[str], told: str
+    rollmill: Command, words: list[str], message: str
 ) -> None:
-    assert told in rollmill("inspect", "small", *words)
+    assert message in rollmill("inspect", "small", *words)
 
 
 @pytest.mark.parametrize("words", [[], ["--groups"], ["--trajectories"], ["--evaluations"], ["--group", "5"]])

@@ -1,4 +1,4 @@
-"""`observe.otlp_endpoint`: a run's spans at a receiver while it goes on, which may be slow, or gone."""
+"""`observe.otlp_endpoint`: a receiver, which may be slow or gone, gets a run's spans while it runs."""
 
 import asyncio
 import shutil
@@ -44,7 +44,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_each_step_is_sent_while_the_run_goes_on_and_what_comes_later_with_the_next_and_none_twice(
+async def test_each_step_is_sent_during_the_run_late_spans_with_the_next_step_and_none_twice(
     run: RunFolder, receiver: Receiver
 ) -> None:
     store, n = store_of(run), len(whole_step())
@@ -83,9 +83,7 @@ async def test_a_step_whose_process_was_killed_gets_the_span_around_it_from_the_
     assert {sent[name].parent_span_id for name in ("collect", "generating")} == {sent["step"].span_id}
 
 
-async def test_a_step_that_goes_on_is_given_no_span_around_it_before_it_ends(
-    run: RunFolder, receiver: Receiver
-) -> None:
+async def test_an_open_step_has_no_span_before_it_ends(run: RunFolder, receiver: Receiver) -> None:
     store = store_of(run)
     async with open_span_sink(ObserveConfig(otlp_endpoint=receiver.url), store):
         store_spans(run, RUN, (0, "flow", "main", "start", -5, 0), (0, "flow", "step", "collect", 0, 2))
@@ -97,7 +95,7 @@ async def test_a_step_that_goes_on_is_given_no_span_around_it_before_it_ends(
     assert (root.span_id, root.parent_span_id) == (named, b"")
 
 
-async def test_a_receiver_that_is_down_is_said_once_and_gets_all_when_it_is_back(
+async def test_a_receiver_that_is_down_is_reported_once_and_gets_all_spans_when_it_is_back(
     run: RunFolder, receiver: Receiver
 ) -> None:
     store, n, said = store_of(run), len(whole_step()), list[str]()

@@ -1,4 +1,4 @@
-"""What stands on the pages of a run and of a step, of a run whose every figure is known."""
+"""The pages of a run and of a step show the figures, for a run whose every figure is known."""
 
 import pytest
 

@@ -49,8 +49,8 @@ def test_a_pictures_suffix_is_its_format(rollmill: Command, tmp_path: Path) -> N
     picture = tmp_path / "curves.jpg"
     rollmill("plot", "small", "--output", str(picture))
     assert picture.read_bytes().startswith(b"\xff\xd8\xff")
-    told = rollmill("plot", "small", "--output", str(tmp_path / "curves.gif"))
-    assert "give a name that ends in .png, .svg, .pdf, .jpg" in told
+    output = rollmill("plot", "small", "--output", str(tmp_path / "curves.gif"))
+    assert "give a name that ends in .png, .svg, .pdf, .jpg" in output
 
 
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of what other tests left

@@ -33,7 +33,7 @@ def code(section: str) -> str:
 
 
 def given_by(section: str, run: RunFolder) -> Names:
-    """What a recipe's names stand for when it is run on a run."""
+    """Return a recipe's variables after it is run on a run."""
     names: Names = {}
     source = f"{code(FIRST)}\n{code(section)}".replace("runs/quickstart", str(run.local))
     exec(compile(source, f"docs/datasets.md, recipe {section.splitlines()[0]}", "exec"), names)

@@ -49,7 +49,7 @@ def test_a_trajectory_is_shown_with_its_conversation_and_what_became_of_it(rollm
         assert said in shown
 
 
-def test_why_a_trajectory_was_not_trained_on_is_said(rollmill: Command) -> None:
+def test_a_trajectory_is_shown_with_why_it_was_not_trained_on(rollmill: Command) -> None:
     assert "not trained on: no_reward_spread" in rollmill("show", "small", "4.1")
     assert "ScoreTimeoutError: no verdict within 60 s" in " ".join(rollmill("show", "small", "6.1").split())
     failed = rollmill("show", "small", "5.3")
@@ -88,7 +88,7 @@ def test_rows_that_a_fork_has_of_another_run_are_found(
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ("5.9", "near it are 5.0, 5.1, 5.2, 5.3"),
         ("77.0", "it has groups 0 to 11"),
@@ -101,11 +101,11 @@ def test_rows_that_a_fork_has_of_another_run_are_found(
         ("5.99999999999999999999", "the run has no such trajectory"),
     ],
 )
-def test_an_unknown_trajectory_is_refused_with_near_ones(rollmill: Command, asked: str, told: str) -> None:
-    assert told in rollmill("show", "small", asked)
+def test_an_unknown_trajectory_is_refused_with_near_ones(rollmill: Command, asked: str, message: str) -> None:
+    assert message in rollmill("show", "small", asked)
 
 
-def test_a_retrained_run_says_where_its_trajectories_lie(
+def test_a_retrained_run_names_where_its_trajectories_are_stored(
     small_run: RunFolder, rollmill: Command, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "retrained")
@@ -203,7 +203,7 @@ def talkative() -> TrajectoryRecord:
     return TrajectoryRecord("x", row | {"messages": [{"role": "assistant", "content": SAID}]}, [], None, {})
 
 
-def test_a_pipe_gets_what_was_said_line_by_line_as_it_was_said(talkative: TrajectoryRecord) -> None:
+def test_a_pipe_gets_every_line_of_a_message_unchanged(talkative: TrajectoryRecord) -> None:
     pipe = io.StringIO()
     print_trajectory(Console(file=pipe), talkative)
     said = [line.removeprefix("  ") for line in pipe.getvalue().split("\n")]

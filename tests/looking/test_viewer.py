@@ -87,7 +87,7 @@ def test_a_page_of_rows_has_rewards_advantages_and_the_last_message(source: RunD
     assert row["answer"] == "[15+25=40]40"
 
 
-def test_trajectories_are_found_by_what_is_said_in_them(source: RunData) -> None:
+def test_trajectories_are_found_by_the_text_of_their_messages(source: RunData) -> None:
     assert set(asked(source, "?text=%5B15%2B25%3D40")[1]) == {"5.0", "5.1"}
     assert asked(source, "?text=nobody+says+this") == (0, [])
     assert asked(source, "?text=36&step=0", held_out=True)[0] == 3
@@ -106,7 +106,7 @@ def test_groups_are_filtered_by_what_became_of_them(source: RunData) -> None:
         source.groups(Query.of("?status=lost").selection(), 0, 10)
 
 
-def test_what_is_wrong_with_an_address_is_said(source: RunData) -> None:
+def test_a_wrong_address_is_answered_with_what_is_wrong(source: RunData) -> None:
     assert "near it are" in shown(source, "/trajectory/5.9")
     assert "the run has no such group" in shown(source, "/trajectory/99.0")
     assert "There is no such page" in shown(source, "/nothing")
@@ -223,7 +223,7 @@ def test_no_address_is_a_path_of_the_disk(client: FlaskClient, path: str) -> Non
     assert answer.status_code in (404, 500) or b"rollmill" in answer.data.lower()
 
 
-def test_a_page_may_load_nothing_from_elsewhere_and_run_no_script_that_stands_in_it(
+def test_a_page_may_load_nothing_from_elsewhere_and_run_no_inline_script(
     client: FlaskClient,
 ) -> None:
     answer = client.get("/", **AT)

@@ -1,4 +1,4 @@
-"""The viewer as a person uses it, in a real browser: filters, reads, colours, compares, and sees a run go on.
+"""The viewer as a person uses it, in a real browser: filters, reads, colours, compares, and follows a run.
 
 With ROLLMILL_SCREENSHOTS=docs its pictures are stored there.
 """
@@ -142,7 +142,7 @@ def test_a_failed_trajectory_is_found_and_read(small: Open) -> None:
     expect(page.locator("#count")).to_have_text("1 trajectory")
 
 
-def test_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbers(small: Open) -> None:
+def test_tokens_are_coloured_by_the_chosen_column_and_show_their_numbers(small: Open) -> None:
     page = small("/trajectory/5.0")
     token = page.locator("#painted span").nth(8)
     by_logprob = token.evaluate("each => each.style.background")
@@ -151,15 +151,15 @@ def test_tokens_are_coloured_by_what_is_chosen_and_tell_their_numbers(small: Ope
     expect(token).not_to_have_css("background-color", by_logprob)
     expect(page.locator("#legend")).to_contain_text("not sampled")
     token.hover()
-    for told in ("token 8", "policy version 1", "logprob -", "advantage 0.3"):
-        expect(page.locator("#token-details")).to_contain_text(told)
+    for text in ("token 8", "policy version 1", "logprob -", "advantage 0.3"):
+        expect(page.locator("#token-details")).to_contain_text(text)
     picture(page, "trajectory")
     page.locator("#painted").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#token-details")).to_contain_text("token 9")
 
 
-def test_two_scorers_and_two_versions_stand_side_by_side(small: Open) -> None:
+def test_two_scorers_and_two_versions_are_shown_side_by_side(small: Open) -> None:
     page = small("/compare?a=addition%401&b=brevity%401")
     expect(page.locator("#count")).to_have_text("46 trajectories")
     expect(page.locator(".summary")).to_contain_text(
@@ -211,9 +211,7 @@ def test_a_step_that_is_stored_meanwhile_appears_by_itself(
         expect(page.locator("#steps .ag-center-cols-container .ag-row")).to_have_count(3)
 
 
-def test_where_a_steps_time_went_is_drawn_and_told(
-    timed_run: RunFolder, browser: Browser, tmp_path: Path
-) -> None:
+def test_a_steps_time_is_drawn_and_listed(timed_run: RunFolder, browser: Browser, tmp_path: Path) -> None:
     with viewed(timed_run, tmp_path / "viewer.log") as address, opened(browser, address) as to:
         page = to("/")
         page.locator("#steps a[href='/time?step=1']").click()

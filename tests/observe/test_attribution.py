@@ -29,13 +29,13 @@ def serving(step: int, server: str, start: float, end: float) -> Row:
     return (step, server, "requests of flow", "generating", start, end)
 
 
-def gone_on_with() -> list[Row]:
+def resumed_run() -> list[Row]:
     """Step 1 is cancelled after 3 s and done again in 8 s by a further process, with a server of another address."""
     return [
         start(0, -5, 0),
         *line(0, 0, 10),
         *line(1, 10, 13),
-        (0, "trainer/0", "main", "forward", 0, 9),  # what it did after that was never told
+        (0, "trainer/0", "main", "forward", 0, 9),  # what it did after that was never recorded
         serving(0, SERVER, 0, 13),
         start(1, 100, 120),
         *line(1, 120, 128),
@@ -46,13 +46,13 @@ def gone_on_with() -> list[Row]:
 
 
 def test_a_step_that_was_cancelled_has_the_seconds_of_the_attempt_that_finished_it() -> None:
-    ledger = build_ledger(spans_of(*gone_on_with()))
+    ledger = build_ledger(spans_of(*resumed_run()))
     assert ledger.steps.rows() == [(0, 10_000_000), (1, 8_000_000)]
     assert seconds(ledger, "trainer/0", 1) == {"forward": 8.0}
 
 
 def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
-    ledger = build_ledger(spans_of(*gone_on_with()))
+    ledger = build_ledger(spans_of(*resumed_run()))
     assert ledger.there.rows() == [(0, 1, 1), (1, 1, 1)]
     servers = ledger.owners.filter(pl.col("process").str.starts_with("http"))
     assert servers.select("step", "process", "name", "us").rows() == [
@@ -61,21 +61,19 @@ def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
     ]
 
 
-def test_what_a_rank_did_last_and_could_not_tell_is_no_unattributed_time() -> None:
-    assert seconds(build_ledger(spans_of(*gone_on_with())), "trainer/0", 0) == {
+def test_the_last_unrecorded_work_of_a_rank_is_not_unattributed_time() -> None:
+    assert seconds(build_ledger(spans_of(*resumed_run())), "trainer/0", 0) == {
         "forward": 9.0,
         "no_spans": 1.0,
     }
 
 
-def test_of_an_attempt_that_was_cancelled_and_one_in_hand_the_later_one_counts() -> None:
-    in_hand = [row for row in gone_on_with() if row[3] != "step" or row[4] != 120]
-    assert build_ledger(spans_of(*in_hand)).steps["us"].to_list() == [10_000_000, 8_000_000]
+def test_of_a_cancelled_attempt_and_one_in_progress_the_later_one_counts() -> None:
+    in_progress = [row for row in resumed_run() if row[3] != "step" or row[4] != 120]
+    assert build_ledger(spans_of(*in_progress)).steps["us"].to_list() == [10_000_000, 8_000_000]
 
 
-def test_what_is_started_again_in_the_midst_of_a_step_is_starting_and_what_it_did_last_was_never_told() -> (
-    None
-):
+def test_a_process_restarted_within_a_step_is_starting_and_its_last_work_was_never_recorded() -> None:
     rows = [*line(0, 0, 20), (0, "trainer/0", "main", "forward", 0, 4), serving(0, SERVER, 0, 7)]
     for process in ("trainer/0", SERVER):
         rows += [
@@ -120,7 +118,7 @@ def test_what_is_done_for_an_earlier_step_serves_another_step_too() -> None:
 
 
 @pytest.mark.parametrize("lanes", [("main", "weights"), ("weights", "main")])
-def test_of_the_lanes_of_a_process_work_goes_before_a_wait_and_a_wait_before_idling(
+def test_among_lanes_of_a_process_work_takes_precedence_over_a_wait_and_a_wait_over_idling(
     lanes: tuple[str, str],
 ) -> None:
     one, other = lanes
@@ -136,7 +134,7 @@ def trajectory(ledger: Ledger, lane: str) -> dict[str, float]:
     return {row["name"]: row["us"] / 1e6 for row in rows}
 
 
-def test_what_a_group_waits_for_and_is_scored_by_is_each_of_its_trajectories() -> None:
+def test_waits_and_scoring_of_a_group_count_for_each_of_its_trajectories() -> None:
     rows: list[Row] = [
         *line(0, 0, 12),
         (0, "flow", "7", "waiting_for_server", 0, 5, "slot"),
@@ -169,7 +167,7 @@ def test_what_a_group_waits_for_and_is_scored_by_is_each_of_its_trajectories() -
     assert ends["end"][0][0] - ends["end"][1][0] == 500_000
 
 
-def test_what_a_part_waits_for_is_of_its_own_trajectories() -> None:
+def test_a_wait_of_a_part_of_a_group_counts_for_the_trajectories_of_that_part() -> None:
     rows = [*line(0, 0, 9), (0, "flow", "7", "waiting_for_server", 0, 1, "slot")]
     for part, (began, sample) in enumerate([(1.0, 0), (4.0, 1)]):
         rows += [

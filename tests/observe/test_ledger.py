@@ -141,7 +141,7 @@ def test_a_rank_that_others_waited_for_is_on_the_path_though_nobody_has_its_last
     ]
 
 
-def test_where_the_rank_that_was_waited_for_waited_too_the_path_goes_on_in_the_one_that_worked() -> None:
+def test_where_the_awaited_rank_waits_too_the_critical_path_continues_in_the_rank_that_works() -> None:
     rows = ranks_step(
         ("trainer/0", "forward", 0, 1),
         ("trainer/0", "waiting_for_rank", 1, 5, "trainer/1"),
@@ -194,9 +194,9 @@ def test_between_two_collectives_the_path_is_the_slowest_ranks(
         expected |= dict.fromkeys(range(began, began + 4 * works[slow]), f"trainer/{slow}")
         began = until
     rows.append(("trainer/0", "optimizer", began * 1e-6, (began + 1) * 1e-6))
-    told = build_ledger(spans_of(*ranks_step(*rows))).path.filter(pl.col("name") == "forward").to_dicts()
+    forwards = build_ledger(spans_of(*ranks_step(*rows))).path.filter(pl.col("name") == "forward").to_dicts()
     walked = {
-        instant - START_US: row["process"] for row in told for instant in range(row["start"], row["end"])
+        instant - START_US: row["process"] for row in forwards for instant in range(row["start"], row["end"])
     }
     assert walked == expected
 

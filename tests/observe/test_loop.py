@@ -26,7 +26,7 @@ def monitored() -> tuple[list[str], LoopMonitor]:
     return said, LoopMonitor(max_stall_ms=500.0, max_lag_p99_ms=0.0, warn=said.append)
 
 
-async def test_a_stall_of_the_running_loop_is_in_the_metrics_and_a_report_begins_anew() -> None:
+async def test_a_stall_of_the_running_loop_is_in_the_metrics_and_a_report_resets_them() -> None:
     said: asyncio.Queue[str] = asyncio.Queue()
     monitor = LoopMonitor(max_stall_ms=100.0, max_lag_p99_ms=0.0, warn=said.put_nowait)
     with monitor.watch():
@@ -98,7 +98,7 @@ async def test_a_step_names_the_sites_with_most_of_its_lag_and_forgets_them_for_
         assert monitor._sites_s == {}
 
 
-async def test_a_thread_beside_the_loop_sees_the_task_that_holds_it_and_its_code() -> None:
+async def test_a_sampling_thread_sees_the_task_that_holds_the_loop_and_its_code() -> None:
     lag = LoopLag(0.001)
     sampler = StallSampler(lag, 0.003)
     seen: Counter[str] = Counter()

@@ -52,7 +52,7 @@ print(used - own_rss_bytes())
     assert released - kept > 0.8 * N_BLOCKS * BLOCK_BYTES
 
 
-def test_what_is_in_use_and_what_is_kept_are_told_apart() -> None:
+def test_memory_in_use_and_memory_kept_by_the_allocator_are_separate_figures() -> None:
     in_use, in_use_after, kept = run_alone(f"""
 before, _ = malloc_bytes()
 blocks = [libc.malloc({BLOCK_BYTES}) for _ in range({N_BLOCKS})]
@@ -72,7 +72,7 @@ class Leaked(list[int]):
     """What nothing else makes."""
 
 
-def test_growth_is_laid_to_the_type_of_the_objects_that_came_on_top() -> None:
+def test_growth_is_attributed_to_the_type_of_the_added_objects() -> None:
     before = Holders.now(counts_objects=True)
     leaked = [Leaked([number]) for number in range(100_000)]
     gc.collect()  # young objects are not counted

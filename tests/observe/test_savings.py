@@ -85,17 +85,17 @@ def some_play(seed: int) -> Played:
 @given(st.integers(0, 1 << 32).map(some_play))
 def test_a_saving_is_what_the_same_trajectories_take_less_with_the_remedy(played: Played) -> None:
     rows, whole_s = played.rows()
-    told, least_s = saved(*rows), 1.01 * LEAST * whole_s
+    savings, least_s = saved(*rows), 1.01 * LEAST * whole_s
     is_all_known = {"slot", "workers"} <= {row[6] for row in rows if len(row) > 6}
     for remedy, other in played.remedied().items():
         less_s = max(0.0, whole_s - other.rows()[1])
-        assert told.get(remedy, 0.0) > less_s - least_s
+        assert savings.get(remedy, 0.0) > less_s - least_s
         if is_all_known:  # of what nobody had to wait for nobody knows how much there is
-            assert told.get(remedy, 0.0) == pytest.approx(less_s, abs=least_s)
+            assert savings.get(remedy, 0.0) == pytest.approx(less_s, abs=least_s)
 
 
 def grouped(slot_wait_s: float) -> list[Row]:
-    """Two groups of two in two slots: the second group waits for its first slot, and Prefect is told before it begins."""
+    """Two groups of two in two slots: the second group waits for its first slot, and is recorded in Prefect before it begins."""
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 10.2),
         (0, "flow", "step", "collect", 0, 10.2),
@@ -120,9 +120,9 @@ def test_a_groups_wait_for_its_first_slot_is_one_of_its_trajectories() -> None:
     assert saved(*grouped(4.8))[SLOTS] == pytest.approx(4.8)
 
 
-def test_what_is_around_the_scores_of_a_groups_trajectories_is_no_scoring() -> None:
-    told = saved(*grouped(4.8))
-    assert told[SCORERS] == pytest.approx(0.15, abs=0.011), "the two scores, one after another, of 0.3 s"
+def test_time_around_the_scores_of_a_groups_trajectories_is_no_scoring() -> None:
+    savings = saved(*grouped(4.8))
+    assert savings[SCORERS] == pytest.approx(0.15, abs=0.011), "the two scores, one after another, of 0.3 s"
 
 
 def test_a_groups_scores_wait_for_all_its_trajectories() -> None:
@@ -145,12 +145,12 @@ def test_a_saving_ends_where_another_trajectory_would_decide() -> None:
         (0, "flow", "0.1", "environment", 0, 9.5),
         (0, SERVER, "main", "generating", 0, 10),
     ]
-    told = saved(*rows)
-    assert told[ANOTHER_SERVER] == pytest.approx(0.5)
-    assert ENVIRONMENTS not in told
+    savings = saved(*rows)
+    assert savings[ANOTHER_SERVER] == pytest.approx(0.5)
+    assert ENVIRONMENTS not in savings
 
 
-def test_an_evaluation_that_the_step_waits_for_could_go_on_beside_it() -> None:
+def test_an_evaluation_that_the_step_waits_for_could_run_concurrently() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 12),
         (0, "flow", "step", "collect", 0, 2),
@@ -160,9 +160,9 @@ def test_an_evaluation_that_the_step_waits_for_could_go_on_beside_it() -> None:
         (0, "flow", "v1.0.greedy", "generating", 2, 12, SERVER),
         (0, SERVER, "main", "generating", 0, 12),
     ]
-    told = saved(*rows)
-    assert told["evaluation concurrent with steps"] == pytest.approx(10.0)
-    assert told[ANOTHER_SERVER] == pytest.approx(6.0)
+    savings = saved(*rows)
+    assert savings["evaluation concurrent with steps"] == pytest.approx(10.0)
+    assert savings[ANOTHER_SERVER] == pytest.approx(6.0)
 
 
 def trained(slow_s: float) -> list[Row]:
@@ -197,7 +197,7 @@ def test_the_hint_on_sizes_says_when_one_rank_has_more_to_do_than_the_others() -
 
 
 def two_steps(report_s: float, began: float = 5.0) -> list[Row]:
-    """Strictly on-policy: the second step's rollouts begin at `began`, beside the first one's report."""
+    """Strictly on-policy: the second step's rollouts begin at `began`, during the first one's report."""
     return [
         (0, "flow", "step", "step", 0, 5 + report_s),
         (0, "flow", "step", "collect", 0, 2),
@@ -216,7 +216,7 @@ def two_steps(report_s: float, began: float = 5.0) -> list[Row]:
     ]
 
 
-def test_what_goes_on_beside_rollouts_that_are_waited_for_later_saves_nothing() -> None:
+def test_work_concurrent_with_rollouts_that_are_awaited_later_saves_nothing() -> None:
     rows = two_steps(report_s=1.0)
     for steps in (None, [0]):
         assert "rows stored at once" not in saved(*rows, steps=steps)
@@ -228,13 +228,13 @@ def test_what_goes_on_beside_rollouts_that_are_waited_for_later_saves_nothing() 
     ), "until the rollouts begin, nobody else is known to do anything"
 
 
-def test_steps_that_do_not_overlap_are_told_to() -> None:
+def test_steps_that_do_not_overlap_get_the_remedy_to_overlap() -> None:
     assert saved(*two_steps(report_s=0.5))[OVERLAP] == pytest.approx(2.0, abs=0.3)
     assert OVERLAP not in saved(*staggered())
 
 
 def staggered() -> list[Row]:
-    """Two steps with max_staleness 1, and the third one's rollouts beside the second's training, to 8.5."""
+    """Two steps with max_staleness 1, and the third one's rollouts during the second's training, to 8.5."""
     return [
         (0, "flow", "step", "step", 0, 5),
         (0, "flow", "step", "collect", 0, 2),
@@ -258,7 +258,7 @@ def test_training_beside_rollouts_is_worth_no_more_than_until_they_are_waited_fo
     assert RANKS not in saved(*alone, steps=[0]), "the second step waited for its rollouts, not for this"
 
 
-def test_all_waits_and_work_of_a_step_are_told_with_what_they_cost() -> None:
+def test_all_waits_and_work_of_a_step_are_listed_with_their_seconds() -> None:
     assert saved(*whole_step()) == pytest.approx(
         {
             OVERLAP: 4.0,
@@ -273,7 +273,7 @@ def test_all_waits_and_work_of_a_step_are_told_with_what_they_cost() -> None:
     )
 
 
-def test_a_checkpoint_and_weights_that_are_waited_for_are_told() -> None:
+def test_a_checkpoint_and_weights_that_the_step_waits_for_are_listed() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 10),
         (0, "flow", "step", "sync", 0, 4),

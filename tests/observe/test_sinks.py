@@ -43,13 +43,13 @@ def values_in(folder: Path) -> Counter[tuple[str, int, float]]:
 
 
 @pytest.mark.slow
-async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gone_on_with(
+async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_resumed(
     tmp_path: Path,
 ) -> None:
     settings = SinkSettings("ab", "run", tensorboard=str(tmp_path / "tensorboard"))
-    told: list[str] = []
+    messages: list[str] = []
     for n_steps in (2, 3):
-        async with SinkClient(settings, told.append) as sinks:
+        async with SinkClient(settings, messages.append) as sinks:
             for number in range(n_steps):
                 sinks.put(step(number, **{"train/loss": number / 2}))
                 sinks.put(step(number, **{"train/loss": number / 2}))
@@ -61,12 +61,12 @@ async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_gon
             for name, value in (("train/updated", 1.0), ("train/loss", number / 2))
         }
     )
-    assert not told
+    assert not messages
     assert sinks.n_failures == 0
 
 
 @pytest.mark.slow
-def test_mlflow_goes_on_with_the_run_of_the_same_id_takes_no_step_twice_and_says_how_it_stands(
+def test_mlflow_resumes_the_run_of_the_same_id_stores_no_step_twice_and_has_its_status(
     tmp_path: Path,
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -95,7 +95,7 @@ def test_mlflow_goes_on_with_the_run_of_the_same_id_takes_no_step_twice_and_says
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "how"),
     [
         (None, "finished"),
         (RuntimeError(), "failed"),
@@ -104,9 +104,7 @@ def test_mlflow_goes_on_with_the_run_of_the_same_id_takes_no_step_twice_and_says
         (asyncio.CancelledError(), "killed"),
     ],
 )
-async def test_sinks_are_told_how_the_run_ended(
-    tmp_path: Path, error: BaseException | None, told: str
-) -> None:
+async def test_sinks_get_how_the_run_ended(tmp_path: Path, error: BaseException | None, how: str) -> None:
     script = (
         "import pathlib\n"
         "from rollmill.tasks.observe.sinks import sink_process as p\n"
@@ -119,31 +117,31 @@ async def test_sinks_are_told_how_the_run_ended(
         async with SinkClient(SinkSettings("ab", "run"), print, (sys.executable, "-c", script)):
             if error:
                 raise error
-    assert (tmp_path / "end").read_text() == told
+    assert (tmp_path / "end").read_text() == how
 
 
-async def test_a_sink_that_cannot_be_reached_is_said_once_and_counted_and_the_run_goes_on(
+async def test_an_unreachable_sink_is_reported_once_and_counted_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "taken").write_text("a file, where a folder should be made")
     settings = SinkSettings("ab", "run", tensorboard=str(tmp_path / "taken" / "tensorboard"))
-    told: list[str] = []
-    async with SinkClient(settings, told.append) as sinks:
+    messages: list[str] = []
+    async with SinkClient(settings, messages.append) as sinks:
         for number in range(3):
             sinks.put(step(number))
-    (line,) = told
+    (line,) = messages
     assert line.startswith("TensorBoard: 1 points wait: ")
     assert "all points are in the data set `metrics`" in line
     assert sinks.n_failures == 4
 
 
-async def test_a_process_that_dies_is_said_and_points_are_handed_over_to_nobody(tmp_path: Path) -> None:
-    told: list[str] = []
+async def test_a_process_that_dies_is_reported_and_later_points_are_dropped(tmp_path: Path) -> None:
+    messages: list[str] = []
     words = (sys.executable, "-c", "raise SystemExit(3)")
-    async with SinkClient(SinkSettings("ab", "run"), told.append, words) as sinks:
+    async with SinkClient(SinkSettings("ab", "run"), messages.append, words) as sinks:
         for number in range(3):
             sinks.put(step(number))
-    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with exit status 3"]
+    assert [line.splitlines()[0] for line in messages] == ["sinks: their process ended with exit status 3"]
 
 
 @pytest.mark.parametrize("timeout_s", [0.2])
@@ -160,14 +158,14 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
         "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
         "p.run_sinks(p.feeds_of)\n"
     )
-    told: list[str] = []
+    messages: list[str] = []
     settings = SinkSettings("ab", "run", timeout_s=timeout_s)
-    async with SinkClient(settings, told.append, (sys.executable, "-c", script)) as sinks:
+    async with SinkClient(settings, messages.append, (sys.executable, "-c", script)) as sinks:
         sinks.put(step(0))
         async with asyncio.timeout(60):
             while not (tmp_path / "hangs").exists():  # noqa: ASYNC110 - it is another process's
                 await asyncio.sleep(0.02)
-    assert [line.splitlines()[0] for line in told] == ["sinks: their process ended with signal SIGKILL"]
+    assert [line.splitlines()[0] for line in messages] == ["sinks: their process ended with signal SIGKILL"]
 
 
 class Flaky:
@@ -218,7 +216,7 @@ def test_names_of_stats_and_environments_never_meet_whatever_an_environment_is_c
 
 
 def test_every_metric_of_a_step_is_in_one_point_however_it_is_stored() -> None:
-    """What is stored apart is found to be missing alone, when a run is gone on with."""
+    """A resumed run finds missing metrics by point, so a metric that is stored apart needs a separate point."""
     apart = [Metric(name, "all", "max", 2.0) for name in sorted(APART)]
     trained = [Metric("train/loss", "all", "mean", 0.5), Metric("train/updated", "all", "value", 1.0)]
     live = [*make_points(0, trained), *make_points(0, apart)]

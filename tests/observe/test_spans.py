@@ -20,19 +20,19 @@ TURNS = 10
 
 
 class Clock:
-    """What `time.perf_counter_ns` says in a test: it stands still but when it is told to go on."""
+    """The value of `time.perf_counter_ns` in a test: it changes only by `advance`."""
 
     def __init__(self) -> None:
         self.now_ns = 0
 
-    def go_on(self, planted_s: float) -> None:
+    def advance(self, planted_s: float) -> None:
         self.now_ns += round(1e9 * planted_s)
 
     async def sleep(self, planted_s: float) -> None:
         """Let all others come as far as they can, and then the time pass."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        self.go_on(planted_s)
+        self.advance(planted_s)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def ends(each: Span) -> int:
     return each.started_ns + each.duration_ns
 
 
-async def test_tasks_side_by_side_have_lanes_of_their_own_and_what_is_nested_lies_inside() -> None:
+async def test_concurrent_tasks_have_separate_lanes_and_nested_spans_are_within_the_outer_one() -> None:
     recorder = Recorder("flow")
 
     async def work(name: str) -> None:
@@ -69,16 +69,16 @@ async def test_tasks_side_by_side_have_lanes_of_their_own_and_what_is_nested_lie
         assert ends(inner) <= ends(outer)
 
 
-def test_what_is_before_the_first_step_and_after_the_last_lies_in_a_start_and_an_end(clock: Clock) -> None:
+def test_spans_before_the_first_step_and_after_the_last_are_within_a_start_and_an_end(clock: Clock) -> None:
     recorder = Recorder("flow")
     with recording(recorder):
         with span("restore"):
-            clock.go_on(PLANTED_S)
+            clock.advance(PLANTED_S)
         for step in range(2):
             with StepClock(step):
                 pass
         with span("report"):
-            clock.go_on(PLANTED_S)
+            clock.advance(PLANTED_S)
     recorder.end()
     taken = {each.name: each for each in recorder.take() if each.name != "step"}
     for whole, inner in (("start", "restore"), ("end", "report")):
@@ -94,13 +94,13 @@ def test_a_run_that_comes_to_no_step_is_all_start() -> None:
     assert [each.name for each in recorder.take()] == ["start"]
 
 
-async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_step_is_in_hand() -> None:
+async def test_a_task_belongs_to_the_step_it_was_started_for_while_another_step_is_open() -> None:
     recorder = Recorder("flow")
-    go_on = asyncio.Event()
+    may_continue = asyncio.Event()
 
     async def rollouts(step: int) -> None:
         with within(step=step, lane=f"collect.{step}"):
-            await go_on.wait()
+            await may_continue.wait()
             with span("sampling"):
                 await asyncio.sleep(0)
 
@@ -108,7 +108,7 @@ async def test_a_task_belongs_to_the_step_that_it_was_begun_for_while_another_st
         with StepClock(0):
             ahead = asyncio.create_task(rollouts(1))
             await asyncio.sleep(0)
-            go_on.set()
+            may_continue.set()
             with span("train"):
                 await ahead
         with StepClock(1), span("train"):

@@ -26,7 +26,7 @@ async def test_what_holds_the_loop_is_measured_and_named() -> None:
     assert "test_what_holds_the_loop" in usage.longest
 
 
-async def test_cpu_of_this_process_and_of_those_below_it_are_told_apart() -> None:
+async def test_cpu_of_this_process_and_of_its_children_are_separate() -> None:
     burn = f"import time\nwhile time.process_time() < {BURNED_S}: pass"
     measuring, before = UsageMeter(), time.process_time()
     async with measuring.measure():
@@ -48,7 +48,7 @@ async def test_processes_that_are_apart_do_not_count() -> None:
 
 
 def test_memory_that_is_given_back_is_in_the_peak_and_not_in_the_growth() -> None:
-    # In a process of its own: other tests' threads take and give back memory in this one.
+    # In a new process: other tests' threads take and give back memory in this one.
     script = f"""
 import asyncio
 from rollmill.tasks.observe.process_memory import own_rss_bytes

@@ -12,7 +12,7 @@ USERS = ("queue.py", "tasks.py", "flows/__init__.py", "tasks/__init__.py", "mine
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working folder with modules that have the names of others, and a program of its own."""
+    """A working folder with a program and with modules that have the names of others."""
     for name in USERS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise ImportError(__file__)")

@@ -59,7 +59,7 @@ class PlantedEpisode:
 
 
 def block() -> None:
-    """Stand still, and say so first."""
+    """Block, and leave a file first that shows it."""
     Path(os.environ["PLANTED_BLOCKS"]).touch()
     time.sleep(600)
 

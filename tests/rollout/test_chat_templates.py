@@ -142,7 +142,7 @@ def test_named_templates_without_one_for_this_conversation_refuse_it(save: SaveM
         tokenizer.encode((ASKED,))
 
 
-def test_templates_in_files_of_their_own_are_found(save: SaveModel) -> None:
+def test_templates_in_separate_files_are_found(save: SaveModel) -> None:
     folder = save("in the settings")
     (folder / "chat_template.jinja").write_text("in a file")
     (folder / "additional_chat_templates").mkdir()

@@ -1,4 +1,4 @@
-"""An environment in worker processes: whatever one of them does, the others and the flow go on."""
+"""An environment in worker processes: whatever one of them does, the others and the flow continue."""
 
 import asyncio
 import os
@@ -105,7 +105,7 @@ async def test_what_an_environment_raises_fails_its_episode_under_its_own_name(t
 
 
 @pytest.mark.slow
-async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_path: Path) -> None:
+async def test_a_missing_reply_fails_its_episode_and_no_other(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         slow = asyncio.ensure_future(play(environment, 4))
         await asyncio.sleep(0.1)
@@ -117,7 +117,7 @@ async def test_a_reply_that_does_not_come_fails_its_episode_and_no_other(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2], ids=["blocking", "crashing"])
-async def test_while_a_worker_blocks_or_crashes_the_others_go_on_and_it_is_replaced(
+async def test_a_worker_that_blocks_or_crashes_is_replaced_and_the_others_continue(
     tmp_path: Path, number: int
 ) -> None:
     async with opened(tmp_path, env_timeout_s=TIMEOUT_S) as environment:
@@ -143,22 +143,22 @@ async def workers_that_answer(environment: RemoteEnvironment, n_workers: int) ->
 @pytest.mark.slow
 async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
-        beside = environment.episode(Example("", {"number": 0}), seed=0)
-        messages = tuple(await beside.reply(()))
+        concurrent = environment.episode(Example("", {"number": 0}), seed=0)
+        messages = tuple(await concurrent.reply(()))
         bad = asyncio.ensure_future(play(environment, 1))
         async with asyncio.timeout(PATIENCE_S):
             while not (tmp_path / "blocks").exists():  # noqa: ASYNC110 - it is another process's
                 await asyncio.sleep(0.02)
         with pytest.raises((WorkerDiedError, EpisodeTimeoutError), match=r"rollout\.env_timeout_s = 2 s"):
-            await beside.reply((*messages, Message("assistant", "hello")))
-        assert await beside.close() == {}
+            await concurrent.reply((*messages, Message("assistant", "hello")))
+        assert await concurrent.close() == {}
         with pytest.raises((WorkerDiedError, EpisodeTimeoutError)):
             await bad
         assert (await play(environment, 0, 7))[1] == {"seed": 7}
 
 
 @pytest.mark.slow
-async def test_a_worker_hands_over_after_its_episodes_and_those_in_it_are_played_to_their_end(
+async def test_a_worker_is_replaced_after_its_episodes_and_its_open_ones_are_played_to_their_end(
     tmp_path: Path,
 ) -> None:
     async with opened(tmp_path, n_workers=1, env_worker_max_episodes=4) as environment:

@@ -29,7 +29,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 
 class Misbehaving:
-    """An environment, and an episode of its own, that acts as told at one place."""
+    """An environment, and its episode, that misbehaves in one given method."""
 
     name = "misbehaving"
     tools = ()
@@ -92,7 +92,7 @@ async def hang() -> None:
     ],
     ids=["error", "exit", "cancelled", "unprintable", "surrogate"],
 )
-async def test_whatever_an_environment_raises_is_a_failed_row(
+async def test_any_exception_of_an_environment_is_a_failed_row(
     tmp_path: Path, place: str, error: BaseException, kind: str
 ) -> None:
     row = await row_of(Misbehaving(place, raising(error)), tmp_path)
@@ -113,7 +113,7 @@ async def test_whatever_an_environment_raises_is_a_failed_row(
         ("close", {"reward": np.float32(1)}),
     ],
 )
-async def test_what_is_no_message_problem_or_outcome_is_a_failed_row(
+async def test_an_invalid_message_problem_or_outcome_is_a_failed_row(
     tmp_path: Path, place: str, given: object
 ) -> None:
     row = await row_of(Misbehaving(place, lambda: given), tmp_path)

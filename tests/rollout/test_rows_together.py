@@ -1,4 +1,4 @@
-"""Rows of trajectories that end together are made and handed over together."""
+"""Rows of trajectories that end together are made and staged together."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -21,21 +21,21 @@ def trajectory(sample: int) -> Trajectory:
 
 
 class Writer:
-    """Keeps what is handed over; it is acknowledged when `stored` is set."""
+    """Keeps staged rows; they are acknowledged when `stored` is set."""
 
     def __init__(self) -> None:
-        self.handed: list[list[object]] = []
+        self.staged: list[list[object]] = []
         self.stored = asyncio.Event()
 
     def keep(self, rows: Rows) -> Awaitable[None]:
-        self.handed.append(list(column_values(rows, "sample")))
+        self.staged.append(list(column_values(rows, "sample")))
         return self._acknowledged()
 
     async def _acknowledged(self) -> None:
         await self.stored.wait()
 
 
-async def test_what_ends_in_one_turn_is_handed_over_at_once_and_each_gets_its_own_row() -> None:
+async def test_trajectories_that_end_in_one_turn_of_the_loop_are_staged_together_each_with_its_row() -> None:
     writer = Writer()
     together = RowBatcher(rows_of, writer.keep)
     ended = [trajectory(sample) for sample in (3, 0, 2)]
@@ -43,11 +43,11 @@ async def test_what_ends_in_one_turn_is_handed_over_at_once_and_each_gets_its_ow
     found = await asyncio.gather(*map(together.store_row, ended))
     await together.store_row(trajectory(1))
 
-    assert writer.handed == [[3, 0, 2], [1]]
+    assert writer.staged == [[3, 0, 2], [1]]
     assert [row for row, _ in found] == [rows_of([each]) for each in ended]
 
 
-async def test_rows_are_acknowledged_when_the_writer_says_so() -> None:
+async def test_rows_are_acknowledged_when_the_writer_has_stored_them() -> None:
     writer = Writer()
     together = RowBatcher(rows_of, writer.keep)
     found = await asyncio.gather(*(together.store_row(trajectory(sample)) for sample in range(2)))
@@ -59,7 +59,7 @@ async def test_rows_are_acknowledged_when_the_writer_says_so() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_a_row_whose_task_is_cancelled_is_handed_over_all_the_same() -> None:
+async def test_a_row_whose_task_is_cancelled_is_staged_all_the_same() -> None:
     writer = Writer()
     together = RowBatcher(rows_of, writer.keep)
     cut, other = (asyncio.create_task(together.store_row(trajectory(sample))) for sample in range(2))
@@ -69,11 +69,11 @@ async def test_a_row_whose_task_is_cancelled_is_handed_over_all_the_same() -> No
     row, _ = await other
 
     assert cut.cancelled()
-    assert writer.handed == [[0, 1]]
+    assert writer.staged == [[0, 1]]
     assert column_values(row, "sample") == [1]
 
 
-async def test_what_the_writer_does_not_take_reaches_all_who_wait() -> None:
+async def test_an_error_of_the_writer_reaches_all_who_wait() -> None:
     def refuse(rows: Rows) -> Awaitable[None]:
         raise SchemaError(f"{rows.num_rows} rows do not fit")
 

@@ -180,7 +180,7 @@ async def test_version_spans_index_the_whole_sequence(tokenizer: ChatTokenizer) 
     assert (row["policy_version_first"], row["policy_version_last"]) == (3, 4)
 
 
-async def test_a_failed_request_is_a_failed_row_and_its_group_goes_on(tokenizer: ChatTokenizer) -> None:
+async def test_a_failed_request_is_a_failed_row_and_its_group_continues(tokenizer: ChatTokenizer) -> None:
     kept: list[Rows] = []
     rows = await finish(tokenizer, Scripted({1: RequestError("status 400: no")}), kept)
     assert [row["status"] for row in rows] == ["complete", "failed", "complete", "complete"]

@@ -85,7 +85,7 @@ async def test_the_environment_of_the_documentation_plays(shop: RolloutConfig, t
     assert (trajectory.status, trajectory.outcome) == ("complete", {"n_calls": 1})
 
 
-async def test_a_tool_that_raises_is_a_failed_row_of_its_own_kind(
+async def test_a_tool_that_raises_is_a_failed_row_with_its_error_type(
     shop: RolloutConfig, tmp_path: Path
 ) -> None:
     trajectory = await played(shop, tmp_path, [CALL, "2"])

@@ -76,7 +76,7 @@ async def test_problems_are_shared_out_by_their_content(house: Verifiers) -> Non
     assert splits[0][0].content["task"]["answer"] == str(int(splits[0][0].example_id) + 1)
 
 
-async def test_held_out_problems_may_be_a_task_set_of_their_own() -> None:
+async def test_held_out_problems_may_be_a_separate_task_set() -> None:
     environment = Verifiers(NAME, {"taskset": {"n": 10}, "held_out": {"n": 3}, "select": {"limit": 7}})
     assert (environment.size("train"), environment.size("held_out")) == (7, 3)
 
@@ -103,7 +103,7 @@ async def test_fifty_episodes_at_once_keep_apart(house: Verifiers) -> None:
     assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50
 
 
-async def test_an_episode_that_is_cut_is_scored_as_it_stands(house: Verifiers) -> None:
+async def test_a_cancelled_episode_is_scored_as_it_is(house: Verifiers) -> None:
     episode, messages = await opened(house)
     await say(episode, messages, "again")
     outcome = await episode.close()
@@ -116,18 +116,18 @@ async def test_an_episode_that_never_opened_has_no_outcome(house: Verifiers) -> 
 
 
 @pytest.mark.parametrize(
-    ("misbehave", "told"),
+    ("misbehave", "message"),
     [
         ("setup", "never requested a completion: TaskError: task setup: RuntimeError: the house is closed"),
         ("broken", "EnvError: House.run.*RuntimeError: the counter fell over"),
         ("second role", "more than one role"),
     ],
 )
-async def test_what_an_environment_does_wrong_is_said_by_its_episode(misbehave: str, told: str) -> None:
+async def test_an_error_of_an_environment_is_raised_by_its_episode(misbehave: str, message: str) -> None:
     environment = made(misbehave=misbehave)
     episode = environment.episode(await environment.example("train", 0), 0)
     try:
-        with pytest.raises(EpisodeError, match=told):
+        with pytest.raises(EpisodeError, match=message):
             await say(episode, list(await episode.reply(())), "1")
     finally:
         await episode.close()
@@ -162,7 +162,7 @@ async def test_a_rewritten_conversation_is_refused_with_what_was_rewritten(house
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "message"),
     [
         ("owner/no-such-house@1", "", "install the environment's package"),
         (NAME, '{"taskset": {"coins": 5}}', "rejects these arguments"),
@@ -175,27 +175,29 @@ async def test_a_rewritten_conversation_is_refused_with_what_was_rewritten(house
     ],
 )
 async def test_wrong_names_and_arguments_are_errors_of_the_configuration(
-    name: str, arguments: str, told: str
+    name: str, arguments: str, message: str
 ) -> None:
     config = RolloutConfig(environment=f"verifiers:{name}", environment_args=arguments)
-    if not told:
+    if not message:
         environment = Verifiers.from_config(config)
         with pytest.raises(EpisodeError, match=r"temperature = 0\.1"):
             await opened(environment)
         await environment.aclose()
         return
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Verifiers.from_config(config)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "message"),
     [("no-such-house", "", "install the environment's package"), (NAME, "[]", "give a JSON object")],
 )
-def test_what_is_missing_is_said_without_importing_the_library(name: str, arguments: str, told: str) -> None:
+def test_a_missing_requirement_is_named_without_importing_the_library(
+    name: str, arguments: str, message: str
+) -> None:
     check_installed("verifiers:textarena", "")
     check_installed(f"verifiers:owner/{NAME.replace('_', '-')}@1.2", "{}")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_installed(f"verifiers:{name}", arguments)
 
 
@@ -205,7 +207,7 @@ async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
     assert [tool["function"]["name"] for tool in environment.tools] == ["till_ring_up"]
     episode, messages = await opened(environment)
     try:
-        for coins, told in (
+        for coins, message in (
             (3, "3 in the till"),
             (4, "7 in the till"),
             (-1, "takes coins"),
@@ -213,7 +215,7 @@ async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
         ):
             (answer,) = await say(episode, messages, f"so {TILL_CALL % coins}")
             assert answer.role == "tool"
-            assert told in answer.content
+            assert message in answer.content
         assert not await say(episode, messages, "1")
         assert (await episode.close())["metrics"] == {"in_the_till": 8.0}
     finally:

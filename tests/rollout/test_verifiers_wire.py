@@ -60,7 +60,7 @@ def test_parts_of_text_are_the_same_as_their_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "told"),
+    ("before", "now", "message"),
     [
         ([USER, USER], [USER], "dropped messages: its request has 1, the conversation 2"),
         ([USER], [{"role": "user", "content": "18*55?"}], "rewrote message 0 .*'17\\*55.' became user: '18"),
@@ -68,9 +68,9 @@ def test_parts_of_text_are_the_same_as_their_text() -> None:
     ],
 )
 def test_a_conversation_that_is_no_extension_is_refused(
-    before: list[dict], now: list[dict], told: str
+    before: list[dict], now: list[dict], message: str
 ) -> None:
-    with pytest.raises(EpisodeError, match=told):
+    with pytest.raises(EpisodeError, match=message):
         new_messages(before, now)
 
 

@@ -27,11 +27,13 @@ def test_a_function_may_give_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("too_few", "expected 2 advantages"), ("CannotBeMade", "raised TypeError")],
 )
-def test_what_is_no_list_of_advantages_is_an_error_that_names_the_function(name: str, told: str) -> None:
-    with pytest.raises(ScoreError, match=told) as raised:
+def test_a_result_that_is_no_list_of_advantages_is_an_error_that_names_the_function(
+    name: str, message: str
+) -> None:
+    with pytest.raises(ScoreError, match=message) as raised:
         resolve_advantage(f"planted_scorers:{name}").of_group(REWARDS)
     assert f"planted_scorers:{name}" in str(raised.value)
 
@@ -143,7 +145,7 @@ def test_a_batchs_part_that_gives_no_finite_numbers_is_an_error_that_names_it() 
 
 
 @pytest.mark.parametrize(("advantage", "expected"), [("none", [1.0, 1.0]), ("reinforce_pp", [0.0, 0.0])])
-def test_rewards_that_are_all_alike_are_trained_on_where_they_say_something(
+def test_equal_rewards_are_trained_on_where_they_are_informative(
     advantage: str, expected: list[float]
 ) -> None:
     outcome = judged(advantage, 0, [1.0, 1.0])

@@ -1,4 +1,4 @@
-"""Judges and reward models, against a small server that answers what a test tells it to."""
+"""Judges and reward models, against a small server whose answers a test sets."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -104,7 +104,7 @@ UNPARSABLE = ["it is good", "", '{"score": "high"}', '{"score": 1.5}', '{"score"
 
 
 @pytest.mark.parametrize("said", UNPARSABLE)
-async def test_what_a_judge_should_not_have_said_is_a_failed_score_and_not_asked_again(
+async def test_an_unparsable_judgement_is_a_failed_score_and_is_not_retried(
     server: Server, rollouts: MakeRows, said: str
 ) -> None:
     server.answers = [said]
@@ -119,18 +119,18 @@ async def test_a_judgement_that_was_cut_names_the_setting(server: Server, rollou
     assert "score.judge.max_tokens" in rows["error"][0]
 
 
-async def test_transient_errors_are_sent_again(server: Server, rollouts: MakeRows) -> None:
+async def test_requests_with_transient_errors_are_retried(server: Server, rollouts: MakeRows) -> None:
     server.answers = [503, 429, '{"score": 1}']
     assert (await scored(config("judge", server), rollouts(["two"])))["reward"] == [1.0]
 
 
-async def test_errors_that_stay_are_rows_after_the_last_attempt(server: Server, rollouts: MakeRows) -> None:
+async def test_persistent_errors_are_rows_after_the_last_attempt(server: Server, rollouts: MakeRows) -> None:
     server.answers = [503]
     rows = await scored(config("judge", server), rollouts(["two"]))
     assert (rows["error_type"], len(server.requests)) == (["TransientRequestError"], 4)
 
 
-async def test_errors_that_would_come_again_are_not_sent_again(server: Server, rollouts: MakeRows) -> None:
+async def test_requests_with_permanent_errors_are_not_retried(server: Server, rollouts: MakeRows) -> None:
     server.answers = [400]
     rows = await scored(config("judge", server), rollouts(["two"]))
     assert (rows["error_type"], len(server.requests)) == (["RequestError"], 1)
@@ -192,7 +192,7 @@ async def test_a_ranking_with_attempts_missing_or_scores_out_of_range_fails_the_
     assert rows["error_type"] == ["JudgeUnparsableError"] * 2
 
 
-def test_what_attempts_share_is_told_once_but_each_keeps_its_last_message() -> None:
+def test_messages_that_attempts_share_are_sent_once_but_each_keeps_its_last_one() -> None:
     question, answer, other = ({"role": "user", "content": text} for text in ("q", "a", "b"))
     assert count_shared_messages([[question, answer], [question, other], [question, answer, other]]) == 1
     assert count_shared_messages([[question, answer], [question, answer]]) == 1
@@ -270,13 +270,15 @@ JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m"}
         ({"scorer": "judge", "judge": JUDGE | {"score_range": [1, 1]}}, "score.judge.score_range"),
     ],
 )
-def test_what_a_scorer_needs_is_missed_before_anything_starts(settings: dict, field: str) -> None:
+def test_a_missing_requirement_of_a_scorer_is_an_error_before_anything_starts(
+    settings: dict, field: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         check_scorer(ScoreConfig.model_validate(settings))
     assert raised.value.field == field
 
 
-def test_a_prompt_that_is_no_template_is_missed_before_anything_starts(tmp_path: Path) -> None:
+def test_a_prompt_that_is_no_template_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("{{")
     judge = JUDGE | {"prompt_file": str(tmp_path / "prompt.txt")}
     with pytest.raises(ConfigError, match="not a Jinja template: line 1") as raised:

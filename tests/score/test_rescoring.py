@@ -59,7 +59,7 @@ def test_a_group_that_must_be_whole_and_is_not_is_not_shown() -> None:
 
 
 @given(stored=STORED, n_before_kill=st.integers(0, 6), by_group=st.booleans())
-def test_killed_after_any_group_and_begun_again_every_survivor_is_scored_once(
+def test_a_rescoring_killed_after_any_group_and_resumed_scores_every_survivor_once(
     stored: dict[tuple[int, int], str], n_before_kill: int, by_group: bool
 ) -> None:
     rows, whole = rollouts(stored), {group: 0 for group, _ in stored} if by_group else None
@@ -79,7 +79,7 @@ def scores(given: dict[tuple[int, int], str]) -> pa.RecordBatch:
     return rollouts(given)
 
 
-def test_a_group_with_a_survivor_that_was_sampled_after_it_was_scored_is_scored_anew() -> None:
+def test_a_group_with_a_survivor_sampled_after_scoring_is_scored_again() -> None:
     rows = rollouts({(group, sample): "complete" for group in range(3) for sample in range(2)})
     stored = scores({(0, 0): "scored", (0, 1): "scored", (1, 0): "scored", (2, 0): "scored"})
 
@@ -91,7 +91,7 @@ def test_a_group_with_a_survivor_that_was_sampled_after_it_was_scored_is_scored_
     assert scores_to_keep(rows, stored, whole=None).equals(stored)
 
 
-def test_failed_scores_make_way_when_they_are_to_be_given_again() -> None:
+def test_failed_scores_are_replaced_when_retries_are_asked_for() -> None:
     rows = rollouts({(0, 0): "complete", (0, 1): "complete", (1, 0): "complete"})
     stored = scores({(0, 0): "failed", (0, 1): "scored", (1, 0): "scored"})
 

@@ -56,7 +56,7 @@ async def soon(holds: Callable[[], bool]) -> bool:
     return False
 
 
-async def test_rows_of_scores_stand_in_the_order_of_the_rollouts(rollouts: MakeRows) -> None:
+async def test_rows_of_scores_have_the_order_of_the_rollouts(rollouts: MakeRows) -> None:
     rows = await scored(config("length", workers=2), rollouts(["a", "bbb", "", "dd"]))
     assert rows["reward"] == [1.0, 3.0, 0.0, 2.0]
     assert rows["sample"] == [0, 1, 2, 3]
@@ -115,7 +115,7 @@ async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_score
         assert text in error
 
 
-async def test_an_async_scorers_failures_are_told_apart(rollouts: MakeRows) -> None:
+async def test_failures_of_an_async_scorer_have_different_types(rollouts: MakeRows) -> None:
     kinds = {
         "hang": "ScoreTimeoutError",
         "timeout": "TimeoutError",
@@ -168,7 +168,7 @@ async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None
 
 
 def kill(pid: int) -> None:
-    """Kill a process, and return when it is dead, before the event loop is told."""
+    """Kill a process, and return when it is dead, before the event loop learns of it."""
     os.kill(pid, signal.SIGKILL)
     # A zombie whose other threads have not ended yet holds its sockets open; a process that was collected has none.
     while Path(f"/proc/{pid}").exists():
@@ -194,7 +194,7 @@ async def test_workers_and_what_scorers_started_end_with_scoring(rollouts: MakeR
     assert await gone(child)
 
 
-async def test_a_cancelled_score_ends_its_worker_and_scoring_goes_on(
+async def test_a_cancelled_score_ends_its_worker_and_scoring_continues(
     rollouts: MakeRows, tmp_path: Path
 ) -> None:
     async with Scoring(config("act"), "run") as scoring:
@@ -321,7 +321,7 @@ def test_other_weights_are_another_version() -> None:
 @pytest.mark.parametrize(
     "scorer", ["exakt", "planted_scorers:absent", "planted_scorers:CannotBeMade", "json:"]
 )
-def test_a_scorer_that_is_not_there_is_a_wrong_setting(scorer: str) -> None:
+def test_an_unknown_scorer_is_a_wrong_setting(scorer: str) -> None:
     with pytest.raises(ConfigError, match=r"score\.scorer = .*registered name"):
         Scoring(ScoreConfig(scorer=scorer), "run")
 
@@ -349,7 +349,7 @@ def test_whatever_a_scorer_gives_is_one_verdict_and_only_finite_numbers_are_rewa
     assert math.isfinite(verdict.reward) == is_reward
 
 
-def test_an_evaluations_scorer_that_is_not_there_is_told_by_its_own_setting() -> None:
+def test_an_unknown_scorer_of_an_evaluation_is_an_error_that_names_its_setting() -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.scorer"):
         Scoring(ScoreConfig(), "run", scorer="exakt")
 

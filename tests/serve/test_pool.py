@@ -45,7 +45,7 @@ async def test_a_group_keeps_its_server() -> None:
         assert again is first
 
 
-async def test_a_group_chooses_anew_when_its_server_is_set_aside() -> None:
+async def test_a_group_chooses_another_server_when_its_own_is_removed() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 10) as first:
         pool.remove(first)
@@ -68,7 +68,7 @@ async def test_a_request_goes_back_to_a_server_that_failed_it_when_there_is_no_o
         assert server is A
 
 
-async def test_a_lost_connection_sets_a_server_aside_and_alarms_its_watcher() -> None:
+async def test_a_lost_connection_removes_a_server_and_alarms_its_watcher() -> None:
     pool = await pool_of(A, B)
     pool.note_failure(A, ConnectionLostError("refused"))
     assert pool.alarm(A).is_set()
@@ -77,7 +77,7 @@ async def test_a_lost_connection_sets_a_server_aside_and_alarms_its_watcher() ->
         assert {first, second} == {B}
 
 
-async def test_another_failure_alarms_the_watcher_and_the_server_goes_on_being_asked() -> None:
+async def test_another_failure_alarms_the_watcher_and_the_server_stays_in_the_pool() -> None:
     pool = await pool_of(A)
     pool.note_failure(A, TransientRequestError("503"))
     assert pool.alarm(A).is_set()
@@ -90,7 +90,7 @@ def failed(pool: ServerPool, server: Server, n_times: int) -> None:
         pool.note_failure(server, TransientRequestError("500"))
 
 
-async def test_failures_in_a_row_set_a_server_aside_until_it_is_let_in_again() -> None:
+async def test_failures_in_a_row_remove_a_server_until_it_is_admitted_again() -> None:
     pool = await pool_of(A, B)
     failed(pool, A, A.max_failures_in_a_row)
     assert pool.is_suspect(A)
@@ -108,9 +108,7 @@ async def test_an_answer_ends_a_row_of_failures() -> None:
         assert server is A
 
 
-async def test_a_server_that_has_answered_nothing_since_it_was_let_in_is_set_aside_at_its_next_failure() -> (
-    None
-):
+async def test_a_server_without_an_answer_since_it_was_admitted_is_removed_at_its_next_failure() -> None:
     pool = await pool_of(A, B)
     failed(pool, A, A.max_failures_in_a_row)
     pool.admit(A)
@@ -136,7 +134,7 @@ async def test_metrics_count_from_the_last_call_on() -> None:
     assert again == dict.fromkeys(counted, 0) | {"serve/servers": 1}
 
 
-async def test_a_group_chooses_anew_when_it_is_forgotten() -> None:
+async def test_a_forgotten_group_chooses_a_server_again() -> None:
     pool = await pool_of(A, B)
     async with pool.lease(0, 10) as first:
         pool.forget(0)
@@ -159,7 +157,7 @@ async def test_requests_wait_while_there_is_no_server() -> None:
     assert await asyncio.wait_for(waiting, 5) is B
 
 
-async def test_tokens_of_before_count_when_a_server_is_back() -> None:
+async def test_earlier_tokens_count_when_a_server_returns() -> None:
     pool = await pool_of(A)
     async with pool.lease(0, 100):
         pool.remove(A)
@@ -194,7 +192,7 @@ def test_no_server_is_ahead_of_another_by_more_than_one_request(sizes: list[int]
     assert max(tokens.values()) - min(tokens.values()) <= max(sizes)
 
 
-async def test_an_answer_by_weights_in_doubt_waits_until_they_are_known_to_be_right() -> None:
+async def test_an_answer_by_unverified_weights_waits_until_they_are_verified() -> None:
     pool = await pool_of(A, B)
     pool.mark_unverified(A, "run:1:2")
     waiting = asyncio.ensure_future(pool.require_verified(A, ["run:1:1", "run:1:2"]))

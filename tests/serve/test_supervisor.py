@@ -56,7 +56,7 @@ WAIT_S = 30.0
 
 
 class Family:
-    """A child with a grandchild, one in a session of its own, and one whose parent has ended."""
+    """A child with a grandchild, one in a separate session, and one whose parent has ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -198,11 +198,11 @@ async def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None
 
 
 def held(folder: Path) -> tuple[LaunchedProcess, Callable[[], None]]:
-    """A process that goes on until it is told to end, and what tells it."""
-    command = ["sh", "-c", f"while [ -e {folder / 'goes_on'} ]; do sleep 0.05; done"]
-    (folder / "goes_on").touch()
+    """A process that runs until the returned function is called."""
+    command = ["sh", "-c", f"while [ -e {folder / 'is_held'} ]; do sleep 0.05; done"]
+    (folder / "is_held").touch()
     process = LaunchedProcess.start("held", command, log=folder / "log", stop_grace_s=0.3)
-    return process, (folder / "goes_on").unlink
+    return process, (folder / "is_held").unlink
 
 
 async def test_every_waiter_learns_of_the_end(tmp_path: Path) -> None:

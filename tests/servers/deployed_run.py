@@ -1,4 +1,4 @@
-"""A deployment of a workplace's preset `small` on a work pool of its own, and its runs, controlled as by the UI."""
+"""A deployment of a workplace's preset `small` on a separate work pool, and its runs, controlled as by the UI."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Set

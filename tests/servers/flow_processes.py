@@ -29,7 +29,7 @@ class Runs:
             )
 
     def start(self, name: str, command: str = "run") -> int:
-        """Begin, or go on with, a run; returns the process's id."""
+        """Start or resume a run; returns the process's id."""
         assert self._process.stdin
         self._process.stdin.write(f"{command} {name}\n")
         self._process.stdin.flush()

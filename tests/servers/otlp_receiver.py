@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Iterator[Receiver]:
-    """A receiver on a port of its own."""
+    """Run a receiver on a free port."""
     server = Receiver()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

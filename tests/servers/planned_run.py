@@ -1,4 +1,4 @@
-"""A run without services, whose sampler and scorer do as they are told."""
+"""A run without services, whose sampler and scorer follow a plan."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""A run without services: rows through the real writer, compacted beside it, gone on with from where its folder stands.
+"""A run without services: rows through the real writer, compacted meanwhile, resumed from what its folder has.
 
 python compacting_run.py FOLDER STEPS ROWS GRACE_S REMOVE_SUPERSEDED: a shard a row, a checkpoint a step. Each id is
 written to FOLDER/../acknowledged once its row is stored. Says when the steps are done, and ends when its standard input

@@ -71,7 +71,7 @@ def test_a_checkpoint_is_the_same_on_another_machine(
     assert contents[0] == contents[1]
 
 
-def test_what_a_killed_upload_left_is_no_checkpoint_and_is_gone_with_the_next_one(run: RunFolder) -> None:
+def test_a_killed_uploads_files_are_no_checkpoint_and_the_next_upload_removes_them(run: RunFolder) -> None:
     publish_text(open_files(run), f"{checkpoint_key(4)}/rank-00001-of-00002.safetensors", b"of other ranks")
     assert list_complete_checkpoints(run) == []
     with pytest.raises(ShardError, match=r"COMPLETE\.json: there is no such object"):
@@ -103,17 +103,19 @@ def test_a_machine_keeps_no_more_than_the_last_copy(run: RunFolder) -> None:
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000002"]
 
 
-def test_a_byte_that_is_not_what_was_written_is_found(tmp_path: Path) -> None:
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"weights")
-    told = {FILE: describe_file(tmp_path / FILE)}
-    check_files(tmp_path, told)
+    recorded = {FILE: describe_file(tmp_path / FILE)}
+    check_files(tmp_path, recorded)
     (tmp_path / FILE).write_bytes(b"wEights")
     with pytest.raises(StoreError, match=rf"{FILE}: its bytes are not those that were written"):
-        check_files(tmp_path, told)
-    check_files(tmp_path, told, reads_bytes=False)
+        check_files(tmp_path, recorded)
+    check_files(tmp_path, recorded, reads_bytes=False)
 
 
-def test_a_reader_beside_the_trainer_leaves_what_that_is_writing(run: RunFolder, tmp_path: Path) -> None:
+def test_a_concurrent_reader_leaves_the_checkpoint_that_the_trainer_is_writing(
+    run: RunFolder, tmp_path: Path
+) -> None:
     written(run, 4)
     clear_checkpoint(run, 8, 1)
     unfinished = run.checkpoint(8) / FILE
@@ -152,7 +154,7 @@ def test_the_newest_and_every_nth_are_kept(complete: set[int], keep: int, keep_e
 
 
 @pytest.mark.parametrize("is_on_s3", [False, True])
-def test_old_checkpoints_and_what_kills_left_of_older_ones_go(
+def test_old_checkpoints_and_leftovers_of_killed_writers_are_removed(
     is_on_s3: bool, run: RunFolder, tmp_path: Path
 ) -> None:
     folder = run if is_on_s3 else RunFolder(tmp_path / "run")

@@ -72,7 +72,7 @@ async def test_a_compacted_shard_has_the_rows_of_all_before_it_in_their_order(
         assert not await writer.compact(where, ANY_SIZE)
 
 
-async def test_rows_that_come_during_and_after_a_compaction_are_kept_beside_it(
+async def test_rows_appended_during_and_after_a_compaction_are_kept(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
@@ -129,7 +129,7 @@ async def carry_out(folder: RunFolder, rows: RowMaker, actions: Sequence[str]) -
 
 
 @given(st.lists(st.integers(1, 400), max_size=30), st.integers(1, 20_000))
-def test_pieces_are_all_the_rows_in_order_and_as_large_as_asked_for(sizes: list[int], asked: int) -> None:
+def test_pieces_have_all_rows_in_order_and_the_requested_size(sizes: list[int], asked: int) -> None:
     batches = [pa.record_batch({"n": pa.array([at] * size, pa.int64())}) for at, size in enumerate(sizes)]
     n_bytes = [pa.ipc.get_record_batch_size(batch) for batch in batches]
     made = [piece["n"].to_pylist() for piece in join_batches(batches, asked)]
@@ -172,7 +172,7 @@ async def test_a_trajectory_that_is_there_twice_and_a_damaged_shard_stop_a_compa
     assert not list(folder.tmp.iterdir())
 
 
-async def test_steps_below_a_checkpoint_are_compacted_beside_the_run_and_all_of_them_at_its_end(
+async def test_steps_below_a_checkpoint_are_compacted_during_the_run_and_all_steps_at_its_end(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with (
@@ -198,7 +198,7 @@ def read_shards(folder: RunFolder, step: int) -> list[str]:
     return open_files(folder).keys(f"rollouts/step={step:06d}/*.arrow")
 
 
-async def test_what_an_ended_process_left_superseded_goes_when_the_run_goes_on(
+async def test_a_resumed_run_removes_the_superseded_shards_of_an_ended_process(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with (
@@ -221,19 +221,19 @@ async def test_what_an_ended_process_left_superseded_goes_when_the_run_goes_on(
         assert ids_of(folder, step=0) == ["a", "b"]
 
 
-async def test_what_cannot_be_compacted_is_told_and_the_run_goes_on(
+async def test_a_failed_compaction_is_reported_and_the_run_continues(
     folder: RunFolder, rows: RowMaker
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     async with (
         RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer,
-        Compactor(open_files(folder), writer, SOON, told.append) as compactor,
+        Compactor(open_files(folder), writer, SOON, messages.append) as compactor,
     ):
         await append_one_by_one(writer, rows, ["a", "a"])
         await append_one_by_one(writer, rows, ["b", "c"], step=1)
         await compactor.finish()
-        assert compactor.n_failed == len(told) == 1
-        assert "2 rows of 1 trajectories" in told[0]
+        assert compactor.n_failed == len(messages) == 1
+        assert "2 rows of 1 trajectories" in messages[0]
     assert (len(read_shards(folder, 0)), len(read_shards(folder, 1))) == (2, 1)
 
 

@@ -29,13 +29,13 @@ def test_no_group_comes_twice_in_a_pass_and_fewer_than_a_step_are_left_over(
 
 
 @given(order=st.permutations(GROUPS), step=st.integers(0, 50))
-def test_what_is_drawn_depends_on_seed_and_step_alone(order: list[StoredGroup], step: int) -> None:
+def test_a_draw_depends_on_seed_and_step_alone(order: list[StoredGroup], step: int) -> None:
     ours = draw_groups(order, seed=3, step=step, groups_per_step=5)
 
     assert ours == draw_groups(GROUPS, seed=3, step=step, groups_per_step=5)
 
 
-def test_passes_and_seeds_have_orders_of_their_own() -> None:
+def test_each_pass_and_each_seed_has_a_different_order() -> None:
     first, later, other = (
         draw_groups(GROUPS, seed=seed, step=step, groups_per_step=24)
         for seed, step in ((0, 0), (0, 1), (1, 0))

@@ -1,4 +1,4 @@
-"""The note of flow runs serves the picture in the UI alone: it never stands in a run's way."""
+"""The note of flow runs serves the UI alone: it never stops a run."""
 
 from pathlib import Path
 from uuid import UUID, uuid4

@@ -10,7 +10,7 @@ from rollmill.tasks.store.folders import RunFolder, partition_folder, partition_
 RUN = RunFolder(Path("runs/a"))
 
 
-def test_every_part_of_a_run_has_its_place() -> None:
+def test_every_part_of_a_run_has_its_folder() -> None:
     assert RUN.dataset("rollouts", step=12) == "runs/a/rollouts/step=000012"
     assert RUN.dataset("scores", scorer="addition@1", step=3) == (
         "runs/a/scores/scorer=addition@1/step=000003"
@@ -28,7 +28,7 @@ def test_outer_partitions_may_be_given_alone_and_inner_ones_not() -> None:
         RUN.dataset("scores", step=1)
 
 
-def test_a_partition_not_given_stands_for_all_when_reading_and_is_missing_when_writing() -> None:
+def test_an_omitted_partition_means_all_when_reading_and_is_an_error_when_writing() -> None:
     assert partition_pattern("scores", {"step": 1}) == "scores/scorer=*/step=000001"
     with pytest.raises(SchemaError, match="give scorer"):
         partition_folder("scores", {"step": 1})
@@ -49,7 +49,7 @@ def test_unknown_data_sets_partitions_and_negative_steps_are_refused() -> None:
         RUN.dataset("rollouts", step=-1)
 
 
-def test_a_run_on_s3_has_a_folder_on_this_machine_for_what_cannot_lie_there() -> None:
+def test_a_run_on_s3_has_a_local_folder_for_files_that_s3_cannot_hold() -> None:
     run = RunFolder("s3://bucket/team/a/")
     assert (run.name, run.is_local) == ("a", False)
     assert run.path("run.json") == "s3://bucket/team/a/run.json"

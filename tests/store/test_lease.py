@@ -57,7 +57,7 @@ def locked(run: RunFolder, timeout_s: float = 0.0, lease_s: float = LEASE_S) -> 
 
 @contextmanager
 def holder(run: RunFolder, lease_s: float = LEASE_S) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that holds a run, and writes what it is told."""
+    """Start another process that holds a run, and writes the lines that it receives."""
     command = [sys.executable, "-c", HOLDER, run.location, str(lease_s)]
     process = subprocess.Popen(
         command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -76,11 +76,11 @@ def check_for_half_a_minute(lock: RunLock) -> None:
         lock.check()
 
 
-def answer(process: "subprocess.Popen[str]", told: str = "") -> str:
+def answer(process: "subprocess.Popen[str]", line: str = "") -> str:
     assert process.stdin is not None
     assert process.stdout is not None
-    if told:
-        process.stdin.write(f"{told}\n")
+    if line:
+        process.stdin.write(f"{line}\n")
         process.stdin.flush()
     return process.stdout.readline()
 
@@ -140,7 +140,7 @@ def taken_over(run: RunFolder) -> OpenRun:
     return opened(run, steps=2)
 
 
-def test_who_has_lost_a_run_does_not_replace_what_its_new_holder_says_of_it(run: RunFolder) -> None:
+def test_a_former_holder_does_not_replace_the_lock_of_the_new_one(run: RunFolder) -> None:
     first = opened(run)
     second = taken_over(run)
     second.next_incarnation()
@@ -153,7 +153,7 @@ def test_who_has_lost_a_run_does_not_replace_what_its_new_holder_says_of_it(run:
     second.close()
 
 
-def test_a_new_run_is_begun_by_one_of_two(run: RunFolder) -> None:
+def test_of_two_processes_one_creates_a_new_run(run: RunFolder) -> None:
     with opened(run) as first:
         with pytest.raises(LeaseLostError):
             write_manifest(first.files, first.manifest, None)
@@ -221,6 +221,6 @@ def test_a_forked_child_neither_holds_nor_gives_back_the_run_of_its_parent(run: 
     ours.release()
 
 
-def test_a_lock_that_says_nothing_readable_is_replaced(run: RunFolder) -> None:
+def test_an_unreadable_lock_is_replaced(run: RunFolder) -> None:
     publish_text(open_files(run), LOCK_KEY, b"{}")
     locked(run).release()

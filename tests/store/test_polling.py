@@ -23,7 +23,7 @@ N_KILLS = 5
 
 
 def running(run: Path, grace_s: float, compact: str) -> "subprocess.Popen[str]":
-    """A run in a process of its own."""
+    """Start a run in a separate process."""
     words = [HERE / "compacting_run.py", run, STEPS, ROWS, grace_s, compact]
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *map(str, words)], stdin=pipe, stdout=pipe, text=True)
@@ -37,9 +37,9 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 @contextmanager
 def polled(run: Path, readers: Sequence[str]) -> Iterator[None]:
-    """Readers in processes of their own poll all the while; every one must have read, and none failed.
+    """Poll with readers in separate processes; every one must have read, and none failed.
 
-    They are there before what they poll begins: on a busy machine their imports can take longer than a whole run.
+    They start before the run: on a busy machine their imports can take longer than a whole run.
     """
     polling = [
         subprocess.Popen(
@@ -98,7 +98,7 @@ def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_
 
 
 @pytest.mark.slow
-def test_readers_that_go_by_names_never_fail_while_superseded_shards_are_removed(tmp_path: Path) -> None:
+def test_readers_that_use_names_never_fail_while_superseded_shards_are_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with polled(run, ["polars by names", "duckdb by names", "rollmill"]):
         end(running(run, 8.0, "after_grace"))

@@ -1,4 +1,4 @@
-"""The plans of steps, and where a run goes on."""
+"""The plans of steps, and where a run resumes."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ def test_the_plans_of_all_steps_number_the_groups_without_gap_or_overlap(
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=9))
-def test_no_group_is_of_two_steps_however_many_refills_each_takes_of_those_it_may(
+def test_no_group_belongs_to_two_steps_for_any_number_of_refills(
     groups_per_step: int, max_refill_groups: int, taken: list[int]
 ) -> None:
     every: list[int] = []
@@ -51,7 +51,7 @@ def test_no_group_is_of_two_steps_however_many_refills_each_takes_of_those_it_ma
     assert every == sorted(set(every))
 
 
-async def test_a_stored_plan_and_its_refills_are_gone_by_and_not_made_again(folder: RunFolder) -> None:
+async def test_a_stored_plan_and_its_refills_are_used_and_not_made_again(folder: RunFolder) -> None:
     assert read_plan(folder, 3) == ()
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         first = await ensure_plan(folder, writer, run="r", step=3, groups_per_step=2)
@@ -66,7 +66,7 @@ def test_an_empty_folder_begins_at_step_0_without_a_checkpoint(folder: RunFolder
     assert find_resume_point(folder) == ResumePoint(checkpoint_version=None, stored_batches=0)
 
 
-async def test_a_run_goes_on_from_its_last_complete_checkpoint_and_its_stored_batches(
+async def test_a_run_resumes_from_its_last_complete_checkpoint_and_its_stored_batches(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
@@ -81,7 +81,7 @@ async def test_a_run_goes_on_from_its_last_complete_checkpoint_and_its_stored_ba
 
 
 @given(st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)))
-def test_the_batches_to_apply_again_lie_without_gap_between_checkpoint_and_open_step(
+def test_the_batches_to_apply_again_are_without_gap_between_checkpoint_and_open_step(
     checkpoints: set[int], steps: set[int]
 ) -> None:
     point = plan_resume(checkpoints, steps)

@@ -1,4 +1,4 @@
-"""Opening a run's folder: begin, go on, refuse."""
+"""Opening a run's folder: create, resume, refuse."""
 
 import errno
 import json
@@ -51,7 +51,7 @@ def test_a_new_run_has_a_random_id_and_its_settings_in_run_json(root: str) -> No
         assert read_manifest(run.folder) == run.manifest
 
 
-def test_a_reopened_run_keeps_its_id_raises_its_epoch_and_takes_the_new_settings(root: str) -> None:
+def test_a_reopened_run_keeps_its_id_raises_its_epoch_and_has_the_new_settings(root: str) -> None:
     with opened(root) as run:
         first = run.manifest
     with opened(root, CONFIG | {"steps": 8}) as run:
@@ -88,7 +88,7 @@ def test_a_run_open_elsewhere_is_refused_naming_the_process(
     opened(root).close()
 
 
-def test_a_run_waits_for_the_lock_as_long_as_it_is_told(tmp_path: Path) -> None:
+def test_a_run_waits_for_the_lock_up_to_its_timeout(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = lock_run(folder, StoreConfig(), timeout_s=0.0)
     child = os.fork()
@@ -103,16 +103,16 @@ def test_a_run_waits_for_the_lock_as_long_as_it_is_told(tmp_path: Path) -> None:
 
 def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     owner = os.fork()
     if owner == 0:
         held = lock_run(folder, StoreConfig(), timeout_s=0.0)
         if os.fork() == 0:
-            os.write(tell, str(os.getpid()).encode())  # from the child: the fork is complete for it too
+            os.write(write_end, str(os.getpid()).encode())  # from the child: the fork is complete for it too
         signal.pause()
         held.release()
         os._exit(0)
-    grandchild = int(os.read(told, 20))
+    grandchild = int(os.read(read_end, 20))
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     try:

@@ -32,8 +32,8 @@ def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFol
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Set environment variables (None: remove), and let requests be made as in a process begun with them."""
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Set environment variables (None: remove); later requests are made as in a process started with them."""
 
     def begin(**variables: str | None) -> None:
         for name, value in variables.items():
@@ -48,17 +48,17 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def proxied(endpoint: str, anew: Callable[..., None], share: float) -> Iterator[FailingProxy]:
+def proxied(endpoint: str, set_environment: Callable[..., None], share: float) -> Iterator[FailingProxy]:
     with FailingProxy(endpoint, share).running() as proxy:
-        anew(AWS_ENDPOINT_URL=proxy.url)
+        set_environment(AWS_ENDPOINT_URL=proxy.url)
         yield proxy
 
 
 @pytest.mark.slow
 async def test_rows_are_stored_once_though_a_third_of_the_requests_fails(
-    run: RunFolder, rows: RowMaker, s3_endpoint: str, anew: Callable[..., None]
+    run: RunFolder, rows: RowMaker, s3_endpoint: str, set_environment: Callable[..., None]
 ) -> None:
-    with proxied(s3_endpoint, anew, 1 / 3) as proxy:
+    with proxied(s3_endpoint, set_environment, 1 / 3) as proxy:
         async with RunWriter(open_files(run), epoch=1, flush_s=0.0) as writer:
             for group in range(20):
                 await writer.append("rollouts", rows("rollouts", step=0, group=group), step=0)
@@ -67,19 +67,19 @@ async def test_rows_are_stored_once_though_a_third_of_the_requests_fails(
     assert len(proxy.requests) > 20 + 1 + 20
 
 
-def test_a_server_that_goes_on_failing_is_an_error_that_says_how_often_it_was_tried(
-    run: RunFolder, s3_endpoint: str, anew: Callable[..., None]
+def test_a_server_that_keeps_failing_is_an_error_with_the_number_of_attempts(
+    run: RunFolder, s3_endpoint: str, set_environment: Callable[..., None]
 ) -> None:
-    anew(AWS_MAX_ATTEMPTS="2")
+    set_environment(AWS_MAX_ATTEMPTS="2")
     with (
-        proxied(s3_endpoint, anew, 1.0),
+        proxied(s3_endpoint, set_environment, 1.0),
         pytest.raises(StoreError, match=r"cannot list s3://.*, tried 2 times: .*AWS_ENDPOINT_URL"),
     ):
         open_files(run).keys("run.json")
 
 
 def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
-    run: RunFolder, s3_endpoint: str, anew: Callable[..., None]
+    run: RunFolder, s3_endpoint: str, set_environment: Callable[..., None]
 ) -> None:
     n_tokens = 400_000
     columns = {
@@ -99,7 +99,7 @@ def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
     asyncio.run(store())
     (key,) = open_files(run).keys("annotations/**/*.arrow")
     (size,) = S3Objects(run.location.removeprefix("s3://")).keys(key).values()
-    with proxied(s3_endpoint, anew, 0.0) as proxy:
+    with proxied(s3_endpoint, set_environment, 0.0) as proxy:
         source = open_files(run).open(key)
         fields = [source_field("annotations", "trajectory_id")]
         table = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields)).read_all()
@@ -130,7 +130,7 @@ def test_a_large_file_goes_in_parts_and_is_there_whole_or_not_at_all(run: RunFol
     assert list(run.tmp.iterdir()) == []
 
 
-def test_an_object_is_made_and_replaced_by_the_one_who_knows_what_is_there(run: RunFolder) -> None:
+def test_an_object_is_created_once_and_replaced_only_by_who_has_its_last_content(run: RunFolder) -> None:
     below = S3Objects(run.location.removeprefix("s3://"))
     first = below.put("lock", b"one")
     assert below.get("lock").etag == first
@@ -144,7 +144,7 @@ def test_an_object_is_made_and_replaced_by_the_one_who_knows_what_is_there(run: 
     assert 0.0 <= below.get("lock").age_s < 60.0
 
 
-def test_what_is_removed_is_gone_and_what_is_not_there_is_no_error(run: RunFolder) -> None:
+def test_a_removed_object_is_gone_and_removing_a_missing_one_is_no_error(run: RunFolder) -> None:
     files = open_files(run)
     publish_text(files, "a/b", b"1")
     files.remove(["a/b", "a/c"])
@@ -163,7 +163,7 @@ def test_listings_are_never_those_of_a_moment_ago(run: RunFolder) -> None:
     assert files.keys("*") == []
 
 
-def test_a_forked_child_makes_connections_of_its_own(run: RunFolder) -> None:
+def test_a_forked_child_opens_new_connections(run: RunFolder) -> None:
     files = open_files(run)
     publish_text(files, "of", b"the parent")
     ours = s3_filesystem()
@@ -173,7 +173,7 @@ def test_a_forked_child_makes_connections_of_its_own(run: RunFolder) -> None:
             text = read_text(open_files(run), "of")
             publish_text(open_files(run), "child", text)
             os._exit(0 if s3_filesystem() is not ours else 1)
-        except BaseException:  # noqa: BLE001 - a child must not go on with the parent's tests
+        except BaseException:  # noqa: BLE001 - a child must not continue with the parent's tests
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert read_text(files, "child") == b"the parent"
@@ -181,7 +181,7 @@ def test_a_forked_child_makes_connections_of_its_own(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "profile"])
 def test_endpoint_and_credentials_are_found_where_every_aws_tool_looks(
-    run: RunFolder, s3_endpoint: str, anew: Callable[..., None], tmp_path: Path, name: str
+    run: RunFolder, s3_endpoint: str, set_environment: Callable[..., None], tmp_path: Path, name: str
 ) -> None:
     if name == "profile":
         config = tmp_path / "config"
@@ -192,23 +192,27 @@ def test_endpoint_and_credentials_are_found_where_every_aws_tool_looks(
         variables |= dict.fromkeys(("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     else:
         variables = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: s3_endpoint}
-    anew(**variables)
+    set_environment(**variables)
     publish_text(open_files(run), "a", b"1")
     assert open_files(run).keys("*") == ["a"]
 
 
-def test_errors_say_where_and_what_to_do(run: RunFolder, anew: Callable[..., None], tmp_path: Path) -> None:
+def test_errors_say_where_and_what_to_do(
+    run: RunFolder, set_environment: Callable[..., None], tmp_path: Path
+) -> None:
     nowhere = RunFolder("s3://no-such-bucket/run")
     with pytest.raises(ShardError, match=r"cannot read s3://no-such-bucket/run/run.json: .*make the bucket"):
         open_files(nowhere).open("run.json")
     nothing = str(tmp_path / "none")
-    anew(AWS_ACCESS_KEY_ID=None, AWS_CONFIG_FILE=nothing, AWS_SHARED_CREDENTIALS_FILE=nothing)
+    set_environment(AWS_ACCESS_KEY_ID=None, AWS_CONFIG_FILE=nothing, AWS_SHARED_CREDENTIALS_FILE=nothing)
     with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"):
         open_files(run).keys("run.json")
-    anew(AWS_PROFILE="nobody")
+    set_environment(AWS_PROFILE="nobody")
     with pytest.raises(StoreError, match=r"nobody.*AWS_PROFILE names a profile"):
         open_files(run).keys("run.json")
-    anew(AWS_PROFILE=None, AWS_ACCESS_KEY_ID="a", AWS_ENDPOINT_URL="http://127.0.0.1:9", AWS_MAX_ATTEMPTS="1")
+    set_environment(
+        AWS_PROFILE=None, AWS_ACCESS_KEY_ID="a", AWS_ENDPOINT_URL="http://127.0.0.1:9", AWS_MAX_ATTEMPTS="1"
+    )
     with pytest.raises(StoreError, match=r"Could not connect.*AWS_ENDPOINT_URL"):
         open_files(run).keys("run.json")
 
@@ -218,9 +222,9 @@ def test_errors_say_where_and_what_to_do(run: RunFolder, anew: Callable[..., Non
     [("AWS_MAX_ATTEMPTS", "abc"), ("AWS_MAX_ATTEMPTS", "0"), ("AWS_ENDPOINT_URL", "localhost:9")],
 )
 def test_settings_that_cannot_be_understood_are_errors_in_words(
-    anew: Callable[..., None], name: str, value: str
+    set_environment: Callable[..., None], name: str, value: str
 ) -> None:
-    anew(**{"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: value})
+    set_environment(**{"AWS_ENDPOINT_URL": "http://127.0.0.1:9", name: value})
     remedy = r"AWS_ENDPOINT_URL begins with http:// or https://, AWS_MAX_ATTEMPTS is a whole number from 1"
     with pytest.raises(StoreError, match=remedy):
         open_files(RunFolder("s3://bucket/run")).keys("run.json")
@@ -228,14 +232,14 @@ def test_settings_that_cannot_be_understood_are_errors_in_words(
         check_s3("s3://bucket/run")
 
 
-def test_a_place_for_runs_is_tried_before_anything_is_started_and_left_as_it_was(
-    s3_root: str, s3_endpoint: str, anew: Callable[..., None]
+def test_a_root_for_runs_is_checked_before_anything_starts_and_left_unchanged(
+    s3_root: str, s3_endpoint: str, set_environment: Callable[..., None]
 ) -> None:
     check_s3(s3_root)
     assert S3Objects(s3_root.removeprefix("s3://")).keys("") == {}
     with pytest.raises(ConfigError, match=r"store\.root = 's3://no-such-bucket/runs': .*make the bucket"):
         check_s3("s3://no-such-bucket/runs")
-    with proxied(s3_endpoint, anew, 0.0) as proxy:
+    with proxied(s3_endpoint, set_environment, 0.0) as proxy:
         proxy.taken_away = {"if-none-match", "if-match"}
         with pytest.raises(ConfigError, match="ignores If-None-Match and If-Match"):
             check_s3(s3_root)

@@ -1,4 +1,4 @@
-"""A source is told from other runs by its id."""
+"""A source is identified by its run id."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What environments keep, as typed columns of their own."""
+"""States of environments as typed columns."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ async def test_every_type_comes_back_as_it_was(folder: RunFolder) -> None:
     assert (got["trajectory_id"], got["error"]) == ("run.1.0.0", "")
 
 
-async def test_a_value_of_another_type_is_null_and_said_and_the_others_stay(folder: RunFolder) -> None:
+async def test_a_value_of_another_type_is_null_and_reported_and_the_others_stay(folder: RunFolder) -> None:
     columns = {"n": "int64", "words": "list<string>", "left_out": "bool"}
     await stored(folder, "game", row(columns, {"n": "three", "words": ["a"], "more": 1}))
     (got,) = read(folder, "states", env="game").to_pylist()
@@ -74,7 +74,7 @@ async def test_a_value_of_another_type_is_null_and_said_and_the_others_stay(fold
         ("list<string>", {"abc": 1}),
     ],
 )
-def test_a_value_that_arrow_would_turn_into_another_is_null_and_said(kind: str, value: object) -> None:
+def test_a_value_that_arrow_would_change_is_null_and_reported(kind: str, value: object) -> None:
     made = row({"c": kind}, {"c": value})
     assert made.column("c").to_pylist() == [None]
     assert made.column("error").to_pylist() == [f"c: expected {kind}, got {value!r}"]
@@ -121,7 +121,7 @@ async def test_states_of_an_environment_of_a_library_are_exported(folder: RunFol
     assert made.rows == 1
 
 
-async def test_an_environment_that_keeps_something_else_does_not_go_on_with_a_run(folder: RunFolder) -> None:
+async def test_a_run_does_not_resume_with_an_environment_of_other_columns(folder: RunFolder) -> None:
     await stored(folder, "game", row({"n": "int64"}, {"n": 1}))
     check_stored_columns(folder, "game", {"n": "int64"})
     check_stored_columns(folder, "another", {"n": "string"})
@@ -130,9 +130,9 @@ async def test_an_environment_that_keeps_something_else_does_not_go_on_with_a_ru
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "message"),
     [({"n m": "int64"}, "'n m'"), ({"step": "int64"}, "'step'"), ({"n": "int32"}, "list<int64>")],
 )
-def test_columns_that_cannot_be_are_refused(columns: dict[str, str], told: str) -> None:
-    with pytest.raises(SchemaError, match=told):
+def test_invalid_columns_are_refused(columns: dict[str, str], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
         check_columns(columns)

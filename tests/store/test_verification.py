@@ -65,7 +65,7 @@ def sampled(step: int) -> dict[str, object]:
 
 
 class Story:
-    """A run that a test tells: `rows` may be changed before they are written."""
+    """A run that a test composes: `columns` may be changed before they are written."""
 
     def __init__(self, root: Path, rows: RowMaker) -> None:
         self.folder, self._root, self._rows = RunFolder(root / "run"), root, rows
@@ -73,7 +73,7 @@ class Story:
         self.leave_out: set[tuple[str, int]] = set()
         self.chosen = {step: list(range(GROUPS * SIZE)) for step in range(STEPS)}
 
-    async def told(self, *, finish: bool = True) -> RunFolder:
+    async def write(self, *, finish: bool = True) -> RunFolder:
         config_of = StoreConfig(root=str(self._root))
         given = {"config": CONFIG, "fixed": {}, "versions": {}, "git_commit": "", "config_of": config_of}
         with OpenRun.open(self.folder, **given) as run:
@@ -135,15 +135,15 @@ def findings(folder: RunFolder) -> list[str]:
     ]
 
 
-async def test_nothing_is_wrong_with_a_run_that_the_writer_made(story: Story) -> None:
-    found = verify_run(await story.told())
+async def test_a_run_of_the_writer_has_no_findings(story: Story) -> None:
+    found = verify_run(await story.write())
     assert (found.findings, found.notes, found.steps) == ([], [], STEPS)
 
 
 async def test_damage_to_any_shard_and_its_loss_are_found_and_reading_it_names_it(
     story: Story, tmp_path: Path
 ) -> None:
-    intact = await story.told()
+    intact = await story.write()
     keys = sorted(list_shard_sizes(open_files(intact)))
 
     @settings(max_examples=25)
@@ -171,7 +171,7 @@ async def test_damage_to_any_shard_and_its_loss_are_found_and_reading_it_names_i
 async def test_a_damaged_shard_leaves_one_note_and_hides_no_other_fault_of_its_step(
     story: Story, rows: RowMaker
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     await appended(folder, "groups", rows("groups", step=1, group=2, run=read_manifest(folder).run), step=1)
     (key,) = open_files(folder).keys("scores/*/step=000001/*.arrow")
     (folder.local / key).write_bytes(b"ARROW1")
@@ -185,7 +185,7 @@ async def test_a_damaged_shard_leaves_one_note_and_hides_no_other_fault_of_its_s
 
 async def test_a_damaged_batch_does_not_hide_that_a_group_of_its_step_is_missing(story: Story) -> None:
     story.leave_out.add(("groups", 1))
-    folder = await story.told()
+    folder = await story.write()
     (key,) = open_files(folder).keys("batches/step=000001/*.arrow")
     (folder.local / key).write_bytes(b"ARROW1")
     assert "/groups/step=000001: 2 planned groups have no row: 2, 3" in findings(folder)
@@ -260,7 +260,7 @@ async def test_rows_that_are_wrong_are_found(
     story: Story, change: Callable[..., None], expected: str
 ) -> None:
     change(story.columns[1])
-    assert any(expected in each for each in findings(await story.told()))
+    assert any(expected in each for each in findings(await story.write()))
 
 
 @pytest.mark.parametrize(
@@ -275,9 +275,9 @@ async def test_rows_that_are_wrong_are_found(
         ("metrics", "metrics: no metrics of steps 0"),
     ],
 )
-async def test_what_a_step_lacks_is_found(story: Story, dataset: str, expected: str) -> None:
+async def test_a_missing_data_set_of_a_step_is_found(story: Story, dataset: str, expected: str) -> None:
     story.leave_out.add((dataset, 0))
-    assert any(expected in each for each in findings(await story.told()))
+    assert any(expected in each for each in findings(await story.write()))
 
 
 async def appended(folder: RunFolder, dataset: str, made: pa.RecordBatch, **partition: int | str) -> None:
@@ -296,10 +296,10 @@ async def appended(folder: RunFolder, dataset: str, made: pa.RecordBatch, **part
         ("logprobs", {"policy": "trainer"}),
     ],
 )
-async def test_what_lies_beside_a_rollout_that_is_not_there_is_found(
+async def test_rows_of_a_missing_rollout_are_found(
     story: Story, rows: RowMaker, dataset: str, outer: dict[str, str]
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     if dataset == "states":
         keys = {"run": "r", "step": 1, "group": 9, "sample": 0, "trajectory_id": "gone"}
         made = state_row("e", {"n": "int64"}, **keys, values={"n": 1})
@@ -323,7 +323,7 @@ async def test_what_lies_beside_a_rollout_that_is_not_there_is_found(
 async def test_log_probabilities_that_are_not_those_of_a_rollouts_tokens_are_found(
     story: Story, rows: RowMaker, logprobs: list[float], n: int, expected: str
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     made = rows("logprobs", n, step=0, trajectory_id="r.0.0", logprobs=[logprobs] * n)
     await appended(folder, "logprobs", made, policy="reference", step=0)
     assert findings(folder) == [f"/logprobs/policy=reference/step=000000: {expected}"]
@@ -333,7 +333,7 @@ async def test_log_probabilities_that_are_not_those_of_a_rollouts_tokens_are_fou
 async def test_a_batch_row_that_its_source_lacks_is_found(
     story: Story, rows: RowMaker, tmp_path: Path, source: str, source_step: int
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     origin = str(tmp_path / source) if source else ""
     if source:
         shutil.copytree(folder.local, origin)
@@ -357,10 +357,10 @@ async def test_a_batch_row_that_its_source_lacks_is_found(
         ),
     ],
 )
-async def test_rows_that_are_there_twice_are_found(
+async def test_duplicate_rows_are_found(
     story: Story, rows: RowMaker, dataset: str, columns: dict[str, object], expected: str
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     run = read_manifest(folder).run
     await appended(folder, dataset, rows(dataset, step=1, run=run, **columns), step=1)
     assert expected in findings(folder)
@@ -377,17 +377,17 @@ async def test_rows_that_are_there_twice_are_found(
         ),
     ],
 )
-async def test_a_run_json_that_is_not_of_these_data_is_found(
+async def test_a_run_json_of_other_data_is_found(
     story: Story, changed: dict[str, Any], expected: str
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     stored = read_manifest(folder)
     write_manifest(open_files(folder), replace(stored, **changed), stored)
     assert any(expected in each for each in findings(folder))
 
 
 async def test_a_gap_in_the_middle_of_the_steps_is_found(story: Story, rows: RowMaker) -> None:
-    folder = await story.told()
+    folder = await story.write()
     batch = rows("batches", 0, step=3)
     await appended(folder, "batches", batch, step=3)
     await appended(folder, "metrics", rows("metrics", step=3, name="train/updated"), step=3)
@@ -395,7 +395,7 @@ async def test_a_gap_in_the_middle_of_the_steps_is_found(story: Story, rows: Row
 
 
 async def test_a_file_that_is_no_shard_and_a_shard_that_nobody_wrote_are_found(story: Story) -> None:
-    folder = await story.told()
+    folder = await story.write()
     key = open_files(folder).keys("groups/step=000000/*.arrow")[0]
     (folder.local / key).with_name("mine.arrow").write_bytes(b"ARROW1")
     shutil.copy(folder.local / key, (folder.local / key).with_name(f"000001-000900-{key[-22:-6]}.arrow"))
@@ -404,10 +404,10 @@ async def test_a_file_that_is_no_shard_and_a_shard_that_nobody_wrote_are_found(s
     assert any("000001-000900" in each and "the inventory does not know it" in each for each in found)
 
 
-async def test_an_evaluation_that_is_not_whole_and_a_checkpoint_of_another_batch_are_found(
+async def test_a_partial_evaluation_and_a_checkpoint_of_another_batch_are_found(
     story: Story,
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     (evaluation,) = open_files(folder).keys("evaluations/version=000002/*.arrow")
     (folder.local / evaluation).unlink()
     publish_text(open_files(folder), "checkpoints/version=000002/COMPLETE.json", b'{"digest": "ab"}')
@@ -419,7 +419,7 @@ async def test_an_evaluation_that_is_not_whole_and_a_checkpoint_of_another_batch
 async def test_a_score_of_a_held_out_trajectory_that_is_not_there_is_found(
     story: Story, rows: RowMaker
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     with OpenRun.extend(folder, config_of=StoreConfig(root=str(folder.local.parent))) as run:
         async with run.writer as writer:
             made = rows("evaluation_scores", 2, step=2, trajectory_id=["v2.a", "gone"])
@@ -429,8 +429,8 @@ async def test_a_score_of_a_held_out_trajectory_that_is_not_there_is_found(
     ]
 
 
-async def test_a_version_that_was_not_due_when_it_was_made_is_not_missed(story: Story) -> None:
-    folder = await story.told()
+async def test_a_version_that_was_not_due_when_it_was_trained_is_no_finding(story: Story) -> None:
+    folder = await story.write()
     manifest = read_manifest(folder)
     config = manifest.config | {"evaluate": {"every": 1, "n_prompts": 1}}
     write_manifest(open_files(folder), replace(manifest, config=config), manifest)
@@ -438,11 +438,11 @@ async def test_a_version_that_was_not_due_when_it_was_made_is_not_missed(story: 
     assert findings(folder) == []
 
 
-async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_scorer(
+async def test_steps_of_a_forks_source_are_verified_with_the_sources_settings_and_scorer(
     story: Story, tmp_path: Path, rows: RowMaker
 ) -> None:
     story.columns[1] |= {"policy_version_first": 0}
-    source, target, again = await story.told(), RunFolder(tmp_path / "fork"), RunFolder(tmp_path / "again")
+    source, target, again = await story.write(), RunFolder(tmp_path / "fork"), RunFolder(tmp_path / "again")
     manifest = read_manifest(source)
     loose = manifest.config | {"rollout": {"group_size": SIZE, "max_staleness": 1}}
     write_manifest(open_files(source), replace(manifest, config=loose), manifest)
@@ -472,15 +472,15 @@ async def test_steps_of_a_forks_source_are_judged_by_the_sources_settings_and_sc
 
 
 async def test_a_lost_inventory_is_found(story: Story) -> None:
-    folder = await story.told()
+    folder = await story.write()
     for key in open_files(folder).keys("shards/*/*.arrow"):
         (folder.local / key).unlink()
     assert any("there is no inventory" in each for each in findings(folder))
 
 
 @pytest.mark.slow
-async def test_the_command_says_it_and_its_exit_status_does_too(story: Story) -> None:
-    folder = await story.told()
+async def test_the_command_prints_findings_and_has_an_exit_status(story: Story) -> None:
+    folder = await story.write()
 
     def verify(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rollmill.flows.cli", "verify", folder.location, *words]
@@ -502,9 +502,9 @@ async def test_the_command_says_it_and_its_exit_status_does_too(story: Story) ->
     assert "4 rollouts have no score" in verify().stdout
 
 
-async def test_a_run_that_goes_on_is_verified_as_far_as_it_is(story: Story) -> None:
+async def test_a_running_run_is_verified_up_to_its_last_step(story: Story) -> None:
     story.leave_out |= {(dataset, 1) for dataset in ("groups", "batches", "metrics", "scores")}
-    found = verify_run(await story.told(finish=False))
+    found = verify_run(await story.write(finish=False))
     assert found.findings == []
     assert found.notes == ["step 1 is not done: it has no batch yet"]
 
@@ -521,8 +521,8 @@ async def test_a_run_that_goes_on_is_verified_as_far_as_it_is(story: Story) -> N
         ("scores/notes", "it is not named as a shard is"),
     ],
 )
-async def test_a_file_is_found_wherever_it_lies_in_a_data_set(story: Story, key: str, what: str) -> None:
-    folder = await story.told()
+async def test_a_foreign_file_is_found_anywhere_in_a_data_set(story: Story, key: str, what: str) -> None:
+    folder = await story.write()
     (shard,) = open_files(folder).keys("rollouts/step=000000/*.arrow")
     key = key.replace("SHARD", shard.rpartition("/")[2])
     (folder.local / key).parent.mkdir(parents=True, exist_ok=True)
@@ -532,17 +532,15 @@ async def test_a_file_is_found_wherever_it_lies_in_a_data_set(story: Story, key:
 
 @pytest.mark.parametrize("marker", [b"[]", b"null", b"{", b"\xff"])
 async def test_a_marker_that_is_no_object_is_found(story: Story, marker: bytes) -> None:
-    folder = await story.told()
+    folder = await story.write()
     publish_text(open_files(folder), "checkpoints/version=000002/COMPLETE.json", marker)
     assert any("version=000002/COMPLETE.json: it is damaged" in each for each in findings(folder))
 
 
 @pytest.mark.parametrize("section", ["rollout", "score", "store", "evaluate", "steps"])
 @pytest.mark.parametrize("value", ["text", [1]])
-async def test_a_setting_of_run_json_that_cannot_be_is_found(
-    story: Story, section: str, value: object
-) -> None:
-    folder = await story.told()
+async def test_an_invalid_setting_of_run_json_is_found(story: Story, section: str, value: object) -> None:
+    folder = await story.write()
     manifest = json.loads((folder.local / "run.json").read_text())
     manifest["config"][section] = value
     (folder.local / "run.json").write_text(json.dumps(manifest))
@@ -551,10 +549,10 @@ async def test_a_setting_of_run_json_that_cannot_be_is_found(
 
 
 @pytest.mark.slow
-async def test_a_damaged_run_json_is_found_and_a_run_that_is_not_there_could_not_be_checked(
+async def test_a_damaged_run_json_is_found_and_a_missing_run_cannot_be_checked(
     story: Story,
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
 
     def status(location: str) -> int:
         command = [sys.executable, "-m", "rollmill.flows.cli", "verify", location]
@@ -568,7 +566,7 @@ async def test_a_damaged_run_json_is_found_and_a_run_that_is_not_there_could_not
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_not_there_could_not_be_checked(s3_root: str) -> None:
+def test_a_missing_bucket_cannot_be_checked(s3_root: str) -> None:
     command = [sys.executable, "-m", "rollmill.flows.cli", "verify", "s3://no-such-bucket-of-ours/run"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -583,10 +581,10 @@ def test_a_bucket_that_is_not_there_could_not_be_checked(s3_root: str) -> None:
         (b"weights and_moments", "its bytes are not those that were written"),
     ],
 )
-async def test_a_file_of_a_checkpoint_that_is_not_what_was_written_is_found(
+async def test_a_changed_file_of_a_checkpoint_is_found(
     story: Story, content: bytes | None, what: str
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     path = folder.checkpoint(STEPS) / FILE
     path.unlink()
     if content is not None:
@@ -598,7 +596,7 @@ async def test_a_file_of_a_checkpoint_that_is_not_what_was_written_is_found(
 async def test_a_checkpoint_without_a_whole_file_is_refused_before_it_is_loaded(
     story: Story, content: bytes | None
 ) -> None:
-    folder = await story.told()
+    folder = await story.write()
     checkpoint = folder.checkpoint(STEPS)
     marker = parse_marker((checkpoint / "COMPLETE.json").read_bytes(), "it")
     assert marker.files
@@ -611,25 +609,25 @@ async def test_a_checkpoint_without_a_whole_file_is_refused_before_it_is_loaded(
 
 
 async def test_a_finished_run_without_its_last_checkpoint_is_found(story: Story) -> None:
-    folder = await story.told()
+    folder = await story.write()
     shutil.rmtree(folder.local / "checkpoints")
     (found,) = findings(folder)
     assert "its last checkpoint, of version 2, is missing" in found
 
 
 @pytest.mark.parametrize("n_left", [0, 1])
-async def test_the_inventory_of_an_unfinished_run_is_missed_from_a_batch_that_followed_it(
+async def test_a_missing_inventory_of_an_unfinished_run_is_found_from_the_next_batch(
     story: Story, n_left: int
 ) -> None:
-    folder = await story.told(finish=False)
+    folder = await story.write(finish=False)
     for key in open_files(folder).keys("shards/*/*.arrow")[n_left:]:
         (folder.local / key).unlink()
     what = "there is no inventory, so that shards that are missing are seen by their rows alone"
     assert findings(folder) == ([] if n_left else [f"/shards: {what}"])
 
 
-async def test_good_shards_that_a_lost_shard_of_the_inventory_noted_are_to_be_kept(story: Story) -> None:
-    folder = await story.told()
+async def test_good_shards_of_a_lost_shard_of_the_inventory_are_kept(story: Story) -> None:
+    folder = await story.write()
     newest = open_files(folder).keys("shards/*/*.arrow")[-1]
     (folder.local / newest).unlink()
     found = verify_run(folder).findings

@@ -59,7 +59,7 @@ def test_a_file_is_read_by_its_address_without_credentials(place: str) -> None:
         assert Path(path).read_bytes() == b"some weights"
 
 
-def test_weights_lie_below_the_run_or_by_its_id_below_the_configured_folder(tmp_path: Path) -> None:
+def test_weights_are_stored_below_the_run_or_by_its_id_below_the_configured_folder(tmp_path: Path) -> None:
     assert weights_location(RunFolder(tmp_path), "id", "") == f"{tmp_path}/.tmp/weights"
     assert weights_location(RunFolder("s3://bucket/run"), "id", "") == "s3://bucket/run/.tmp/weights"
     assert weights_location(RunFolder(tmp_path / "run"), "id", f"{tmp_path}/") == f"{tmp_path}/id"

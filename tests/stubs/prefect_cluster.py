@@ -1,6 +1,6 @@
 """A scaled Prefect server as deploy/kubernetes has it: Postgres, Redis, two API servers, background services.
 
-All of them are real, listen on loopback ports of their own, and end with the process that started them.
+All of them are real, listen on free loopback ports, and end with the process that started them.
 """
 
 import os
@@ -56,7 +56,7 @@ def settings_of(file: Path) -> dict[str, str]:
 
 @contextmanager
 def prefect_cluster(folder: Path, n_servers: int = 2) -> Iterator[Cluster]:
-    """Start one with an empty database; logs and homes lie in `folder`."""
+    """Start a cluster with an empty database; logs and homes are in `folder`."""
     with ExitStack() as stack:
         environment = stack.enter_context(_stores(folder))
         prefect = [sys.executable, "-m", "prefect", "server"]

@@ -1,4 +1,4 @@
-"""A trainer that sleeps: the product's control API over commands that take as long as they are told."""
+"""A trainer that sleeps: the product's control API over commands of a given duration."""
 
 import secrets
 import time
@@ -35,7 +35,7 @@ LOGPROB = -1.0
 
 @dataclass
 class StubTrainer:
-    """Stands for a trainer.
+    """A stub of a trainer.
 
     Attributes:
         train_s: seconds of one training step.

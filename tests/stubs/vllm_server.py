@@ -1,4 +1,4 @@
-"""A vLLM server that sleeps: the routes that a run uses, each rollout as long as it is told."""
+"""A vLLM server that sleeps: the routes that a run uses, each rollout of a given duration."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
     Attributes:
         seed: of the sampler.
-        version: what the server was told that its weights are.
+        version: the version of the weights that the server last received.
     """
 
     seed: int
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class StubVllmServer:
-    """Stands for a server of the model in `model`, of which only the tokenizer is read.
+    """A stub server of the model in `model`, of which only the tokenizer is read.
 
     What it answers is a function of the sampler's seed alone.
 

@@ -90,7 +90,7 @@ class AdapterSource(ModelSource):
 
 @pytest.fixture(scope="session")
 def expert_model(save_tiny: Callable[..., Path]) -> Path:
-    """A mixture of experts with a head of its own."""
+    """A mixture of experts whose head is not tied to the embedding."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
@@ -160,5 +160,5 @@ async def requests_under_way(client: VllmClient, prompt: np.ndarray) -> AsyncIte
 
 @pytest.fixture
 def under_load() -> Callable[[VllmClient, np.ndarray], AbstractAsyncContextManager[list[Completion]]]:
-    """Requests that go on meanwhile."""
+    """Requests that run meanwhile."""
     return requests_under_way

@@ -89,7 +89,7 @@ def test_tensors_that_are_slices_of_one_parameter_are_divided_as_the_parameter_i
 
 
 @given(metas)
-def test_tensors_lie_in_order_aligned_and_never_on_each_other(metas):
+def test_tensors_are_in_order_aligned_and_never_overlap(metas):
     tensors = lay_out_tensors(metas)
     end = 0
     for (name, shape, dtype), each in zip(metas, tensors, strict=True):

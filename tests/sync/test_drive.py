@@ -150,7 +150,9 @@ async def test_a_server_that_is_done_does_not_wait_for_a_slower_one() -> None:
 
 
 @pytest.mark.slow
-async def test_a_server_that_the_trainer_gave_up_is_told_by_that_reason_and_the_others_go_on() -> None:
+async def test_a_server_that_the_trainer_gave_up_is_reported_with_the_reason_and_the_others_continue() -> (
+    None
+):
     gone, other = Server(url="http://gone", slow={"take"}), Server(url="http://other")
     trainer = Trainer(errors={"http://gone": "no byte for 20 s"})
     error, answer = await send_to_all(trainer, gone, other)
@@ -195,7 +197,7 @@ async def test_a_failure_on_the_way_says_which_server_was_taking_what() -> None:
     assert not isinstance(error.value, RequestsHeldError)
 
 
-async def test_a_server_whose_requests_stay_held_is_told_from_one_with_its_old_weights() -> None:
+async def test_a_server_whose_requests_stay_held_has_a_different_error_than_one_with_old_weights() -> None:
     server = Server(
         failing={"take": TransientRequestError("500 requests stay held, start this server again")}
     )
@@ -203,7 +205,7 @@ async def test_a_server_whose_requests_stay_held_is_told_from_one_with_its_old_w
         await send(Trainer(), server)
 
 
-async def test_the_death_of_the_trainer_is_told_as_its_own() -> None:
+async def test_the_death_of_the_trainer_is_reported_as_the_trainers() -> None:
     with pytest.raises(ServiceDiedError, match="trainer: it ended"):
         await send(Trainer(failing={"send": ServiceDiedError("trainer", "it ended")}), Server(slow={"take"}))
 

@@ -45,7 +45,7 @@ async def test_a_server_without_a_key_is_open(app: FastAPI) -> None:
     assert await status(app, "/pause") == 200
 
 
-def test_keys_are_those_that_vllm_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_those_that_vllm_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of the environment")
     assert read_keys(Namespace(api_key=["given", ""])) == ("given",)
     assert read_keys(Namespace(api_key=None)) == ("of the environment",)

@@ -135,7 +135,7 @@ async def source(trainer: Trainer) -> AsyncIterator[TrainerClient]:
 
 
 async def load(trainer: TrainerClient, model: Path, stage: int, place: Path) -> None:
-    """Stand at version 0 of a run in `place`, at a ZeRO stage."""
+    """Load version 0 of a run in `place`, at a ZeRO stage."""
     (place / str(stage)).symlink_to(model)
     await trainer.do(
         LoadPolicy(

@@ -33,7 +33,7 @@ class Relay:
     """A store in which a trainer's links are found at addresses of this machine that pass their bytes on.
 
     Attributes:
-        offer: the trainer's, for servers that are to go by the relay.
+        offer: the trainer's, for servers that are to use the relay.
     """
 
     def __init__(self, offer: WeightOffer) -> None:

@@ -251,7 +251,7 @@ def parallel_server(run_server, save_tiny) -> Iterator[Any]:
 
     model = save_tiny(Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True)
     parallel = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-    # vLLM's CPU build wants a NUMA node for each worker unless it is told which cores are whose.
+    # vLLM's CPU build needs a NUMA node for each worker unless the cores of each worker are given.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         with run_server(model, extra_args=parallel) as served:

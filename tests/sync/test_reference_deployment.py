@@ -1,4 +1,4 @@
-"""A real vLLM server as the reference policy, beside the frozen copy in the trainer."""
+"""A real vLLM server as the reference policy, compared with the frozen copy in the trainer."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.service
 SYNC = SyncConfig(timeout_s=60.0)
 
 
-async def test_a_deployment_says_what_the_frozen_copy_says(
+async def test_a_deployment_returns_the_log_probabilities_of_the_frozen_copy(
     vllm_server, source_of, use_repairs, sequences, tmp_path: Path
 ) -> None:
     import pyarrow as pa

@@ -21,7 +21,7 @@ SYNC = SyncConfig(timeout_s=60.0)
 
 
 async def send_weights(source, client, version: str, mode: str = "keep") -> Any:
-    """Send over links of its own."""
+    """Send over new links."""
     config = SYNC.model_copy(update={"mode": mode})
     return await send_to_server(source, client, version, config, create_prefix())
 
@@ -143,7 +143,7 @@ async def test_copies_of_a_model_take_turns_in_serving(request, source_of, seque
 
 
 @pytest.mark.parametrize("mode", ["keep", "second_copy"])
-async def test_requests_under_way_go_on_with_the_new_weights(
+async def test_requests_in_flight_continue_with_the_new_weights(
     client, vllm_server, source_of, sequences, under_load, mode: str
 ):
     old, new = source_of(vllm_server.model), source_of(vllm_server.model)

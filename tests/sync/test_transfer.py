@@ -111,7 +111,7 @@ def test_a_server_that_takes_nothing_is_given_up_and_the_others_are_served() -> 
     assert "of 50.3 MB had been sent" in lost.error
     assert (sent.bytes, sent.error) == (sum(each.nbytes for each in weights.values()), "")
     for each in weights.values():
-        each.zero_()  # as training goes on: what was given up is dead
+        each.zero_()  # as training continues: what was given up is dead
     with pytest.raises(SyncError, match=r"bucket . of 12 of rank 0 did not arrive"):
         stuck.receive(plan)
     good.close()

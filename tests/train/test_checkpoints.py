@@ -50,8 +50,8 @@ class Place:
 
     def run(self, ranks: int, steps: list[dict[str, Any]]) -> list[dict[str, str]]:
         paths = [self.folder / f"digests-{number}.json" for number in range(len(steps))]
-        told = [step | {"digests": str(path)} for step, path in zip(steps, paths, strict=True)]
-        self._run_ranks("checkpoint_ranks.py", ranks, {"model": str(self._model), "steps": told})
+        numbered = [step | {"digests": str(path)} for step, path in zip(steps, paths, strict=True)]
+        self._run_ranks("checkpoint_ranks.py", ranks, {"model": str(self._model), "steps": numbered})
         return [json.loads(path.read_text()) for path in paths]
 
     def step(
@@ -83,14 +83,14 @@ def place(tmp_path: Path, tiny_model: Path, run_ranks: RunRanks) -> Place:
 @pytest.mark.parametrize(
     "kinds", [pytest.param(STAGES, marks=pytest.mark.long), [("float32", 3), ("bfloat16", 1)]]
 )
-def test_a_state_goes_on_bit_for_bit_and_is_the_same_on_other_ranks_and_under_other_stages(
+def test_a_restored_state_continues_bit_for_bit_and_is_the_same_on_other_ranks_and_stages(
     kinds: list[tuple[str, int]], place: Place
 ) -> None:
     saves = [place.step(*kind, 2, save=f"{name_of(*kind)}-{n}", updates=n) for kind in kinds for n in (2, 4)]
     loads = [place.step(*kind, 2, load=f"{name_of(*kind)}-2", first=2) for kind in kinds]
     on_two = place.run(2, saves + loads)
-    after_2, after_4, gone_on = on_two[: len(saves) : 2], on_two[1 : len(saves) : 2], on_two[len(saves) :]
-    assert gone_on == after_4 != after_2
+    after_2, after_4, continued = on_two[: len(saves) : 2], on_two[1 : len(saves) : 2], on_two[len(saves) :]
+    assert continued == after_4 != after_2
 
     elsewhere = [
         place.step(*other, 1, load=f"{name_of(*kind)}-2", save=f"{name_of(*kind)}-on-1", updates=0)
@@ -117,10 +117,10 @@ def test_files_that_lack_numbers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-async def test_a_killed_trainer_ends_where_one_did_that_was_not_killed_and_fewer_ranks_go_on(
+async def test_a_killed_and_resumed_trainer_ends_with_the_same_weights_also_with_fewer_ranks(
     tiny_model: Path, batches: Any, run_trainer: Any, rank_pids: Any, tmp_path: Path
 ) -> None:
-    """Killed while a checkpoint is being written; then its run is gone on with, by two ranks and by one."""
+    """Killed while a checkpoint is being written; then its run is resumed, by two ranks and by one."""
     config = TrainConfig(ranks=2, zero_stage=2, micro_batch_tokens=512, lr=1e-3)
     whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
     for run in (whole, killed):
@@ -191,12 +191,12 @@ async def test_a_killed_trainer_ends_where_one_did_that_was_not_killed_and_fewer
 
 
 def offline(config: TrainConfig, model: Path, checkpoint: Path, output: Path) -> bytes:
-    settings = output.with_suffix(".json")
-    told = ExportConfig(
+    file = output.with_suffix(".json")
+    settings = ExportConfig(
         train=config, model=str(model), run="r", version=STEPS, checkpoint=str(checkpoint), output=str(output)
     )
-    settings.write_text(told.model_dump_json())
+    file.write_text(settings.model_dump_json())
     subprocess.run(
-        [sys.executable, "-m", "rollmill.tasks.train.checkpoints.hf_export", str(settings)], check=True
+        [sys.executable, "-m", "rollmill.tasks.train.checkpoints.hf_export", str(file)], check=True
     )
     return (output / "model.safetensors").read_bytes()

@@ -12,7 +12,7 @@ from tests.stubs.trainer import StubTrainer
 LONGEST_S = 60.0
 
 
-def test_the_control_apis_loop_has_metrics_of_its_own() -> None:
+def test_the_control_apis_loop_has_separate_metrics() -> None:
     monitor, port = LoopMonitor(0.0, 0.0, print, prefix="train/control_"), free_port()
     app = build_control_app(Operations(), StubTrainer(0.0, 0.0), "token", monitor)
     server = ControlServer(app, "127.0.0.1", port)

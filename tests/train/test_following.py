@@ -31,7 +31,7 @@ def channels() -> tuple[CommandChannel, CommandChannel]:
     return CommandChannel(store, WAIT_S), CommandChannel(store, WAIT_S)
 
 
-def test_a_rank_goes_on_after_an_error_that_rank_0_answers_with() -> None:
+def test_a_rank_continues_after_an_error_that_rank_0_answers() -> None:
     leading, following = channels()
     leading.publish(DigestState())
     leading.report_outcome(refused=True)

@@ -273,9 +273,11 @@ def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
             else:
                 assert distance(gradient, expected.gradient) < 1e-5, way
                 assert apart(gradient, first.setdefault(key, gradient)) < 1e-6, way
-                told = {tuple(each[:3]): each[3] for each in found["metrics"]}
+                values = {tuple(each[:3]): each[3] for each in found["metrics"]}
                 wanted = expected.metrics(annotated=case.annotated)
-                assert {name: told[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6), way
+                assert {name: values[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6), (
+                    way
+                )
             if case.way is CHUNKED:
                 n_chunks = {-(-each // TOKENS_OF_A_CHUNK) for each in found["most_trained"]}
                 assert max(n_chunks) > 1, way

@@ -47,7 +47,7 @@ def model_of(config: Any) -> PreTrainedModel:
 
 
 def rows_with_prompts(seed: int = 0) -> Samples:
-    """Two groups of three rows with a prompt of their own, and three rows of theirs."""
+    """Two groups of three rows that share a prompt, and three rows with a different prompt each."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, V, 40)] * 3 + [rng.integers(0, V, 12)] * 3
     prompts += [rng.integers(0, V, n) for n in (1, 5, 30)]

@@ -50,7 +50,7 @@ def test_options_are_read_as_yaml() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"loss": "ppo"}, "train.loss = 'ppo': give a loss of Rollmill's (reinforce, ppo_clip"),
         ({"loss": "planted_losses:absent"}, "train.loss = 'planted_losses:absent'"),
@@ -67,14 +67,16 @@ def test_options_are_read_as_yaml() -> None:
         ({"loss_options": ("power=2",)}, "ppo_clip has its settings in train"),
     ],
 )
-def test_a_wrong_loss_is_a_wrong_setting_that_says_what_to_do(settings: dict[str, object], told: str) -> None:
+def test_a_wrong_loss_is_a_wrong_setting_that_says_what_to_do(
+    settings: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         Objective(TrainConfig.model_validate(settings))
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.slow
-def test_a_wrong_loss_of_another_package_is_told_before_anything_starts(
+def test_a_wrong_loss_of_another_package_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")

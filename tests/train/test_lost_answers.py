@@ -22,7 +22,7 @@ class Break(Enum):
 
     BEFORE = "the request gets lost"
     AFTER = "the answer gets lost"
-    NEVER = "it goes on"
+    NEVER = "it stays"
 
 
 class Trainer:
@@ -65,7 +65,7 @@ async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @asynccontextmanager
 async def client_through(trainer: Trainer, breaks: list[Break]) -> AsyncIterator[TrainerClient]:
-    """A client whose first connections break as said; those that come then go on."""
+    """A client whose first connections break as given; later ones do not break."""
     left = iter(breaks)
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,7 +100,7 @@ async def test_a_command_that_gets_lost_is_carried_out_once(trainer: Trainer, lo
     assert trainer.done == 2, "the same command asked for again is carried out again"
 
 
-async def test_a_trainer_that_is_gone_is_told_of(trainer: Trainer) -> None:
+async def test_a_trainer_that_is_gone_is_reported(trainer: Trainer) -> None:
     trainer.stop()
     async with TrainerClient(f"http://127.0.0.1:{trainer.port}", "token", timeout_s=60.0) as client:
         with pytest.raises(ServiceDiedError, match=f"does not answer at http://127.0.0.1:{trainer.port}"):

@@ -32,7 +32,7 @@ def naive(of_env: str, name: str, values: list[float]) -> list[Metric]:
 
 @settings(deadline=None, max_examples=60)
 @given(values_of_tokens)
-def test_however_tokens_lie_in_micro_batches_of_ranks_the_metrics_are_those_of_all(
+def test_metrics_do_not_depend_on_how_tokens_are_distributed_to_ranks_and_micro_batches(
     tokens: list[tuple[int, float, float, int]],
 ) -> None:
     tables = [MetricTable(), MetricTable()]

@@ -55,7 +55,7 @@ async def until_it_is_gone(client: TrainerClient) -> None:
 async def two_nodes(
     config: TrainConfig, folder: Path
 ) -> AsyncIterator[tuple[TrainerClient, list[LaunchedProcess]]]:
-    """A trainer of two agents, each with logs, and with its machine's folder for unfinished files, of its own."""
+    """Start a trainer of two agents, each with separate logs and a separate folder for unfinished files."""
     port, token, meeting = free_port(), secrets.token_hex(8), f"127.0.0.1:{free_port()}"
     processes = []
     for number in range(2):

@@ -16,7 +16,7 @@ BUDGETS = st.integers(1, 600)
 
 @st.composite
 def units(draw: st.DrawFn) -> list[PrefixGroup]:
-    """Groups of rows that begin with a prompt of their own."""
+    """Draw groups of rows that share a prompt."""
     found, row = [], 0
     for n_rows in draw(st.lists(st.integers(1, 8), max_size=10)):
         shared = draw(st.integers(1, 100)) if n_rows > 1 else 0

@@ -132,7 +132,7 @@ def test_every_weight_has_the_gradient_through_the_stored_experts() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
-def test_experts_lie_where_their_tokens_do(lengths: list[int], data: Any) -> None:
+def test_experts_are_at_the_positions_of_their_tokens(lengths: list[int], data: Any) -> None:
     order = data.draw(st.permutations(range(sum(lengths) + 2)))
     places = np.split(np.array(order[: sum(lengths)]), np.cumsum(lengths)[:-1])
     stored = [
@@ -152,7 +152,7 @@ def test_experts_lie_where_their_tokens_do(lengths: list[int], data: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stored", "told"),
+    ("stored", "message"),
     [
         (np.zeros((5, 2, 2), np.uint8), "have 2 layers, 2 experts a token"),
         (np.zeros((5, 3, 1), np.uint8), "3 layers, 1 experts a token"),
@@ -160,12 +160,12 @@ def test_experts_lie_where_their_tokens_do(lengths: list[int], data: Any) -> Non
     ],
 )
 def test_experts_that_the_model_does_not_have_are_refused_by_trajectory(
-    stored: np.ndarray, told: str
+    stored: np.ndarray, message: str
 ) -> None:
     replay = RoutingReplay(model_of(MODELS["qwen3-moe"]))
     fitting = np.full((5, 3, 2), 3, np.uint8)
     replay.check([fitting, np.zeros((0, 3, 2), np.uint8)], ["a", "b"])
-    with pytest.raises(BatchRefusedError, match=f"trajectory b: .*{told}"):
+    with pytest.raises(BatchRefusedError, match=f"trajectory b: .*{message}"):
         replay.check([fitting, stored], ["a", "b"])
 
 

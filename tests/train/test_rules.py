@@ -10,7 +10,7 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"importance": {"mode": "truncated"}}, "train.importance.mode = 'truncated': the loss ppo_clip"),
         (
@@ -32,10 +32,10 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
         ({"kl": {"urls": ["http://a:1"]}}, "train.kl.urls = ['http://a:1']: are servers of a reference"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check_objective(TrainConfig.model_validate(settings))
-    assert str(raised.value).startswith(told)
+    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_settings_that_go_together_are_not(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offload", "zero_stage", "device", "told"),
+    ("offload", "zero_stage", "device", "message"),
     [
         ("optimizer", 0, "cuda", "the optimizer's state, train.zero_stage must be at least 1; it is 0"),
         (
@@ -66,9 +66,11 @@ def test_settings_that_go_together_are_not(settings: dict[str, Any]) -> None:
         ("optimizer_and_weights", 3, "cpu", "this trainer computes on the CPU"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(offload: Any, zero_stage: Any, device: str, told: str) -> None:
+def test_what_cannot_be_offloaded_is_refused(
+    offload: Any, zero_stage: Any, device: str, message: str
+) -> None:
     config = TrainConfig(offload=offload, zero_stage=zero_stage)
-    with pytest.raises(ConfigError, match=rf"train\.offload = '{offload}': .*{told}"):
+    with pytest.raises(ConfigError, match=rf"train\.offload = '{offload}': .*{message}"):
         check_offload(config, device)
 
 

@@ -120,10 +120,10 @@ async def test_resumed_trainer_reaches_the_same_bytes(
         again = [await train(client, step) for step in range(2, 4)]
         resumed = await exported(client, tmp_path / "resumed")
         await load(client, tiny_model, run, version=2, incarnation=3)
-        loaded_anew = await exported(client, tmp_path / "anew")
+        loaded_again = await exported(client, tmp_path / "again")
 
     assert resumed == straight
-    assert loaded_anew == at_checkpoint != straight
+    assert loaded_again == at_checkpoint != straight
     assert [without_times(each) for each in again] == [without_times(each) for each in results[2:]]
     assert [each.version for each in results] == [1, 2, 3, 4]
 
@@ -338,7 +338,7 @@ async def test_an_error_in_a_rank_ends_the_service_with_its_traceback(
         assert await asyncio.wait_for(process.wait(), END_S) != 0
 
 
-async def test_a_taken_port_is_said_at_the_start(run_trainer: RunTrainer) -> None:
+async def test_a_taken_port_is_reported_at_the_start(run_trainer: RunTrainer) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ServiceStartError, match="Address already in use"),

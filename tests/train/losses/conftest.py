@@ -10,7 +10,7 @@ from rollmill.tasks.train.objective.losses.token_loss import Tokens
 
 @pytest.fixture
 def tokens() -> Callable[..., Tokens]:
-    """[N] tokens, of one row unless told otherwise; the old policy is the sampler's unless given."""
+    """Make [N] tokens, of one row unless given otherwise; the old policy is the sampler's unless given."""
 
     def made(
         logprobs: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Looking where threads stand."""
+"""Where in the code a thread or task is."""
 
 import asyncio
 import gc
@@ -34,12 +34,12 @@ score = planted("tasks/score/planted.py", SCORE)["score"]
 
 
 def looks() -> str:
-    """Stands for a library's function that is looked at."""
+    """A stub of a library's function that is sampled."""
     return describe_thread(asyncio.get_running_loop(), threading.get_ident())
 
 
 async def write_bytes() -> str:
-    """Stands for a library's task."""
+    """A stub of a library's task."""
     return looks()
 
 
@@ -51,19 +51,19 @@ async def called_back() -> str:
 
 def test_the_command_that_runs_the_loop_is_not_named_for_a_librarys_task() -> None:
     text = command(write_bytes())
-    assert text.startswith("a task (write_bytes) in observe/test_standing.py")
+    assert text.startswith("a task (write_bytes) in observe/test_stack_sites.py")
     assert "planted" not in text
 
 
 def test_a_librarys_callback_is_named_by_its_own_place() -> None:
     text = command(called_back())
-    assert text.startswith("a callback in observe/test_standing.py")
+    assert text.startswith("a callback in observe/test_stack_sites.py")
     assert "planted" not in text
 
 
 def test_the_innermost_function_of_ours_is_named_before_what_it_called() -> None:
     text = command(score(looks))
-    assert "(score) in tasks/score/planted.py:3 score, observe/test_standing.py" in text
+    assert "(score) in tasks/score/planted.py:3 score, observe/test_stack_sites.py" in text
 
 
 @contextmanager

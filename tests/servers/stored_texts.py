@@ -1,4 +1,4 @@
-"""Where a text is found in all that is kept of a deployed run: files on disk, objects on S3, and what Prefect tells."""
+"""All texts that are stored of a deployed run: files on disk, objects on S3, and what Prefect's API returns."""
 
 from collections.abc import AsyncIterator, Collection
 from typing import Any
@@ -16,7 +16,7 @@ PAGE = 50
 
 
 async def everything_of(run: Deployed, flow_run: UUID) -> dict[str, list[bytes]]:
-    """All that is kept of a run, by kind: logs, artifacts, events, flow runs, task runs, deployment, files, data sets."""
+    """Return all that is stored of a run, by kind: logs, artifacts, events, flow runs, task runs, deployment, files, data sets."""
     client = run.client
     runs = in_flow_run(flow_run)
     flow_runs = [each async for each in pages(client, "flow_runs", {"flow_runs": runs})]
@@ -41,7 +41,7 @@ async def everything_of(run: Deployed, flow_run: UUID) -> dict[str, list[bytes]]
 
 
 def contents_of(folder: RunFolder) -> list[bytes]:
-    """Every file of a run, wherever it lies; shards are not compressed."""
+    """Return the bytes of every file of a run, on disk or S3; shards are not compressed."""
     if folder.is_local:
         return [each.read_bytes() for each in folder.local.rglob("*") if each.is_file()]
     s3 = s3_filesystem()
