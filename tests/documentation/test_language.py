@@ -1,4 +1,4 @@
-"""Documentation and settings' texts use the field's words: idioms that readers stumbled over do not come back."""
+"""Documentation, sources and tests use the field's words: idioms that readers stumbled over do not come back."""
 
 import re
 from pathlib import Path
@@ -51,32 +51,9 @@ def test_an_idiom_is_found() -> None:
     assert find_idioms("A run is gone on with by the same command.") == ["'gone on': write resume, continue"]
 
 
-TEST_FOLDERS = (
-    "benchmarks",
-    "deploy",
-    "documentation",
-    "looking",
-    "observe",
-    "processes",
-    "rollout",
-    "score",
-    "serve",
-    "servers",
-    "store",
-    "stubs",
-    "sync",
-    "train",
-)
 SOURCES = sorted(
     path
-    for folder in (
-        "flows",
-        "tasks",
-        "conf",
-        "deploy",
-        "benchmarks",
-        *(f"tests/{part}" for part in TEST_FOLDERS),
-    )
+    for folder in ("flows", "tasks", "conf", "deploy", "benchmarks", "tests")
     for suffix in ("py", "js", "yaml")
     for path in (ROOT / folder).rglob(f"*.{suffix}")
     if path != Path(__file__).resolve()  # which lists the idioms

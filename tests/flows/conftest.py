@@ -47,42 +47,42 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.stubs import vllm_server
 after = lambda word: sys.argv[sys.argv.index(word) + 1]
-told = lambda: json.loads(Path({told!r}).read_text())
-while told().get("is_down"):
+behaviour = lambda: json.loads(Path({behaviour!r}).read_text())
+while behaviour().get("is_down"):
     time.sleep(0.1)
 server = vllm_server.StubVllmServer(Path(after("--model")), 0.0)
 server.serve(int(after("--port")))
 while True:
-    server.rollout_s = told().get("rollout_s", 0.0) if server.asked else 0.0
+    server.rollout_s = behaviour().get("rollout_s", 0.0) if server.asked else 0.0
     time.sleep(0.1)
 """
 
 
 @pytest.fixture
-def stub_told(tmp_path: Path) -> Callable[..., None]:
-    """Tells the stub of `stub_python` how to be from now on."""
+def set_stub(tmp_path: Path) -> Callable[..., None]:
+    """Set how the stub of `stub_python` behaves from now."""
 
-    def tell(**how: object) -> None:
+    def write(**how: object) -> None:
         new = tmp_path / "stub.new"
         new.write_text(json.dumps(how))
         new.rename(tmp_path / "stub.json")
 
-    return tell
+    return write
 
 
 @pytest.fixture
-def stub_python(tmp_path: Path, stub_told: Callable[..., None]) -> str:
-    """For `serve.python`: launched as vLLM is, it reads of the model its tokenizer alone.
+def stub_python(tmp_path: Path, set_stub: Callable[..., None]) -> str:
+    """For `serve.python`: it is launched as vLLM is, and reads only the tokenizer of the model.
 
-    It answers after the `rollout_s` that `stub_told` says meanwhile, at once without; the request that warms it up at once
-    too. It begins once it is not `is_down`.
+    It answers after the `rollout_s` of the last `set_stub`, at once without one; the warm-up request at once too.
+    It starts once it is not `is_down`.
     """
-    told = tmp_path / "stub.json"
-    stub_told()
+    behaviour = tmp_path / "stub.json"
+    set_stub()
     script = tmp_path / "stub" / "bin" / "python"
     script.parent.mkdir(parents=True)
     root = str(Path(__file__).parents[2])
-    script.write_text(STUB.format(python=sys.executable, root=root, told=str(told)))
+    script.write_text(STUB.format(python=sys.executable, root=root, behaviour=str(behaviour)))
     script.chmod(0o700)
     return str(script)
 

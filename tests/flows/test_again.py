@@ -1,4 +1,4 @@
-"""Stored rollouts scored anew, trained from, and replayed: Prefect and the trainer are real, no vLLM server is there.
+"""Stored rollouts scored again, trained from, and replayed: Prefect and the trainer are real, there is no vLLM server.
 
 The rollouts are made up: random answers under the log-probabilities of nobody's policy.
 """
@@ -168,7 +168,7 @@ def kill_when(workplace: Any, words: tuple[str, ...], condition: Callable[[], bo
         time.sleep(0.1)
 
 
-def test_a_killed_rescoring_goes_on_and_scores_every_survivor_once(workplace: Any, source: Path) -> None:
+def test_a_killed_rescoring_resumes_and_scores_every_survivor_once(workplace: Any, source: Path) -> None:
     words = ("rescore", "source", "--scorer", "slow_scorer:SlowScorer", "--set", "groups_per_task=1")
     kill_when(workplace, words, lambda: len(stored(source, "scores/scorer=slow@1")) > 0)
     before = stored(source, "scores/scorer=slow@1")

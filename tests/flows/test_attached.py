@@ -98,7 +98,9 @@ async def test_a_server_that_cannot_take_weights_is_refused_with_its_reason(serv
 
 
 @pytest.mark.usefixtures("_impatient")
-async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiting_time(serve: Serve) -> None:
+async def test_an_address_without_an_answer_is_an_error_with_setting_address_and_waiting_time(
+    serve: Serve,
+) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     async with serve(vllm()) as url:
         error = await refusal(attached(serve=[nowhere, url]))
@@ -107,7 +109,7 @@ async def test_an_address_that_nobody_answers_at_names_setting_address_and_waiti
     assert (await refusal(attached(train=nowhere))).field == "train.url"
 
 
-async def test_what_is_no_address_is_refused_at_once() -> None:
+async def test_an_invalid_address_is_refused_at_once() -> None:
     error = await refusal(attached(serve=["http://"]))
     assert error.field == "serve.urls"
 
@@ -122,13 +124,13 @@ async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> No
 
 
 @pytest.mark.usefixtures("_impatient")
-async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(serve: Serve) -> None:
+async def test_a_server_whose_engine_is_dead_is_not_accepted(serve: Serve) -> None:
     async with serve(vllm(health=(503, {}))) as url:
         assert "no service answers" in (await refusal(attached(serve=[url]))).remedy
 
 
 @pytest.mark.parametrize(
-    ("routes", "told"),
+    ("routes", "remedy"),
     [
         (vllm(generate=(404, {})), "--enable-scale-out"),
         (vllm(info=(404, {})), "VLLM_SERVER_DEV_MODE=1"),
@@ -144,12 +146,12 @@ async def test_a_server_whose_engine_is_dead_is_not_taken_for_one_that_is_there(
     ],
 )
 async def test_a_server_started_otherwise_is_refused_with_what_it_lacks(
-    serve: Serve, routes: dict[str, Route], told: str
+    serve: Serve, routes: dict[str, Route], remedy: str
 ) -> None:
     async with serve(routes) as url:
         error = await refusal(attached(serve=[url]))
     assert (error.field, error.value) == ("serve.urls", url)
-    assert told in error.remedy
+    assert remedy in error.remedy
 
 
 async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> None:
@@ -165,22 +167,22 @@ def reference(url: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("longest", "generate", "told"),
+    ("longest", "generate", "remedy"),
     [(256, 400, "--max-model-len 257"), (257, 404, "--enable-scale-out"), (257, 400, "")],
 )
 async def test_a_reference_server_must_score_a_longest_sequence(
-    serve: Serve, longest: int, generate: int, told: str
+    serve: Serve, longest: int, generate: int, remedy: str
 ) -> None:
     routes = vllm(generate=(generate, {})) | {"/v1/models": (200, {"data": [{"max_model_len": longest}]})}
     async with serve(routes) as url:
-        if not told:
+        if not remedy:
             await check_attached(reference(url))
             return
         error = await refusal(reference(url))
     assert (error.field, error.value) == ("train.kl.urls", url)
-    assert told in error.remedy
+    assert remedy in error.remedy
 
 
-async def test_what_is_no_trainer_is_refused(serve: Serve) -> None:
+async def test_a_service_that_is_no_trainer_is_refused(serve: Serve) -> None:
     async with serve({}) as url:
         assert (await refusal(attached(train=url))).field == "train.url"

@@ -81,7 +81,7 @@ def test_a_steps_phases_are_measured_and_nothing_is_written_into_the_run(
 
 
 @pytest.mark.long
-def test_a_step_that_lies_on_s3_is_measured_here_and_nothing_is_written_there(
+def test_a_step_stored_on_s3_is_measured_locally_and_nothing_is_written_to_s3(
     workplace: Any, stub_python: str, s3_root: str
 ) -> None:
     settings = [f"serve.python={stub_python}", f"store.root={s3_root}", "steps=1"]

@@ -1,4 +1,4 @@
-"""A checkpoint that is being written when its trainer dies, or that cannot be; the trainer is one that is told what happens."""
+"""A checkpoint that is being written when its trainer dies, or that cannot be written; the trainer follows a plan."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -96,7 +96,7 @@ async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[t
                 yield policy, trainer
 
 
-async def test_one_that_its_trainer_took_with_it_is_begun_anew(tmp_path: Path) -> None:
+async def test_a_checkpoint_whose_trainer_dies_is_started_again(tmp_path: Path) -> None:
     async with trained(tmp_path, DIED) as (policy, trainer):
         await policy.checkpoint_if_due()
         await policy.finish_checkpoints()
@@ -104,10 +104,10 @@ async def test_one_that_its_trainer_took_with_it_is_begun_anew(tmp_path: Path) -
     assert list_complete_checkpoints(trainer.folder) == [1]
 
 
-async def test_whatever_is_said_of_one_that_was_begun_before_a_restart_it_is_begun_anew(
+async def test_a_checkpoint_from_before_a_restart_is_started_again_whatever_the_new_trainer_answers(
     tmp_path: Path,
 ) -> None:
-    """Another call finds the trainer dead; the new one knows nothing of the write, while it still is being brought back."""
+    """Another call finds the trainer dead; its successor, which is still being restarted, has no record of the write."""
     async with trained(tmp_path, RequestError("trainer: no such operation")) as (policy, trainer):
         await policy.checkpoint_if_due()
         trainer.may_start.clear()
@@ -127,7 +127,7 @@ async def brought_back(policy: RunPolicy) -> None:
         await policy._bring_back_trainer(DIED)
 
 
-async def test_one_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_path: Path) -> None:
     async with trained(tmp_path, StoreError("disk full")) as (policy, trainer):
         await policy.checkpoint_if_due()
         with pytest.raises(StoreError, match="disk full"):
@@ -135,7 +135,7 @@ async def test_one_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_pa
     assert (trainer.starts, trainer.begun) == (0, [1])
 
 
-async def test_a_trainer_that_dies_at_every_write_is_given_up(tmp_path: Path) -> None:
+async def test_a_trainer_that_dies_at_every_write_ends_the_run(tmp_path: Path) -> None:
     async with trained(tmp_path, DIED, DIED, DIED) as (policy, trainer):
         await policy.checkpoint_if_due()
         with pytest.raises(ServiceDiedError, match="after 1 restarts"):

@@ -38,7 +38,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "fragments"),
     [
         (["quickstart", "--set", "train.lr=-1"], ["train.lr", "-1", "greater than or equal to 0"]),
         (["quickstart", "--set", "train.lrr=1"], ["train.lrr", "did you mean train.lr?"]),
@@ -100,10 +100,10 @@ def test_a_wrong_setting_is_refused_with_field_value_and_remedy(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     words: list[str],
-    told: list[str],
+    fragments: list[str],
 ) -> None:
     said = refusal(capsys, monkeypatch, "run", *words)
-    assert all(each in said for each in told), said
+    assert all(each in said for each in fragments), said
     assert not (folder / "runs").exists()
     assert not (folder / ".rollmill").exists()
 
@@ -117,9 +117,8 @@ def test_a_taken_port_is_refused_by_name(
         taken.listen()
         port = taken.getsockname()[1]
         said = refusal(capsys, monkeypatch, command, "quickstart", "--port", str(port))
-    assert "--port" in said
-    assert str(port) in said
-    assert "taken" in said
+    for fragment in ("--port", str(port), "taken"):
+        assert fragment in said
 
 
 def test_a_missing_compiler_is_refused_with_how_to_get_one(
@@ -138,7 +137,7 @@ def test_the_readme_has_every_command() -> None:
     assert {name for name in names if f"`rollmill {name}" not in table} == set()
 
 
-def test_inspecting_a_folder_without_a_run_says_so(
+def test_inspect_reports_a_folder_without_a_run(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "run.json is missing" in refusal(capsys, monkeypatch, "inspect", str(folder))

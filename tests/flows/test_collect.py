@@ -1,4 +1,4 @@
-"""The flow collect: killed and gone on with, nothing is lost or there twice; another run can train from it."""
+"""The flow collect: killed and resumed, nothing is lost or duplicated; another run can train from it."""
 
 import os
 import shutil
@@ -56,7 +56,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, server: StubVllmServer) -> 
 def collected(
     config: RunConfig, server: StubVllmServer, tmp_path_factory: pytest.TempPathFactory, prefect_api: str
 ) -> RunFolder:
-    """A run that was killed in its second step, in which the server held it up, and gone on with."""
+    """A run that was killed in its second step, while the server held its requests, and resumed."""
     server.most = (GROUPS + 2) * GROUP_SIZE
     folder = RunFolder(f"{config.store.root}/killed")
     environment = os.environ | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
@@ -78,7 +78,7 @@ def collected(
     return folder
 
 
-def test_a_killed_collection_goes_on_and_has_each_trajectory_once(collected: RunFolder) -> None:
+def test_a_killed_collection_resumes_and_has_each_trajectory_once(collected: RunFolder) -> None:
     found = verify_run(collected)
     assert (found.findings, found.notes) == ([], [])
     for dataset in ("rollouts", "scores"):
@@ -91,7 +91,7 @@ def test_a_killed_collection_goes_on_and_has_each_trajectory_once(collected: Run
     assert not {"train", "checkpoint", "sync", "retrain"} & manifest.config.keys()
 
 
-def test_a_step_of_it_that_lost_its_rows_is_found(collected: RunFolder, tmp_path: Path) -> None:
+def test_a_step_of_a_collection_that_lost_its_rows_is_found(collected: RunFolder, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(collected.local, copy.local)
     for shard in copy.local.glob("groups/step=000001/*.arrow"):
@@ -99,7 +99,7 @@ def test_a_step_of_it_that_lost_its_rows_is_found(collected: RunFolder, tmp_path
     assert any("planned groups have no row" in each.what for each in verify_run(copy).findings)
 
 
-def test_another_run_can_draw_from_it(collected: RunFolder, config: RunConfig) -> None:
+def test_another_run_can_draw_from_a_collection(collected: RunFolder, config: RunConfig) -> None:
     retrain = config.retrain.model_copy(
         update={"sources": (collected.location,), "scores": "addition@1", "groups_per_step": 4}
     )
@@ -108,14 +108,14 @@ def test_another_run_can_draw_from_it(collected: RunFolder, config: RunConfig) -
     assert pool.groups
 
 
-def test_a_run_that_trains_does_not_go_on_with_it(collected: RunFolder, config: RunConfig) -> None:
+def test_a_run_that_trains_does_not_resume_a_collection(collected: RunFolder, config: RunConfig) -> None:
     longer = config.model_copy(update={"steps": STEPS + 1})
     with pytest.raises(RunMismatchError, match="rollmill retrain"):
         check_resumable(collected, longer)
     check_resumable(collected, longer, trains=False)
 
 
-def test_inspect_says_what_was_collected(collected: RunFolder) -> None:
+def test_inspect_shows_a_collection(collected: RunFolder) -> None:
     shown = CliRunner().invoke(app, ["inspect", collected.location], catch_exceptions=False)
     assert f"{STEPS} steps collected, {STEPS * GROUPS * GROUP_SIZE} trajectories" in " ".join(
         shown.output.split()

@@ -87,8 +87,8 @@ async def test_a_run_that_is_written_to_is_not_compacted(
 async def test_a_partition_that_cannot_be_compacted_is_named_and_the_others_are(folder: RunFolder) -> None:
     first = open_files(folder).keys("plans/step=000000/*.arrow")[0]
     shutil.copy(folder.local / "run.json", folder.local / first)
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(StoreError, match="1 partitions were not compacted"):
-        await compact_run(folder, 0.1, told.append)
-    assert first in told[0]
+        await compact_run(folder, 0.1, messages.append)
+    assert first in messages[0]
     assert shards_by_step(folder) == [3, 1, 3, 3]

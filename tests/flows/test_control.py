@@ -1,4 +1,4 @@
-"""A deployed run under a real worker: cancelled and retried, paused and resumed; and what it tells of its secrets."""
+"""A deployed run under a real worker: cancelled and retried, paused and resumed; its secrets are stored nowhere."""
 
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -63,10 +63,10 @@ async def judge() -> AsyncIterator[tuple[str, set[str]]]:
     await runner.cleanup()
 
 
-async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_retry_and_tells_no_secret(
+async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_retry_and_stores_no_secret(
     workplace: Any,
     stub_python: str,
-    stub_told: Any,
+    set_stub: Any,
     s3_root: str,
     judge: tuple[str, set[str]],
 ) -> None:
@@ -82,24 +82,24 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
         with workplace.worker(run.pool):
             flow_run = await run.start()
             await run.when_steps(flow_run, 1)
-            stub_told(rollout_s=DEADLINE_S)
+            set_stub(rollout_s=DEADLINE_S)
             await run.when_task_run(flow_run, "rollout")
             secrets = SECRETS | keys_of_services(run)
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
             assert await run.work(flow_run) == {"Completed", "Cancelled"}
 
-            stub_told()
+            set_stub()
             await run.retried(flow_run)
             assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()
         assert run.steps() == 5
         assert not verify_run(run.folder).findings
         assert shown == {f"Bearer {SECRETS['JUDGE_KEY']}"}
-        await check_untold(run, flow_run, secrets)
+        await check_no_secret(run, flow_run, secrets)
 
 
 @pytest.mark.long
-async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_goes_on_until_it_is_cancelled(
+async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_runs_until_it_is_cancelled(
     workplace: Any,
 ) -> None:
     workplace.environment |= SECRETS
@@ -123,7 +123,7 @@ async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_goes_on_unt
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
             assert await run.work(flow_run) <= {"Completed", "Cancelled"}
-            await check_untold(run, flow_run, secrets)
+            await check_no_secret(run, flow_run, secrets)
 
 
 async def test_an_automation_is_put_once() -> None:
@@ -158,16 +158,16 @@ def keys_of_services(run: Deployed) -> dict[str, str]:
     return found
 
 
-async def check_untold(run: Deployed, flow_run: UUID, secrets: Mapping[str, str]) -> None:
+async def check_no_secret(run: Deployed, flow_run: UUID, secrets: Mapping[str, str]) -> None:
     """No secret is in anything that is kept of a run, of which there is something of each kind."""
     kept = await everything_of(run, flow_run)
     for kind, contents in kept.items():
         of_run = [each for each in contents if NAME.encode() in each or str(flow_run).encode() in each]
         assert of_run, f"none of the run's {kind} were found"
-    told = {
+    stored = {
         (kind, name)
         for kind, contents in kept.items()
         for name, secret in secrets.items()
         if any(secret.encode() in each for each in contents)
     }
-    assert told == set()
+    assert stored == set()

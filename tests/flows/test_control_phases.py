@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.service, pytest.mark.long]
 
 STEPS = 4
 ROLLOUT = {"groups_per_step": 6, "group_size": 4, "max_in_flight": 64}
-"""An evaluation goes on beside the rollouts of a whole step."""
+"""An evaluation runs during the rollouts of a whole step."""
 
 SHORT_S = 60
 """Instead of the automation's 240 s: more than the 30 s between two heartbeats."""
@@ -46,16 +46,16 @@ class HeldTrainer(StubTrainer):
 
     def __init__(self, settings: TrainConfig) -> None:
         super().__init__(0.0, 0.0, settings)
-        self._phase, self._is_reached, self._may_go_on = "", threading.Event(), threading.Event()
+        self._phase, self._is_reached, self._may_continue = "", threading.Event(), threading.Event()
 
     def hold(self, phase: str) -> None:
         self._is_reached.clear()
-        self._may_go_on.clear()
+        self._may_continue.clear()
         self._phase = phase
 
     def let_go(self) -> None:
         self._phase = ""
-        self._may_go_on.set()
+        self._may_continue.set()
 
     def is_held(self) -> bool:
         return self._is_reached.is_set()
@@ -63,7 +63,7 @@ class HeldTrainer(StubTrainer):
     def _stay(self, phase: str) -> None:
         if self._phase == phase:
             self._is_reached.set()
-            self._may_go_on.wait(DEADLINE_S)
+            self._may_continue.wait(DEADLINE_S)
 
     def _train(self, command: TrainStep) -> StepResult:
         self._stay("training")
@@ -86,7 +86,7 @@ def _server(prefect_api: str) -> Any:
 
 @pytest.fixture
 async def _impatient_automation(_server: None) -> AsyncIterator[None]:
-    """The shipped automation, sooner, as long as a test goes on."""
+    """The shipped automation, sooner, as long as a test runs."""
     await put_automations([sooner(each) for each in read_automations()])
     yield
     await put_automations(read_automations())
@@ -106,25 +106,25 @@ def trainer() -> Iterator[tuple[HeldTrainer, dict[str, Any]]]:
         control.stop()
 
 
-async def test_a_run_cancelled_in_each_phase_leaves_nothing_behind_and_goes_on(
-    workplace: Any, stub_python: str, stub_told: Any, trainer: tuple[HeldTrainer, dict[str, Any]]
+async def test_a_run_cancelled_in_each_phase_leaves_nothing_behind_and_resumes(
+    workplace: Any, stub_python: str, set_stub: Any, trainer: tuple[HeldTrainer, dict[str, Any]]
 ) -> None:
     held, settings = trainer
     values = {"train": settings, "serve": {"python": stub_python}, "rollout": ROLLOUT}
     async with deployed(workplace, post_train, steps=STEPS, **values) as run:
         with workplace.worker(run.pool, ROLLMILL_TRAINER_TOKEN=held.token):
-            stub_told(is_down=True)
+            set_stub(is_down=True)
             flow_run = await run.start()
             await run.when_going(flow_run, lambda: "stub/bin" in str(run.of_run()))
             await check_cancelled(run, flow_run, "services starting")
 
-            stub_told(rollout_s=DEADLINE_S)
+            set_stub(rollout_s=DEADLINE_S)
             for phase, task_run in (("sampling", "/ rollout "), ("evaluation", "/ evaluate ")):
                 await run.retried(flow_run)
                 await run.when_task_run(flow_run, task_run)
                 await check_cancelled(run, flow_run, phase)
 
-            stub_told()
+            set_stub()
             for phase in ("training", "sync", "checkpoint"):
                 await check_held(run, flow_run, held, phase)
 
@@ -144,7 +144,7 @@ async def check_held(run: Deployed, flow_run: UUID, held: HeldTrainer, phase: st
 
 
 async def check_cancelled(run: Deployed, flow_run: UUID, phase: str) -> None:
-    """Cancel a run, of which nothing is left then, and nothing of whose work seems to go on."""
+    """Cancel a run; check that no process of it is left and that no work of it is shown as running."""
     await run.cancelled(flow_run)
     assert await steps_of(run, flow_run) <= {"Completed", "Cancelled"}, phase
     assert not findings(run), phase
@@ -152,8 +152,8 @@ async def check_cancelled(run: Deployed, flow_run: UUID, phase: str) -> None:
 
 
 @pytest.mark.usefixtures("_impatient_automation")
-async def test_a_run_whose_worker_is_killed_is_marked_crashed_with_its_step_and_goes_on_by_retry(
-    workplace: Any, stub_python: str, stub_told: Any, trainer: tuple[HeldTrainer, dict[str, Any]]
+async def test_a_run_whose_worker_is_killed_is_marked_crashed_with_its_step_and_resumes_by_retry(
+    workplace: Any, stub_python: str, set_stub: Any, trainer: tuple[HeldTrainer, dict[str, Any]]
 ) -> None:
     held, settings = trainer
     workplace.environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = "30"
@@ -161,7 +161,7 @@ async def test_a_run_whose_worker_is_killed_is_marked_crashed_with_its_step_and_
     values = {"train": settings, "serve": {"python": stub_python}, "rollout": ROLLOUT}
     async with deployed(workplace, post_train, steps=STEPS, **values) as run:
         with workplace.worker(run.pool, **token) as worker:
-            stub_told(rollout_s=DEADLINE_S)
+            set_stub(rollout_s=DEADLINE_S)
             flow_run = await run.start()
             await run.when_task_run(flow_run, "/ rollout ")
             os.kill(worker.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ async def test_a_run_whose_worker_is_killed_is_marked_crashed_with_its_step_and_
             while "Running" in await steps_of(run, flow_run):  # noqa: ASYNC110
                 await asyncio.sleep(1.0)
 
-        stub_told()
+        set_stub()
         with workplace.worker(run.pool, **token):
             await run.retried(flow_run)
             assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()

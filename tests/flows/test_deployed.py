@@ -23,7 +23,7 @@ LONGEST_S = 600.0
 
 @pytest.fixture
 def deployed(workplace: Any) -> Any:
-    """A workplace whose prefect.yaml is the product's, for the preset `small` and a work pool of its own."""
+    """A workplace whose prefect.yaml is the product's, for the preset `small` and a separate work pool."""
     document = yaml.safe_load((ROOT / "prefect.yaml").read_text().replace("quickstart", "small"))
     document["definitions"]["pools"]["process"]["name"] = workplace.marker
     document["deployments"] = [each for each in document["deployments"] if each["name"] == "small"]
@@ -69,7 +69,7 @@ def triggered(workplace: Any, *words: str) -> tuple[str, str]:
     return done.stdout.split("/runs/flow-run/")[1].split()[0], done.stdout
 
 
-def test_runs_of_one_gpu_set_follow_each_other_and_what_is_wrong_is_said_before_anything_starts(
+def test_runs_of_one_gpu_set_follow_each_other_and_a_wrong_setting_is_refused_before_anything_starts(
     deployed: Any, prefect_api: str
 ) -> None:
     deployed.environment |= {

@@ -121,7 +121,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
     return error
 
 
-def test_deploying_outside_of_a_checkout_says_where_to(
+def test_deploying_outside_of_a_checkout_is_an_error_that_names_the_checkout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_deploying_outside_of_a_checkout_says_where_to(
 
 
 @pytest.mark.parametrize("words", [["deploy"], ["run", "quickstart", "--deployment"]])
-def test_a_prefect_server_that_is_not_there_is_told_with_what_to_do(
+def test_a_missing_prefect_server_is_an_error_with_its_remedy(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -60,10 +60,10 @@ SMALLER = {
     "20": "2",
     "40": str(STEPS),
 }
-"""What stands for a longer run's names and numbers."""
+"""Replacements of a longer run's names and numbers."""
 
 SNIPPETS = {"README.md": 2, "compaction.md": 2, "checkpoints.md": 1, "storage.md": 1}
-"""Pages whose Python is run here, and how many blocks they have; other pages' is run by tests of their own."""
+"""Pages whose Python is run here, and how many blocks they have; that of other pages is run by other tests."""
 
 
 def page(name: str) -> str:
@@ -84,7 +84,7 @@ def smaller(text: str, s3_root: str) -> list[str]:
 
 @pytest.fixture
 def services(workplace, start_models: Path) -> Iterator[None]:  # type: ignore[no-untyped-def]
-    """A trainer and a server in terminals of their own; the preset quickstart, small, is attached to them."""
+    """A trainer and a server in separate terminals; the preset quickstart, small, is attached to them."""
     conf, ports = workplace.folder / "conf", {"serve": free_port(), "train": free_port()}
     preset = yaml.safe_load((conf / "small.yaml").read_text()) | {"steps": STEPS}
     preset["sync"] = {"timeout_s": ANSWER_S}
@@ -156,7 +156,7 @@ def test_the_commands_and_the_python_of_the_pages_do_what_they_are_there_for(
 
 
 @pytest.mark.parametrize(("name", "text"), RUN)
-def test_a_command_that_is_run_here_stands_on_its_page(name: str, text: str) -> None:
+def test_a_command_that_is_run_here_is_on_its_page(name: str, text: str) -> None:
     assert text in " ".join(page(name).replace("\\\n", " ").split())
 
 

@@ -55,10 +55,10 @@ async def add_step(run: OpenRun, step: int) -> None:
         for group in range(2)
         for sample in range(2)
     ]
-    told = {"status": "complete", "env": "addition", "n_completion_tokens": 3}
+    common = {"status": "complete", "env": "addition", "n_completion_tokens": 3}
     scores = [each | {"status": "scored", "reward": each["sample"]} for each in ids]
     groups = [{"step": step, "group": step * 2 + group, "expected": 2} for group in range(2)]
-    await run.writer.append("rollouts", made("rollouts", [each | told for each in ids]), step=step)
+    await run.writer.append("rollouts", made("rollouts", [each | common for each in ids]), step=step)
     await run.writer.append("scores", made("scores", scores), scorer=SCORES, step=step)
     await run.writer.append("groups", made("groups", groups), step=step)
     await run.writer.append("batches", made("batches", []), step=step)

@@ -45,7 +45,7 @@ def test_a_signal_ends_a_run_whose_prefect_server_is_gone(tmp_path: Path, number
     assert "run the same command again to resume" in output
 
 
-def test_a_command_that_cannot_be_gone_on_with_says_so_when_it_is_stopped() -> None:
+def test_a_stopped_command_that_cannot_be_resumed_reports_it() -> None:
     lines = (
         "import asyncio",
         "from rollmill.flows.commands.flow_process import UNCHANGED, exit_in_time",

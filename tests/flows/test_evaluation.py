@@ -1,4 +1,4 @@
-"""The flow evaluate: a model as version 0 of a run of its own; tests/flows/test_post_train.py has a trained version."""
+"""The flow evaluate: a model as version 0 of a new run; tests/flows/test_post_train.py has a trained version."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_model_is_evaluated_without_a_trainer_and_what_is_stored_is_kept(
     assert verified.returncode == 0, verified.stdout
 
 
-def test_servers_that_hold_the_model_already_are_asked_and_others_are_refused(workplace: Any) -> None:
+def test_servers_that_hold_the_model_already_are_used_and_others_are_refused(workplace: Any) -> None:
     server, port = StubVllmServer(save_character_tokenizer(workplace.folder / "served"), 0.0), free_port()
     control = server.serve(port)
     attached = ("--set", f"serve.urls=[http://127.0.0.1:{port}]")
@@ -84,16 +84,16 @@ def test_a_server_holds_a_version_when_its_name_says_so_or_it_was_never_given_an
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         (["small", "--version", "4"], 2, "checkpoints of no version"),
         (["smal"], 2, "presets are: small"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_before_anything_starts(
-    workplace: Any, words: list[str], status: int, told: str
+def test_an_impossible_evaluation_is_refused_before_anything_starts(
+    workplace: Any, words: list[str], status: int, message: str
 ) -> None:
     refused = workplace.run("evaluate", *words)
     assert refused.returncode == status
-    assert told in refused.stdout
+    assert message in refused.stdout
     assert not (workplace.folder / "runs").exists()

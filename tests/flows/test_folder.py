@@ -1,4 +1,4 @@
-"""Whether a run's folder can be gone on with."""
+"""Whether a run's folder can be resumed."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def begun(root: Path, status: str, *, trains: bool = True) -> Path:
         *("rollout.trajectory_timeout_s=9", "max_restarts=1"),
     ],
 )
-def test_what_may_change_on_resume_may_change(tmp_path: Path, change: str) -> None:
+def test_settings_that_are_not_fixed_may_change_on_resume(tmp_path: Path, change: str) -> None:
     begun(tmp_path, "running")
     given = load("quickstart", (f"store.root={tmp_path}", change))
     check_resumable(run_folder("quickstart", given), given)
@@ -54,7 +54,7 @@ def test_what_may_change_on_resume_may_change(tmp_path: Path, change: str) -> No
 @pytest.mark.parametrize(
     "change", ["seed=5", "rollout.group_size=4", "start_model.steps=7", "train.epochs=2"]
 )
-def test_what_would_make_another_run_is_refused_with_both_values(tmp_path: Path, change: str) -> None:
+def test_a_changed_fixed_setting_is_refused_with_both_values(tmp_path: Path, change: str) -> None:
     begun(tmp_path, "running")
     given = load("quickstart", (f"store.root={tmp_path}", change))
     field, value = change.split("=")
@@ -65,7 +65,7 @@ def test_what_would_make_another_run_is_refused_with_both_values(tmp_path: Path,
 
 
 @pytest.mark.parametrize("change", ["train.epochs=2", "evaluate.n_prompts=7", "retrain.steps=[1, 2]"])
-def test_what_a_collection_does_not_read_may_change_and_nothing_else(tmp_path: Path, change: str) -> None:
+def test_of_a_collection_only_settings_that_it_does_not_read_may_change(tmp_path: Path, change: str) -> None:
     begun(tmp_path, "running", trains=False)
     given = load("quickstart", (f"store.root={tmp_path}", change))
     check_resumable(run_folder("quickstart", given), given, trains=False)
@@ -84,7 +84,7 @@ def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> 
     check_resumable(run_folder("quickstart", more), more)
 
 
-def test_a_run_is_moved_aside_to_the_first_free_name(tmp_path: Path) -> None:
+def test_a_run_is_renamed_to_the_first_free_name(tmp_path: Path) -> None:
     given = load("quickstart", (f"store.root={tmp_path}",))
     (tmp_path / "quickstart-1").mkdir()
     begun(tmp_path, "finished")
@@ -106,19 +106,19 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
         check_resumable(run_folder("quickstart", given), given)
 
 
-def test_addresses_deadlines_and_what_only_the_trainer_goes_by_may_change() -> None:
+def test_addresses_deadlines_and_settings_that_only_the_trainer_uses_may_change() -> None:
     free = {name for name, is_fixed in settings().items() if not is_fixed}
     assert {"steps", "train.lr", "train.clip_high", "evaluate.every", "store.root"} <= free
     assert {name for name in settings() if name.endswith(("_s", ".url", ".urls", ".port", "_env"))} <= free
 
 
-def test_what_rows_and_checkpoints_are_made_of_may_not_change() -> None:
+def test_settings_that_shape_rows_and_checkpoints_may_not_change() -> None:
     fixed = {name for name, is_fixed in settings().items() if is_fixed}
     assert {"seed", "model", "score.scorer", "rollout.temperature", "train.dtype", "serve.dtype"} <= fixed
     assert any(line.startswith("seed = 0 (fixed): ") for line in describe())
     assert any(line.startswith("train.lr = 1e-06: ") for line in describe())
 
 
-def test_a_run_on_s3_is_not_moved_aside_and_is_told_how_to_be() -> None:
+def test_moving_a_run_on_s3_is_refused_with_the_command_that_moves_it() -> None:
     with pytest.raises(ConfigError, match=r"aws s3 mv --recursive s3://b/runs/a s3://b/runs/a-1"):
         check_movable(RunFolder("s3://b/runs/a"))

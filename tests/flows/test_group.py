@@ -1,4 +1,4 @@
-"""A group on its way, with a sampler and a scorer that do as they are told."""
+"""The collection of a group, with a sampler and a scorer that follow a plan."""
 
 import logging
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...
     return tuple(collection.outcomes)
 
 
-async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
+async def test_a_chunk_of_a_group_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
     scoring = PlannedScoring()
     sampler = PlannedSampler({3: scoring.has_scored})
     async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
@@ -53,7 +53,7 @@ async def test_a_part_is_scored_while_another_is_still_sampled(tmp_path: Path) -
     assert outcome.advantages.tolist() == [-1.5, -0.5, 0.5, 1.5]
 
 
-async def test_the_parts_of_a_group_hold_as_many_trajectories_as_configured(tmp_path: Path) -> None:
+async def test_the_chunks_of_a_group_have_the_configured_number_of_trajectories(tmp_path: Path) -> None:
     scoring = PlannedScoring()
     async with opened(tmp_path, PlannedSampler(), scoring, rollout={"trajectories_per_task": 3}) as run:
         await collected(run)
@@ -91,7 +91,7 @@ async def test_a_group_that_must_be_whole_is_not_scored_when_it_is_not(tmp_path:
     assert outcome.reason == NOT_WHOLE
 
 
-async def test_a_straggler_is_cut_and_the_group_goes_on_without_it(
+async def test_a_straggler_is_cancelled_and_the_group_continues_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_collection, "GROUP_TIMEOUT_RATIO", 0.01)
@@ -104,7 +104,9 @@ async def test_a_straggler_is_cut_and_the_group_goes_on_without_it(
     assert [survivor.sample for survivor in outcome.survivors] == [1, 2, 3]
 
 
-async def test_only_what_is_missing_is_sampled_and_only_what_is_unscored_is_scored(tmp_path: Path) -> None:
+async def test_only_missing_trajectories_are_sampled_and_only_unscored_ones_are_scored(
+    tmp_path: Path,
+) -> None:
     class Dying(PlannedScoring):
         async def score(self, rollouts: Rows, *, step: int) -> Rows:
             if self.calls:
@@ -127,7 +129,7 @@ async def test_only_what_is_missing_is_sampled_and_only_what_is_unscored_is_scor
 
 
 @pytest.mark.parametrize("by_group", [False, True])
-async def test_what_failed_is_attempted_once_more_when_a_user_asks_and_its_group_is_judged_anew(
+async def test_failures_are_attempted_again_on_request_and_the_advantages_of_their_group_are_recomputed(
     tmp_path: Path, by_group: bool
 ) -> None:
     failing = PlannedSampler({1: RequestError("status 400: no")})
@@ -146,7 +148,7 @@ async def test_what_failed_is_attempted_once_more_when_a_user_asks_and_its_group
     assert len(outcome.survivors) == group["survived"] == GROUP_SIZE
 
 
-async def test_too_many_failures_end_the_run_at_once_and_say_what_failed_most(tmp_path: Path) -> None:
+async def test_too_many_failures_end_the_run_at_once_and_name_the_most_frequent(tmp_path: Path) -> None:
     plan: dict[int, Act] = {0: RequestError("status 400: no"), 1: RequestError("no"), 2: 60.0}
     async with opened(tmp_path, PlannedSampler(plan), PlannedScoring()) as run:
         with pytest.raises(ExceptionGroup) as raised:
@@ -187,7 +189,7 @@ async def test_the_routed_experts_of_a_group_are_stored_with_its_rollouts(tmp_pa
         np.testing.assert_array_equal(experts, experts_of(len(row["token_ids"]) - 1))
 
 
-async def test_what_an_environment_keeps_is_stored_for_every_trajectory_failed_ones_too(
+async def test_the_state_of_the_environment_is_stored_for_every_trajectory_also_failed_ones(
     tmp_path: Path,
 ) -> None:
     sampler = PlannedSampler({1: RequestError("status 400: no")})
@@ -214,13 +216,13 @@ async def test_each_failure_is_logged_once_with_its_cause(
     async with opened(tmp_path, sampler, PlannedScoring(statuses={2: "dropped"})) as run:
         await collected(run)
         await collected(run)
-    told = [record.getMessage() for record in caplog.records if record.name == "test"]
-    assert len(told) == 2
-    assert "failed: RequestError: status 400: no" in told[0]
-    assert "dropped: ScoreError: it would not" in told[1]
+    messages = [record.getMessage() for record in caplog.records if record.name == "test"]
+    assert len(messages) == 2
+    assert "failed: RequestError: status 400: no" in messages[0]
+    assert "dropped: ScoreError: it would not" in messages[1]
 
 
-async def test_a_step_says_what_it_lost_by_cause_and_by_length(
+async def test_a_step_reports_its_lost_trajectories_by_cause_and_by_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_collection, "GROUP_TIMEOUT_RATIO", 0.01)
@@ -253,7 +255,9 @@ class TruncatedSampler(PlannedSampler):
         return replace(sampled, finish_reason="length") if work.sample in self.samples else sampled
 
 
-async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(tmp_path: Path) -> None:
+async def test_truncated_trajectories_that_are_not_trained_on_are_lost_with_that_cause(
+    tmp_path: Path,
+) -> None:
     score = {"train_truncated": False}
     async with opened(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
         (outcome,) = await collected(run)
@@ -263,7 +267,7 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_to_that(t
     assert drop_line(fates) == "2 lost (2 truncated)"
 
 
-async def test_a_step_that_lost_nothing_says_nothing(tmp_path: Path) -> None:
+async def test_a_step_without_lost_trajectories_reports_none(tmp_path: Path) -> None:
     async with opened(tmp_path, PlannedSampler(), PlannedScoring()) as run:
         await collected(run)
         fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))

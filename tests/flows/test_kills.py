@@ -76,12 +76,12 @@ class Place:
             return await act(client)
 
     def finish(self, name: str) -> None:
-        """Begin, or go on with, a run, to its end."""
+        """Start or resume a run, and wait for its end."""
         self.runs.start(name)
         assert self.runs.ended() == 0, self.runs.log.read_text()[-3000:]
 
     def weights(self, path: Path) -> bytes:
-        """What the trainer stands at, as a model's file."""
+        """Return the trainer's weights as the bytes of a model's file."""
         asyncio.run(self.trainer(lambda client: client.do(ExportPolicy(path=str(path)))))
         return (path / "model.safetensors").read_bytes()
 
@@ -192,7 +192,7 @@ def asked_for(folder: RunFolder) -> set[Asked]:
 
 
 def kind_of(asked: Asked, held_out: set[int]) -> Asked:
-    """A request as `asked_for` has it: of held-out ones the version tells them apart."""
+    """Return a request as `asked_for` has it: held-out ones differ by their version."""
     version = str(PolicyVersion.parse(asked.version).version) if asked.seed in held_out else ""
     return asked._replace(version=version)
 

@@ -1,4 +1,4 @@
-"""After every way in which an attempt can end, nothing of it runs in Prefect's picture once the run goes on."""
+"""However an attempt ends, Prefect shows nothing of it as running once the run resumes."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_the_next_start_marks_a_killed_attempt_and_its_task_runs_crashed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_runs_in_the_picture_after_a_signal(server: Server, tmp_path: Path, number: int) -> None:
+def test_prefect_shows_nothing_as_running_after_a_signal(server: Server, tmp_path: Path, number: int) -> None:
     ended = end_hanging(server, tmp_path, number)
     wait_until(lambda: server.task_runs(ended) == {"CRASHED": 5})
     assert server.state(ended) == "CRASHED"
@@ -132,7 +132,7 @@ def test_an_ended_flow_run_keeps_its_state(server: Server, tmp_path: Path) -> No
     assert (server.state(ended), server.task_runs(ended)) == ("COMPLETED", {"COMPLETED": 5})
 
 
-def test_a_killed_run_is_shown_as_crashed_and_the_one_that_goes_on_as_complete(
+def test_a_killed_run_is_shown_as_crashed_and_the_resumed_one_as_complete(
     workplace: Any, server: Server
 ) -> None:
     folder = workplace.folder / "runs" / "small"

@@ -60,12 +60,12 @@ def test_names_of_other_libraries_are_those_of_the_glossary_and_lead_to_settings
         assert set(re.findall(r"[a-z_]+\.[a-z_.]+", ours)) <= set(settings()), name
 
 
-def test_the_command_line_is_told_the_new_name() -> None:
+def test_the_command_line_is_refused_with_the_new_name() -> None:
     with pytest.raises(ConfigError, match=r"train\.min_lr_share = 0\.1: use train\.min_lr_ratio instead"):
         load("quickstart", ("train.min_lr_share=0.1",))
 
 
 @pytest.mark.parametrize("model", [RunConfig, RescoreConfig])
-def test_a_flow_that_is_given_an_old_name_says_the_new_one(model: type[RunConfig | RescoreConfig]) -> None:
+def test_a_flow_with_an_old_name_is_refused_with_the_new_one(model: type[RunConfig | RescoreConfig]) -> None:
     with pytest.raises(ValidationError, match=r"score\.needs_whole_group: use score\.min_group_size "):
         model.model_validate({"score": {"needs_whole_group": True}})

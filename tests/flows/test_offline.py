@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def test_rescoring_goes_by_the_runs_settings_and_what_was_given(run: RunFolder) -> None:
+def test_rescoring_uses_the_runs_settings_and_the_given_ones(run: RunFolder) -> None:
     config = rescore_config(run, ["score.timeout_s=3"], scorer="math", steps="2:5")
 
     assert (config.score.scorer, config.score.workers, config.score.timeout_s) == ("math", 2, 3.0)

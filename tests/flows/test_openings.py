@@ -1,4 +1,4 @@
-"""Prompts to check servers on, from an environment that does as it is told."""
+"""Prompts to check servers on, from an environment that follows a plan."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -126,14 +126,14 @@ async def test_an_environment_that_always_fails_is_named_with_the_problem_and_th
     assert len(environment.closed) == MAX_PASSED_OVER + 1
 
 
-async def test_an_environment_whose_few_problems_all_hang_is_told_with_the_limit(
+async def test_an_environment_whose_few_problems_all_hang_is_an_error_with_the_limit(
     tokenizer: ChatTokenizer,
 ) -> None:
     with pytest.raises(EpisodeError, match=r"problem 1 failed: .*rollout\.env_timeout_s = 0\.05 s"):
         await first(1, Planned(dict.fromkeys(range(2), HANG), size=2), tokenizer)
 
 
-async def test_the_end_of_the_environments_workers_is_not_taken_for_a_problems(
+async def test_the_end_of_the_environments_workers_is_no_failure_of_a_problem(
     tokenizer: ChatTokenizer,
 ) -> None:
     with pytest.raises(ServiceDiedError):

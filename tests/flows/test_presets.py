@@ -25,7 +25,7 @@ def test_every_preset_loads_and_its_scorer_is_there(preset: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(each.stem for each in ALGORITHMS.glob("*.yaml")))
-def test_every_algorithm_joins_every_preset_and_says_nothing_but_the_algorithm(algorithm: str) -> None:
+def test_every_algorithm_joins_every_preset_and_sets_only_the_algorithm(algorithm: str) -> None:
     for preset in PRESETS.glob("*.yaml"):
         load(f"{preset.stem}+{algorithm}")
     assert set(preset_values(algorithm)) <= {"rollout", "score", "train"}
@@ -41,12 +41,12 @@ def test_of_a_setting_that_two_presets_have_the_later_ones_counts(tmp_path: Path
     assert preset_name(f"quickstart+{mine}+cispo") == "quickstart-mine-cispo"
 
 
-def test_an_algorithm_that_is_not_there_is_told_which_there_are() -> None:
+def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"preset = 'dappo'.*quickstart.*with \+: .*dapo"):
         load("quickstart+dappo")
 
 
-def test_an_algorithm_alone_is_told_to_be_joined_to_a_preset_with_a_task() -> None:
+def test_an_algorithm_alone_is_refused_with_a_preset_to_join_it_to() -> None:
     with pytest.raises(ConfigError, match=r"preset = 'dapo': .* quickstart\+dapo"):
         load("dapo")
 

@@ -49,14 +49,14 @@ def test_a_missing_name_is_reported_with_what_works_differently(capsys: pytest.C
 
 
 def test_a_pause_is_due_before_the_next_step_and_not_after_the_last() -> None:
-    told: list[bool] = []
-    pauses = StepPauses(3, lambda: told.append(True))
+    calls: list[bool] = []
+    pauses = StepPauses(3, lambda: calls.append(True))
     assert not pauses.is_due(1)
     pauses.before(1)
     state = Suspended()
     pauses.mark_requested(state)
     pauses.mark_requested(state)
-    assert told == [True]
+    assert calls == [True]
     with disable_run_logger(), pytest.raises(Pause) as raised:
         pauses.before(2)
     assert raised.value.state is state
@@ -74,7 +74,7 @@ class Result:
     """What a task returned."""
 
 
-def test_what_ended_task_runs_keep_is_released_and_a_result_in_use_still_names_its_task_run() -> None:
+def test_memory_of_ended_task_runs_is_released_and_a_result_in_use_still_names_its_task_run() -> None:
     import weakref
 
     used, gone = Result(), Result()
@@ -129,7 +129,7 @@ async def test_a_signal_in_code_that_catches_everything_ends_the_flow_and_no_oth
             terminate()
         except BaseException:  # noqa: BLE001 - as in a scorer's call
             return "caught"
-        return "went on"
+        return "continued"
 
     async def flow() -> None:
         with end_in_order():
@@ -138,11 +138,11 @@ async def test_a_signal_in_code_that_catches_everything_ends_the_flow_and_no_oth
     scoring = asyncio.create_task(careless())
     with pytest.raises(asyncio.CancelledError):
         await flow()
-    assert scoring.result() == "went on"
+    assert scoring.result() == "continued"
 
 
 @pytest.mark.usefixtures("_prefects_handler")
-async def test_what_does_not_end_well_after_a_signal_is_ended_by_it_all_the_same() -> None:
+async def test_a_flow_whose_cleanup_fails_after_a_signal_still_ends_by_it() -> None:
     async def flow() -> None:
         with end_in_order():
             terminate()

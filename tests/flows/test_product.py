@@ -203,7 +203,7 @@ def submit(product: Product, steps: str) -> None:
 
 
 def submitted(product: Product, steps: str) -> None:
-    """Send the form; clicked again where the browser asks for nothing, as when a page takes a click while it is drawn anew."""
+    """Submit the form; click again if the browser sends no request, as when the page is being redrawn."""
     page = product.page
     for _ in range(CLICKS):
         with suppress(PageTimeoutError):
@@ -283,7 +283,7 @@ def test_the_form_of_the_older_ui_refuses_it_too_and_makes_a_run(product: Produc
     assert made["parameters"]["config"]["steps"] == 2
 
 
-def test_its_artifact_shows_the_picture(product: Product, run: str) -> None:
+def test_the_artifact_of_a_run_shows_the_picture(product: Product, run: str) -> None:
     page = product.page
     page.goto(run)
     page.get_by_role("tab", name="Artifacts").click()
@@ -294,10 +294,10 @@ def test_its_artifact_shows_the_picture(product: Product, run: str) -> None:
     product.picture("artifact")
 
 
-def test_what_the_tutorial_looks_at_is_there(product: Product, run: str) -> None:
+def test_everything_that_the_tutorial_shows_exists(product: Product, run: str) -> None:
     for block in fences("sh")[-4:]:
         for line in block.splitlines():
-            if " view " not in line:  # which goes on until it is ended
+            if " view " not in line:  # which runs until it is ended
                 product.command(*shlex.split(line))
     assert "ConnectionError" in product.command(*command_with("--status failed"), "--json")
     done = subprocess.run(

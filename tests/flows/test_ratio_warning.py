@@ -22,12 +22,12 @@ def warning(settings: RunConfig, deviation: float) -> str:
     )
 
 
-def test_ratios_beyond_rounding_are_told_with_step_figure_bound_and_what_to_do() -> None:
-    told = warning(config(), 0.02)
-    assert told.startswith("step 3: ")
-    assert "0.02 on average" in told
-    assert "should be at most 0.001" in told
-    assert "rollmill verify-sync" in told
+def test_ratios_beyond_rounding_are_reported_with_step_value_limit_and_remedy() -> None:
+    message = warning(config(), 0.02)
+    assert message.startswith("step 3: ")
+    assert "0.02 on average" in message
+    assert "should be at most 0.001" in message
+    assert "rollmill verify-sync" in message
 
 
 def test_rounding_is_no_reason_to_warn() -> None:
@@ -43,7 +43,7 @@ def test_rounding_is_no_reason_to_warn() -> None:
         {"train": {"dtype": "bfloat16"}, "serve": {"dtype": "bfloat16"}},
     ],
 )
-def test_where_ratios_need_not_be_1_nothing_is_said(sections: dict[str, dict[str, object]]) -> None:
+def test_ratios_that_need_not_be_1_are_not_reported(sections: dict[str, dict[str, object]]) -> None:
     assert warning(config(**sections), 0.02) == ""
 
 

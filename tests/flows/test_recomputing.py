@@ -15,12 +15,12 @@ class Trainer:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[str]]] = []
-        self.may_go_on = asyncio.Event()
-        self.may_go_on.set()
+        self.may_continue = asyncio.Event()
+        self.may_continue.set()
 
     async def score(self, step: int, ids: Sequence[str]) -> None:
         self.asked.append((step, list(ids)))
-        await self.may_go_on.wait()
+        await self.may_continue.wait()
         if "wrong" in ids:
             raise RequestError("no")
 
@@ -65,14 +65,14 @@ async def test_bundles_go_out_at_the_trainers_step_alone(recomputing: LogprobRec
 
 async def test_a_step_that_is_due_waits_for_one_bundle(recomputing: LogprobRecomputation) -> None:
     async with working(recomputing) as trainer:
-        trainer.may_go_on.clear()
+        trainer.may_continue.clear()
         recomputing.begin(0)
         recomputing.add(0, ["a", "b", "c", "d"])
         await settled()
         ending = asyncio.create_task(recomputing.end())
         await settled()
         assert not ending.done()
-        trainer.may_go_on.set()
+        trainer.may_continue.set()
         assert await ending > 0.0
         await settled()
     assert trainer.asked == [(0, ["a", "b"])]

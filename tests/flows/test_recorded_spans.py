@@ -1,7 +1,7 @@
 """Planted delays in steps that overlap: each is found under its own name, its own step and its own cause.
 
 Real: the fan-out, admission, the pool and its client, the writer, the lock, what waits for Prefect's server; the server is
-a stub, and environment, scorer and count of recorded task runs do as they are told.
+a stub, and environment, scorer and count of recorded task runs follow a plan.
 """
 
 import asyncio
@@ -168,7 +168,7 @@ def slow_store(run: Run, plants: Plants) -> None:
 
 
 async def held(lock: TimedLock, plants: Plants, step: int) -> None:
-    """Hold a lock while something that has a name goes on."""
+    """Hold a lock during a named span."""
     with within(lane="holder"), span("rejoin"):
         async with lock:
             await plants.sleep("waiting_for_lock", step, DELAY_S)
@@ -210,10 +210,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[pl.DataFrame, Pl
     folder = asyncio.run(run_of_steps(tmp_path_factory.mktemp("planted"), plants))
     rows = pl.from_arrow(read(folder, "spans", None))
     assert isinstance(rows, pl.DataFrame)
-    told = read(folder, "rollouts", ["generate_s"])["generate_s"].to_pylist()
-    plants.seconds["generating", 0] = sum(
-        told
-    )  # by the trajectories' own stopwatch, a busy machine's delays included
+    generate_s = read(folder, "rollouts", ["generate_s"])["generate_s"].to_pylist()
+    # by the trajectories' own stopwatch, a busy machine's delays included
+    plants.seconds["generating", 0] = sum(generate_s)
     return rows, plants
 
 
@@ -288,7 +287,7 @@ def test_a_wait_for_prefect_is_recording_with_its_cause(recorded: tuple[pl.DataF
     assert waits["duration_s"].max() == pytest.approx(plants.seconds["recording", 0], rel=SHARE)
 
 
-def test_a_step_waits_for_stragglers_only_while_it_is_in_hand(recorded: tuple[pl.DataFrame, Plants]) -> None:
+def test_a_step_waits_for_stragglers_only_while_it_is_open(recorded: tuple[pl.DataFrame, Plants]) -> None:
     rows, plants = recorded
     line = rows.filter(pl.col("lane") == "step")
     waits = line.filter(pl.col("name") == "waiting_for_stragglers").sort("step")["duration_s"]
@@ -298,7 +297,7 @@ def test_a_step_waits_for_stragglers_only_while_it_is_in_hand(recorded: tuple[pl
     assert waits[1] <= in_hand < plants.seconds["environment", 1]
 
 
-def test_the_steps_line_is_owned(recorded: tuple[pl.DataFrame, Plants]) -> None:
+def test_no_time_of_a_step_is_unattributed(recorded: tuple[pl.DataFrame, Plants]) -> None:
     rows, _ = recorded
     for step in range(STEPS):
         whole = rows.filter(pl.col("lane") == "step", pl.col("name") == "step", pl.col("step") == step)

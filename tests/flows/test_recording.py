@@ -23,15 +23,15 @@ class Server:
 
 
 def recording(server: Server, **settings: float) -> tuple[Recording, list[str]]:
-    """With ten task runs begun, of which four may be unrecorded."""
-    told: list[str] = []
-    made = Recording(server.count, told.append, **{"max_unrecorded": 4, **settings})  # type: ignore[arg-type]
+    """Return a recording of ten started task runs, of which four may be unrecorded, and its messages."""
+    messages: list[str] = []
+    made = Recording(server.count, messages.append, **{"max_unrecorded": 4, **settings})  # type: ignore[arg-type]
     for _ in range(10):
         made.started()
-    return made, told
+    return made, messages
 
 
-async def test_server_is_not_asked_far_from_the_limit() -> None:
+async def test_the_server_is_not_asked_far_from_the_limit() -> None:
     server = Server(0)
     made, _ = recording(server, max_unrecorded=10)
     for _ in range(100):
@@ -41,28 +41,28 @@ async def test_server_is_not_asked_far_from_the_limit() -> None:
 
 async def test_rollouts_are_held_back_until_enough_is_recorded() -> None:
     server = Server(0, 5, 6)
-    made, told = recording(server)
+    made, messages = recording(server)
     await made.hold_back()
-    assert (server.n_asked, told) == (3, [])
+    assert (server.n_asked, messages) == (3, [])
     await made.hold_back()
     assert server.n_asked == 3
 
 
-async def test_server_that_records_no_more_is_told_once_and_gone_on_without() -> None:
+async def test_a_server_that_stops_recording_is_reported_once_and_the_run_continues() -> None:
     server = Server(3)
-    made, told = recording(server, hold_back_timeout_s=0.0)
+    made, messages = recording(server, hold_back_timeout_s=0.0)
     await made.hold_back()
     await made.hold_back()
     assert server.n_asked == 2
-    (line,) = told
+    (line,) = messages
     assert "3 of 10 task runs" in line
     assert "no more within 0 s" in line
 
 
-async def test_server_that_is_gone_is_told_with_the_reason_and_gone_on_without() -> None:
-    made, told = recording(Server(httpx.ConnectError("connection refused")), hold_back_timeout_s=0.0)
+async def test_a_server_that_is_gone_is_reported_with_the_reason_and_the_run_continues() -> None:
+    made, messages = recording(Server(httpx.ConnectError("connection refused")), hold_back_timeout_s=0.0)
     await made.hold_back()
-    (line,) = told
+    (line,) = messages
     assert "ConnectError: connection refused" in line
 
 

@@ -1,4 +1,4 @@
-"""What is asked of reference servers, and what becomes of it; the servers do as they are told."""
+"""Requests to reference servers and their stored answers; the servers follow a plan."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -80,7 +80,9 @@ def deployment(store: OpenRun) -> Deployment:
     return lambda *servers: ReferenceDeployment(store, servers, 2, print)
 
 
-async def test_what_is_stored_is_not_asked_again(store: OpenRun, deployment: Deployment) -> None:
+async def test_stored_log_probabilities_are_not_requested_again(
+    store: OpenRun, deployment: Deployment
+) -> None:
     server = Server()
     await deployment(server).ask(2, rollouts(store).slice(0, 2))
     await deployment(server).complete(2)
@@ -98,7 +100,7 @@ async def test_another_server_is_asked_when_one_does_not_answer(
     assert 1 in second.asked
 
 
-async def test_sampling_goes_on_without_an_answer_and_training_does_not(
+async def test_sampling_continues_without_an_answer_and_training_does_not(
     store: OpenRun, deployment: Deployment
 ) -> None:
     failing = deployment(Server(unknown=1))

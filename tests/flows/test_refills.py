@@ -89,10 +89,8 @@ async def test_a_step_has_no_more_refills_than_allowed_and_trains_on_what_it_has
         await store_batch(run, 0, found.outcomes)
         assert {row["group"] for row in stored(run, "batches")} == {0}
     assert [outcome.group for outcome in found.outcomes] == list(range(N_GROUPS + N_REFILLS))
-    told = capsys.readouterr().err
-    assert (
-        "step 0: after 4 refills, of rollout.max_refill_groups = 4, 1 of 3 groups can be trained on" in told
-    )
+    warning = "step 0: after 4 refills, of rollout.max_refill_groups = 4, 1 of 3 groups can be trained on"
+    assert warning in capsys.readouterr().err
 
 
 async def test_without_refills_an_untrainable_group_keeps_its_place(tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ async def test_a_step_whose_batch_is_stored_gets_no_more_refills(tmp_path: Path)
 
 
 @pytest.mark.parametrize("n_before_the_end", range(1, 28, 3))
-async def test_a_step_ended_anywhere_goes_on_with_its_plan_and_samples_nothing_twice(
+async def test_a_step_ended_anywhere_resumes_with_its_plan_and_samples_nothing_twice(
     tmp_path: Path, n_before_the_end: int
 ) -> None:
     scoring, limits = FlatGroups(0, 2, 3, 5), refilling(max_in_flight=GROUP_SIZE)

@@ -1,4 +1,4 @@
-"""A replay beside the trainer of the run that it is of."""
+"""A replay concurrent with the trainer of its run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from rollmill.flows.offline.replay_trainer import make_scratch
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 
 
-def test_copies_of_checkpoints_lie_on_the_scratch_disk_and_apart_from_those_of_the_runs_trainer(
+def test_copies_of_checkpoints_are_on_the_scratch_disk_and_apart_from_those_of_the_runs_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH_ENV, str(tmp_path))

@@ -1,4 +1,4 @@
-"""A whole run whose data sets and checkpoints lie on S3, killed, and gone on with where nothing of it is on a disk."""
+"""A whole run whose data sets and checkpoints are on S3, killed, and resumed where nothing of it is on a disk."""
 
 import json
 import os
@@ -34,9 +34,7 @@ def trajectories(run: RunFolder) -> set[str]:
     return set(read(run, "rollouts", ["trajectory_id"])["trajectory_id"].to_pylist())
 
 
-def test_a_run_on_s3_is_killed_and_gone_on_with_from_another_scratch_folder(
-    s3_root: str, workplace: Any
-) -> None:
+def test_a_killed_run_on_s3_resumes_from_another_scratch_folder(s3_root: str, workplace: Any) -> None:
     run = RunFolder(f"{s3_root}/small")
     words = ("run", "small", "--set", f"store.root={s3_root}", "--set", f"steps={STEPS}")
 
@@ -67,6 +65,6 @@ def test_a_run_on_s3_is_killed_and_gone_on_with_from_another_scratch_folder(
 
     shown = workplace.run("inspect", run.location, "--json")
     assert json.loads(shown.stdout)["trajectories"] == len(ids)
-    anew = workplace.run(*words, "--again")
-    assert anew.returncode == 2
-    assert "is on S3, where many objects cannot be renamed" in anew.stdout
+    again = workplace.run(*words, "--again")
+    assert again.returncode == 2
+    assert "is on S3, where many objects cannot be renamed" in again.stdout

@@ -26,7 +26,7 @@ ADDRESS = f"http://me:{SECRET}@host:5000/path"
         ({"store": {"root": f"s3://key:{SECRET}@bucket/runs"}}, "store.root"),
     ],
 )
-def test_an_address_with_a_password_is_refused_without_saying_it(
+def test_an_address_with_a_password_is_refused_without_showing_it(
     values: dict[str, object], field: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -45,7 +45,7 @@ def test_an_address_with_a_password_is_refused_without_saying_it(
         "http://token@host",
     ],
 )
-def test_a_secret_in_an_address_is_found_wherever_it_stands(address: str) -> None:
+def test_a_secret_is_found_anywhere_in_an_address(address: str) -> None:
     with pytest.raises(ConfigError) as refused:
         validate({"observe": {"mlflow_uri": address}})
     assert "cret" not in str(refused.value).replace("secret;", "")
@@ -104,7 +104,7 @@ def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) 
     assert "␛[2J" in said
 
 
-def test_what_a_run_says_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_run_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollmill.flows.prefect_integration import progress
 
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The local Prefect server starts once, tells a taken port, is found again, and is gone after `down`."""
+"""The local Prefect server starts once, reports a taken port, is found again, and is gone after `down`."""
 
 import http.server
 import json
@@ -158,7 +158,7 @@ def test_down_makes_no_home(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_server_that_ends_while_starting_is_told_with_its_log(
+def test_server_that_ends_while_starting_is_an_error_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE", "many")

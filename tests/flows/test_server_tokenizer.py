@@ -86,11 +86,11 @@ def test_a_server_with_another_template_for_tools_is_refused_where_there_are_too
     check(model)
     with pytest.raises(ConfigError) as raised:
         check(model, (TOOL,))
-    told = str(raised.value)
-    assert "its chat template is not the model's: after '<|im_start|>system\\nBe brief." in told
-    assert '<tools>\\n{\' it renders \'\\n    "type": "function"' in told
-    assert ', not \'"type": "function", "function": {"name": "now"' in told
-    assert "without --chat-template" in told
+    message = str(raised.value)
+    assert "its chat template is not the model's: after '<|im_start|>system\\nBe brief." in message
+    assert '<tools>\\n{\' it renders \'\\n    "type": "function"' in message
+    assert ', not \'"type": "function", "function": {"name": "now"' in message
+    assert "without --chat-template" in message
 
 
 @pytest.mark.service
@@ -116,8 +116,8 @@ def test_a_server_with_another_tokenizer_is_refused(
 
 
 def test_the_first_difference_of_two_texts_is_quoted_with_what_is_before() -> None:
-    told = describe_difference("a" * 100 + "<end>", [1], "a" * 100, [2])
-    assert f"after {'a' * 60!r} it renders '', not '<end>'; start it" in told
+    message = describe_difference("a" * 100 + "<end>", [1], "a" * 100, [2])
+    assert f"after {'a' * 60!r} it renders '', not '<end>'; start it" in message
 
 
 def test_tools_have_the_fields_and_the_order_of_vllms_types() -> None:

@@ -86,7 +86,7 @@ async def test_a_server_that_fails_one_request_after_the_other_and_cannot_sample
     assert not await fleet.is_asked()
 
 
-async def test_a_server_that_samples_after_all_is_let_in_with_its_failures_forgotten(fleet) -> None:
+async def test_a_server_that_samples_after_all_is_admitted_with_its_failures_reset(fleet) -> None:
     fleet.fail_requests(2)
     assert not await fleet.is_asked()
     await fleet.servers.look_again(fleet.server)
@@ -101,7 +101,7 @@ async def test_a_server_that_failed_one_request_is_asked_for_its_health_alone(fl
     assert await fleet.is_asked()
 
 
-async def test_a_server_that_samples_again_is_let_in_when_it_still_has_its_weights(fleet) -> None:
+async def test_a_server_that_samples_again_is_admitted_when_it_still_has_its_weights(fleet) -> None:
     fleet.fail_requests(2)
     fleet.servers.mute.add(fleet.server)
     fleet.servers.failed[fleet.server] = "it fails generations"

@@ -13,7 +13,7 @@ from rollmill.tasks.errors import DiskSpaceError
 from rollmill.tasks.train.config import LoraConfig, TrainConfig
 
 
-async def test_a_step_without_room_is_not_begun_and_what_goes_on_beside_it_is_left_alone(
+async def test_a_step_without_disk_space_is_not_started_and_concurrent_work_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_space, "MIN_FREE_BYTES", 1 << 62)

@@ -25,7 +25,7 @@ def test_metrics_are_the_last_start_since_the_decision_and_the_skew_of_all_start
     ]
 
 
-def test_one_that_begins_again_began_when_it_did_first() -> None:
+def test_the_first_start_of_a_server_counts() -> None:
     submission = submitted(a=20)
     submission.note_start("a", DECIDED_NS + 900 * MS)
     assert (submission.n_started, submission.last_start_s) == (1, pytest.approx(0.02))
@@ -40,7 +40,7 @@ def test_the_time_until_the_last_start_is_a_span_of_the_step_that_decided() -> N
     assert list(recorder.take()) == [booked]
 
 
-def test_where_none_began_nothing_is_told() -> None:
+def test_without_a_start_nothing_is_recorded() -> None:
     recorder = Recorder("flow")
     with recording(recorder):
         submission = submitted()

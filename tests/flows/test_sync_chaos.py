@@ -1,4 +1,4 @@
-"""A run whose servers and trainer are killed and stopped while weights travel: it goes on, and nobody serves wrong ones."""
+"""A run whose servers and trainer are killed and stopped during syncs: it continues, and no server serves wrong weights."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ LARGE = {
 
 
 class Proxy:
-    """Stands before one server, and tells of each order of weights before it passes it on.
+    """A proxy of one server that reports each order of weights before it passes it on.
 
     While `is_open` is not set, generation requests are held, which is how the test waits for something else.
     """
@@ -69,10 +69,10 @@ class Proxy:
         body = await request.read()
         if request.method == "POST" and request.path == "/rollmill/weights":
             order = json.loads(body)
-            told = int(order["version"].rpartition(":")[2]), order["transport"]
-            self.orders.append(told)
+            received = int(order["version"].rpartition(":")[2]), order["transport"]
+            self.orders.append(received)
             if self.on_order:
-                await self.on_order(*told)
+                await self.on_order(*received)
         elif request.path == "/inference/v1/generate" and b'"prompt_logprobs"' not in body:
             await self.is_open.wait()
         headers = {"Content-Type": "application/json"}
@@ -139,7 +139,7 @@ def rows(run: Path, dataset: str) -> pl.DataFrame:
     return pl.scan_ipc(files).collect() if files else pl.DataFrame()
 
 
-async def test_a_run_goes_on_with_right_weights_whoever_dies_or_stalls_while_they_travel(
+async def test_a_run_continues_with_right_weights_whichever_process_dies_or_stalls_during_a_sync(
     workplace: Any, save_tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -182,9 +182,9 @@ def test_every_group_is_one_task_run(prefect_api: str) -> None:
         f"step 7 / group {group}": state for group, state in enumerate(ends)
     }
     assert n_started == 3
-    told = messages(prefect_api, flow_run_id)
-    assert "rollout 0: 2 complete; score 0: 2 scores" in told
-    assert "Task run encountered an exception ValueError: no prompt" in told
+    logged = messages(prefect_api, flow_run_id)
+    assert "rollout 0: 2 complete; score 0: 2 scores" in logged
+    assert "Task run encountered an exception ValueError: no prompt" in logged
 
 
 def test_every_group_is_an_event_that_reports_its_tasks_and_no_task_run(prefect_api: str) -> None:
@@ -192,12 +192,12 @@ def test_every_group_is_an_event_that_reports_its_tasks_and_no_task_run(prefect_
     assert errors[:2] == [None, None]
     assert isinstance(errors[2], ValueError)
     found = events(prefect_api, flow_run_id, lambda found: len(found) == 3)
-    told = {each["payload"]["group"]: each["payload"] for each in found}
-    assert told[0]["end"] == "done"
-    assert told[0]["tasks"] == {"rollout 0": "2 complete", "score 0": "2 scores"}
-    assert told[2]["end"] == "failed: ValueError: no prompt"
-    assert told[2]["tasks"] == {"rollout 2.0": "2 complete"}
-    assert {each["step"] for each in told.values()} == {7}
+    payloads = {each["payload"]["group"]: each["payload"] for each in found}
+    assert payloads[0]["end"] == "done"
+    assert payloads[0]["tasks"] == {"rollout 0": "2 complete", "score 0": "2 scores"}
+    assert payloads[2]["end"] == "failed: ValueError: no prompt"
+    assert payloads[2]["tasks"] == {"rollout 2.0": "2 complete"}
+    assert {each["step"] for each in payloads.values()} == {7}
     assert (states(prefect_api, flow_run_id), n_started) == ({}, 0)
 
 

@@ -35,7 +35,7 @@ def test_growth_is_measured_from_when_the_process_has_settled() -> None:
     assert "+2 Leaked" in said
 
 
-def test_each_further_growth_is_told_once() -> None:
+def test_each_further_growth_is_reported_once() -> None:
     settled = [100.0] * SETTLED_AFTER
     assert len(seen([*settled, 130.0, 130.0, 135.0])) == 1
     assert len(seen([*settled, 130.0, 130.0, 170.0])) == 2
@@ -68,12 +68,12 @@ def test_a_launched_process_that_is_small_or_was_started_again_is_left_alone() -
     assert not below([{("servers", 7): 500.0}] * SETTLED_AFTER + [{("servers", 8): 2000.0}] * 2)
 
 
-def test_of_all_that_is_launched_it_is_known_what_to_look_at() -> None:
+def test_every_launched_kind_has_a_hint_what_to_look_at() -> None:
     assert WHAT_TO_LOOK_AT.keys() == set(KINDS.values())
 
 
 async def test_a_step_has_the_metrics_of_loop_and_memory() -> None:
-    vitals = Vitals(max_stall_ms=0.0, max_lag_p99_ms=0.0)  # a busy machine's lag is told of in a flow
+    vitals = Vitals(max_stall_ms=0.0, max_lag_p99_ms=0.0)  # a busy machine's lag is reported in a flow
     with vitals.watch():
         values = {metric.name: metric.value for metric in await vitals.measure_step()}
     assert values["memory/flow_rss_bytes"] > MIB
@@ -103,7 +103,7 @@ async def test_what_was_freed_of_arrows_memory_goes_back_after_a_step() -> None:
     assert used - own_rss_bytes() > 0.8 * N_BLOCKS * BLOCK_BYTES
 
 
-async def test_who_grows_is_told_with_what_waits() -> None:
+async def test_a_growing_process_is_reported_with_what_waits() -> None:
     said: list[str] = []
     limits = {"max_rss_growth": 1e-6, "max_stall_ms": 0.0, "max_lag_p99_ms": 0.0}
     vitals = Vitals(said.append, lambda: {"spans": 12}, **limits)  # type: ignore[arg-type]
@@ -116,5 +116,5 @@ async def test_who_grows_is_told_with_what_waits() -> None:
     assert "queued 12 spans" in text
 
 
-def test_who_watches_nothing_reports_no_lag() -> None:
+def test_without_a_watched_loop_no_lag_is_reported() -> None:
     assert not [metric for metric in Vitals()._loop.report() if metric.name.startswith("loop/lag")]

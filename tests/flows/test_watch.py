@@ -125,7 +125,7 @@ def outside_of_a_flow() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-async def test_a_server_that_answers_after_all_is_let_in_again(is_ours: bool) -> None:
+async def test_a_server_that_answers_after_all_is_admitted_again(is_ours: bool) -> None:
     assert await Fleet(is_ours=is_ours).watched(is_healthy=True) == ["let in again"]
 
 
@@ -148,7 +148,7 @@ async def test_a_launched_server_is_given_up_after_its_restarts_whether_they_sta
     assert events[-1] == "given up: server: no memory, after 2 restarts (max_restarts)"
 
 
-async def test_the_last_server_takes_the_run_with_it_and_shows_its_last_lines() -> None:
+async def test_the_death_of_the_last_server_ends_the_run_with_its_last_lines() -> None:
     fleet = Fleet(is_ours=True, n_others=0, starts=(ServiceStartError("server", "no"),) * 2)
     with pytest.raises(ServiceDiedError, match=r"(?s)after 2 restarts.*last words"):
         await fleet.watched()
@@ -199,7 +199,7 @@ async def test_an_attached_server_with_wrong_weights_is_given_up_at_once() -> No
     assert (await fleet.watched())[-1] == f"given up: {PARITY}"
 
 
-async def test_the_death_of_the_trainer_is_not_taken_for_the_servers() -> None:
+async def test_the_death_of_the_trainer_is_no_failure_of_the_servers() -> None:
     fleet = Fleet(ServiceDiedError("trainer", "gone"), is_ours=True)
     with pytest.raises(ServiceDiedError, match="trainer: gone"):
         await fleet.watched()

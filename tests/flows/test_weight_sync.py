@@ -169,7 +169,7 @@ class Tokenizer:
 
 
 class Fleet:
-    """Servers of a trainer that stands at `at`; `holds` counts how often its weights were held still."""
+    """Servers of a trainer at version `at`; `holds` counts how often its weights were locked."""
 
     def __init__(self, folder: Path, n: int = 1, dtype: str = "float32") -> None:
         config = RunConfig.model_validate({"serve": {"dtype": dtype}})
@@ -217,7 +217,7 @@ async def test_a_sync_of_several_servers_asks_the_trainer_once_and_each_server_o
     assert fleet.servers.calls - before == 1 + 3 + 3, "one send; of each server an order and its version"
 
 
-async def test_a_sync_tells_how_soon_all_servers_began_and_how_far_apart(fleet_of) -> None:
+async def test_a_sync_records_how_soon_all_servers_started_and_how_far_apart(fleet_of) -> None:
     fleet, recorder = fleet_of(3), Recorder("flow")
     with recording(recorder, step=3, lane="step"):
         await fleet.servers.update(AT[0])
@@ -229,7 +229,7 @@ async def test_a_sync_tells_how_soon_all_servers_began_and_how_far_apart(fleet_o
     assert fleet.servers.submitted.n_started == 3
 
 
-async def test_what_servers_are_compared_with_is_waited_for_in_their_lanes_and_booked_to_the_trainer(
+async def test_the_wait_for_the_reference_values_is_in_the_lanes_of_the_servers_and_attributed_to_the_trainer(
     fleet_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet, recorder, planted = fleet_of(1), Recorder("flow"), dict[str, float]()
@@ -251,7 +251,7 @@ async def test_what_servers_are_compared_with_is_waited_for_in_their_lanes_and_b
     assert sum(1e-9 * each.duration_ns for each in waited) == pytest.approx(max(planted.values()), rel=0.1)
 
 
-async def test_one_line_says_how_weights_reach_all_servers_and_says_it_once(
+async def test_one_line_names_the_transport_of_all_servers_once(
     fleet_of, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = fleet_of(3)
@@ -264,7 +264,7 @@ async def test_one_line_says_how_weights_reach_all_servers_and_says_it_once(
     ]
 
 
-def test_servers_that_weights_reach_otherwise_have_a_line_of_their_own_and_a_new_way_is_told(
+def test_servers_with_another_transport_have_a_separate_line_and_a_new_transport_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = RouteReport()
@@ -283,7 +283,7 @@ def test_servers_that_weights_reach_otherwise_have_a_line_of_their_own_and_a_new
     ]
 
 
-async def test_what_servers_are_compared_on_is_read_and_scored_before_the_sync(
+async def test_the_sequences_that_servers_are_compared_on_are_read_and_scored_before_the_sync(
     fleet_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet, read = fleet_of(2), list[int]()
@@ -300,7 +300,7 @@ async def test_what_servers_are_compared_on_is_read_and_scored_before_the_sync(
     assert read == [1]
 
 
-async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of) -> None:
+async def test_a_server_is_admitted_while_another_still_receives_the_weights(fleet_of) -> None:
     fleet = fleet_of(2)
     fleet.services[1].release.clear()
     fleet.trainer.release.clear()
@@ -313,7 +313,7 @@ async def test_a_server_is_let_in_while_another_still_takes_the_weights(fleet_of
     assert fleet.admitted == {"http://0", "http://1"}
 
 
-async def test_a_server_that_fails_is_set_aside_and_its_links_are_not_used_again(fleet_of) -> None:
+async def test_a_server_that_fails_is_removed_and_its_links_are_not_used_again(fleet_of) -> None:
     fleet = fleet_of(2)
     fleet.services[1].failing["tcp"] = RequestError("500 the old weights serve: stalled")
     reports = await fleet.servers.update(AT[0])
@@ -363,7 +363,7 @@ async def test_tensors_that_differ_are_sent_once_more_and_not_twice(fleet_of, n_
     assert (fleet.admitted == {"http://0"}) == (n_wrong == 1)
 
 
-async def test_what_was_sampled_by_weights_that_differ_is_lost_and_by_the_right_ones_kept(fleet_of) -> None:
+async def test_trajectories_by_wrong_weights_are_lost_and_those_by_right_ones_kept(fleet_of) -> None:
     fleet = fleet_of(1)
     (server,), pool, version = fleet.services, fleet.servers.run.pool, str(AT[0])
     answers: list[asyncio.Future[None]] = []
@@ -417,7 +417,7 @@ async def test_a_server_whose_weights_cannot_be_compared_is_ended_in_single_prec
     assert (fleet.admitted == {"http://0"}) == (dtype == "bfloat16")
 
 
-async def test_a_server_whose_log_probabilities_did_not_move_is_looked_at(
+async def test_a_server_whose_log_probabilities_did_not_change_is_checked(
     fleet_of, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = fleet_of(1, "bfloat16")
@@ -448,7 +448,7 @@ async def test_all_weights_are_compared_every_so_many_versions_before_a_server_s
     assert "lm_head (live)" in fleet.servers.failed[fleet.services[1]]
 
 
-async def test_a_server_that_comes_back_loads_files_while_the_trainer_is_free(fleet_of) -> None:
+async def test_a_returning_server_loads_files_while_the_trainer_is_free(fleet_of) -> None:
     fleet = fleet_of(1)
     server = await fleet.failed()
     held: list[bool] = []
@@ -460,7 +460,7 @@ async def test_a_server_that_comes_back_loads_files_while_the_trainer_is_free(fl
     assert not fleet.servers.failed
 
 
-async def test_a_version_that_moved_on_meanwhile_is_loaded_with_the_weights_held_still(fleet_of) -> None:
+async def test_a_version_that_changed_meanwhile_is_loaded_with_the_weights_locked(fleet_of) -> None:
     fleet = fleet_of(1)
     server = await fleet.failed()
     held: list[bool] = []
@@ -486,7 +486,7 @@ async def test_a_server_that_cannot_read_the_files_is_sent_the_weights(fleet_of)
     assert fleet.admitted == {"http://0"}
 
 
-async def test_a_server_whose_requests_stay_held_is_not_let_in_and_waits_for_a_new_start(fleet_of) -> None:
+async def test_a_server_whose_requests_stay_held_is_not_admitted_and_waits_for_a_restart(fleet_of) -> None:
     fleet = fleet_of(1)
     server = await fleet.failed()
     server.failing["files"] = RequestError("500 requests stay held, start this server again")
@@ -496,7 +496,7 @@ async def test_a_server_whose_requests_stay_held_is_not_let_in_and_waits_for_a_n
     assert not fleet.admitted
 
 
-async def test_a_server_that_still_has_the_weights_is_let_in_without_any(fleet_of) -> None:
+async def test_a_server_that_still_has_the_weights_is_admitted_without_a_transfer(fleet_of) -> None:
     fleet = fleet_of(1)
     await fleet.servers.update(AT[1])
     server = fleet.services[0]
@@ -538,7 +538,7 @@ async def test_weights_by_files_for_all_are_written_once_and_nothing_is_sent(
     assert "send" not in fleet.trainer.calls
 
 
-async def test_a_long_transfer_is_told_of(fleet_of, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_long_transfer_is_reported(fleet_of, capsys: pytest.CaptureFixture[str]) -> None:
     await fleet_of(2).servers.update(AT[0])
     assert "version 0 -> 2 servers: 0.0 of 0.0 GB" in capsys.readouterr().err
 

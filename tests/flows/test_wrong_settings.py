@@ -18,7 +18,7 @@ from rollmill.tasks.store.run.writable_run import OpenRun
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             ["score.overlong_tokens=[247, 256]"],
@@ -78,13 +78,13 @@ from rollmill.tasks.store.run.writable_run import OpenRun
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],
 )
-def test_contradictions_say_what_to_change(settings: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_contradictions_are_refused_with_what_to_change(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load("quickstart", tuple(settings))
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             ["rollout.max_refill_groups=9999"],
@@ -112,13 +112,13 @@ def test_contradictions_say_what_to_change(settings: list[str], told: str) -> No
         (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
     ],
 )
-def test_what_the_stages_find_wrong_is_said_before_the_start(settings: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_errors_that_the_stages_find_are_raised_before_the_start(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         preflight(load("quickstart", tuple(settings)))
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"architectures": ["T5ForConditionalGeneration"]},
@@ -140,11 +140,11 @@ def test_what_the_stages_find_wrong_is_said_before_the_start(settings: list[str]
 )
 @pytest.mark.parametrize("field", ["model", "train.kl.model"])
 def test_a_model_that_cannot_be_trained_is_refused_by_name(
-    field: str, settings: dict[str, object], told: str, tmp_path: Path
+    field: str, settings: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     chosen = {"model": ["start_model.steps=0"], "train.kl.model": ["train.kl.reference=frozen"]}[field]
-    with pytest.raises(ConfigError, match=rf"{field} = '{tmp_path}': .*{told}"):
+    with pytest.raises(ConfigError, match=rf"{field} = '{tmp_path}': .*{message}"):
         preflight(load("quickstart", (f"{field}={tmp_path}", *chosen)))
 
 
@@ -165,7 +165,7 @@ def test_other_models_pass(settings: dict[str, object], tmp_path: Path) -> None:
     ("setting", "library", "extra"),
     [("tensorboard=true", "tensorboardX", "tensorboard"), ("mlflow_uri=http://h", "mlflow", "mlflow")],
 )
-def test_a_sink_whose_library_is_not_there_is_refused_with_the_line_that_installs_it(
+def test_a_sink_without_its_library_is_refused_with_the_command_that_installs_it(
     setting: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed

@@ -41,7 +41,7 @@ def shard_each(tensors, n_ranks: int) -> tuple[TensorCut, ...]:
 
 @st.composite
 def plans(draw) -> TransferPlan:
-    """A plan whose tensors are shared out evenly or are parameters of their own, or some of both."""
+    """Draw a plan whose tensors are split evenly, or are whole parameters, or some of both."""
     tensors, ranks = lay_out_tensors(draw(metas)), draw(n_ranks)
     cuts = dict(enumerate(shard_each(tensors, ranks)))
     shared = [number for number in cuts if draw(st.booleans())]

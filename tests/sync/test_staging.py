@@ -26,8 +26,8 @@ def test_staging_keeps_a_few_buckets_whatever_the_size_of_the_weights() -> None:
     servers = [Server(trainer) for _ in range(3)]
     plan = plan_of(WEIGHTS, 1, BUCKET_BYTES, streams=2)
     assert len(plan.buckets(0)) == 16 * STAGING_BUCKETS
-    for take in (Server.open_and_receive, Server.receive):
-        transfer(trainer, servers, WEIGHTS, plan, is_live=False, take=take)
+    for receive in (Server.open_and_receive, Server.receive):
+        transfer(trainer, servers, WEIGHTS, plan, is_live=False, take=receive)
         assert trainer.senders[0]._staging["cpu"].size_bytes == STAGING_BUCKETS * BUCKET_BYTES
     for each in (*servers, trainer):
         each.close()
