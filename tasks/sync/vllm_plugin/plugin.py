@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from rollmill.tasks.sync.vllm_plugin.private_vllm import REGISTER_ENGINE
 
 BACKEND = "rollmill"
 
@@ -11,6 +11,6 @@ def register() -> None:
     """Register Rollmill's weight transfer engine by name; vLLM imports it when a server asks for that name."""
     # vLLM calls this in each of its processes, in some more than once; the second call finds it registered.
     with suppress(ValueError):
-        WeightTransferEngineFactory.register_engine(
+        REGISTER_ENGINE.find()(
             BACKEND, "rollmill.tasks.sync.vllm_plugin.transfer_engine", "RollmillWeightTransferEngine"
         )

@@ -1,4 +1,4 @@
-"""Every use of vLLM's private API: reloading, repairs, a second model, packed kernels, and generations as arrays.
+"""Every use of vLLM's private API: weight transfer, repairs, a second model, packed kernels, and generations as arrays.
 
 `PRIVATE_NAMES` is the register. Where a name is missing, the feature that needs it says so with a remedy, or vLLM's own
 way is taken (`Feature`). A test looks for all of them in the installed vLLM.
@@ -76,6 +76,18 @@ class VllmName:
 
 _LOADER = "vllm.model_executor.model_loader"
 _SERVING = "vllm.entrypoints.scale_out.token_in_token_out"
+_SERVE = "vllm.entrypoints.serve"
+_TRANSFER = "vllm.distributed.weight_transfer"
+REGISTER_ENGINE = VllmName(
+    Feature.RELOAD, f"{_TRANSFER}.factory", "WeightTransferEngineFactory.register_engine"
+)
+TRANSFER_ENGINE = VllmName(Feature.RELOAD, f"{_TRANSFER}.base", "WeightTransferEngine")
+INIT_INFO = VllmName(Feature.RELOAD, f"{_TRANSFER}.base", "WeightTransferInitInfo")
+UPDATE_INFO = VllmName(Feature.RELOAD, f"{_TRANSFER}.base", "WeightTransferUpdateInfo")
+INIT_REQUEST = VllmName(Feature.RELOAD, f"{_TRANSFER}.base", "WeightTransferInitRequest")
+UPDATE_REQUEST = VllmName(Feature.RELOAD, f"{_TRANSFER}.base", "WeightTransferUpdateRequest")
+PLATFORM = VllmName(Feature.RELOAD, "vllm.platforms", "current_platform")
+NOT_COMPILED = VllmName(Feature.RELOAD, "vllm.config", "CompilationMode.NONE")
 INITIALIZE_RELOAD = VllmName(Feature.RELOAD, f"{_LOADER}.reload", "initialize_layerwise_reload")
 FINALIZE_RELOAD = VllmName(Feature.RELOAD, f"{_LOADER}.reload", "finalize_layerwise_reload")
 # vLLM's worker on CPU replaces torch.set_num_threads by a function that does nothing.
@@ -97,6 +109,7 @@ PROCESS_WEIGHTS = VllmName(Feature.SECOND_COPY, f"{_LOADER}.utils", "process_wei
 RECORD_METADATA = VllmName(Feature.SECOND_COPY, f"{_LOADER}.reload", "record_metadata_for_reloading")
 DEFAULT_DTYPE = VllmName(Feature.SECOND_COPY, "vllm.utils.torch_utils", "set_default_torch_dtype")
 ATTENTION = VllmName(Feature.SECOND_COPY, "vllm.model_executor.layers.attention", "Attention")
+SET_CONFIG = VllmName(Feature.SECOND_COPY, "vllm.config", "set_current_vllm_config")
 LAYERS_BY_NAME = VllmName(
     Feature.SECOND_COPY,
     "vllm.config.compilation",
@@ -116,6 +129,11 @@ SERVING_TOKENS = VllmName(Feature.ARRAYS, f"{_SERVING}.serving", "ServingTokens.
 RAISE_IF_ERROR = VllmName(Feature.ARRAYS, f"{_SERVING}.serving", "ServingTokens._raise_if_error")
 FIND_HANDLER = VllmName(Feature.ARRAYS, f"{_SERVING}.api_router", "generate_tokens")
 GENERATE_ROUTE = VllmName(Feature.ARRAYS, f"{_SERVING}.api_router", "generate")
+GENERATE_REQUEST = VllmName(Feature.ARRAYS, f"{_SERVING}.protocol", "GenerateRequest")
+ERROR_RESPONSE = VllmName(Feature.ARRAYS, f"{_SERVE}.engine.protocol", "ErrorResponse")
+COUNT_LOAD = VllmName(Feature.ARRAYS, f"{_SERVE}.utils.api_utils", "load_aware_call")
+CHECK_JSON = VllmName(Feature.ARRAYS, f"{_SERVE}.utils.api_utils", "validate_json_request")
+CANCEL = VllmName(Feature.ARRAYS, f"{_SERVE}.utils.api_utils", "with_cancellation")
 PRIVATE_NAMES = tuple(each for each in list(globals().values()) if isinstance(each, VllmName))
 
 

@@ -18,19 +18,22 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.platforms import current_platform
 
 from rollmill.tasks.errors import SyncError, text_of
 from rollmill.tasks.observe.spans import Recorder, Span, recording, span
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.sync.vllm_plugin.key_guard import KeyGuard, read_keys
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
+    CANCEL,
+    CHECK_JSON,
+    COUNT_LOAD,
+    ERROR_RESPONSE,
     FIND_HANDLER,
+    GENERATE_REQUEST,
     GENERATE_ROUTE,
+    INIT_REQUEST,
+    PLATFORM,
+    UPDATE_REQUEST,
     Feature,
     encode_responses,
     require,
@@ -52,7 +55,7 @@ NO_LOGPROB = -9999.0
 UNUSABLE = "unusable"
 """Version of a server that has neither the old nor the new weights; no policy version has this name."""
 
-arrays_router, weight_router = APIRouter(), APIRouter()
+weight_router = APIRouter()
 
 
 class ServerRoutes:
@@ -65,8 +68,7 @@ class ServerRoutes:
         """Add Rollmill's routes to a vLLM server, and let all its routes check API keys."""
         app.add_middleware(KeyGuard)
         try:
-            require(Feature.ARRAYS)
-            app.include_router(arrays_router)
+            app.include_router(make_arrays_router())
         except SyncError as error:
             # The client reads vLLM's JSON as well.
             logging.getLogger("vllm.rollmill").warning("%s", error)
@@ -80,27 +82,35 @@ class ServerRoutes:
 # Generations as arrays
 
 
-@arrays_router.post("/inference/v1/generate", dependencies=[Depends(validate_json_request)])
-async def generate(request: GenerateRequest, raw_request: Request) -> Response:
-    """Generate one completion; respond with arrays if the client accepts them and they can hold all it asks for.
+def make_arrays_router() -> APIRouter:
+    """Return a router with the generation route that answers with arrays; SyncError if vLLM lacks a name that it needs."""
+    require(Feature.ARRAYS)
+    generate_arrays = CANCEL.find()(COUNT_LOAD.find()(_generate_arrays))
 
-    Otherwise vLLM's route responds.
-    """
+    async def generate(request: Any, raw_request: Request) -> Response:
+        """Generate one completion; respond with arrays if the client accepts them, else as vLLM does."""
+        can_be_arrays = ARRAYS in raw_request.headers.get("accept", "") and _fits_arrays(request)
+        return await (generate_arrays if can_be_arrays else GENERATE_ROUTE.find())(request, raw_request)
+
+    # FastAPI reads the body's type from the annotation.
+    generate.__annotations__["request"] = GENERATE_REQUEST.find()
+    router = APIRouter()
+    router.post("/inference/v1/generate", dependencies=[Depends(CHECK_JSON.find())])(generate)
+    return router
+
+
+def _fits_arrays(request: Any) -> bool:
     sampling = request.sampling_params
     has_more = request.stream or sampling.n != 1 or sampling.prompt_logprobs is not None
-    if has_more or sampling.logprobs is None or ARRAYS not in raw_request.headers.get("accept", ""):
-        return await GENERATE_ROUTE.find()(request, raw_request)
-    return await _generate_arrays(request, raw_request)
+    return not has_more and sampling.logprobs is not None
 
 
-@with_cancellation
-@load_aware_call
-async def _generate_arrays(request: GenerateRequest, raw_request: Request) -> Response:
+async def _generate_arrays(request: Any, raw_request: Request) -> Response:
     handler = FIND_HANDLER.find()(raw_request)
     if handler is None:
         raise HTTPException(501, "the model does not generate tokens")
     answer = await encode_responses(handler, encode_arrays).serve_tokens(request, raw_request)
-    if isinstance(answer, ErrorResponse):
+    if isinstance(answer, ERROR_RESPONSE.find()):
         return Response(answer.model_dump_json(), answer.error.code, media_type="application/json")
     return Response(answer, media_type=ARRAYS)
 
@@ -148,12 +158,11 @@ async def read_location(raw_request: Request) -> Response:
         raise HTTPException(409, text)
     workers = _count_workers(engine)
     gpus: tuple[str, ...] = ()
-    if current_platform.is_cuda():
+    platform = PLATFORM.find()
+    if platform.is_cuda():
         # NVML's ids, since torch would initialize a GPU in this process; torch's form of them lacks "GPU-".
-        gpus = tuple(
-            str(current_platform.get_device_uuid(number)).removeprefix("GPU-") for number in range(workers)
-        )
-    return _json(ServerLocation(machine_id(), current_platform.device_type, gpus, workers))
+        gpus = tuple(str(platform.get_device_uuid(number)).removeprefix("GPU-") for number in range(workers))
+    return _json(ServerLocation(machine_id(), platform.device_type, gpus, workers))
 
 
 @weight_router.post("/rollmill/weights")
@@ -211,7 +220,7 @@ async def _collect_reports(
     try:
         async with asyncio.timeout(request.timeout_s), WorkerReports(_count_workers(engine)) as reports:
             info = {"request": msgspec.json.encode(request).decode(), "reports": reports.address}
-            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+            await engine.init_weight_transfer_engine(INIT_REQUEST.find()(init_info=info))
             async with asyncio.TaskGroup() as group:
                 disconnect = group.create_task(_await_disconnect(raw_request))
                 found = await reports.all()
@@ -231,7 +240,7 @@ async def _put_in_place(engine: Any, version: str | None = None) -> list[WorkerR
     async with WorkerReports(_count_workers(engine)) as reports:
         await engine.start_weight_update()
         info = {"reports": reports.address}
-        await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await engine.update_weights(UPDATE_REQUEST.find()(update_info=info))
         await engine.finish_weight_update(version)
         return await reports.all()
 

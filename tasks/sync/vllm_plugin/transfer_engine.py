@@ -16,13 +16,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
 from rollmill.tasks.errors import SyncError, text_of
 from rollmill.tasks.observe.spans import Recorder, recording, span
@@ -30,6 +23,11 @@ from rollmill.tasks.sync.adapters import add_adapters_to, read_weights
 from rollmill.tasks.sync.links.link import as_bytes
 from rollmill.tasks.sync.vllm_plugin.live_weights import ExpectedSums, LiveWeights
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
+    INIT_INFO,
+    NOT_COMPILED,
+    SET_CONFIG,
+    TRANSFER_ENGINE,
+    UPDATE_INFO,
     Feature,
     Repair,
     Weights,
@@ -51,6 +49,11 @@ from rollmill.tasks.sync.weight_receiver import WeightInbox
 
 _ROWS = 4
 
+# vLLM's classes have no types here.
+_Engine: Any = TRANSFER_ENGINE.find()
+_InitInfo: Any = INIT_INFO.find()
+_UpdateInfo: Any = UPDATE_INFO.find()
+
 
 class SecondCopy:
     """A second copy of a worker's model, into which weights are loaded while the live model serves.
@@ -59,7 +62,7 @@ class SecondCopy:
 
     Args:
         live: the model that serves.
-        config: configuration of the live model.
+        config: vLLM's `VllmConfig` of the live model.
         device: device of both models.
 
     Attributes:
@@ -69,7 +72,7 @@ class SecondCopy:
         SyncError: this model cannot have a second copy, or there is not the memory for one.
     """
 
-    def __init__(self, live: nn.Module, config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, live: nn.Module, config: Any, device: torch.device) -> None:
         require(Feature.SECOND_COPY)
         _check_kind(config)
         _check_memory(live, device)
@@ -84,7 +87,7 @@ class SecondCopy:
 
         If it fails, the copy can no longer be used.
         """
-        with set_current_vllm_config(self._own), torch.no_grad():
+        with SET_CONFIG.find()(self._own), torch.no_grad():
             if self._is_loaded:
                 reload_weights(self.model, self._own.model_config, weights, repairs)
             else:
@@ -96,7 +99,7 @@ class SecondCopy:
         exchange_models(self._live, self.model, self._config, self._own)
 
 
-def _check_kind(config: VllmConfig) -> None:
+def _check_kind(config: Any) -> None:
     found = [
         *find_other_caches(config),
         *(["LoRA"] if config.lora_config else []),
@@ -193,7 +196,7 @@ def limit_to_background() -> Iterator[None]:
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(_InitInfo):
     """Arguments to begin an update: a `WeightUpdateRequest` as JSON, and the address for the worker's report."""
 
     request: str = ""
@@ -201,13 +204,13 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(_UpdateInfo):
     """Arguments to apply the weights received last; `reports` is the address for the worker's second report."""
 
     reports: str = ""
 
 
-class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
     """Weight transfer engine of a vLLM worker: receives all weights, or adapters alone, and loads its model from them.
 
     A thread receives them into one buffer.
@@ -221,8 +224,8 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(
         self,
-        config: WeightTransferConfig,
-        vllm_config: VllmConfig,
+        config: Any,
+        vllm_config: Any,
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
@@ -356,7 +359,7 @@ class RollmillWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return True if a request is carried out by a second copy of the model that replaces the live one."""
         # Compiled code and CUDA graphs hold the addresses of the live weights. There the weights are loaded in place, from
         # the device's own memory, to which they are copied in the background.
-        eager = self.vllm_config.compilation_config.mode == CompilationMode.NONE
+        eager = self.vllm_config.compilation_config.mode == NOT_COMPILED.find()
         return request.mode == "second_copy" and eager and self.device.type == "cpu"
 
     def _copy_to_device(self, weights: Tensors) -> Tensors:

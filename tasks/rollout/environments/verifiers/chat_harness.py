@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
-from verifiers.v1.clients import ModelContext
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.null import NullHarness
-from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
-from verifiers.v1.runtimes import ProgramResult, Runtime
-from verifiers.v1.task import TaskData
-from verifiers.v1.trace import Trace
+from verifiers.v1 import ModelContext, ProgramResult, Runtime, TaskData, Trace
+
+from rollmill.tasks.rollout.environments.verifiers.private_verifiers import (
+    CHAT_PROGRAM_SOURCE,
+    NullHarness,
+    message_to_wire,
+)
 
 __all__ = ["InProcessChat"]
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollmill.tasks.errors import ConfigError, SchemaError
+from rollmill.tasks.errors import ConfigError, LibraryError, SchemaError
 from rollmill.tasks.rollout.environment import Split, is_held_out
 from rollmill.tasks.store.environment_states import check_columns
 
@@ -125,10 +125,10 @@ def _load_environment(name: str, settings: dict[str, Any]) -> Any:
         hosts = [host for host in os.environ.get(variable, "").split(",") if host]
         os.environ[variable] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
     try:
-        from verifiers.v1.utils import loaders
+        from verifiers.v1 import load_environment, resolve_env_config
 
         import_module("rollmill.tasks.rollout.environments.verifiers.chat_harness")
-    except ImportError as error:
+    except (ImportError, LibraryError) as error:
         remedy = (
             f"the library is not installed, or not in a version that Rollmill supports: {INSTALL} ({error})"
         )
@@ -136,7 +136,7 @@ def _load_environment(name: str, settings: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
     try:
-        return loaders.load_environment(_with_roles(loaders.resolve_env_config(settings)))
+        return load_environment(_with_roles(resolve_env_config(settings)))
     except ValidationError as error:
         raise ConfigError(
             ARGUMENTS_FIELD, settings, f"the environment rejects these arguments: {error}"
@@ -171,11 +171,10 @@ def _with_roles(config: Any) -> Any:
     agent are subprocesses on this machine, unless its runtime is set. The library's own defaults are a shell on the host, and a
     rented sandbox.
     """
-    from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.runtimes import SubprocessConfig
-    from verifiers.v1.utils.loaders import default_harness_id, harness_config_type
+    from verifiers.v1 import SubprocessConfig, default_harness_id, harness_config_type
 
     from rollmill.tasks.rollout.environments.verifiers.chat_harness import PLUGIN
+    from rollmill.tasks.rollout.environments.verifiers.private_verifiers import agent_config_fields
 
     seats: dict[str, Any] = {}
     for seat, settings in agent_config_fields(config).items():
