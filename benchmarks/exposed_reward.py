@@ -1,8 +1,8 @@
-"""How much longer is a step for its reward? 0.89 s of computation a batch, beside work that needs no processor.
+"""How much longer is a step for its reward? 0.89 s of computation a batch, concurrent with work that needs no processor.
 
 The step's other work is a chain of waits on the event loop, as for HTTP answers of which each lets the next request go
 out: whoever blocks the loop lengthens it. A batch of 32 groups of 8 is
-scored beside it by a reward that computes for 0.89 s of CPU in all. `exposed` is the step's time less that of
+scored meanwhile by a reward that computes for 0.89 s of CPU in all. `exposed` is the step's time less that of
 the same step without reward. `at once`: all groups are there when the step begins, as where a batch is scored
 after its rollouts; `as they come`: one after another until the other work ends, as in the flow, so that the last
 group's reward can hide behind nothing.

@@ -1,9 +1,10 @@
-"""What does it cost to record the fan-out in Prefect? 64, 256 and 1024 pairs of rollout and score, beside bare asyncio.
+"""What does it cost to record the fan-out in Prefect? 64, 256 and 1024 pairs of rollout and score, compared with bare asyncio.
 
 Each pair is recorded as in a step (`flows/prefect_integration/task_runs.py`): the score follows its rollout, and both are
 inside of the step's task run. Their bodies do nothing. The server is started as `rollmill up` starts it. The flow runs
 in a separate process, with the logging of `rollmill run`. CPU is that of all threads of the flow's process, and of the
-server's process tree, from the first start until the server has recorded everything. Lag is how much later than asked a sleep of 1 ms ends on the flow's event loop.
+server's process tree, from the first start until the server has recorded everything. Lag is how much later than
+requested a sleep of 1 ms ends on the flow's event loop.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How many frames of Rollmill lie between a flow and one request to vLLM, and between the flow and one call of a scorer?
+"""How many frames of Rollmill are between a flow and one request to vLLM, and between the flow and one call of a scorer?
 
 A run over stub services is traced: when the client sends a completion's request, and when a scorer's worker is asked, the stacks of
 the asyncio tasks are joined, from the one that sends to the flow's, by who created each task. Frames of other packages are left out.

@@ -1,7 +1,7 @@
 """What does it cost to bring a 1.21 GB batch from HTTP responses to the trainer? 128 rows of 23,600 tokens, 48 x 8 experts.
 
 A stub of a vLLM server in another process answers at once, at most 8 requests in flight. Ours is the product's client,
-rows, writer and reader, by vLLM's JSON with base64 and by the arrays of our plugin; beside it the batch as one message:
+rows, writer and reader, by vLLM's JSON with base64 and by the arrays of our plugin; for comparison the batch as one message:
 structs of Python lists, gathered and encoded in a thread by msgspec (MessagePack) and by orjson, and written to a file;
 and the answers received and dropped. Every pass of every way runs in a separate process, after the same warm-up, and
 another process reads back what it stored. Decoding (JSON, base64, in the client's threads) is separate from the rest; the
@@ -40,7 +40,7 @@ from tests.stubs.routing_server import N_LAYERS, N_TOKENS, TOP_K
 
 PASSES, IDLE_S = 5, 2.0
 BYTES_A_TOKEN = 9
-"""Of a row besides routed experts: an id, a log-probability and a mask."""
+"""Of a row in addition to routed experts: an id, a log-probability and a mask."""
 FORMS = {
     "ours, base64": "json",
     "ours, arrays": "arrays",

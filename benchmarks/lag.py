@@ -1,4 +1,4 @@
-"""By how much is the event loop later for a 1.2 GB hand-off, beside 200 background tasks that keep it busy?
+"""By how much is the event loop later for a 1.2 GB hand-off, with 200 background tasks that keep it busy?
 
 128 rows with routed experts go from a stub of a vLLM server through the product's client, rows and writer to shards, as in
 `benchmarks.handoff` by arrays, while 200 tasks wait and compute a little in turn. For comparison, the same tasks alone,

@@ -20,7 +20,7 @@ from benchmarks.schedules.timeline import Timeline
 from tests.stubs.prefect_server import prefect_server
 
 MEDIAN_S = 0.5
-"""m: the work is then half a minute, beside which the fan-out's own seconds and a machine's noise are small."""
+"""m: the work is then half a minute, compared with which the fan-out's own seconds and a machine's noise are small."""
 WARM_UP_MEDIAN_S = 0.001
 """m of the run before the first that counts: much is imported in it."""
 PEERS = {

@@ -1,7 +1,7 @@
 """How much of a padded batch is padding, and how long does its plan take? 8,192 rows, 4,096 tokens a micro-batch.
 
 Rows have a prompt of 64 tokens and a lognormal completion (sigma 0.8, mean 200, at most 512). `padding_share` is that
-of the padded layout, padding to all tokens that go through the model; beside it the share of tokens that the varlen
+of the padded layout, padding to all tokens that go through the model; also the share of tokens that the varlen
 layout does not compute, since the 8 rows of a group share their prompt. `idle_share` is what ranks wait for the slowest of
 them in each micro-batch, to all that they could have computed. Seconds are CPU seconds, the least of the repeats.
 """
@@ -52,7 +52,7 @@ def in_line(lengths: list[int], n_ranks: int) -> Figures:
 
 
 def line_tokens(lengths: list[int], rows: list[int]) -> int:
-    """Tokens of a line in which each group's prompt stands once."""
+    """Return the tokens of a packed sequence that has each group's prompt once."""
     n_groups = len({row // GROUP_SIZE for row in rows})
     return sum(lengths[row] for row in rows) - N_PROMPT_TOKENS * (len(rows) - n_groups)
 

@@ -1,9 +1,9 @@
-"""What does it cost to keep 256 ordinary rows, 27 MB of text and tokens, in 32 commits? Ours beside json and msgspec.
+"""What does it cost to keep 256 ordinary rows, 27 MB of text and tokens, in 32 commits? Compared with json and msgspec.
 
 The run's writer gets the rows as rollouts finish, one at a time, stores and acknowledges eight in a commit; the others
 encode the same rows and write eight to a file, which keeps no types and cannot be scanned by column. CPU is that of all
 threads, lag that of the event loop above that of the same loop without work; medians. Making rows of trajectories, which
-nobody's figure has in it, is `rows_cpu_ms`.
+no figure includes, is `rows_cpu_ms`.
 """
 
 import asyncio

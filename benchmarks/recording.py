@@ -1,4 +1,4 @@
-"""How many task runs of a burst does Prefect's server record, and at what cost? The local server beside a scaled one.
+"""How many task runs of a burst does Prefect's server record, and at what cost? The local server and a scaled one.
 
 One flow run starts all of them at once as a step does (`flows/prefect_integration/task_runs.py`), with bodies that do nothing,
 and none is held back. Local: as `rollmill up` starts it, SQLite and a queue in memory; default: the same with

@@ -109,7 +109,7 @@ def make_run(folder: RunFolder, steps: int) -> None:
 
 
 def copy_run(source: RunFolder, target: RunFolder) -> None:
-    """Put every file of a run on a disk where another lies."""
+    """Copy every file of a run to the location of another."""
     files = open_files(target)
 
     def copy(path: Path) -> None:

@@ -3,7 +3,7 @@
 One client streams from /v1/completions; the longest gap between two of its tokens is taken around a sync: without one,
 with ours in both modes, and with the way of systems that call, send and wait for every parameter while requests are
 held. The sender is a thread here, over tcp on loopback, on the same cores. Each figure is the median of several syncs; the
-least and the most are shown beside it.
+least and the most are shown too.
 """
 
 import argparse

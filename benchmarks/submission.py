@@ -1,9 +1,9 @@
 """How long until the last of many servers has begun what was decided? A sync to 1, 16 and 64 servers, 20 ms a call.
 
 From the decision, Servers.bring_up, to the moment at which the last server carries out its order, in units of one call;
-the median of the passes, and the least beside it. Servers and client are real HTTP over loopback, the trainer answers at once. The first sync of a
-server asks it for its health, tokenizer and place before, which goes out to all together too. Beside it are the same
-orders one after another.
+the median and the least of the passes. Servers and client are real HTTP over loopback, the trainer answers at once. The
+first sync of a server requests its health, tokenizer and address before, from all servers concurrently too. For
+comparison: the same orders one after another.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How soon is there a better policy? The quickstart's task, and a whole step of a 5M model, beside trl's GRPOTrainer.
+"""How soon is there a better policy? The quickstart's task, and a whole step of a 5M model, compared with trl's GRPOTrainer.
 
 Everybody has the same start model, problems in the same order, group size, learning rate and objective, and runs as it does by
 default on two cores: ours with Prefect, a vLLM server, a trainer and a run's folder; trl, which on a CPU has to generate in
 its own process, with that process alone. A step is generating, scoring, training and bringing the weights to where tokens come
-from, and its seconds are the median of a run's steps, the first few left out; those of the quickest stand beside it. The 5M model
+from, and its seconds are the median of a run's steps, the first few left out; those of the quickest are shown too. The 5M model
 answers 64 prompts with 200 tokens in the mean and 512 at most.
 """
 

@@ -118,14 +118,14 @@ def test_plugin_reaches_only_sync_errors_spans_and_machine_among_our_modules(
     graph: grimp.ImportGraph,
 ) -> None:
     side = plugin_side(graph)
-    beside = {
+    also_allowed = {
         "rollmill",
         "rollmill.tasks",
         "rollmill.tasks.errors",
         "rollmill.tasks.observe.spans",
         "rollmill.tasks.processes.machine",
     }
-    allowed = {each for each in side if each.startswith("rollmill.tasks.sync")} | beside
+    allowed = {each for each in side if each.startswith("rollmill.tasks.sync")} | also_allowed
     assert side - allowed == set()
 
 

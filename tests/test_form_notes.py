@@ -1,4 +1,4 @@
-"""What the run form of Prefect's UI says of a setting."""
+"""The text of a setting in the run form of Prefect's UI."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 Reads the work as JSON from standard input, prints the timeline as JSON in the last line of standard output. What
 ART does is ART's: `gather_trajectory_groups` with RULER as its `after_each`, as its documentation shows it. What
-stands outside ART sleeps: the policy behind the rollouts, and the judge behind RULER, each with its slots.
+is outside ART sleeps: the policy behind the rollouts, and the judge behind RULER, each with its slots.
 """
 
 import asyncio

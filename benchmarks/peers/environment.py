@@ -25,7 +25,7 @@ class PeerError(Exception):
 
 
 def environment_of(peer: str) -> Path:
-    """The Python of a peer's environment, which has exactly what `PEER.txt` beside this file pins.
+    """The Python of a peer's environment, which has exactly what `PEER.txt` next to this file pins.
 
     Raises:
         PeerError: it cannot be installed.

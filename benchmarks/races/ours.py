@@ -50,7 +50,7 @@ def race(name: str, config: RunConfig) -> Race:
 
 
 def read(folder: RunFolder, is_evaluated: bool) -> Race:
-    """What a finished run says of its steps."""
+    """Return what a finished run stored of its steps."""
     from rollmill.tasks.look.tables.run_tables import read_held_out
 
     rows = scan(folder, "rollouts", ["step", "started_at", "n_completion_tokens"])

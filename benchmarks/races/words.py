@@ -64,7 +64,7 @@ def save_model(folder: Path, seed: int = 0) -> Path:
 
 
 def _end_now_and_then(model: Qwen2ForCausalLM, logit: float) -> None:
-    """Give the end of the sequence this logit at every place; other logits lie near 0."""
+    """Give the end of the sequence this logit at every position; other logits are near 0."""
     body = model.model
     body.embed_tokens.weight[:, STEADY_CHANNEL] = 1.0
     for layer in body.layers:

@@ -1,4 +1,4 @@
-"""What stands outside Rollmill, asleep: a policy whose answer says how long its score takes, and scorers that take it."""
+"""Sleeping stubs of what is outside Rollmill: a policy whose answer contains its score's duration, and scorers that sleep for it."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar

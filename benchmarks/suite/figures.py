@@ -55,13 +55,13 @@ class Figure:
         """Its value in what a script has printed; None when it is not there."""
         return find(values, self.key)
 
-    def ratio(self, values: Values, beside: Comparison) -> float | None:
-        """The figure to what it is compared with, of one run of the script; None when either is not there.
+    def ratio(self, values: Values, comparison: Comparison) -> float | None:
+        """Return the ratio of the figure to its comparison, of one run of the script; None when either is missing.
 
-        Example: of cpu_ms 62 beside a peer's 75 it is 0.83.
+        Example: cpu_ms 62 to a peer's 75 is 0.83.
         """
         own = self.value(values)
-        other = find(values, beside.key) if beside.key else 1.0
+        other = find(values, comparison.key) if comparison.key else 1.0
         return None if own is None or not other else own / other
 
     def is_met(self, value: float) -> bool | None:
@@ -70,12 +70,12 @@ class Figure:
             return None
         return value >= self.target if self.more_is_better else value <= self.target
 
-    def besides(self, mode: Mode) -> list[Comparison]:
-        """What a run of a mode measures beside it."""
+    def comparisons(self, mode: Mode) -> list[Comparison]:
+        """Return the comparisons that a run of a mode measures."""
         return [
-            beside
-            for beside in (self.peer, self.limit)
-            if beside and beside.key and (mode == "full" or beside.in_quick)
+            comparison
+            for comparison in (self.peer, self.limit)
+            if comparison and comparison.key and (mode == "full" or comparison.in_quick)
         ]
 
     def ratios(self, values: Values, mode: Mode) -> dict[str, float | None]:
@@ -87,7 +87,7 @@ class Figure:
             return {}
         if self.unit == "x":
             return {self.key: self.value(values)}
-        return {f"{self.key} / {each.name}": self.ratio(values, each) for each in self.besides(mode)}
+        return {f"{self.key} / {each.name}": self.ratio(values, each) for each in self.comparisons(mode)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Benchmark:
         for figure in self.figures:
             if mode == "full" or figure.in_quick:
                 yield figure.key
-                yield from (beside.key for beside in figure.besides(mode))
+                yield from (comparison.key for comparison in figure.comparisons(mode))
 
 
 def find(values: Values, key: str) -> float | None:

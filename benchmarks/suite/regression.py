@@ -2,7 +2,7 @@
 
 Wall times are another machine's next time; ratios to a peer, to a bare loop or to a bound are not. The baseline has the
 values that each ratio had in runs whose state was accepted, those of quick runs and of full ones apart. Where it has fewer
-than three of a ratio, there is no spread to lie outside of: that ratio is not compared, and the command says so. Figures
+than three of a ratio, there is no spread to be outside of: that ratio is not compared, and the command reports it. Figures
 without noise need no baseline: their target is their bound (`Figure.is_exact`).
 """
 

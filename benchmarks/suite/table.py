@@ -72,10 +72,10 @@ def verdict(figure: Figure, value: float | None) -> str:
     return "" if met is None else "met" if met else MISSED
 
 
-def compared(figure: Figure, beside: Comparison | None, newest: Result | None) -> str:
-    """The figure's ratio to a peer or a limit in the same run, and whose: `0.83 x orjson`; empty where it has none."""
-    ratio = figure.ratio(newest.values, beside) if newest and beside else None
-    return "" if ratio is None or beside is None else f"{shown(ratio)} x {beside.name}"
+def compared(figure: Figure, comparison: Comparison | None, newest: Result | None) -> str:
+    """Return the figure's ratio to a peer or a limit in the same run, with its name: `0.83 x orjson`; empty without one."""
+    ratio = figure.ratio(newest.values, comparison) if newest and comparison else None
+    return "" if ratio is None or comparison is None else f"{shown(ratio)} x {comparison.name}"
 
 
 def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:

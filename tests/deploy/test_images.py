@@ -20,7 +20,7 @@ A_PORT = 8700
 
 
 def said_of(content: str) -> str:
-    """What hadolint says of a Dockerfile; empty when it finds nothing."""
+    """Return hadolint's findings for a Dockerfile; empty without one."""
     hadolint = Path(sys.executable).parent / "hadolint"
     command = [hadolint, "--failure-threshold", "info", "-"]
     checked = subprocess.run(command, input=content, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What docs/reference.md says of settings and commands holds when a reader uses it."""
+"""Settings and commands behave as docs/reference.md describes them."""
 
 import re
 from pathlib import Path

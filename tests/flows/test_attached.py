@@ -1,4 +1,4 @@
-"""What a run says of the services that it attaches to, before anything starts; they are played by a small server."""
+"""Checks of the services that a run attaches to, before anything starts; they are stubs in one small server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -121,7 +121,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
     return error
 
 
-def test_deploying_outside_of_a_checkout_is_an_error_that_names_the_checkout(
+def test_deploying_outside_of_a_checkout_is_an_error_with_its_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
 async def test_a_source_with_another_vocabulary_is_refused(
     source: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where no start model lies
+    monkeypatch.chdir(tmp_path)  # where there is no start model
     for name, vocabulary in (("ours", {"a": 0}), ("theirs", {"b": 0})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))

@@ -1,4 +1,4 @@
-"""A run whose flow is killed at moments of all kinds, while its services stay up, beside one that never was.
+"""A run whose flow is killed at moments of all kinds, while its services stay up, compared with one that is never killed.
 
 The trainer is the real one, its weights go nowhere; the vLLM server is a stub that answers by the sampler's seed
 alone. So both runs have the same rollouts, and end with the same weights, bit for bit, if each update was applied once.

@@ -21,7 +21,7 @@ FLOW = Path(__file__).with_name("hanging_flow.py")
 
 
 class Server:
-    """What Prefect's API says of flow runs."""
+    """What Prefect's API returns about flow runs."""
 
     def __init__(self, api: str) -> None:
         self.api = api

@@ -41,7 +41,7 @@ def _browser_page() -> Iterator[Page]:
 
 @pytest.fixture(name="artifact", scope="module")
 def _artifact(prefect_api: str) -> str:
-    """The id of a page on which all of it stands."""
+    """Return the id of a page that shows all of it."""
     row = {"reward": 1.0, "status": NAME, "env": NAME, "error_type": NAME, "error": NAME}
     reading = NotableTrajectory("best", "1.2", row, [{"role": NAME, "content": each} for each in SAID])
     lines = [f"# {escape_inline(NAME)}", "", *trajectory_lines(reading, "")]

@@ -1,4 +1,4 @@
-"""What is said of steps where there is no terminal."""
+"""The progress of steps without a terminal."""
 
 import pytest
 from prefect.logging import disable_run_logger

@@ -217,7 +217,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[pl.DataFrame, Pl
 
 
 def own_s(rows: pl.DataFrame) -> pl.DataFrame:
-    """The spans with `own_s`: their seconds without those of the spans that lie inside of them, in their lanes."""
+    """Return the spans with `own_s`: their seconds without those of the spans within them, in their lanes."""
     spans = rows.with_columns(
         pl.col("started_at").dt.epoch("us").alias("start"),
         (pl.col("started_at").dt.epoch("us") + (pl.col("duration_s") * 1e6).round().cast(pl.Int64)).alias(
@@ -297,7 +297,7 @@ def test_a_step_waits_for_stragglers_only_while_it_is_open(recorded: tuple[pl.Da
     assert waits[1] <= in_hand < plants.seconds["environment", 1]
 
 
-def test_no_time_of_a_step_is_unattributed(recorded: tuple[pl.DataFrame, Plants]) -> None:
+def test_almost_no_time_of_a_step_is_unattributed(recorded: tuple[pl.DataFrame, Plants]) -> None:
     rows, _ = recorded
     for step in range(STEPS):
         whole = rows.filter(pl.col("lane") == "step", pl.col("name") == "step", pl.col("step") == step)

@@ -1,4 +1,4 @@
-"""What is said of servers that have the trainer's weights, and of those that have not."""
+"""The verdict on servers that have the trainer's weights, and on those that have not."""
 
 import pytest
 from rich.console import Console

@@ -16,7 +16,7 @@ libc.free.argtypes = [ctypes.c_void_p]
 
 
 def seen(rss_mib: list[float], max_growth: float = 0.25) -> list[str]:
-    """What is said of a process that has so much at the ends of its steps."""
+    """Return the warnings about a process with the given memory at the ends of its steps."""
     said: list[str] = []
     at = [0]
     watch = MemoryWatch(
@@ -46,7 +46,7 @@ def test_no_bound_means_no_warning() -> None:
 
 
 def below(steps: list[dict[tuple[str, int], float]], max_growth: float = 0.25) -> list[str]:
-    """What is said of processes that have so many MiB, by what they are and their ids, at the ends of steps."""
+    """Return the warnings about processes with the given MiB, by kind and id, at the ends of steps."""
     said: list[str] = []
     watch = MemoryWatch(max_growth, said.append)
     for step in steps:

@@ -46,7 +46,7 @@ def test_what_cannot_be_measured_is_refused_by_name(
     assert message in rollmill("replay", "small", *words)
 
 
-def test_a_run_that_is_not_there_is_refused(rollmill: Command) -> None:
+def test_a_missing_run_is_refused(rollmill: Command) -> None:
     assert "there is no run" in rollmill("replay", "nobody", "--attribute", "--step", "0")
 
 
@@ -73,7 +73,7 @@ def test_rollouts_that_are_gone_are_named(copied: RunFolder) -> None:
         sampled(copied, 1)
 
 
-def test_a_step_is_read_with_all_its_trajectories_and_none_of_what_came_after(small_run: RunFolder) -> None:
+def test_a_step_is_read_with_all_its_trajectories_and_no_later_ones(small_run: RunFolder) -> None:
     step = sampled(small_run, 1)
     assert [group.group for group in step.groups] == [4, 5, 6, 7]
     assert [group.rollouts.num_rows for group in step.groups] == [step.group_size] * 4 == [4] * 4

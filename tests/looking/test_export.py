@@ -75,7 +75,7 @@ def test_bytes_are_base64_and_nan_in_json_text_is_null() -> None:
     assert list(json_lines(rows)) == [b'{"components":{"a":null}}\n', b'{"components":"no JSON"}\n']
 
 
-async def test_what_environments_keep_is_a_file_each_with_their_own_columns(tmp_path: Path) -> None:
+async def test_states_of_each_environment_are_a_file_with_its_columns(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.tmp.mkdir(parents=True)
     keys = {"run": "run", "step": 0, "group": 1, "sample": 0, "trajectory_id": "run.1.0.0"}
@@ -117,7 +117,7 @@ def test_a_data_set_that_is_named_is_a_file_once_also_without_rows(
     assert pq.read_table(tmp_path / "out" / "states.parquet").schema.names[:2] == ["run", "step"]
 
 
-def test_a_data_set_that_there_is_not_is_a_wrong_option_and_those_there_are_are_named(
+def test_an_unknown_data_set_is_a_wrong_option_and_the_known_ones_are_named(
     small_run: RunFolder, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"--dataset = 'nope': unknown data set; .* states$"):

@@ -192,10 +192,12 @@ def test_held_out_rewards_are_those_of_the_environment_asked_for(rollmill: Comma
     ("words", "note"),
     [([], "1 of 3;"), (["--groups"], "1 of 12;"), (["--evaluations"], "1 of 2;")],
 )
-def test_a_table_of_any_kind_says_that_it_is_cut(rollmill: Command, words: list[str], note: str) -> None:
+def test_a_table_of_any_kind_reports_that_it_is_shortened(
+    rollmill: Command, words: list[str], note: str
+) -> None:
     assert f"{note} --limit 0 shows all" in rollmill("inspect", "small", *words, "--limit", "1")
 
 
-def test_one_is_singular(rollmill: Command) -> None:
+def test_a_count_of_one_is_singular(rollmill: Command) -> None:
     assert rollmill("inspect", "small", "--groups", "--group", "5").startswith("1 group\n")
     assert rollmill("inspect", "small", "--status", "failed").startswith("1 trajectory, rewards")

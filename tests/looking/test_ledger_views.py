@@ -80,7 +80,7 @@ def test_a_server_that_joins_later_is_part_of_the_mean_from_then_on() -> None:
     ]
 
 
-def test_a_row_that_one_of_several_has_no_part_of_has_all_of_it_as_spread() -> None:
+def test_a_row_that_one_of_several_lacks_has_its_whole_value_as_spread() -> None:
     found = ledger(step(0, 0, 10, (SERVER, 4), (OTHER_SERVER, 0)))
     row = of(found, "generating")
     assert (row["process"], row["seconds"], row["most"], row["spread"]) == ("2 servers", 2.0, 4.0, 4.0)
@@ -136,7 +136,7 @@ def test_what_no_span_owns_is_one_row_whatever_the_path_did_meanwhile() -> None:
     ]
 
 
-def test_others_that_come_to_nothing_are_no_row() -> None:
+def test_others_of_zero_seconds_are_no_row() -> None:
     rows = [(0, "flow", "step", "step", 0, 10), (0, "flow", "step", "collect", 0, 9.9998)]
     names = [
         row["name"]

@@ -24,7 +24,7 @@ def test_a_score_that_failed_is_read_when_no_rollout_did(small_run: RunFolder) -
     assert failed_score.row["error_type"] in ("RequestError", "ScoreTimeoutError")
 
 
-def test_a_steps_page_says_what_was_lost_and_how_to_look_further(small_run: RunFolder) -> None:
+def test_a_steps_page_shows_its_losses_and_the_commands_to_inspect_them(small_run: RunFolder) -> None:
     before, page = StepPage(small_run, 1, "addition@1", "http://127.0.0.1:4300").around_time()
     assert before.startswith(f"# {small_run.name}, step 1\n")
     assert "| RequestError | 1 |" in page

@@ -1,4 +1,4 @@
-"""`rollmill plot`: the curves of a run, and a picture of whatever there is of them."""
+"""`rollmill plot`: the curves of a run, and a picture of those that exist."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_curves_are_those_of_the_data_sets(small_run: RunFolder) -> None:
     assert curves.spans.select(pl.exclude("step").round(6)).unique().rows() == [(2.0, 0.5, 0.1, 0.3, 0.1)]
 
 
-def test_a_run_is_drawn_into_its_folder_or_where_one_says(rollmill: Command, tmp_path: Path) -> None:
+def test_a_run_is_drawn_into_its_folder_or_to_a_given_path(rollmill: Command, tmp_path: Path) -> None:
     assert rollmill("plot", "small") == "runs/small/plot.png\n"
     assert Path("runs/small/plot.png").read_bytes().startswith(PNG)
     picture = tmp_path / "new" / "curves.png"

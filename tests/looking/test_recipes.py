@@ -140,7 +140,7 @@ CHECKS: list[Callable[[Names], None]] = [
     ("section", "check"),
     [pytest.param(*pair, id=pair[1].__name__) for pair in zip(SECTIONS, CHECKS, strict=True)],
 )
-def test_a_recipe_gives_what_it_says(
+def test_a_recipe_computes_what_it_describes(
     small_run: RunFolder,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -158,7 +158,7 @@ def test_pass_at_k_and_failures_are_of_the_last_attempts(redone_run: RunFolder) 
     assert failed.select("step", "stage").rows() == [(1, "score"), (2, "rollout")]
 
 
-def test_a_group_of_fewer_than_k_attempts_says_nothing_of_pass_at_k(redone_run: RunFolder) -> None:
+def test_a_group_of_fewer_than_k_attempts_does_not_count_in_pass_at_k(redone_run: RunFolder) -> None:
     shutil.rmtree(redone_run.dataset("rollouts", step=0))
     kept = read(redone_run, "rollouts", step=1).filter(pc.field("sample") < 3)
     shutil.rmtree(redone_run.dataset("rollouts", step=1))

@@ -153,7 +153,7 @@ def test_tokens_are_coloured_in_a_terminal_with_a_legend(
     assert "48;2" not in rollmill("show", "small", "6.0", "--by", "advantage")
 
 
-def test_what_tokens_cannot_be_coloured_by_is_refused(rollmill: Command) -> None:
+def test_tokens_that_cannot_be_coloured_as_requested_are_refused(rollmill: Command) -> None:
     assert "give advantage, logprob, entropy, ratio" in rollmill("show", "small", "6.0", "--by", "colour")
     assert "so it has no advantage" in rollmill("show", "small", "4.0", "--by", "advantage")
     assert "name the run's model folder" in rollmill("show", "small", "4.0", "--tokens", "--model", "nowhere")
@@ -222,7 +222,7 @@ def test_a_terminal_gets_the_beginning_of_a_long_text_and_a_file_all_of_it(
     assert "80,000 more characters" in terminal.getvalue()
 
 
-def test_tokens_are_shown_by_what_the_trainer_noted(
+def test_tokens_are_coloured_by_the_trainers_annotations(
     talkative: TrajectoryRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = [Token(0, 5, None, False, None, None), Token(1, 6, None, True, -0.5, 0)]

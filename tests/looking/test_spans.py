@@ -34,7 +34,7 @@ def test_the_table_has_every_owner_and_says_what_would_shorten_a_step(
     assert "generation takes 2.6 times as long as training" in said
 
 
-def test_the_table_has_the_runs_start_and_end_also_of_one_that_came_to_no_step(
+def test_the_table_has_a_runs_start_and_end_also_without_a_step(
     rollmill: Command, timed_run: RunFolder
 ) -> None:
     start: list[Row] = [(0, "flow", "main", "start", -10, 0), (0, "flow", "main", "launching", -10, -1)]

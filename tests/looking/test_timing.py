@@ -71,13 +71,13 @@ def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: R
         assert text in said, text
 
 
-def test_without_a_step_it_is_the_mean_of_many(timed: RunData) -> None:
+def test_without_a_step_the_timeline_is_the_mean_of_many(timed: RunData) -> None:
     said = shown(timed, "/time")
     assert "mean of 3 steps: 10.00 s" in said
     assert 'timeline"' not in said
 
 
-def test_what_has_no_spans_says_so(small_run: RunFolder, timed: RunData) -> None:
+def test_a_run_without_spans_is_reported(small_run: RunFolder, timed: RunData) -> None:
     assert "it has no stored spans" in shown(RunData(small_run, 0.0, run_tokenizer), "/time")
     for asked, why in (("7", "it has spans of steps 0 to 2"), ("abc", "give one number, or LOW:HIGH")):
         said = shown(timed, "/time", f"?step={asked}")

@@ -68,7 +68,7 @@ def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: R
         {"group": "6", "scorer": "brevity@1", "reward": "-0.05:"},
     ],
 )
-def test_a_filter_leaves_what_inspect_leaves(
+def test_the_viewer_filters_as_inspect_does(
     source: RunData, rollmill: Command, words: dict[str, str]
 ) -> None:
     options = [text for name, value in words.items() for text in (f"--{name}", value)]
@@ -99,7 +99,7 @@ def test_a_redone_trajectory_is_counted_once(redone_run: RunFolder) -> None:
     assert "5.3.1" in found
 
 
-def test_groups_are_filtered_by_what_became_of_them(source: RunData) -> None:
+def test_groups_are_filtered_by_their_outcome(source: RunData) -> None:
     assert source.groups(Query.of("?status=trained").selection(), 0, 10).n == 6
     assert source.groups(Query.of("?reward=1:").selection(), 0, 10).n == 3
     with pytest.raises(ConfigError, match="no_reward_spread"):
@@ -146,7 +146,7 @@ def test_a_run_on_s3_has_the_same_pages(small_run_on_s3: RunFolder, source: RunD
     assert shown(there, "/trajectory/5.0") == shown(source, "/trajectory/5.0")
 
 
-def test_what_is_kept_is_what_is_stored_also_when_shards_come_and_are_put_together(
+def test_the_cache_equals_the_stored_rows_also_after_new_and_compacted_shards(
     small_run: RunFolder, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "run")
@@ -195,13 +195,13 @@ def test_pages_change_nothing_below_the_run(small_run: RunFolder, source: RunDat
         ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, True),
     ],
 )
-def test_only_its_own_pages_and_links_to_them_are_answered(
+def test_the_viewer_answers_only_its_own_pages_and_links_to_them(
     client: FlaskClient, headers: dict[str, str], is_answered: bool
 ) -> None:
     assert (client.get("/", headers=headers, **AT).status_code == 200) is is_answered
 
 
-def test_nothing_can_be_sent_to_it_but_what_its_pages_ask(client: FlaskClient) -> None:
+def test_the_viewer_answers_only_requests_that_its_pages_send(client: FlaskClient) -> None:
     for method in (client.post, client.put, client.delete):
         assert method("/trajectory/5.0", **AT).status_code == 403
     crossed = client.post("/_dash-update-component", json={}, headers={"Origin": "http://else.example"}, **AT)
@@ -234,7 +234,7 @@ def test_a_page_may_load_nothing_from_elsewhere_and_run_no_inline_script(
     assert b"://" not in answer.data.replace(b"http://www.w3.org", b"")
 
 
-def test_all_that_is_known_of_a_trajectory_can_be_downloaded(client: FlaskClient) -> None:
+def test_all_stored_columns_of_a_trajectory_can_be_downloaded(client: FlaskClient) -> None:
     answer = client.get("/download/trajectory/5.0.json", **AT)
     assert answer.json["messages"][-1]["content"] == "[15+25=40]40"
     assert "attachment" in answer.headers["Content-Disposition"]

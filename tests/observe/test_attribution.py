@@ -86,13 +86,13 @@ def test_a_process_restarted_within_a_step_is_starting_and_its_last_work_was_nev
     assert seconds(ledger, SERVER, 0) == {"generating": 7.0} | new_life
 
 
-def test_what_was_seen_of_a_server_while_it_was_started_again_and_after_that_adds_up_to_the_step() -> None:
+def test_spans_of_a_server_during_and_after_its_restart_add_up_to_the_step() -> None:
     rows = [*line(0, 0, 20), (0, SERVER, "requests of flow", "idle", 0, 20)]
     rows.append((-1, SERVER, "process", "starting", 7, 15, "restart"))
     assert seconds(build_ledger(spans_of(*rows)), SERVER, 0) == {"idle": 12.0, "starting": 8.0}
 
 
-def test_a_server_that_joins_late_is_not_there_before_and_has_no_spans_until_it_comes() -> None:
+def test_a_server_that_joins_late_has_no_spans_before_it_joins() -> None:
     rows = [*line(0, 0, 10), *line(1, 10, 20), *line(2, 20, 30)]
     rows += [serving(0, SERVER, 0, 30), serving(1, OTHER_SERVER, 14, 30)]
     ledger = build_ledger(spans_of(*rows))
@@ -110,7 +110,7 @@ def test_a_step_without_ranks_or_servers_has_none() -> None:
     assert build_ledger(spans_of(*line(0, 0, 1))).there.rows() == [(0, 0, 0)]
 
 
-def test_what_is_done_for_an_earlier_step_serves_another_step_too() -> None:
+def test_work_for_another_step_is_labelled() -> None:
     rows = [*line(0, 0, 2), *line(1, 2, 6)]
     rows += [(0, SERVER, "main", "parity", 1, 3), (1, SERVER, "main", "generating", 3, 6)]
     ledger = build_ledger(spans_of(*rows))
@@ -192,7 +192,7 @@ def test_several_scorers_that_look_at_a_trajectory_at_once_share_its_time() -> N
     assert ledger.trajectories["lane"].unique().to_list() == ["7.0"]
 
 
-def test_a_trajectory_that_was_begun_again_has_its_last_attempt_and_one_that_was_done_its_first() -> None:
+def test_a_restarted_trajectory_has_its_last_attempt_and_a_finished_one_its_first() -> None:
     rows: list[Row] = [
         start(0, -1, 0),
         *line(0, 0, 3),

@@ -23,7 +23,7 @@ def test_percentiles_are_those_of_the_lags_within_a_bucket() -> None:
     assert histogram.percentile_ms(100) == histogram.largest_ms == lags_ms.max()
 
 
-def test_beats_that_were_missed_are_counted_with_what_they_were_late() -> None:
+def test_missed_beats_are_counted_with_their_delay() -> None:
     histogram = LagHistogram()
     histogram.add(30.0, tick_ms=10.0)
     assert histogram.n == 3

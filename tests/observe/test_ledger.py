@@ -35,7 +35,7 @@ def path(ledger: Ledger, step: int = 0) -> list[tuple[float, float, str, str]]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12))
-def test_of_the_spans_of_a_lane_the_one_that_began_last_owns_an_instant(
+def test_the_span_of_a_lane_that_started_last_owns_an_instant(
     intervals: list[tuple[int, int]],
 ) -> None:
     rows = (
@@ -92,7 +92,7 @@ def test_an_idle_rank_or_server_has_what_the_step_does_meanwhile_as_its_cause() 
     assert server["idle", "waiting_for_server"] == pytest.approx(0.5)
 
 
-def test_a_server_that_waits_for_another_says_which() -> None:
+def test_a_server_that_waits_for_another_names_it() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 2),
         (0, "flow", "step", "collect", 0, 2),
@@ -103,7 +103,7 @@ def test_a_server_that_waits_for_another_says_which() -> None:
     assert seconds(build_ledger(spans_of(*rows)), SERVER) == {("idle", f"generating at {OTHER_SERVER}"): 2.0}
 
 
-def test_the_path_goes_back_over_whoever_had_the_slot_and_the_slow_rank() -> None:
+def test_the_critical_path_includes_the_holder_of_the_slot_and_the_slow_rank() -> None:
     assert path(build_ledger(spans_of(*whole_step()))) == [
         (0, 0.5, "0.0", "waiting_for_server"),
         (0.5, 3, "0.0", "generating"),
@@ -156,7 +156,7 @@ def test_where_the_awaited_rank_waits_too_the_critical_path_continues_in_the_ran
     ]
 
 
-def test_ranks_that_are_said_to_wait_for_each_other_end_the_walk_all_the_same() -> None:
+def test_ranks_recorded_as_waiting_for_each_other_do_not_hang_the_walk() -> None:
     rows = ranks_step(
         ("trainer/0", "waiting_for_rank", 0, 2, "trainer/1"),
         ("trainer/1", "waiting_for_rank", 0, 2, "trainer/0"),
@@ -278,7 +278,7 @@ def overlapping() -> list[Row]:
     ]
 
 
-def test_where_steps_overlap_a_second_has_one_owner_though_it_serves_another_step() -> None:
+def test_where_steps_overlap_every_second_has_one_owner() -> None:
     owners = build_ledger(spans_of(*overlapping())).owners.filter(pl.col("process") == SERVER)
     assert owners.select("step", "name", "is_other", pl.col("us") / 1e6).rows() == [
         (0, "generating", True, 3.0),
@@ -303,7 +303,7 @@ def test_rollouts_that_were_over_before_they_were_waited_for_are_not_on_the_path
     assert path(ledger, step=1) == [(5, 6, "step", "collect"), (6, 9, "trainer/0", "forward")]
 
 
-def test_an_evaluation_that_was_over_before_it_was_waited_for_is_not_on_the_path() -> None:
+def test_an_evaluation_that_ended_before_the_wait_is_not_on_the_path() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 9),
         (0, "flow", "step", "train", 0, 8),
@@ -333,7 +333,7 @@ def test_a_trainer_that_is_started_again_in_the_midst_of_training_is_on_the_path
     ]
 
 
-def test_a_group_begins_when_the_one_before_has_and_what_nobody_has_until_then_is_the_rollouts() -> None:
+def test_a_group_starts_after_the_one_before_and_time_without_an_owner_is_the_rollouts() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 4),
         (0, "flow", "step", "storing", 0, 2),
@@ -360,13 +360,13 @@ def test_a_step_that_was_tried_again_has_the_seconds_of_the_attempt_that_finishe
     assert ledger.steps["us"].to_list() == [10_000_000]
 
 
-def test_a_step_that_is_still_in_hand_goes_from_its_lines_first_span_to_its_last() -> None:
+def test_an_open_step_lasts_from_its_first_span_to_its_last() -> None:
     open_step = [row for row in whole_step(1, began=10) if row[3] != "step"]
     ledger = build_ledger(spans_of(*whole_step(0), *open_step))
     assert ledger.steps["us"].to_list() == [10_000_000, 9_900_000]
 
 
-def test_several_lanes_of_a_process_are_one_line_in_which_work_goes_before_waits() -> None:
+def test_several_lanes_of_a_process_are_one_line_in_which_work_precedes_waits() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 6),
         (0, "trainer/0", "main", "idle", 0, 4),
@@ -377,19 +377,19 @@ def test_several_lanes_of_a_process_are_one_line_in_which_work_goes_before_waits
     assert owned == {("checkpointing", ""): 3.0, ("forward", ""): 2.0, ("idle", "unattributed"): 1.0}
 
 
-def test_only_the_steps_asked_for_are_in_the_ledger() -> None:
+def test_only_the_requested_steps_are_in_the_ledger() -> None:
     rows = spans_of(*whole_step(0), *whole_step(1, began=10))
     assert build_ledger(rows, [1]).steps["step"].to_list() == [1]
 
 
-def test_what_a_run_takes_before_and_after_its_steps_has_owners_that_add_up() -> None:
+def test_time_before_and_after_the_steps_has_owners_that_add_up() -> None:
     rows: list[Row] = [
         (0, "flow", "main", "start", -10, 0),
         (0, "flow", "main", "launching", -10, -4),
         (0, "flow", "main", "starting", -8, -5, "Prefect"),
         (0, "flow", "main", "restore", -3, 0),
         *whole_step(),
-        (0, "flow", "main", "recording", 4, 5),  # of a step, beside it
+        (0, "flow", "main", "recording", 4, 5),  # of a step, concurrent with it
         (0, "flow", "main", "end", 10, 14),
         (0, "flow", "main", "report", 10, 13.9),
         (0, "flow", "main", "recording", 11, 13),

@@ -91,7 +91,7 @@ def test_holders_add_up_to_the_resident_memory() -> None:
     assert holders.held_bytes["Arrow"] == MIB
 
 
-def test_who_came_on_top_most_is_named_first() -> None:
+def test_the_largest_growth_is_named_first() -> None:
     before = Holders(
         10 * MIB, {"a": 4 * MIB, "b": 3 * MIB, "c": 3 * MIB}, {"list": 5, "dict": 5}, {"spans": 9}
     )
@@ -127,12 +127,12 @@ def test_no_python_code_runs_while_the_counted_objects_are_held() -> None:
 
 
 @pytest.mark.parametrize(("word", "kind"), KINDS.items())
-def test_a_process_is_known_by_its_command_line(word: str, kind: str) -> None:
+def test_a_process_is_identified_by_its_command_line(word: str, kind: str) -> None:
     with up(WAITS, word) as pid:
         assert rss_bytes_below()[kind, pid] > MIB
 
 
-def test_a_process_is_what_the_one_above_it_is() -> None:
+def test_a_process_has_the_kind_of_its_parent() -> None:
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAITS!r}])"
     others = rss_bytes_below().keys()
     with up(outer, "rollmill.tasks.train.service.trainer_process"):

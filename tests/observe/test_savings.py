@@ -83,7 +83,7 @@ def some_play(seed: int) -> Played:
 
 @pytest.mark.slow
 @given(st.integers(0, 1 << 32).map(some_play))
-def test_a_saving_is_what_the_same_trajectories_take_less_with_the_remedy(played: Played) -> None:
+def test_a_saving_is_the_time_that_the_same_trajectories_save_with_the_remedy(played: Played) -> None:
     rows, whole_s = played.rows()
     savings, least_s = saved(*rows), 1.01 * LEAST * whole_s
     is_all_known = {"slot", "workers"} <= {row[6] for row in rows if len(row) > 6}
@@ -178,7 +178,7 @@ def trained(slow_s: float) -> list[Row]:
     return rows
 
 
-def test_a_slow_rank_costs_what_all_would_be_done_sooner_by_if_they_shared_its_work() -> None:
+def test_a_slow_rank_costs_the_time_that_sharing_its_work_would_save() -> None:
     assert saved(*trained(10)) == pytest.approx({EVEN_RANKS: 6.0, RANKS: 5.0})
     assert EVEN_RANKS not in saved(*trained(2))
 

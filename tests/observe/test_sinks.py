@@ -189,7 +189,7 @@ class Flaky:
         self.ended.append(how)
 
 
-def test_what_a_sink_could_not_take_it_gets_with_the_next_point_in_order() -> None:
+def test_points_that_a_sink_refused_are_sent_with_the_next_point_in_order() -> None:
     sink, reports = Flaky(), []
     feed = Feed("flaky", lambda: sink, lambda *report: reports.append(report))
     feed.add([step(0)])
@@ -215,7 +215,7 @@ def test_names_of_stats_and_environments_never_meet_whatever_an_environment_is_c
     assert len(metric_values(metrics)) == len(metrics)
 
 
-def test_every_metric_of_a_step_is_in_one_point_however_it_is_stored() -> None:
+def test_every_metric_of_a_step_is_in_one_point() -> None:
     """A resumed run finds missing metrics by point, so a metric that is stored apart needs a separate point."""
     apart = [Metric(name, "all", "max", 2.0) for name in sorted(APART)]
     trained = [Metric("train/loss", "all", "mean", 0.5), Metric("train/updated", "all", "value", 1.0)]

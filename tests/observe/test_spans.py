@@ -88,7 +88,7 @@ def test_spans_before_the_first_step_and_after_the_last_are_within_a_start_and_a
         assert taken[whole].duration_ns == 1e9 * PLANTED_S
 
 
-def test_a_run_that_comes_to_no_step_is_all_start() -> None:
+def test_a_run_without_a_step_is_all_start() -> None:
     recorder = Recorder("flow")
     recorder.end()
     assert [each.name for each in recorder.take()] == ["start"]
@@ -206,7 +206,7 @@ def test_spans_that_nobody_takes_are_bounded_and_what_is_lost_is_counted(
     assert [each.name for each in recorder.take()] == ["c", "d", "e"]
 
 
-def test_rows_keep_what_lies_inside_inside_and_spans_of_no_step_go_with_the_open_one() -> None:
+def test_rows_keep_nesting_and_spans_of_no_step_belong_to_the_open_one() -> None:
     now = time.time_ns() // 1000 * 1000
     found = [
         Span("flow", "step", "train", 4, now + 999, 3001),

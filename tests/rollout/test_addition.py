@@ -47,7 +47,7 @@ def test_students_who_show_their_work_are_right_about_as_often_as_two_columns_al
     assert 0.60 < np.mean([answer.endswith("]85") for answer in with_work]) < 0.68
 
 
-def test_each_problem_comes_once_an_epoch_and_in_another_order_the_next() -> None:
+def test_each_problem_is_drawn_once_an_epoch_and_in_another_order_in_the_next() -> None:
     first = [example_index(3, group, 50) for group in range(50)]
     second = [example_index(3, group, 50) for group in range(50, 100)]
     assert sorted(first) == sorted(second) == list(range(50))

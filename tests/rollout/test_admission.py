@@ -41,7 +41,7 @@ async def test_a_ticket_that_is_not_used_is_withdrawn() -> None:
         assert tickets[0].granted.done()
 
 
-async def test_who_is_cancelled_while_waiting_holds_no_slot() -> None:
+async def test_a_request_cancelled_while_waiting_holds_no_slot() -> None:
     admission = Admission(1)
 
     async def use(ticket: SlotTicket) -> None:
@@ -58,7 +58,7 @@ async def test_who_is_cancelled_while_waiting_holds_no_slot() -> None:
         assert tickets[2].granted.done()
 
 
-async def test_a_slot_that_does_not_come_in_time_is_given_up() -> None:
+async def test_waiting_for_a_slot_ends_at_the_deadline() -> None:
     admission = Admission(1)
     with admission.request_slots(2, (0, 0)) as tickets:
         with pytest.raises(TimeoutError):

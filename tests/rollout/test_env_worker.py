@@ -76,7 +76,9 @@ MISDEEDS: Mapping[str, tuple[Callable[[], object], str, str]] = {
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-async def test_what_an_environment_raises_is_a_failed_answer_and_its_episode_is_closed(misdeed: str) -> None:
+async def test_an_exception_of_an_environment_is_a_failed_answer_and_its_episode_is_closed(
+    misdeed: str,
+) -> None:
     act, kind, text = MISDEEDS[misdeed]
     environment = Acting(act)
     with pytest.raises(ForeignError) as raised:
@@ -96,7 +98,7 @@ async def test_a_reply_that_is_no_messages_is_a_failed_answer_and_its_episode_is
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-async def test_what_an_environment_raises_at_the_close_is_a_failed_answer(misdeed: str) -> None:
+async def test_an_exception_at_the_close_is_a_failed_answer(misdeed: str) -> None:
     environment = Acting(lambda: ())
     episodes = OpenEpisodes(environment)
     assert await episodes.reply(TURN) == ()
@@ -106,7 +108,7 @@ async def test_what_an_environment_raises_at_the_close_is_a_failed_answer(misdee
     assert closed.raised[0] == kind
 
 
-async def test_a_request_that_is_given_up_is_cancelled() -> None:
+async def test_an_abandoned_request_is_cancelled() -> None:
     episodes = OpenEpisodes(Acting(lambda: ()))
     asking = asyncio.create_task(episodes.reply(TURN))
     await asyncio.sleep(0)

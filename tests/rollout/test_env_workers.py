@@ -71,7 +71,7 @@ async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path)
         assert outcome == {"seed": 7}
 
 
-async def test_what_an_environment_keeps_comes_out_of_its_worker_or_why_it_does_not(tmp_path: Path) -> None:
+async def test_the_state_of_an_environment_or_its_error_is_returned_by_the_worker(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1) as environment:
         assert state_columns(environment) == {"pings": "list<int64>"}
         kept = []
@@ -93,7 +93,7 @@ async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_pat
 
 
 @pytest.mark.slow
-async def test_what_an_environment_raises_fails_its_episode_under_its_own_name(tmp_path: Path) -> None:
+async def test_an_exception_of_an_environment_fails_its_episode_with_its_type(tmp_path: Path) -> None:
     async with opened(tmp_path, n_workers=1) as environment:
         with pytest.raises(ForeignError, match="no such ping") as raised:
             await play(environment, 3)
@@ -183,7 +183,7 @@ async def test_an_environment_that_cannot_be_made_in_a_worker_says_why(tmp_path:
             pass
 
 
-async def test_an_error_of_the_body_comes_out_as_it_is_and_no_worker_lives_on(tmp_path: Path) -> None:
+async def test_an_error_of_the_body_is_raised_unchanged_and_no_worker_survives(tmp_path: Path) -> None:
     async def fail_after_an_episode() -> None:
         nonlocal said
         async with opened(tmp_path, n_workers=1) as environment:

@@ -125,7 +125,7 @@ async def test_an_environment_that_behaves_is_complete(tmp_path: Path) -> None:
     assert (await row_of(Misbehaving("", lambda: None), tmp_path))["status"] == "complete"
 
 
-async def test_a_cancelled_player_is_cancelled_whatever_the_environment_does(tmp_path: Path) -> None:
+async def test_a_cancelled_player_stays_cancelled_whatever_the_environment_raises(tmp_path: Path) -> None:
     environment = Misbehaving("", lambda: None)
     environment.reply = lambda messages: hang()  # type: ignore[method-assign]
     playing = asyncio.ensure_future(row_of(environment, tmp_path))

@@ -92,7 +92,7 @@ async def test_the_calculator_prints_and_then_takes_the_answer(tokenizer: ChatTo
     assert tokenizer.decode(trajectory.token_ids[trajectory.loss_mask]) == "<17*55>935"
 
 
-async def test_what_the_environment_says_is_left_out_where_no_token_could_follow_it(
+async def test_a_message_of_the_environment_is_left_out_where_no_token_could_follow_it(
     tokenizer: ChatTokenizer,
 ) -> None:
     example = await Calculator().example("train", 0)
@@ -104,7 +104,7 @@ async def test_what_the_environment_says_is_left_out_where_no_token_could_follow
     assert trajectory.loss_mask[-1]
 
 
-async def test_an_opening_that_leaves_no_room_is_a_failed_row_that_says_so(
+async def test_an_opening_that_leaves_no_room_is_a_failed_row_with_that_error(
     tokenizer: ChatTokenizer,
 ) -> None:
     trajectory = await played(
@@ -117,7 +117,7 @@ async def test_an_opening_that_leaves_no_room_is_a_failed_row_that_says_so(
 @pytest.mark.parametrize(
     ("call", "printed"), [("<17*55>", "935|"), ("<5-17>", "-12|"), ("<17*>", "?|"), ("<1+1+1>", "?|")]
 )
-def test_the_calculator_computes_two_numbers_and_says_when_it_cannot(call: str, printed: str) -> None:
+def test_the_calculator_computes_with_two_numbers_and_reports_when_it_cannot(call: str, printed: str) -> None:
     assert calculate(call) == printed
 
 

@@ -55,7 +55,7 @@ async def test_an_answer_names_its_server_and_the_policys_version() -> None:
 
 
 @pytest.mark.parametrize("error", [BUSY, LOST])
-async def test_a_transient_error_is_sent_again_to_another_server(error: Exception) -> None:
+async def test_a_request_with_a_transient_error_is_retried_on_another_server(error: Exception) -> None:
     servers = [Server("http://a", error), Server("http://b", GOOD)]
     sampler = sampler_over(servers)
     assert (await sampler.sample(WORK, PROMPT, LATER)).server == "http://b"
@@ -63,7 +63,7 @@ async def test_a_transient_error_is_sent_again_to_another_server(error: Exceptio
     assert retries(sampler) == 1
 
 
-async def test_a_server_alone_is_asked_again() -> None:
+async def test_a_single_server_is_asked_again() -> None:
     server = Server("http://a", BUSY, BUSY, GOOD)
     sampler = sampler_over([server])
     assert (await sampler.sample(WORK, PROMPT, LATER)).finish_reason == "stop"
@@ -77,7 +77,7 @@ async def test_a_request_gives_up_after_its_attempts() -> None:
     assert server.asked == ATTEMPTS == 4
 
 
-async def test_an_error_that_would_come_again_is_not_sent_again() -> None:
+async def test_a_request_with_a_permanent_error_is_not_retried() -> None:
     servers = [Server("http://a", RequestError("400")), Server("http://b", GOOD)]
     with pytest.raises(RequestError, match="400"):
         await sampler_over(servers).sample(WORK, PROMPT, LATER)
@@ -101,12 +101,12 @@ async def test_a_server_that_always_fails_draws_a_few_requests_of_many_groups() 
     assert servers[0].asked == servers[0].max_failures_in_a_row
 
 
-async def test_a_request_waits_for_a_server_until_its_time_is_over() -> None:
+async def test_a_request_waits_for_a_server_until_its_deadline() -> None:
     with pytest.raises(TimeoutError):
         await sampler_over([]).sample(WORK, PROMPT, asyncio.get_running_loop().time() + 0.05)
 
 
-async def test_no_send_begins_after_the_time_is_over() -> None:
+async def test_no_attempt_starts_after_the_deadline() -> None:
     server = Server("http://a", BUSY)
     sampler = sampler_over([server], backoff_s=30.0)
     with pytest.raises(TimeoutError):

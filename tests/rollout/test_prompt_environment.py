@@ -104,7 +104,7 @@ async def test_splits_come_from_a_column_or_another_file(tmp_path: Path) -> None
         ([ROWS[0]], {"path": "name/of-one"}, "format=huggingface"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_arguments_are_named(
     tmp_path: Path, rows: list[object], settings: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -180,7 +180,7 @@ def test_messages_in_json_that_are_none_are_named_by_their_row(tmp_path: Path, b
         prompts(path)
 
 
-def test_a_text_that_only_begins_like_messages_is_what_the_user_says() -> None:
+def test_a_text_that_only_begins_like_messages_is_a_user_message() -> None:
     for text in ('[{"a": 1}]', "[{x", '[{"role": "user"}, 5]'):
         assert messages_from_problem(text) == (Message("user", text),)
 

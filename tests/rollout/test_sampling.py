@@ -225,7 +225,9 @@ async def test_the_same_arguments_give_the_same_work_and_ids_are_unique() -> Non
     assert not set(await ids(7)) & set(await ids(8))
 
 
-async def test_what_a_deadline_cuts_is_cancelled_and_keeps_its_tokens(tokenizer: ChatTokenizer) -> None:
+async def test_a_trajectory_at_its_deadline_is_cancelled_and_keeps_its_tokens(
+    tokenizer: ChatTokenizer,
+) -> None:
     rows = await finish(tokenizer, Scripted({1: "abort"}), trajectory_timeout_s=1.0)
     assert [row["status"] for row in rows] == ["complete", "cancelled", "complete", "complete"]
     assert rows[1]["n_completion_tokens"] == 2
@@ -233,13 +235,15 @@ async def test_what_a_deadline_cuts_is_cancelled_and_keeps_its_tokens(tokenizer:
     assert "rollout.trajectory_timeout_s = 1 s" in str(rows[1]["error"])
 
 
-async def test_a_sampler_that_does_not_answer_at_its_deadline_is_cut_too(tokenizer: ChatTokenizer) -> None:
+async def test_a_sampler_that_does_not_answer_at_its_deadline_is_cancelled_too(
+    tokenizer: ChatTokenizer,
+) -> None:
     rows = await finish(tokenizer, Scripted({0: "hang"}), trajectory_timeout_s=1.0, cut_grace_s=0.1)
     assert [row["status"] for row in rows] == ["cancelled", "complete", "complete", "complete"]
     assert int(str(rows[0]["n_prompt_tokens"])) > 0
 
 
-async def test_a_group_deadline_cuts_those_that_wait_for_a_slot_as_well(tokenizer: ChatTokenizer) -> None:
+async def test_a_group_deadline_cancels_those_that_wait_for_a_slot_too(tokenizer: ChatTokenizer) -> None:
     rows = await finish(tokenizer, Scripted({0: "hang"}), in_flight=1, group_timeout_s=0.1, cut_grace_s=0.1)
     assert [row["status"] for row in rows] == ["cancelled"] * 4
     assert "cut before it began: the group's limit of 0.1 s" in str(rows[3]["error"])
@@ -257,12 +261,12 @@ async def test_a_request_that_the_server_aborts_is_a_failed_row_with_its_tokens(
     assert (row["status"], row["error_type"], row["n_completion_tokens"]) == ("failed", "EpisodeError", 1)
 
 
-async def test_what_the_environment_says_of_the_end_is_in_the_row(tokenizer: ChatTokenizer) -> None:
+async def test_the_outcome_of_the_environment_is_in_the_row(tokenizer: ChatTokenizer) -> None:
     row, *_ = await finish(tokenizer, Scripted({}))
     assert row["outcome"] == '{"asked": 2}'
 
 
-def test_parts_hold_all_of_a_group_in_order() -> None:
+def test_chunks_hold_all_of_a_group_in_order() -> None:
     assert [list(part) for part in split_chunks(range(5), 2)] == [[0, 1], [2, 3], [4]]
     assert [list(part) for part in split_chunks(range(5), 0)] == [[0, 1, 2, 3, 4]]
     assert split_chunks([], 2) == []

@@ -62,7 +62,7 @@ async def played(environment: Verifiers, index: int = 0) -> Mapping[str, object]
 
 
 @pytest.mark.slow
-async def test_problems_are_shared_out_by_their_content(house: Verifiers) -> None:
+async def test_problems_are_split_by_their_content(house: Verifiers) -> None:
     sizes = house.size("train"), house.size("held_out")
     assert sum(sizes) == 10
     splits = [
@@ -142,7 +142,7 @@ async def test_an_episode_whose_scoring_failed_has_the_error_for_a_reward() -> N
     assert outcome["error"] == "TaskError: task SumTask scoring: RuntimeError: the judge is out"
 
 
-async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cut() -> None:
+async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cancelled() -> None:
     environment = made(misbehave="hanging")
     episode, messages = await opened(environment)
     with pytest.raises(TimeoutError):
@@ -222,7 +222,7 @@ async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
         await environment.aclose()
 
 
-async def test_what_is_asked_for_is_kept_of_the_librarys_state() -> None:
+async def test_the_requested_fields_of_the_librarys_state_are_stored() -> None:
     states = parse_state_columns(("rung_up:int64", "artifacts"))
     environment = Verifiers(NAME, {}, states)
     episode, messages = await opened(environment)

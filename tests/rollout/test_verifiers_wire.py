@@ -37,16 +37,16 @@ def test_tool_calls_are_read_from_the_policys_text() -> None:
         '<tool_call>{"name": "x"}',
     ],
 )
-def test_what_is_no_tool_call_stays_text_as_it_is(text: str) -> None:
+def test_text_that_is_no_tool_call_stays_unchanged(text: str) -> None:
     assert assistant_message(text, 0) == {"role": "assistant", "content": text}
 
 
-def test_reasoning_is_not_part_of_what_the_policy_says() -> None:
+def test_reasoning_is_not_part_of_the_policys_message() -> None:
     said = assistant_message("<think>17*50 is 850</think>\n\n935", 0)
     assert (said["reasoning_content"], said["content"]) == ("17*50 is 850", "935")
 
 
-def test_a_request_adds_what_comes_after_the_policys_message() -> None:
+def test_a_request_adds_the_messages_after_the_policys_message() -> None:
     said = assistant_message(CALL, 0)
     echoed = {**said, "content": "", "refusal": None}
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "935"}
@@ -81,7 +81,7 @@ def test_a_conversation_that_is_no_extension_is_refused(
         {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
     ],
 )
-def test_what_no_text_can_say_is_refused(wire: dict) -> None:
+def test_a_message_that_no_text_can_represent_is_refused(wire: dict) -> None:
     with pytest.raises(EpisodeError, match=r"role 'function'|type image_url"):
         message_from_wire(wire)
 
@@ -98,7 +98,7 @@ def test_settings_that_change_nothing_are_taken() -> None:
     )
 
 
-def test_a_stream_says_the_same_as_the_completion() -> None:
+def test_a_stream_equals_the_completion() -> None:
     completion = chat_completion(assistant_message(CALL, 0), "trace")
     lines = [line for line in completion_events(completion).decode().split("\n\n") if line]
     first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])

@@ -138,7 +138,7 @@ async def test_a_prompt_that_is_too_long_fails_for_good(client) -> None:
     assert not isinstance(refused.value, TransientRequestError)
 
 
-async def test_a_server_that_is_not_there_may_come_back() -> None:
+async def test_an_unreachable_server_is_a_transient_error() -> None:
     async with VllmClient(f"http://127.0.0.1:{free_port()}", ServeConfig()) as client:
         assert not await client.is_healthy()
         with pytest.raises(ConnectionLostError, match="/inference/v1/generate"):
@@ -187,7 +187,7 @@ async def test_a_server_that_returns_nothing_of_a_cut_request_is_not_waited_for(
             await client.generate(PROMPT, **SAMPLING, until=asyncio.get_running_loop().time() + 0.05)
 
 
-async def test_closing_the_connections_fails_what_is_under_way_as_lost() -> None:
+async def test_closing_the_connections_fails_open_requests_as_lost() -> None:
     is_asked = asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
@@ -246,7 +246,7 @@ async def test_an_answer_that_cannot_be_read_is_transient_since_another_server_m
 
 
 @pytest.mark.parametrize("answering", [response("404 no", b"gone")], indirect=True)
-async def test_a_route_that_is_not_there_fails_for_good(answering) -> None:
+async def test_a_missing_route_is_a_permanent_error(answering) -> None:
     with pytest.raises(RequestError) as wrong:
         await answering.generate(PROMPT, **SAMPLING)
     assert not isinstance(wrong.value, TransientRequestError)

@@ -107,7 +107,7 @@ def test_gpus_are_assigned_in_the_order_in_which_they_are_visible(case: str) -> 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_visible_gpus_do_not_allow_is_refused(case: str) -> None:
+def test_an_assignment_that_the_visible_gpus_do_not_allow_is_refused(case: str) -> None:
     visible, asked, text = REFUSED[case]
     with pytest.raises(ConfigError, match=text):
         assign_gpus(visible, **{"per_server": 1} | asked)

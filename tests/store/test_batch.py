@@ -24,7 +24,7 @@ async def stored_run(folder: Path, rows: dict[str, pa.RecordBatch], step: int) -
     return RunFolder(folder)
 
 
-async def test_sequences_come_from_the_run_that_sampled_them(rows: RowMaker, tmp_path: Path) -> None:
+async def test_sequences_are_read_from_the_run_that_sampled_them(rows: RowMaker, tmp_path: Path) -> None:
     ids, tokens = ["a", "b", "c"], [[1, 2], [3], [4, 5, 6]]
     theirs = rows("rollouts", 3, step=4, trajectory_id=ids, token_ids=tokens)
     source = await stored_run(tmp_path / "source", {"rollouts": theirs}, 4)

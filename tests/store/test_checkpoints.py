@@ -81,7 +81,7 @@ def test_a_killed_uploads_files_are_no_checkpoint_and_the_next_upload_removes_th
     assert [each.rpartition("/")[2] for each in names] == [CHECKPOINT_MARKER, FILE]
 
 
-def test_a_copy_that_is_not_the_stored_one_and_a_file_that_is_missing_here_are_fetched(
+def test_a_wrong_copy_and_a_locally_missing_file_are_fetched(
     run: RunFolder,
 ) -> None:
     local = written(run, 4)
@@ -126,7 +126,7 @@ def test_a_concurrent_reader_leaves_the_checkpoint_that_the_trainer_is_writing(
     assert unfinished.read_bytes() == b"half"
 
 
-def test_a_trainer_leaves_the_checkpoint_of_a_newer_one_as_it_is(run: RunFolder) -> None:
+def test_a_trainer_does_not_change_the_checkpoint_of_a_newer_one(run: RunFolder) -> None:
     loaded(run).close()
     written(run, 4, incarnation=2)
     stored = open_files(run).sizes(f"{checkpoint_key(4)}/**")

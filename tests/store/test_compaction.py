@@ -50,7 +50,7 @@ def never(text: str) -> None:
 
 
 @pytest.mark.parametrize("dataset", sorted(SCHEMAS))
-async def test_a_compacted_shard_has_the_rows_of_all_before_it_in_their_order(
+async def test_a_compacted_shard_has_the_rows_of_all_earlier_shards_in_order(
     dataset: str, folder: RunFolder, rows: RowMaker
 ) -> None:
     partition = {key: VALUES[key] for key in PARTITION_KEYS[dataset]}
@@ -98,7 +98,7 @@ ACTIONS = st.lists(st.sampled_from(["append", "append", "late", "compact", "remo
 @pytest.mark.slow
 @given(ACTIONS)
 @settings(max_examples=60, deadline=None)
-def test_whatever_the_order_of_appends_compactions_and_removals_every_row_is_read_once_in_order(
+def test_every_row_is_read_once_in_order_for_any_order_of_appends_compactions_and_removals(
     rows: RowMaker, actions: list[str]
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
@@ -145,7 +145,7 @@ def test_partitions_of_several_small_shards_alone_are_compacted(sizes: list[int]
     assert is_worthwhile(sizes, large) == (is_small and len(sizes) > 1)
 
 
-async def test_a_partition_of_large_shards_is_left_alone(folder: RunFolder, rows: RowMaker) -> None:
+async def test_a_partition_of_large_shards_is_not_compacted(folder: RunFolder, rows: RowMaker) -> None:
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         await append_one_by_one(writer, rows, ["a", "b"])
         before = shards(folder)
@@ -153,7 +153,7 @@ async def test_a_partition_of_large_shards_is_left_alone(folder: RunFolder, rows
     assert shards(folder) == before
 
 
-async def test_a_trajectory_that_is_there_twice_and_a_damaged_shard_stop_a_compaction_and_are_named(
+async def test_a_duplicate_trajectory_and_a_damaged_shard_stop_a_compaction_and_are_named(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     files = open_files(folder)

@@ -44,7 +44,7 @@ def test_a_batch_that_would_train_otherwise_has_another_digest(
     )
 
 
-def test_what_is_not_trained_on_does_not_change_the_digest(rows: RowMaker) -> None:
+def test_columns_that_are_not_trained_on_do_not_change_the_digest(rows: RowMaker) -> None:
     other = rows("batches", 2, **BATCH, reward=[0.1, 0.2], run="other")
     assert batch_digest(pa.table(other)) == batch_digest(pa.table(rows("batches", 2, **BATCH)))
 

@@ -12,7 +12,7 @@ GROUPS = [StoredGroup("runs/a", step, group) for step in range(4) for group in r
     groups_per_step=st.integers(1, 9),
     number=st.integers(0, 3),
 )
-def test_no_group_comes_twice_in_a_pass_and_fewer_than_a_step_are_left_over(
+def test_no_group_is_drawn_twice_in_a_pass_and_fewer_than_a_step_remain(
     groups: list[StoredGroup], seed: int, groups_per_step: int, number: int
 ) -> None:
     n_steps = steps_per_pass(len(groups), groups_per_step)

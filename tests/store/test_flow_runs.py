@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def test_what_was_written_is_read(folder: RunFolder) -> None:
+def test_written_bytes_are_read_back(folder: RunFolder) -> None:
     assert read_flow_runs(folder) == []
     ids = [uuid4(), uuid4()]
     write_flow_runs(open_files(folder), ids)

@@ -67,7 +67,7 @@ def inode(folder: RunFolder, key: str) -> int:
     return (folder.local / key).stat().st_ino
 
 
-async def test_what_is_on_one_disk_is_not_copied(tmp_path: Path, rows: RowMaker) -> None:
+async def test_files_on_the_same_disk_are_not_copied(tmp_path: Path, rows: RowMaker) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
     (await trained(source, rows)).close()
     fork_run(source, 4, target, CONFIG, CONFIG_OF)
@@ -101,7 +101,7 @@ def write_manifest_of_a_killed_one(target: RunFolder) -> None:
     open_files(target).remove(open_files(target).keys("rollouts/step=000001/*"))
 
 
-async def test_a_fork_of_a_fork_knows_whose_rows_it_has(tmp_path: Path, rows: RowMaker) -> None:
+async def test_a_fork_of_a_fork_lists_the_origins_of_its_rows(tmp_path: Path, rows: RowMaker) -> None:
     first, second, third = (RunFolder(tmp_path / name) for name in ("first", "second", "third"))
     (await trained(first, rows)).close()
     fork_run(first, 3, second, CONFIG, CONFIG_OF)

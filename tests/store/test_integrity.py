@@ -1,4 +1,4 @@
-"""Damage to a shard is seen by whoever reads the damaged part, wherever it lies."""
+"""Every reader of a damaged part of a shard sees the damage, on disk and on S3."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_a_shard_cut_off_anywhere_is_an_error_that_names_the_file(
 
 
 @pytest.mark.parametrize("place", np.linspace(0.0, 0.9999999, 9))
-def test_of_a_large_shard_whoever_reads_the_damaged_column_sees_it_and_a_check_sees_all(
+def test_damage_to_a_large_shard_is_found_by_readers_of_its_column_and_by_a_full_check(
     large: tuple[bytes, str], place: float
 ) -> None:
     content, digest = large
@@ -109,7 +109,7 @@ def test_a_shard_under_the_name_of_another_is_refused(shards: dict[str, tuple[by
         whole(shards["groups"][0], shards["rollouts"][1])
 
 
-def test_a_large_shard_that_lies_elsewhere_is_read_in_few_requests_and_checked(
+def test_a_large_remote_shard_is_read_in_few_requests_and_verified(
     large: tuple[bytes, str],
 ) -> None:
     content, digest = large
@@ -126,7 +126,7 @@ def test_a_large_shard_that_lies_elsewhere_is_read_in_few_requests_and_checked(
         CheckedShard(Elsewhere(bytes(changed)), digest, WHERE).check()
 
 
-def test_a_small_shard_that_lies_elsewhere_is_one_request(shards: dict[str, tuple[bytes, str]]) -> None:
+def test_a_small_remote_shard_is_one_request(shards: dict[str, tuple[bytes, str]]) -> None:
     content, digest = shards["rollouts"]
     elsewhere = Elsewhere(content)
     assert CheckedShard(elsewhere, digest, WHERE).read([0]).num_rows == 3

@@ -48,7 +48,9 @@ async def test_a_step_costs_the_inventory_one_shard_and_only_its_newest_is_noted
             assert notes[key].rows == read_shard(run.folder, key).num_rows
 
 
-async def test_the_next_writer_notes_what_a_killed_one_did_not(tmp_path: Path, rows: RowMaker) -> None:
+async def test_the_next_writer_records_the_shards_that_a_killed_one_did_not(
+    tmp_path: Path, rows: RowMaker
+) -> None:
     with opened(tmp_path) as run:
         await run.writer.__aenter__()
         await run.writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
@@ -60,7 +62,7 @@ async def test_the_next_writer_notes_what_a_killed_one_did_not(tmp_path: Path, r
     assert [key.partition("/")[0] for key in unknown(run.folder)] == ["shards"]
 
 
-async def test_what_was_compacted_and_removed_is_noted(tmp_path: Path, rows: RowMaker) -> None:
+async def test_compacted_and_removed_shards_are_recorded(tmp_path: Path, rows: RowMaker) -> None:
     with opened(tmp_path) as run:
         async with run.writer as writer:
             for group in range(3):

@@ -77,7 +77,7 @@ def killed_after(n_acknowledged: int, root: Path, *, by_itself: bool) -> list[in
 
 
 @pytest.mark.slow
-def test_whatever_was_acknowledged_before_a_kill_is_there_and_nothing_is_there_twice(tmp_path: Path) -> None:
+def test_rows_acknowledged_before_a_kill_are_stored_exactly_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     acknowledged: set[int] = set()
     for number, n in enumerate(random.Random(7).choices(range(1, 80), k=N_KILLS)):

@@ -1,4 +1,4 @@
-"""Where things lie."""
+"""The layout of a run's folder."""
 
 from pathlib import Path
 

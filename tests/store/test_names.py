@@ -10,7 +10,7 @@ A, B, C = (
 OTHER = "metrics/step=000002/000001-000003-00000000000000dd.arrow"
 
 
-def test_a_name_says_who_wrote_the_shard_when_and_what_it_is() -> None:
+def test_a_shards_name_has_its_writer_its_number_and_its_digest() -> None:
     name = ShardName(2, 3, "9f86d081884c7d65", is_compacted=True)
     assert str(name) == "000002-000003-compacted-9f86d081884c7d65.arrow"
     assert ShardName.of(f"rollouts/step=000001/{name}") == name
@@ -18,7 +18,7 @@ def test_a_name_says_who_wrote_the_shard_when_and_what_it_is() -> None:
     assert ShardName.of("rollouts/step=000001/notes.arrow") is None
 
 
-def test_a_compacted_shard_takes_the_place_of_those_before_it_in_its_partition_alone() -> None:
+def test_a_compacted_shard_replaces_the_earlier_ones_of_its_partition_only() -> None:
     assert superseded_shards([A, B, C, OTHER]) == [A]
     assert current_shards([C, B, OTHER, A]) == [B, C, OTHER]
     assert current_shards([A, C]) == [A, C]

@@ -106,7 +106,7 @@ def test_readers_that_use_names_never_fail_while_superseded_shards_are_removed(t
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_compacts_shows_every_acknowledged_row_once_all_the_while(
+def test_a_run_killed_during_compaction_shows_every_acknowledged_row_exactly_once_at_any_time(
     tmp_path: Path,
 ) -> None:
     run, rng, acknowledged = tmp_path / "run", random.Random(11), 0

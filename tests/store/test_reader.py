@@ -42,7 +42,7 @@ def test_a_folder_without_rows_reads_as_an_empty_table_with_the_schema(folder: R
     assert scan(RunFolder(folder.path("nowhere")), "groups").collect().is_empty()
 
 
-def test_columns_come_in_the_order_asked_for_and_partitions_select(filled: RunFolder) -> None:
+def test_columns_have_the_requested_order_and_partitions_select(filled: RunFolder) -> None:
     table = read(filled, "rollouts", ["trajectory_id", "group"], step=1)
     assert table.schema.names == ["trajectory_id", "group"]
     assert table.to_pylist() == [
@@ -54,7 +54,7 @@ def test_columns_come_in_the_order_asked_for_and_partitions_select(filled: RunFo
     assert read(filled, "scores", scorer="length@1", step=0).num_rows == 2
 
 
-def test_trajectories_come_in_the_order_of_their_ids_and_may_repeat(filled: RunFolder) -> None:
+def test_trajectories_have_the_order_of_the_given_ids_and_may_repeat(filled: RunFolder) -> None:
     table = read_trajectories(filled, 1, ["r.1.1", "r.1.0", "r.1.1"], ["group"])
     assert table.to_pydict() == {"group": [11, 10, 11]}
     assert read_trajectories(filled, 1, [], ["group"]).num_rows == 0
@@ -146,9 +146,7 @@ def test_our_scan_reads_the_columns_of_the_files_and_selects_partitions(filled: 
     assert joined.select(pl.len()).collect().item() == 4
 
 
-def test_shards_that_go_after_they_were_listed_are_listed_again_and_one_that_never_comes_is_an_error() -> (
-    None
-):
+def test_shards_removed_after_listing_are_listed_again_and_one_that_stays_missing_is_an_error() -> None:
     listings = iter([["small"], ["compacted"]])
     tables = {"compacted": pa.table({"n": [1]})}
 

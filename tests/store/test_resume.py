@@ -62,7 +62,7 @@ async def test_a_stored_plan_and_its_refills_are_used_and_not_made_again(folder:
     assert group_numbers(again) == (6, 7, 100)
 
 
-def test_an_empty_folder_begins_at_step_0_without_a_checkpoint(folder: RunFolder) -> None:
+def test_an_empty_folder_starts_at_step_0_without_a_checkpoint(folder: RunFolder) -> None:
     assert find_resume_point(folder) == ResumePoint(checkpoint_version=None, stored_batches=0)
 
 

@@ -55,7 +55,7 @@ def bits(column: pa.ChunkedArray) -> object:
 
 
 @pytest.mark.parametrize("dataset", SCHEMAS)
-async def test_every_column_comes_back_bit_for_bit(folder: RunFolder, dataset: str) -> None:
+async def test_every_column_is_read_back_bit_for_bit(folder: RunFolder, dataset: str) -> None:
     schema = SCHEMAS[dataset]
     values = {field.name: extremes(field.type) for field in schema}
     values |= {name: [place] * N for name, place in PLACES.items() if name in schema.names}

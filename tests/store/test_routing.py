@@ -32,7 +32,7 @@ async def stored(folder: RunFolder, rows: dict[str, list[np.ndarray]], step: int
             await writer.append("routing", make_routing_row("run", step, trajectory, parts), step=step)
 
 
-async def test_experts_come_back_equal_as_views_on_the_shard(folder: RunFolder) -> None:
+async def test_experts_are_read_back_as_equal_views_on_the_shard(folder: RunFolder) -> None:
     large, wide = experts(1 << 20), experts(5, 1, np.uint16)
     await stored(folder, {"a": [large], "b": [wide]})
     before = pa.total_allocated_bytes()
@@ -51,7 +51,7 @@ def test_a_row_of_one_turn_is_a_view_on_what_was_received() -> None:
 
 
 @pytest.mark.parametrize("kind", ["<u2", ">u2"])
-async def test_experts_come_back_equal_in_whatever_order_of_axes_and_bytes_they_were(
+async def test_experts_are_read_back_equal_from_any_order_of_axes_and_bytes(
     folder: RunFolder, kind: str
 ) -> None:
     whole = experts(6).astype(kind)
@@ -74,7 +74,7 @@ async def test_of_a_trajectory_that_was_sampled_again_the_last_experts_count(fol
     np.testing.assert_array_equal(read_routing(folder, 0, ["a"])[0], experts(6, 1))
 
 
-async def test_experts_that_are_not_there_are_named(folder: RunFolder) -> None:
+async def test_missing_experts_are_named(folder: RunFolder) -> None:
     await stored(folder, {"a": [experts(4)]})
     with pytest.raises(ShardError, match=r"1 of 2 trajectories; missing are b: is rollout\.keep_routing on"):
         read_routing(folder, 0, ["a", "b"])
@@ -106,7 +106,7 @@ def test_a_rollout_whose_experts_cannot_be_stored_is_not_stored(tmp_path: Path, 
     checkpoint=st.integers(0, 30),
     keep=st.integers(0, 30),
 )
-def test_what_a_resumed_run_trains_again_and_the_last_steps_never_expire(
+def test_steps_that_a_resumed_run_trains_again_and_the_last_steps_never_expire(
     stored: set[int], done: int, checkpoint: int, keep: int
 ) -> None:
     expired = set(select_expired_steps(sorted(stored), done=done, checkpoint=checkpoint, keep=keep))

@@ -57,7 +57,7 @@ def test_of_few_rows_all_are_last(n: int) -> None:
     assert last_rows_by(THREE.slice(0, n), ["sample"], "attempt").equals(THREE.slice(0, n))
 
 
-def test_rows_are_joined_in_order_whether_there_are_some_or_none() -> None:
+def test_rows_are_joined_in_order_also_without_any() -> None:
     nothing = THREE.slice(0, 0)
     assert concat_rows(nothing, THREE.slice(0, 1), nothing, THREE.slice(1)).equals(THREE)
     assert concat_rows(nothing, THREE, nothing).equals(THREE)

@@ -205,7 +205,7 @@ def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(root
         opened(root)
 
 
-def test_a_folder_that_holds_no_run_says_so(root: str) -> None:
+def test_a_folder_without_a_run_is_an_error_that_names_it(root: str) -> None:
     with pytest.raises(StoreError, match=r"holds no run: there is no run\.json"):
         read_manifest(RunFolder(f"{root}/nowhere"))
     assert open_files(RunFolder(f"{root}/nowhere")).keys("**/*.arrow") == []

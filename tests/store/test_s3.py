@@ -78,7 +78,7 @@ def test_a_server_that_keeps_failing_is_an_error_with_the_number_of_attempts(
         open_files(run).keys("run.json")
 
 
-def test_a_column_of_a_large_shard_takes_few_requests_and_few_of_its_bytes(
+def test_a_column_of_a_large_shard_needs_few_requests_and_few_of_its_bytes(
     run: RunFolder, s3_endpoint: str, set_environment: Callable[..., None]
 ) -> None:
     n_tokens = 400_000
@@ -114,7 +114,7 @@ def source_field(dataset: str, name: str) -> int:
     return int(dataset_schema(dataset).get_field_index(name))
 
 
-def test_a_large_file_goes_in_parts_and_is_there_whole_or_not_at_all(run: RunFolder) -> None:
+def test_a_large_file_is_uploaded_in_parts_and_appears_whole_or_not_at_all(run: RunFolder) -> None:
     files = open_files(run)
     content = os.urandom(2 * s3_objects.PART_BYTES + 1)
     publish_text(files, "big", content)
@@ -197,7 +197,7 @@ def test_endpoint_and_credentials_are_found_where_every_aws_tool_looks(
     assert open_files(run).keys("*") == ["a"]
 
 
-def test_errors_say_where_and_what_to_do(
+def test_errors_name_the_location_and_the_remedy(
     run: RunFolder, set_environment: Callable[..., None], tmp_path: Path
 ) -> None:
     nowhere = RunFolder("s3://no-such-bucket/run")

@@ -19,9 +19,7 @@ SIZES = st.integers(0, 1 << 40)
 
 
 @given(st.dictionaries(st.integers(0, 30), SIZES), st.integers(0, 31))
-def test_rows_of_a_step_need_what_the_largest_of_the_last_ones_took(
-    stored: dict[int, int], step: int
-) -> None:
+def test_the_space_of_a_step_is_that_of_the_largest_recent_step(stored: dict[int, int], step: int) -> None:
     naive = 0
     for each in range(step - LOOKED_AT, step):
         naive = max(naive, stored.get(each, 0))
@@ -29,7 +27,7 @@ def test_rows_of_a_step_need_what_the_largest_of_the_last_ones_took(
 
 
 @pytest.mark.parametrize(("free", "is_enough"), [(6_000_000, True), (5_999_999, False)])
-def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, is_enough: bool) -> None:
+def test_the_required_bytes_must_be_free_exactly(folder: RunFolder, free: int, is_enough: bool) -> None:
     def check() -> None:
         check_room(folder, 3, free, rows=1_000_000, checkpoint=2_000_000, reserve=3_000_000)
 
@@ -42,7 +40,7 @@ def test_what_is_needed_must_be_free_to_the_byte(folder: RunFolder, free: int, i
         check()
 
 
-async def test_a_step_that_would_not_fit_is_refused_before_it_begins(
+async def test_a_step_that_does_not_fit_is_refused_before_it_starts(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:

@@ -37,7 +37,7 @@ async def stored(folder: RunFolder, env: str, *rows) -> None:
             await writer.append("states", each, env=env, step=0)
 
 
-async def test_every_type_comes_back_as_it_was(folder: RunFolder) -> None:
+async def test_every_type_is_read_back_unchanged(folder: RunFolder) -> None:
     columns = {f"c{i}": kind for i, kind in enumerate(TYPES)}
     given = {name: VALUES[kind] for name, kind in columns.items()}
     await stored(folder, "game", row(columns, given))
@@ -101,7 +101,7 @@ def test_numbers_of_numpy_whole_numbers_as_floats_and_any_sequence_fit(
     assert made.column("error").to_pylist() == [""]
 
 
-async def test_a_plain_scan_of_one_environment_reads_its_name_whatever_it_is(tmp_path: Path) -> None:
+async def test_a_plain_scan_of_one_environment_reads_any_name(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.tmp.mkdir(parents=True)
     env = "verifiers:owner/some game"

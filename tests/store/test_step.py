@@ -91,7 +91,7 @@ def test_rows_that_were_stored_and_are_gone_are_named_and_not_sampled_again(rows
         plan_step([4], 1, scored)
 
 
-async def test_only_one_scorers_scores_count(folder: RunFolder, rows: RowMaker) -> None:
+async def test_only_the_scores_of_one_scorer_count(folder: RunFolder, rows: RowMaker) -> None:
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
         writer.append("rollouts", keyed(rows, "rollouts", [(4, 1), (5, 0)], step=2), step=2)
         writer.append("scores", keyed(rows, "scores", [(4, 1)], step=2), scorer="addition@1", step=2)

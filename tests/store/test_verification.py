@@ -140,9 +140,7 @@ async def test_a_run_of_the_writer_has_no_findings(story: Story) -> None:
     assert (found.findings, found.notes, found.steps) == ([], [], STEPS)
 
 
-async def test_damage_to_any_shard_and_its_loss_are_found_and_reading_it_names_it(
-    story: Story, tmp_path: Path
-) -> None:
+async def test_a_damaged_or_lost_shard_is_found_and_reading_it_names_it(story: Story, tmp_path: Path) -> None:
     intact = await story.write()
     keys = sorted(list_shard_sizes(open_files(intact)))
 

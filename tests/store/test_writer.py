@@ -72,7 +72,7 @@ async def test_a_batch_of_zero_rows_is_stored(folder: RunFolder, rows: RowMaker)
     assert read(folder, "batches").num_rows == 0
 
 
-async def test_what_gathers_while_a_commit_runs_becomes_one_shard_for_each_partition(
+async def test_rows_that_arrive_during_a_commit_become_one_shard_for_each_partition(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     files = GatedFiles(folder)
@@ -103,7 +103,9 @@ async def test_a_commit_waits_for_more_rows_and_a_flush_cuts_the_wait_short(
     assert groups_of(folder) == [0, 1, 2, 3, 4, 5]
 
 
-async def test_cancelling_who_waits_does_not_take_the_rows_back(folder: RunFolder, rows: RowMaker) -> None:
+async def test_cancelling_a_waiting_caller_does_not_remove_its_rows(
+    folder: RunFolder, rows: RowMaker
+) -> None:
     files = GatedFiles(folder)
     async with RunWriter(files, epoch=1, flush_s=0.0) as writer:
         futures = [writer.append("rollouts", rows("rollouts", step=0, group=n), step=0) for n in (0, 1)]
@@ -153,7 +155,7 @@ async def test_a_second_cancellation_on_the_way_out_loses_nothing(folder: RunFol
 
 
 @ON_A_DISK
-async def test_a_partition_that_cannot_be_written_fails_its_own_rows_alone(
+async def test_a_partition_that_cannot_be_written_fails_only_its_own_rows(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     (folder.local / "scores").write_text("a file where a folder should be")
@@ -194,7 +196,7 @@ def test_a_full_disk_is_an_error_that_names_path_and_reason_and_leaves_nothing(f
 
 
 @ON_A_DISK
-def test_a_file_that_outgrows_what_the_system_allows_is_such_an_error_too(folder: RunFolder) -> None:
+def test_a_file_beyond_the_systems_size_limit_is_a_space_error_too(folder: RunFolder) -> None:
     program = """
 import resource, sys
 from pathlib import Path
@@ -239,7 +241,7 @@ async def test_rows_of_another_partition_are_refused(folder: RunFolder, rows: Ro
             writer.append("evaluations", rows("evaluations", policy_version=1), version=2)
 
 
-async def test_a_writer_that_is_not_open_takes_nothing(folder: RunFolder, rows: RowMaker) -> None:
+async def test_a_closed_writer_refuses_rows(folder: RunFolder, rows: RowMaker) -> None:
     writer = RunWriter(open_files(folder), epoch=1, flush_s=0.0)
     with pytest.raises(StoreError, match="not open; 1 rows of rollouts were not stored"):
         writer.append("rollouts", rows("rollouts", step=0), step=0)
@@ -249,7 +251,7 @@ async def test_a_writer_that_is_not_open_takes_nothing(folder: RunFolder, rows: 
         writer.append("rollouts", rows("rollouts", step=0), step=0)
 
 
-async def test_every_data_set_comes_back_as_it_was_appended(folder: RunFolder, rows: RowMaker) -> None:
+async def test_every_data_set_is_read_back_as_it_was_appended(folder: RunFolder, rows: RowMaker) -> None:
     partitions: dict[str, dict[str, int | str]] = {
         "scores": {"scorer": "addition@1", "step": 1},
         "evaluations": {"version": 1},

@@ -1,4 +1,4 @@
-"""Which tensors are compared at which version, and what is said of those that differ."""
+"""Which tensors are compared at which version, and how differences are reported."""
 
 from math import ceil
 
@@ -11,14 +11,14 @@ from rollmill.tasks.sync.weight_parity import compare_checksums, select_names
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 1000))
-def test_every_tensor_comes_by_within_as_many_versions_as_it_takes(n_tensors, n, first) -> None:
+def test_every_tensor_is_compared_within_one_cycle_of_versions(n_tensors, n, first) -> None:
     names = [f"tensor.{i}" for i in range(n_tensors)]
     versions = range(first, first + ceil(n_tensors / n))
     assert {name for version in versions for name in select_names(names, version, n)} == set(names)
 
 
 @given(st.integers(0, 40), st.integers(0, 50), st.integers(0, 1000))
-def test_a_version_has_as_many_as_asked_for_and_none_twice(n_tensors, n, version) -> None:
+def test_a_version_compares_the_requested_number_of_tensors_and_none_twice(n_tensors, n, version) -> None:
     found = select_names([f"tensor.{i}" for i in range(n_tensors)], version, n)
     assert len(found) == len(set(found)) == min(n, n_tensors)
 

@@ -33,7 +33,7 @@ def server(place: ProcessLocation, **changes: object) -> ServerLocation:
         (UNKNOWN_GPU, server(UNKNOWN_GPU, machine="m2"), True, "nccl"),
     ],
 )
-def test_auto_takes_the_fastest_way_that_is_possible(
+def test_auto_chooses_the_fastest_possible_transport(
     trainer: ProcessLocation, served: ServerLocation, shares: bool, expected: str
 ) -> None:
     transport, reason = choose_transport("auto", trainer, served, shares_memory=shares)
@@ -48,7 +48,7 @@ def test_auto_takes_the_fastest_way_that_is_possible(
         ({"tcp"}, "nccl", "trainer and server are on different GPUs"),
     ],
 )
-def test_auto_passes_over_what_failed(failed: set[str], expected: str, reason: str) -> None:
+def test_auto_skips_a_failed_transport(failed: set[str], expected: str, reason: str) -> None:
     served = server(GPU, machine="m2", gpus=("g7",))
     chosen = choose_transport("auto", GPU, served, shares_memory=True, failed=failed)
     assert chosen[0] == expected
@@ -64,7 +64,7 @@ def test_on_one_machine_shared_memory_follows_nccl_and_tcp_follows_both() -> Non
 
 
 @pytest.mark.parametrize("setting", ["tcp", "files"])
-def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
+def test_a_transport_that_works_everywhere_is_used_as_set(setting: str) -> None:
     assert choose_transport(setting, GPU, server(CPU, machine="m2"), shares_memory=False)[0] == setting
 
 
@@ -78,7 +78,7 @@ def test_what_goes_everywhere_is_taken_as_set(setting: str) -> None:
         ("shm", CPU, server(CPU), False, "no shared memory"),
     ],
 )
-def test_what_is_set_and_impossible_says_why_and_what_to_do(
+def test_an_impossible_transport_is_refused_with_reason_and_remedy(
     setting: str, trainer: ProcessLocation, served: ServerLocation, shares: bool, why: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"{why}.*; give tcp, or auto"):

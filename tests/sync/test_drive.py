@@ -168,7 +168,7 @@ async def test_a_trainer_that_cannot_send_fails_every_server_that_has_not_taken(
 
 
 @pytest.mark.parametrize("slow", ["send", "take"])
-async def test_whatever_takes_too_long_ends_at_the_deadline_by_name(slow: str) -> None:
+async def test_every_slow_call_ends_at_the_deadline_and_is_named(slow: str) -> None:
     with pytest.raises(
         SyncError, match=r"http://server: receiving version run:1:2.* sync\.timeout_s = 0\.2 s"
     ):
@@ -188,7 +188,7 @@ async def test_a_comparison_that_takes_too_long_ends_at_the_deadline_by_name(slo
         await parity(Trainer(slow={slow}), Server(slow={slow}), SOON)
 
 
-async def test_a_failure_on_the_way_says_which_server_was_taking_what() -> None:
+async def test_a_failure_during_a_transfer_names_server_version_and_transport() -> None:
     server = Server(failing={"take": TransientRequestError("500 the old weights serve: out of memory")})
     with pytest.raises(
         SyncError, match=r"http://server: receiving version run:1:2 by tcp: 500 .* out of memory"

@@ -99,7 +99,7 @@ async def test_a_server_answers_with_arrays_what_it_answers_with_json(vllm_serve
 
 
 @pytest.mark.service
-async def test_routed_experts_that_a_server_does_not_return_are_missed_at_its_start(vllm_server) -> None:
+async def test_missing_routed_experts_are_an_error_at_the_start_of_a_server(vllm_server) -> None:
     async with VllmClient(vllm_server.url, vllm_server.config) as client:
         with pytest.raises(Exception, match="--enable-return-routed-experts"):
             await client.warm_up(60.0, needs_routing=True)

@@ -56,7 +56,7 @@ def worker(request: pytest.FixtureRequest, tied_model: Path) -> Worker:
     return Worker(tied_model, request.param)
 
 
-def test_correct_weights_never_differ_whatever_columns_are_read(worker: Worker) -> None:
+def test_correct_weights_never_differ_for_any_columns(worker: Worker) -> None:
     for _ in range(N_UPDATES):
         expected = worker.update()
         worker.put_in_place()

@@ -174,7 +174,7 @@ def test_closing_a_link_ends_a_call_in_another_thread(groups: list[StandInGroup]
         receiver.receive([torch.zeros(1, dtype=torch.uint8)])
 
 
-def test_an_end_that_does_not_come_is_named(groups: list[StandInGroup], store: Any) -> None:
+def test_a_missing_end_of_a_link_is_named(groups: list[StandInGroup], store: Any) -> None:
     sender = NcclSender(Rendezvous(store, "link", HOST, 0.2, 0.2))
     with pytest.raises(SyncError, match=r"the other end of link did not come in 0\.2 s \(sync\.timeout_s\)"):
         sender.open()

@@ -135,7 +135,7 @@ def lone_server(run_server, tied_model) -> Iterator[Any]:
         yield served
 
 
-async def test_a_server_killed_while_weights_travel_does_not_hold_another(
+async def test_a_server_killed_during_a_transfer_does_not_delay_another(
     client, lone_server, source_of, sequences
 ) -> None:
     source = source_of(lone_server.model)

@@ -1,4 +1,4 @@
-"""What becomes of an order at a real vLLM server when it is for a comparison, comes by files, or fails on its way."""
+"""Orders at a real vLLM server: for a comparison, for weights in files, and such that fail half-way."""
 
 import asyncio
 import hashlib
@@ -86,7 +86,9 @@ async def source(vllm_server, client, source_of) -> Any:
     return source
 
 
-async def test_verification_names_what_the_live_model_has_otherwise(client, source, sequences, use_repairs):
+async def test_verification_names_the_tensors_in_which_the_live_model_differs(
+    client, source, sequences, use_repairs
+):
     norm = source.model.model.norm.weight
     assert not (await send(source, client, "run:1:0", mode="verify")).differing
     with torch.no_grad():
@@ -190,14 +192,14 @@ async def test_a_server_serves_while_it_waits_for_weights_and_takes_one_order_at
     assert await client.version() == "run:1:3"
 
 
-async def test_an_order_for_which_nothing_comes_ends_at_its_deadline(client, source):
+async def test_an_order_without_a_sender_ends_at_its_deadline(client, source):
     with pytest.raises(RequestError, match=r"the old weights serve: .*in 0\.5 s"):
         await give(client, await order_of(source, "run:1:1", timeout_s=0.5))
     await send(source, client, "run:1:2")
     assert await client.version() == "run:1:2"
 
 
-async def test_an_order_ends_with_the_connection_of_who_gave_it(client, source):
+async def test_an_order_ends_with_the_connection_of_its_sender(client, source):
     order = await order_of(source, "run:1:1", timeout_s=100 * TIMEOUT_S)
     giving = asyncio.ensure_future(give(client, order))
     links = await asyncio.to_thread(opened, order)

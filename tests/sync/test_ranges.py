@@ -16,7 +16,7 @@ def test_examples() -> None:
 
 
 @given(SIZES, st.integers(1, 5))
-def test_every_number_is_in_exactly_one_part_and_parts_differ_by_one_at_most(
+def test_every_number_is_in_exactly_one_range_and_sizes_differ_by_at_most_one(
     sizes: list[int], n_parts: int
 ) -> None:
     parts = cut_evenly(sizes, n_parts)
@@ -27,7 +27,7 @@ def test_every_number_is_in_exactly_one_part_and_parts_differ_by_one_at_most(
 
 
 @given(SIZES, st.integers(1, 5))
-def test_whole_items_go_to_parts_in_order(sizes: list[int], n_parts: int) -> None:
+def test_whole_items_are_assigned_to_ranges_in_order(sizes: list[int], n_parts: int) -> None:
     parts = assign_evenly(sizes, n_parts)
     assert parts == sorted(parts)
     assert all(0 <= part < n_parts for part in parts)

@@ -29,7 +29,7 @@ class FailingLink:
 
 
 @pytest.mark.parametrize("error", [SyncError("broken"), ValueError("odd"), KeyError()])
-def test_whatever_a_link_raises_the_transfer_is_given_up_and_its_links_are_closed(error: Exception) -> None:
+def test_any_exception_of_a_link_ends_the_transfer_and_closes_its_links(error: Exception) -> None:
     link = FailingLink(error)
     ready: Future[Sequence[torch.Tensor]] = Future()
     ready.set_result([torch.zeros(4, dtype=torch.uint8)])

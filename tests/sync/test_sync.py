@@ -130,7 +130,7 @@ async def test_a_server_without_the_start_model_refuses_to_take_adapters_alone(
 
 
 @pytest.mark.parametrize("fixture", ["vllm_server", "expert_server"])
-async def test_copies_of_a_model_take_turns_in_serving(request, source_of, sequences, use_repairs, fixture):
+async def test_copies_of_a_model_alternate_in_serving(request, source_of, sequences, use_repairs, fixture):
     server = request.getfixturevalue(fixture)
     source = source_of(server.model)
     async with VllmClient(server.url, server.config) as client:

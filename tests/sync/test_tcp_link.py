@@ -62,7 +62,7 @@ def stop(_: bytes) -> None:
     ("spoil", "complaint"),
     [(lose, r"bytes were lost on the way|no byte came in"), (stop, r"no byte came in 0\.5 s")],
 )
-def test_what_a_network_loses_or_withholds_never_passes_for_whole(spoil: Any, complaint: str) -> None:
+def test_lost_or_withheld_bytes_never_count_as_a_complete_transfer(spoil: Any, complaint: str) -> None:
     store = serve_store(HOST, TIMEOUT_S)
     sender = TcpSender(Rendezvous(store, "link", HOST, TIMEOUT_S, STALL_S))
     joined = Relayed(join_store(HOST, store.port, TIMEOUT_S), spoil)

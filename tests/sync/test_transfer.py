@@ -42,7 +42,7 @@ dtype = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.flo
     streams=st.integers(1, 3),
     is_live=st.booleans(),
 )
-def test_what_arrives_is_what_was_sent(seed, shapes, n_buckets, n_ranks, streams, is_live) -> None:
+def test_received_weights_equal_the_sent_ones(seed, shapes, n_buckets, n_ranks, streams, is_live) -> None:
     weights = weights_of(seed, shapes)
     n_bytes = sum(each.nbytes for each in weights.values())
     plan = plan_of(weights, n_ranks, 1 + n_bytes // n_buckets, streams)

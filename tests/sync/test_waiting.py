@@ -78,7 +78,7 @@ def transferred(
     return trainer.take(), server.take()
 
 
-def test_a_server_that_comes_late_is_what_the_trainer_waits_for() -> None:
+def test_a_late_server_is_the_cause_of_the_trainers_wait() -> None:
     trainer, server = transferred(SMALL, before_links=DELAY_S)
     began = {each.name: each.started_ns for each in [*trainer, *server]}
     late_s = 1e-9 * (began["receiving"] - began["sending"])
@@ -87,7 +87,7 @@ def test_a_server_that_comes_late_is_what_the_trainer_waits_for() -> None:
     assert seconds(trainer, "gathering") < OTHER_S
 
 
-def test_a_server_that_takes_no_bytes_for_a_while_is_what_the_trainer_waits_for() -> None:
+def test_a_server_that_pauses_receiving_is_the_cause_of_the_trainers_wait() -> None:
     trainer, _ = transferred(LARGE, before_bytes=DELAY_S)
     assert PLANTED_S < seconds(trainer, "waiting_for_receiver", SERVER) <= seconds(trainer, "sending")
     assert seconds(trainer, "gathering") < OTHER_S
@@ -97,7 +97,7 @@ def test_a_server_that_takes_no_bytes_for_a_while_is_what_the_trainer_waits_for(
         assert each.started_ns + each.duration_ns <= whole.started_ns + whole.duration_ns
 
 
-def test_slow_gathering_is_the_trainers_and_what_its_server_waits_for() -> None:
+def test_slow_gathering_is_the_trainers_and_the_cause_of_its_servers_wait() -> None:
     trainer, server = transferred(SMALL, before_piece=DELAY_S)
     assert PLANTED_S < seconds(trainer, "gathering") <= seconds(trainer, "sending")
     assert PLANTED_S < seconds(server, "waiting_for_trainer", "trainer/0") <= seconds(server, "receiving")

@@ -153,7 +153,7 @@ def batches() -> Batches:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[[str, int, dict[str, object]], None]:
-    """Run a script beside this file on ranks that torchrun starts; fails with its last output."""
+    """Run a script from this folder on ranks that torchrun starts; fails with its last output."""
 
     def run(script: str, n_ranks: int, job: dict[str, object]) -> None:
         path = tmp_path / f"{script}-{n_ranks}.json"

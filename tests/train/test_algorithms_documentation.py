@@ -23,7 +23,7 @@ def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in ALGORITHMS.glob("*.yaml")))
-def test_a_preset_is_what_the_table_says(name: str) -> None:
+def test_a_preset_has_the_settings_of_the_table(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`[^|]*\| (.*)$", PAGE, re.MULTILINE)[:1]
     config = load(f"quickstart+{name}")
     advantage, loss, normalization, _, _ = row.split("|")

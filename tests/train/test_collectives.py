@@ -24,7 +24,7 @@ class SlowGradient(torch.autograd.Function):
         return gradient
 
 
-def test_the_rank_that_comes_first_waits_for_the_one_that_comes_last() -> None:
+def test_the_first_rank_at_a_collective_waits_for_the_last() -> None:
     visits = [np.array([[1, 4], [9, 10]]) * MS, np.array([[3, 4], [5, 10]]) * MS]
     assert list(find_waits(visits)) == [
         RankWait(0, 1 * MS, 3 * MS, slowest=1),
@@ -32,7 +32,7 @@ def test_the_rank_that_comes_first_waits_for_the_one_that_comes_last() -> None:
     ]
 
 
-def test_a_rank_that_leaves_before_the_last_one_comes_has_waited_until_it_left() -> None:
+def test_a_rank_that_leaves_before_the_last_one_arrives_waits_until_it_leaves() -> None:
     visits = [np.array([[1, 2]]) * MS, np.array([[5, 6]]) * MS]
     assert list(find_waits(visits)) == [RankWait(0, 1 * MS, 2 * MS, slowest=1)]
 

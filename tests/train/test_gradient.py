@@ -25,7 +25,7 @@ Metrics = dict[tuple[str, str, str], float]
 
 N_ROWS, VOCABULARY = 24, 4096
 SHIFT_NATS = 4.0 - math.log(VOCABULARY)
-"""Brings the sampler's log-probabilities near those of a new model, so that ratios lie about 1, within bounds and not."""
+"""Brings the sampler's log-probabilities near those of a new model, so that ratios are about 1, within bounds and outside."""
 
 OBJECTIVES: dict[str, dict[str, object]] = {
     "token": {},
@@ -54,7 +54,7 @@ class Case:
 
     Attributes:
         way: settings that must not matter, and the size of the logits in memory.
-        order: of the rows; where a batch makes several updates it says of which a row is, and stays.
+        order: of the rows; where a batch makes several updates it decides to which a row belongs, and stays.
     """
 
     objective: str

@@ -85,7 +85,7 @@ def distance(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> fl
 
 @pytest.mark.parametrize("layout", ["padded", "varlen"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_packed_rows_are_what_they_are_alone(kind: str, layout: Any) -> None:
+def test_packed_rows_have_the_log_probabilities_of_single_rows(kind: str, layout: Any) -> None:
     samples = rows_with_prompts()
     config = TrainConfig(layout=layout, micro_batch_tokens=300)
     alone = outcome(
@@ -101,7 +101,7 @@ def test_packed_rows_are_what_they_are_alone(kind: str, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["padded", "varlen"])
-def test_no_other_row_notices_when_one_changes(layout: Any) -> None:
+def test_a_changed_row_changes_no_other_row(layout: Any) -> None:
     samples, config, kind = rows_with_prompts(), TrainConfig(layout=layout), CONFIGS["grouped heads"]
     before, _ = outcome(model_of(kind), samples, [list(range(9))], config)
     changed = samples.token_ids[4].copy()
@@ -122,7 +122,7 @@ def test_a_common_prompt_is_computed_once() -> None:
 
 
 @pytest.mark.parametrize("layout", ["padded", "varlen"])
-def test_head_in_chunks_gives_what_it_gives_at_once(layout: Any) -> None:
+def test_the_head_in_chunks_equals_the_head_at_once(layout: Any) -> None:
     samples = rows_with_prompts()
     samples.token_ids.extend(rows_with_prompts(1).token_ids)
     samples.loss_masks.extend(rows_with_prompts(1).loss_masks)
@@ -136,7 +136,7 @@ def test_head_in_chunks_gives_what_it_gives_at_once(layout: Any) -> None:
     assert distance(parts[1], whole[1]) < 1e-6
 
 
-def test_what_a_model_does_to_its_logits_is_done_in_every_chunk() -> None:
+def test_transformations_of_logits_are_applied_in_every_chunk() -> None:
     first, second = rows_with_prompts(), rows_with_prompts(1)
     samples = Samples.from_tokens(first.token_ids + second.token_ids, first.loss_masks + second.loss_masks)
     cuts = [list(range(18))]
@@ -147,7 +147,7 @@ def test_what_a_model_does_to_its_logits_is_done_in_every_chunk() -> None:
     assert distance(parts[1], whole[1]) < 1e-6
 
 
-def test_models_that_cannot_have_rows_in_a_line_are_padded_or_refused() -> None:
+def test_models_that_cannot_pack_sequences_are_padded_or_refused() -> None:
     states = Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1)
     for config, cause in ((CAPPED, "caps the scores"), (states, "a custom attention")):
         model = model_of(config)

@@ -84,9 +84,7 @@ def test_merged_weights_have_the_names_shapes_and_types_of_the_start_model(start
     }
 
 
-def test_what_is_exported_is_the_merged_model_and_beside_it_an_adapter_that_peft_reads(
-    start: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_the_merged_model_and_an_adapter_that_peft_reads(start: Path, tmp_path: Path) -> None:
     model = adapted(start)
     export_policy(model, str(tmp_path / "exported"), is_writer=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
@@ -204,16 +202,16 @@ async def test_a_checkpoint_holds_adapters_alone_and_gives_the_same_policy_again
     tiny_model: Path, batches: Any, run_trainer: Callable[[TrainConfig], Any], tmp_path: Path
 ) -> None:
     digest = batches.write_step(tmp_path, 0, batches.uneven_rows(8))
-    stands = {"run_id": "r", "model": str(tiny_model), "folder": str(tmp_path)}
+    policy = {"run_id": "r", "model": str(tiny_model), "folder": str(tmp_path)}
     async with run_trainer(TrainConfig(ranks=2, zero_stage=3, lora=LORA)) as trainer:
         client = trainer.client
-        await client.do(LoadPolicy(**stands, incarnation=1, checkpoint=None, version=0))
+        await client.do(LoadPolicy(**policy, incarnation=1, checkpoint=None, version=0))
         await client.do(TrainStep(folder=str(tmp_path), run_id="r", step=0, digest=digest))
         await client.do(BeginCheckpoint(folder=str(tmp_path), version=1))
         await client.do(AwaitCheckpoint(version=1))
         before = await client.do(DigestState())
         checkpoint = tmp_path / "checkpoints" / "version=000001"
-        await client.do(LoadPolicy(**stands, incarnation=2, checkpoint=str(checkpoint), version=1))
+        await client.do(LoadPolicy(**policy, incarnation=2, checkpoint=str(checkpoint), version=1))
         assert await client.do(DigestState()) == before
     stored = {name for file in checkpoint.glob("*.safetensors") for name in load_file(file)}
     weights = {name for name in stored if name.startswith("weight/")}

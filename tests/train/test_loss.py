@@ -19,7 +19,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def test_every_loss_says_whether_it_has_a_ratio() -> None:
+def test_every_loss_declares_whether_it_has_a_ratio() -> None:
     assert LOSSES.keys() == HAS_RATIO.keys()
 
 
@@ -35,7 +35,7 @@ def test_a_loss_of_another_package_is_called_with_its_options_by_name() -> None:
     assert has_ratio
 
 
-def test_a_loss_of_another_package_may_say_that_it_has_no_ratio() -> None:
+def test_a_loss_of_another_package_may_declare_that_it_has_no_ratio() -> None:
     truncated = {"mode": "truncated"}
     config = {"importance": truncated, "loss": "planted_losses:without_ratio"}
 

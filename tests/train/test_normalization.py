@@ -20,7 +20,7 @@ ROWS = torch.tensor([0, 0, 1, 2, 2, 2])
         ({"normalization": "fixed_length", "normalization_tokens": 10}, 36 / 30),
     ],
 )
-def test_each_normalization_is_the_mean_that_it_says(settings: dict[str, object], expected: float) -> None:
+def test_each_normalization_is_the_mean_of_its_name(settings: dict[str, object], expected: float) -> None:
     config = TrainConfig.model_validate(settings)
     tokens = Tokens(LOSSES, LOSSES, LOSSES, LOSSES, ROWS, 3)
 

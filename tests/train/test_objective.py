@@ -131,12 +131,12 @@ def weights_of(said: Forward, batch: MicroBatch, **settings: Any) -> list[float]
 RATIOS = [1.0, math.exp(1.0), math.exp(-2.0), math.exp(0.1)]
 
 
-def test_weights_are_of_the_trained_policy_over_the_sampler_cut_at_the_cap() -> None:
+def test_weights_are_trained_policy_over_sampler_truncated_at_the_cap() -> None:
     weights = weights_of(forward(), micro_batch(), importance={"mode": "truncated"})
     assert weights == pytest.approx([1.0, 2.0, RATIOS[2], RATIOS[3]])
 
 
-def test_what_is_masked_lies_outside_of_the_bounds_and_has_no_gradient() -> None:
+def test_masked_tokens_are_outside_the_bounds_and_have_no_gradient() -> None:
     """IcePop, Ling Team 2025, equation 4: M(k) = k for alpha <= k <= beta, else 0."""
     masked = {"mode": "masked", "bounds": (0.5, 2.0)}
     said, what = forward(), objective(importance=masked)
@@ -151,13 +151,13 @@ def test_a_loss_with_the_ratio_to_the_sampler_does_not_count_it_twice() -> None:
     assert weights_of(forward(), micro_batch(), loss="ppo_clip", importance=masked) == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_of_a_whole_row_it_is_the_product_of_its_ratios() -> None:
+def test_the_weight_of_a_whole_row_is_the_product_of_its_ratios() -> None:
     truncated = {"mode": "truncated", "level": "sequence", "bounds": (0.0, 1.05)}
     whole = math.exp(0.0 + 1.0 - 2.0)
     assert weights_of(forward(), micro_batch(), importance=truncated) == pytest.approx([whole] * 3 + [1.05])
 
 
-def test_a_row_whose_ratio_overflows_is_cut_or_masked_and_never_nan() -> None:
+def test_a_row_whose_ratio_overflows_is_truncated_or_masked_and_never_nan() -> None:
     far = forward(SAMPLER + 1000.0)
     for mode, expected in (("truncated", 2.0), ("masked", 0.0)):
         importance = {"mode": mode, "level": "sequence"}

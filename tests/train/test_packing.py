@@ -72,7 +72,7 @@ def test_ranks_have_as_many_micro_batches_and_nearly_as_many_tokens(
 
 
 @given(units(), RANKS, BUDGETS)
-def test_every_row_of_a_line_is_in_one_micro_batch_within_the_budget(
+def test_every_row_of_a_packed_sequence_is_in_one_micro_batch_within_the_budget(
     units: list[PrefixGroup], n_ranks: int, budget: int
 ) -> None:
     shares = pack_varlen(units, n_ranks, budget)

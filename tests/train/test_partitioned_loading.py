@@ -23,7 +23,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 @pytest.mark.slow
-def test_a_model_that_is_read_by_parts_is_the_whole_one_divided(
+def test_a_model_loaded_by_shards_equals_the_whole_one_divided(
     tmp_path: Path, run_ranks: Callable[[str, int, dict[str, object]], None]
 ) -> None:
     folders = []

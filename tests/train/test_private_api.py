@@ -47,7 +47,7 @@ ATTRIBUTES = [
 
 
 @pytest.mark.parametrize(("module", "name"), SYMBOLS)
-def test_a_library_has_what_is_used_of_it(module: str, name: str) -> None:
+def test_a_library_has_every_registered_name(module: str, name: str) -> None:
     found = importlib.import_module(module)
     for part in name.split("."):
         assert hasattr(found, part), (
@@ -75,7 +75,7 @@ def test_the_register_was_written_for_the_installed_minor_version(library: str, 
     assert Version(library).release[:2] == Version(seen_in).release[:2]
 
 
-def test_what_is_gone_is_reported_with_the_version_that_had_it() -> None:
+def test_a_missing_name_is_reported_with_the_version_that_had_it() -> None:
     with pytest.raises(
         LibraryError, match=r"deepspeed .* has no Linear\.partition_numel.*install deepspeed 0\.19\.8"
     ):

@@ -66,15 +66,13 @@ def test_settings_that_go_together_are_not(settings: dict[str, Any]) -> None:
         ("optimizer_and_weights", 3, "cpu", "this trainer computes on the CPU"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(
-    offload: Any, zero_stage: Any, device: str, message: str
-) -> None:
+def test_an_impossible_offload_is_refused(offload: Any, zero_stage: Any, device: str, message: str) -> None:
     config = TrainConfig(offload=offload, zero_stage=zero_stage)
     with pytest.raises(ConfigError, match=rf"train\.offload = '{offload}': .*{message}"):
         check_offload(config, device)
 
 
-def test_what_can_be_offloaded_is_not() -> None:
+def test_a_possible_offload_is_accepted() -> None:
     check_offload(TrainConfig(), "cpu")
     check_offload(TrainConfig(offload="optimizer", zero_stage=1), "cuda")
     check_offload(TrainConfig(offload="optimizer_and_weights", zero_stage=3))

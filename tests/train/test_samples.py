@@ -17,7 +17,7 @@ def samples(batches: Any, tmp_path: Path) -> Samples:
     return read_samples(str(tmp_path), 0)[1]
 
 
-def test_rows_come_in_the_order_of_the_batch(batches: Any, tmp_path: Path) -> None:
+def test_rows_have_the_order_of_the_batch(batches: Any, tmp_path: Path) -> None:
     rows = batches.uneven_rows(9)
     written = batches.write_step(tmp_path, 0, rows)
     digest, samples = read_samples(str(tmp_path), 0)

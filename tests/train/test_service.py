@@ -1,4 +1,4 @@
-"""The trainer service as a whole: real ranks under torchrun, spoken to by its client."""
+"""The trainer service as a whole: real ranks under torchrun, called by its client."""
 
 import asyncio
 import dataclasses
@@ -257,7 +257,7 @@ async def test_service_ends_and_client_says_why_when_a_rank_is_killed(
             client.do(TrainStep(folder=str(run), run_id="r", step=0, digest=digest))
         )
         while any(cpu_s(pid) < before[rank] + DEEP_IN_A_STEP_S for rank, pid in ranks.items()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)  # a rank that waits for the other one would tell of a broken connection
+            await asyncio.sleep(0.05)  # a rank that waits for the other one would report a broken connection
         assert not training.done()
         os.kill(ranks[victim], signal.SIGKILL)
         with pytest.raises(ServiceDiedError, match="SIGKILL"):
@@ -285,7 +285,7 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_a_rank_that_is_killed_while_it_sends_ends_the_service_and_all_receptions(
+async def test_a_rank_killed_while_sending_ends_the_service_and_all_receptions(
     larger_model: Path, run_trainer: RunTrainer, receive_weights: Receive, rank_pids: Any, tmp_path: Path
 ) -> None:
     may_begin, reports = threading.Event(), asyncio.Queue[dict[str, int]]()

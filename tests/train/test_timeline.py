@@ -50,7 +50,7 @@ def unattributed(spans: Sequence[Span], process: str) -> float:
 
 
 @pytest.mark.service
-async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
+async def test_a_slow_rank_is_found_and_the_waits_of_the_others_are_attributed_to_it(
     run_trainer: Callable[[TrainConfig], AbstractAsyncContextManager[Any]],
     tiny_model: Path,
     batches: Any,
@@ -117,7 +117,7 @@ async def test_a_slow_rank_is_found_and_what_the_others_wait_is_booked_to_it(
     assert planted_s < result.duration_s < 1e-9 * (answered_ns - asked_ns)
 
 
-def test_a_rank_began_with_its_last_command_when_it_first_did_something_but_wait() -> None:
+def test_a_rank_starts_a_command_with_its_first_span_other_than_a_wait() -> None:
     spans = [
         Span("trainer/0", "main", "forward", 0, 1, 2),
         Span("trainer/0", "main", "idle", 1, 3, 2, "no command"),

@@ -133,7 +133,7 @@ def store_transposed(model: PreTrainedModel) -> None:
     model._weight_conversions = [WeightConverter(f"stored.{pattern}", pattern, [Transpose(0, 1)])]
 
 
-def test_layers_in_another_order_than_in_memory_are_made_and_shared_out() -> None:
+def test_layers_in_another_order_than_in_memory_are_sent_too() -> None:
     model = model_of("dense")
     store_transposed(model)
     expected = dict(gather_weights(model))
@@ -188,7 +188,7 @@ PRODUCT = {
         pytest.param(3, PAIRWISE, id="3-pairwise", marks=pytest.mark.long),
     ],
 )
-def test_what_ranks_send_write_and_digest_is_what_they_train(
+def test_the_weights_that_ranks_send_write_and_digest_are_those_they_train(
     n_ranks: int,
     cases: list[dict[str, Any]],
     run_ranks: Callable[[str, int, dict[str, object]], None],

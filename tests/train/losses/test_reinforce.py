@@ -9,7 +9,7 @@ from rollmill.tasks.train.objective.losses.token_loss import Tokens
 MakeTokens = Callable[..., Tokens]
 
 
-def test_its_gradient_is_the_advantage_whatever_the_ratio(tokens: MakeTokens) -> None:
+def test_the_gradient_is_the_advantage_for_any_ratio(tokens: MakeTokens) -> None:
     logprobs = torch.tensor([-1.0, -3.0, -0.1], requires_grad=True)
     given = tokens(logprobs, torch.tensor([-5.0, 0.0, torch.nan]), torch.tensor([0.5, -0.25, 2.0]))
     found = reinforce(given)
