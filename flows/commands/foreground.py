@@ -15,10 +15,10 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuAssignment, assign_gpus, list_visible_gpus
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.serve import vllm_launch
-from rollmill.tasks.serve.vllm_launch import gpus_per_server
+from rollmill.tasks.serve.vllm_launch import check_guarded, gpus_per_server
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.train.service import launch
-from rollmill.tasks.train.service.launch import TOKEN_ENV, Nodes
+from rollmill.tasks.train.service.launch import GLOO_INTERFACE_ENV, TOKEN_ENV, Nodes
 
 
 def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
@@ -47,28 +47,36 @@ def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
     file = launch.write_config(config.train, config.sync, port, logs, host)
     # Without names rank i uses the i-th GPU that this terminal sees.
     gpus = _pick_gpus(config.train.gpus, ranks=config.train.ranks // nodes.count).trainer
-    _run_service(
-        launch.build_command(config.train, file, nodes),
-        launch.build_environment(config.train, token, gpus=gpus),
-    )
+    environment = launch.build_environment(config.train, token, gpus=gpus)
+    if nodes.count > 1 and GLOO_INTERFACE_ENV not in environment:
+        environment[GLOO_INTERFACE_ENV] = nodes.find_interface()
+    _run_service(launch.build_command(config.train, file, nodes), environment)
 
 
-def vllm_here(config: RunConfig, port: int) -> None:
-    """Run a vLLM server on a loopback port (0: any free one) until it ends; prints the setting to attach with.
+def vllm_here(config: RunConfig, host: str, port: int) -> None:
+    """Run a vLLM server until it ends; prints the setting to attach with.
+
+    Args:
+        config: all settings.
+        host: address of this machine that the server listens on.
+        port: its port; 0: any free one.
 
     Raises:
         ConfigError: the model, or something else, is missing; nothing was started.
     """
     check_vllm(config)
+    check_guarded(config.serve, host=host)
     check_port(port)
     model = start_model_folder(config)
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "there is no model yet; `rollmill run` makes a start model")
     port = port or free_port()
     (gpus,) = _pick_gpus(config.serve.gpus, servers=1, per_server=gpus_per_server(config.serve)).servers
-    typer.echo(f"serve.urls=[http://{vllm_launch.LOOPBACK}:{port}]")
+    typer.echo(f"serve.urls=[http://{host}:{port}]")
     _run_service(
-        vllm_launch.vllm_command(config.serve, str(model), port, returns_routing=config.rollout.keep_routing),
+        vllm_launch.vllm_command(
+            config.serve, str(model), port, host=host, returns_routing=config.rollout.keep_routing
+        ),
         vllm_launch.vllm_environment(config.serve, gpus=gpus),
     )
 

@@ -96,9 +96,14 @@ def trainer(
 
 
 @commands.command(rich_help_panel=PANEL)
-def vllm(preset: Preset, overrides: Overrides = None, port: Port = 0) -> None:
+def vllm(
+    preset: Preset,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address that the server listens on.")] = "127.0.0.1",
+    port: Port = 0,
+) -> None:
     """Run a vLLM server in the foreground, for flows to attach to."""
     from rollmill.flows.commands.foreground import vllm_here
     from rollmill.flows.settings import load
 
-    vllm_here(load(preset, tuple(overrides or ())), port)
+    vllm_here(load(preset, tuple(overrides or ())), host, port)

@@ -51,8 +51,10 @@ _CPU_ARGUMENTS = (
 _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def vllm_command(config: ServeConfig, model: str, port: int, *, returns_routing: bool = False) -> list[str]:
-    """Return the command line that starts a vLLM server of the model folder `model` on a loopback port.
+def vllm_command(
+    config: ServeConfig, model: str, port: int, *, host: str = LOOPBACK, returns_routing: bool = False
+) -> list[str]:
+    """Return the command line that starts a vLLM server of the model folder `model` on a port of the address `host`.
 
     The module is run rather than the `vllm` command: that one needs a distribution called vllm, which the
     CPU build is not. Log-probabilities are those the tokens were sampled by (temperature applied). Start it with
@@ -62,7 +64,7 @@ def vllm_command(config: ServeConfig, model: str, port: int, *, returns_routing:
         config.python,
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", "policy"),
-        *("--host", LOOPBACK, "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--dtype", config.dtype),
         *("--max-model-len", str(config.max_model_len)),
         *("--max-num-seqs", _MAX_NUM_SEQS),
@@ -127,17 +129,18 @@ def has_plugin_failure(log: str) -> bool:
     return _PLUGIN_FAILURE.search(log) is not None
 
 
-def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ) -> None:
-    """Refuse settings with which other machines can reach a server that has no API key.
+def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ, *, host: str = LOOPBACK) -> None:
+    """Refuse an address at which other machines can reach a server that has no API key: `host`, or one in serve.extra_args.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: names the option or the setting.
     """
     words = [word for each in config.extra_args for word in each.split("=", 1)]
-    hosts = [after for word, after in pairwise(words) if word == "--host"]
-    if any(host != LOOPBACK for host in hosts) and not base.get(API_KEY_ENV):
-        remedy = f"others reach its control routes there: put a key in the environment variable {API_KEY_ENV}, which they need"
-        raise ConfigError("serve.extra_args", f"--host {hosts[-1]}", remedy)
+    further = [("serve.extra_args", f"--host {after}") for word, after in pairwise(words) if word == "--host"]
+    for field, value in [("--host", host), *further]:
+        if value.removeprefix("--host ") != LOOPBACK and not base.get(API_KEY_ENV):
+            remedy = f"others reach its control routes there: put a key in the environment variable {API_KEY_ENV}, which they need"
+            raise ConfigError(field, value, remedy)
 
 
 def is_cpu_build(python: str) -> bool:

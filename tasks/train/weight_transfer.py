@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,7 +108,7 @@ class WeightTransfer:
         self._plan = TransferPlan()
         self._base: AdapterBase | None = None
         self._store: Any = None
-        self._port = 0
+        self._host, self._port = "", 0
         self._memory: SharedMemory | None = None
         self._shared = ""
         self._location = ProcessLocation("", "")
@@ -140,7 +141,7 @@ class WeightTransfer:
         self._loaded  # noqa: B018 - raises
         return WeightOffer(
             plan=self._plan,
-            host=self._config.sync.host,
+            host=self._host,
             port=self._port,
             location=self._location,
             base=self._base,
@@ -248,16 +249,22 @@ class WeightTransfer:
         if self._rank == 0 and sync.transport in _BY_MEMORY and self._memory is None:
             self._memory = SharedMemory(size)
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        own = self._port, machine_id(), gpu, self._memory.path if self._memory else "", failure
-        every: list[tuple[int, str, str, str, str]] = [own] * self._world_size
+        memory = self._memory.path if self._memory else ""
+        own = self._host, self._port, machine_id(), gpu, memory, failure
+        every: list[tuple[str, int, str, str, str, str]] = [own] * self._world_size
         if self._world_size > 1:
             with times.collective():
                 dist.all_gather_object(every, own)
-        ports, machines, gpus, paths, failures = zip(*every, strict=True)
+        hosts, ports, machines, gpus, paths, failures = zip(*every, strict=True)
         if failures[0]:
             raise SyncError(failures[0])
+        is_one_machine = len(set(machines)) == 1
+        if not is_one_machine and ip_address(hosts[0]).is_loopback:
+            raise SyncError(
+                f"sync.host={sync.host!r} is {hosts[0]}, which other machines do not reach; {_REMEDY}"
+            )
         # Ranks on several machines have no memory in common that a server could read.
-        self._port, self._shared = ports[0], paths[0] if len(set(machines)) == 1 else ""
+        self._host, self._port, self._shared = hosts[0], ports[0], paths[0] if is_one_machine else ""
         self._location = ProcessLocation(machines[0], device.type, tuple(sorted(filter(None, set(gpus)))))
 
     def _serve(self) -> str:
@@ -268,7 +275,7 @@ class WeightTransfer:
                 self._store = serve_store(sync.host, sync.timeout_s)
             except (RuntimeError, OSError) as error:
                 return f"cannot listen at sync.host={sync.host!r}: {error}; {_REMEDY}"
-            self._port = self._store.port
+            self._host, self._port = self._store.host, self._store.port
         return ""
 
     def _open_shared_stream(self) -> torch.Tensor | None:
@@ -283,13 +290,13 @@ class WeightTransfer:
         Raises:
             SyncError: the store cannot be reached.
         """
-        sync = self._config.sync
+        sync, host, port = self._config.sync, self._host, self._port
         if self._sender is None or self._progress is None:
             try:
-                store = join_store(sync.host, self._port, sync.timeout_s)
-                self._sender = WeightSender(self._rank, sync.host, self._port, sync, device=device)
+                store = join_store(host, port, sync.timeout_s)
+                self._sender = WeightSender(self._rank, host, port, sync, device=device)
             except (RuntimeError, OSError) as error:
-                raise SyncError(f"cannot reach {sync.host}:{self._port}: {error}; {_REMEDY}") from error
+                raise SyncError(f"cannot reach {host}:{port}: {error}; {_REMEDY}") from error
             self._progress = SendProgress(
                 store, self._rank, self._world_size, self._config.progress_interval_s
             )

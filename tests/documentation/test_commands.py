@@ -29,7 +29,8 @@ PAGES = [
     ROOT / "README.md",
     *(each for each in sorted((ROOT / "docs").glob("*.md")) if each.name not in GENERATED),
 ]
-LANGUAGES = {"sh", "console", "python", "yaml", "text", "mermaid", "json", "toml"}
+# A bash fence is a script; tests/deploy/test_two_nodes.py runs the one that there is.
+LANGUAGES = {"sh", "bash", "console", "python", "yaml", "text", "mermaid", "json", "toml"}
 PROGRAMS = {
     "rollmill", "make", "prefect", "docker", "kubectl", "python", "pip", "apt", "git", "cd", "export", "aws",
     "tensorboard", "hf", "openssl", "cp", "kill", "mkdir", "curl", "while",

@@ -87,6 +87,9 @@ def test_a_server_that_others_reach_needs_a_key() -> None:
         check_guarded(open_to_all, {})
     check_guarded(open_to_all, {"ROLLMILL_VLLM_API_KEY": SECRET})
     check_guarded(ServeConfig(extra_args=("--host", "127.0.0.1")), {})
+    with pytest.raises(ConfigError) as refused:
+        check_guarded(ServeConfig(), {}, host="0.0.0.0")
+    assert refused.value.field == "--host"
 
 
 def test_text_of_errors_is_stored_without_passwords() -> None:

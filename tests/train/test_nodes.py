@@ -45,6 +45,20 @@ def test_nodes_that_cannot_meet_are_refused(nodes: Nodes, field: str) -> None:
     assert refused.value.field == field
 
 
+def test_the_interface_between_nodes_is_that_of_the_way_to_node_0() -> None:
+    assert Nodes(2, 1, "127.0.0.1:29400").find_interface() == "lo"
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "reason"),
+    [("no-such-node.invalid:29400", "no way to it"), ("127.0.1.1:29400", "resolves it to loopback")],
+)
+def test_a_rendezvous_that_other_nodes_cannot_reach_is_refused(rendezvous: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        Nodes(2, 0, rendezvous).find_interface()
+    assert refused.value.field == "--rendezvous"
+
+
 async def until_it_is_gone(client: TrainerClient) -> None:
     while True:
         await client.health()

@@ -108,19 +108,36 @@ class Rendezvous:
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
-    """Start the store through which links are opened, at a free port of this machine's address `host` alone."""
+    """Start the store through which links are opened, at a free port of one address; its `host` is that address.
+
+    `host` is a name or an address of this machine. A name may have addresses of other machines too, as that of a headless
+    service with several pods has.
+
+    Raises:
+        OSError: `host` has no address of this machine.
+    """
     # TCPStore itself would listen at all addresses of the machine, and it has no password.
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, 0), family=family)
-    port = listener.getsockname()[1]
+    listener = _listen_at_own_address(host)
+    address, port, *_ = listener.getsockname()
     return TCPStore(
-        host,
+        address,
         port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
+
+
+def _listen_at_own_address(host: str) -> socket.socket:
+    """Listen at a free port of the first address of `host` that this machine has; raises OSError if it has none of them."""
+    failure = OSError()
+    for family, _, _, _, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_server((address, 0), family=family)
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:

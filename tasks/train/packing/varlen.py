@@ -124,8 +124,8 @@ def varlen_attention(
     tokens = [each[0].transpose(0, 1) for each in (query, key, value)]
     if packed.expanded is not None:
         tokens = [each.index_select(0, packed.expanded) for each in tokens]
-    # torch's varlen kernel exists for CUDA alone.
-    kernel = _attend_by_kernel if query.is_cuda else _attend_by_length
+    # torch's varlen kernel exists for CUDA, and for meta tensors, which have shapes only.
+    kernel = _attend_by_length if query.device.type == "cpu" else _attend_by_kernel
     found = kernel(tokens, packed, scaling, sliding_window)
     if packed.first is not None:
         found = found.index_select(0, packed.first)

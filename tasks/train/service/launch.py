@@ -7,12 +7,15 @@ from pathlib import Path
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import VISIBLE
+from rollmill.tasks.processes.network_interface import find_interface
 from rollmill.tasks.processes.python_child import SAFE_PATH, child_environment, python_command
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service.commands import ServiceConfig
 
 TOKEN_ENV = "ROLLMILL_TRAINER_TOKEN"
+GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+"""Network interface of gloo's connections between ranks; unset: that of the machine's own name, which may be loopback."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -69,6 +72,28 @@ class Nodes:
         if not host or not port.isdigit() or (self.count > 1 and not int(port)):
             remedy = "give HOST:PORT of node 0, an address that all nodes reach and a port that is free there"
             raise ConfigError("--rendezvous", self.rendezvous, remedy)
+
+    def find_interface(self) -> str:
+        """Return the name of the network interface by which this machine and node 0 reach each other.
+
+        Raises:
+            ConfigError: this machine does not resolve or reach the rendezvous, or resolves its name to loopback.
+        """
+        host, _, port = self.rendezvous.rpartition(":")
+        try:
+            name = find_interface(host, int(port))
+        except OSError as error:
+            remedy = (
+                f"this machine finds no way to it ({error}): give an address of node 0 that all nodes reach"
+            )
+            raise ConfigError("--rendezvous", self.rendezvous, remedy) from None
+        # Debian resolves a machine's own name to 127.0.1.1, where other machines do not reach it.
+        if name == "lo" and host not in (_LOOPBACK, "localhost"):
+            remedy = (
+                "this machine resolves it to loopback: give node 0's network address, or correct /etc/hosts"
+            )
+            raise ConfigError("--rendezvous", self.rendezvous, remedy)
+        return name
 
 
 def build_command(train: TrainConfig, config: Path, nodes: Nodes = Nodes()) -> list[str]:
