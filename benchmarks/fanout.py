@@ -123,7 +123,7 @@ def measure(n_pairs: int, task_runs: Literal["all", "groups", "events"], server_
         await asyncio.sleep(SETTLE_S)
         n_before = recording.n_started
         flow_cpu, server_cpu = time.process_time(), server_cpu_s(server_pid)
-        recording.started()
+        recording.count_start()
         figures = dict(await fan_out_step(fanout, n_pairs, 0))
         ended = time.perf_counter()
         left = await recording.wait_until_recorded()

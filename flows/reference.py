@@ -14,7 +14,7 @@ from typing_extensions import TypeIs
 
 from rollmill.flows.cli import app
 from rollmill.flows.forms import FORMS
-from rollmill.tasks.config import StageConfig, named
+from rollmill.tasks.config import StageConfig, import_named
 
 PAGE = Path("docs") / "reference.md"
 DEPLOYMENTS = Path("prefect.yaml")
@@ -42,7 +42,7 @@ def list_deployed_flows(deployments: Path = DEPLOYMENTS) -> list[Flow[..., Any]]
     """Import the flows that the deployments of prefect.yaml name, each once, in the order in which they are named."""
     listed = yaml.safe_load(deployments.read_text())["deployments"]
     names = dict.fromkeys(str(each["entrypoint"]) for each in listed)
-    return [named("entrypoint", ":".join(name.rsplit(".", 1)), {}) for name in names]
+    return [import_named("entrypoint", ":".join(name.rsplit(".", 1)), {}) for name in names]
 
 
 def _parameters(flow: Flow[..., Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from rollmill.flows.config import FOREIGN, RunConfig
 from rollmill.flows.presets import are_algorithms, preset_values
 from rollmill.flows.rules import check_config
-from rollmill.tasks.config import ADDRESS, VARIABLE, StageConfig, nearest
+from rollmill.tasks.config import ADDRESS, VARIABLE, StageConfig, suggest
 from rollmill.tasks.errors import ConfigError, mask_credentials
 from rollmill.tasks.store.run.immutable_settings import get_setting
 
@@ -75,7 +75,7 @@ def parse_settings(model: type[Config], values: dict[str, Any]) -> Config:
             moved = first["ctx"]
             raise ConfigError(moved["field"], moved["value"], moved["remedy"]) from None
         field = ".".join(str(part) for part in first["loc"])
-        value, remedy = _refused_value(first)
+        value, remedy = _mask_refused(first)
         raise ConfigError(field, value, f"{remedy}{_suggest(model, field, first)}") from None
 
 
@@ -87,7 +87,7 @@ _REMEDIES = {
 }
 
 
-def _refused_value(error: ErrorDetails) -> tuple[object, str]:
+def _mask_refused(error: ErrorDetails) -> tuple[object, str]:
     """Return the refused value, masked if it may be a secret, and what is allowed in its place."""
     value = error["input"]
     if error["type"] == "secret":
@@ -169,7 +169,7 @@ def _suggest(model: type[StageConfig], field: str, error: ErrorDetails) -> str:
         names = list(settings(model))
         return _suggest_setting(field, [*names, *{name.rpartition(".")[0] for name in names} - {""}])
     if error["type"] == "literal_error":
-        return nearest(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        return suggest(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
     return ""
 
 
@@ -182,7 +182,7 @@ def _suggest_setting(field: str, names: Sequence[str]) -> str:
     section = field.rpartition(".")[0]
     if foreign := FOREIGN.get(field.rpartition(".")[2]):
         return f"; it is {foreign} here"
-    if suggested := nearest(
+    if suggested := suggest(
         field, [name for name in names if name.rpartition(".")[0] == section], LEAST_LIKENESS
     ):
         return suggested
@@ -191,7 +191,7 @@ def _suggest_setting(field: str, names: Sequence[str]) -> str:
     if not close:
         return "; `rollmill settings` lists all, docs/glossary.md the names of TRL, verl and prime-rl"
     same = [name for name, its_last in zip(names, last, strict=True) if its_last == close[0]]
-    return nearest(field, same, cutoff=0.0)
+    return suggest(field, same, cutoff=0.0)
 
 
 def _is_fixed(field: FieldInfo) -> bool:

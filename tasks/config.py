@@ -14,7 +14,7 @@ from rollmill.tasks.errors import ConfigError
 
 UNITS = {"s": "seconds", "env": "environment variable"}
 # Abbreviations in names of settings, as a form's titles have them.
-SPOKEN = {
+TITLE_WORDS = {
     "api": "API",
     "args": "arguments",
     "coef": "coefficient",
@@ -51,21 +51,21 @@ _SECRET_ADDRESS = re.compile(
 )
 
 
-def spoken(name: str) -> str:
+def make_title(name: str) -> str:
     """Return the title that a form shows for a setting. Example: "request_timeout_s" gives "Request timeout (seconds)".
 
     A learning rate has a hyphen before another word alone: "Learning rate", "Min learning-rate ratio".
     """
     words = name.split("_")
     unit = UNITS.get(words[-1], "") if len(words) > 1 else ""
-    text = " ".join(SPOKEN.get(word, word) for word in (words[:-1] if unit else words))
+    text = " ".join(TITLE_WORDS.get(word, word) for word in (words[:-1] if unit else words))
     text = re.sub(r"learning-rate$", "learning rate", text)
     return f"{text[0].upper()}{text[1:]}{unit and f' ({unit})'}"
 
 
-def _title_of_section(model: type) -> str:
+def _make_section_title(model: type) -> str:
     """Return the title that a form shows for a section. Example: that of StartModelConfig is "Start model"."""
-    return spoken(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", model.__name__.removesuffix("Config")).lower())
+    return make_title(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", model.__name__.removesuffix("Config")).lower())
 
 
 class StageConfig(BaseModel):
@@ -75,8 +75,8 @@ class StageConfig(BaseModel):
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
-        field_title_generator=lambda name, _: spoken(name),
-        model_title_generator=_title_of_section,
+        field_title_generator=lambda name, _: make_title(name),
+        model_title_generator=_make_section_title,
     )
 
     @field_validator("*")
@@ -119,7 +119,7 @@ def choose_dtype(devices: Path = Path("/dev")) -> str:
     return "bfloat16" if any(devices.glob("nvidia[0-9]*")) else "float32"
 
 
-def variable(default: str, description: str) -> Any:
+def env_variable_setting(default: str, description: str) -> Any:
     """Declare a setting whose value is the name of an environment variable with a secret; errors hide a wrong value."""
     return setting(default, description, pattern=VARIABLE)
 
@@ -147,13 +147,13 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+def suggest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message that suggests the most similar name, as "; did you mean mean_std?"; empty if none is."""
     matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
-def named(field: str, name: str, registered: Mapping[str, str]) -> Any:
+def import_named(field: str, name: str, registered: Mapping[str, str]) -> Any:
     """Import what a setting names: a registered name, or an import path `package.module:attribute`.
 
     Args:
@@ -171,13 +171,13 @@ def named(field: str, name: str, registered: Mapping[str, str]) -> Any:
         raise _unmakeable(field, name, registered, error) from error
 
 
-def made_by_name(field: str, name: str, registered: Mapping[str, str]) -> Any:
-    """Import the class or function that a setting names, as `named` does, and return what a call without arguments returns.
+def create_named(field: str, name: str, registered: Mapping[str, str]) -> Any:
+    """Import the class or function that a setting names, as `import_named` does, and return what a call without arguments returns.
 
     Raises:
         ConfigError: nothing can be imported under that name, or the call fails.
     """
-    factory = named(field, name, registered)
+    factory = import_named(field, name, registered)
     try:
         return factory()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -186,5 +186,5 @@ def made_by_name(field: str, name: str, registered: Mapping[str, str]) -> Any:
 
 def _unmakeable(field: str, name: str, registered: Mapping[str, str], error: Exception) -> ConfigError:
     names = ", ".join(sorted(registered))
-    remedy = f"give a registered name ({names}) or an import path package.module:Class ({error}){nearest(name, registered)}"
+    remedy = f"give a registered name ({names}) or an import path package.module:Class ({error}){suggest(name, registered)}"
     return ConfigError(field, name, remedy)

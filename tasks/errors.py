@@ -12,7 +12,7 @@ RollmillError
 ├── WorkerError: WorkerDiedError, WorkerTimeoutError, ForeignError
 └── TrainError: BatchRefusedError, ReplayError, SkippedStepsError
 
-All of them are picklable. `printable` and `text_of` turn errors of user code into text that can be stored.
+All of them are picklable. `printable` and `error_text` turn errors of user code into text that can be stored.
 """
 
 import re
@@ -265,7 +265,7 @@ def mask_credentials(text: str) -> str:
     return _CREDENTIALS.sub("://***@", text)
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's message, made safe to store by `printable`; errors raised by its `__str__` are caught.
 
     Example: an error whose `__str__` raises KeyError says "its text raised KeyError".
@@ -279,4 +279,4 @@ def text_of(error: BaseException) -> str:
 def describe_error(error: BaseException) -> tuple[str, str]:
     """Return the name of an error's type and its message, both safe to store in a row."""
     kind = error.kind if isinstance(error, ForeignError) else type(error).__name__
-    return printable(kind), text_of(error)
+    return printable(kind), error_text(error)

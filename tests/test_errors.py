@@ -1,6 +1,6 @@
 """What errors of foreign code say, as text that can be stored and sent."""
 
-from rollmill.tasks.errors import MAX_ERROR_CHARACTERS, printable, text_of
+from rollmill.tasks.errors import MAX_ERROR_CHARACTERS, error_text, printable
 
 
 class MuteError(Exception):
@@ -17,5 +17,5 @@ def test_text_is_cut_at_its_limit() -> None:
 
 
 def test_an_error_that_cannot_say_what_it_is_says_what_its_text_raised() -> None:
-    assert text_of(MuteError()) == "its text raised KeyError"
-    assert text_of(ValueError("\ud800")) == "?"
+    assert error_text(MuteError()) == "its text raised KeyError"
+    assert error_text(ValueError("\ud800")) == "?"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollmill.flows.config import RescoreConfig, RunConfig
-from rollmill.tasks.config import StageConfig, setting, spoken
+from rollmill.tasks.config import StageConfig, make_title, setting
 
 
 class Example(StageConfig):
@@ -46,7 +46,7 @@ def test_a_default_that_says_nothing_is_left_out() -> None:
     ],
 )
 def test_titles_are_words_with_units(name: str, title: str) -> None:
-    assert spoken(name) == title
+    assert make_title(name) == title
 
 
 @pytest.mark.parametrize("model", [RunConfig, RescoreConfig])

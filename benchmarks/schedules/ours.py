@@ -43,7 +43,7 @@ async def _timed(run: Run, seed: int, median_s: float) -> Timeline:
     STOPWATCH.set(stopwatch)
     sampler = SleepingSampler(latencies, run.player.tokenizer, stopwatch)
     planted = replace(run, player=replace(run.player, sampler=sampler))
-    run.recording.started()
+    run.recording.count_start()
     collected = await collect_step(quote(planted), 0, wait_for=())
     makespan_s = stopwatch.elapsed_s()
     scored = sum(len(outcome.survivors) for outcome in collected.outcomes)

@@ -7,7 +7,7 @@ from typing import Any
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.config import RunConfig
-from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, steps_of_sources
+from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, find_source_steps
 from rollmill.flows.recipe import start_model_folder
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from rollmill.flows.settings import apply_overrides, find_fixed_settings, validate
@@ -54,7 +54,7 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
     """Run the flow retrain in this process; arguments and errors as for `run_here`."""
     if not again:
         check_sources(run_folder(name, config))
-    steps_of_sources(config)
+    find_source_steps(config)
     check_offline(config)
     check_tokenizers(config)
     # Both would write to the folder that they read.

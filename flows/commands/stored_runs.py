@@ -256,7 +256,7 @@ async def compact_run(folder: RunFolder, grace_s: float | None, say: Callable[[s
                 await compactor.finish()
             else:
                 compactor.begin(max(list_complete_checkpoints(folder), default=0))
-                await compactor.settled()
+                await compactor.settle()
     if compactor.n_failed:
         raise StoreError(f"{folder.location}: {compactor.n_failed} partitions were not compacted")
     done = f"{folder.location}: {before} shards before, {_count_shards(folder)} now"

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Self
 
 from rollmill.flows.config import RunConfig
-from rollmill.flows.offline.retrain_sources import steps_of_sources
+from rollmill.flows.offline.retrain_sources import find_source_steps
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.score.group_outcomes import (
     GroupOutcome,
@@ -98,7 +98,7 @@ def _group_outcomes(
 def _all_outcomes(config: RunConfig) -> Iterator[tuple[StoredGroup, tuple[GroupOutcome, ...]]]:
     """Yield every group of the sources with its outcomes; a group that a run shares with its fork is yielded once."""
     seen: set[tuple[str, int, int]] = set()
-    for source, steps in steps_of_sources(config):
+    for source, steps in find_source_steps(config):
         manifest = read_manifest(source)
         for step in steps:
             for group, outcomes in _group_outcomes(source, step, config).items():

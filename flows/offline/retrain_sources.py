@@ -42,7 +42,7 @@ def check_offline(config: RunConfig) -> None:
 
 
 def _check_routing(config: RunConfig) -> None:
-    for source, steps in steps_of_sources(config):
+    for source, steps in find_source_steps(config):
         if missing := sorted({*steps} - {*list_steps(source, "routing")}):
             remedy = (
                 f"{source.location} has no routed experts of step {missing[0]}, nor of {len(missing) - 1} more steps: use "
@@ -51,7 +51,7 @@ def _check_routing(config: RunConfig) -> None:
             raise ConfigError("train.replay_routing", True, remedy)
 
 
-def steps_of_sources(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
+def find_source_steps(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
     """Return each source with its finished steps within the bounds retrain.steps.
 
     A step is finished when it was trained on; in a run of the flow collect, when all its groups are collected.

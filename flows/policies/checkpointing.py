@@ -32,7 +32,7 @@ async def drop_old_routing(run: Run, done: int) -> None:
     files, writer = run.store.files, run.store.writer
     gone = await asyncio.to_thread(list_expired_routing, files, done=done, checkpoint=checkpoint, keep=keep)
     if gone:
-        writer.removed(gone)
+        writer.record_removal(gone)
         # A shard that is missing without a record is damage.
         await writer.note()
         await writer.remove(gone)

@@ -76,7 +76,7 @@ class RunPolicy:
         Loads the last complete checkpoint, trains again on the stored batches after it, without sampling, and syncs every
         server. An unfinished evaluation of a version on the way is finished, and a checkpoint that is due is written.
         """
-        self._run.recording.started()
+        self._run.recording.count_start()
         async with self._still:
             with span("loading"):
                 end = await self.trained.load_checkpoint()
@@ -119,7 +119,7 @@ class RunPolicy:
         Raises:
             SkippedStepsError: too many steps in a row made no update.
         """
-        self._run.recording.started()
+        self._run.recording.count_start()
         async with self._still:
             await self.trained.complete(step)
             # The trainer cannot train while it computes log-probabilities of a bundle.
@@ -142,7 +142,7 @@ class RunPolicy:
 
         A server that fails is brought back in the background; the others continue.
         """
-        self._run.recording.started()
+        self._run.recording.count_start()
         async with self._still:
             calls_before = self._servers.calls if self._servers else 0
             try:

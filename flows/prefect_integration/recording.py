@@ -59,7 +59,7 @@ class Recording:
         self._waits_for_server = True
         self._asking = asyncio.Lock()
 
-    def started(self) -> None:
+    def count_start(self) -> None:
         """Count a task run that begins."""
         self.n_started += 1
 

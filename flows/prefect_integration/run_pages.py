@@ -112,7 +112,7 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
         lines += [*evaluations[:1], *evaluations[1:][-LAST_STEPS:], ""]
     shown = steps[-LAST_STEPS:]
     which = "steps" if len(shown) == len(steps) else f"the last {len(shown)} of {len(steps)} steps"
-    lines += [f"**{which}**", "", heading, rule, *shown, "", *_time_of_run(folder)]
+    lines += [f"**{which}**", "", heading, rule, *shown, "", *_describe_run_time(folder)]
     commands = [f"rollmill {what} {shlex.quote(folder.location)}" for what in ("view", "spans")]
     if viewer:
         lines += [f"In the viewer, while it runs: [the run]({viewer}/).", ""]
@@ -137,7 +137,7 @@ def _metrics(folder: RunFolder, step: int) -> dict[str, float]:
     return dict(zip(values["name"].to_list(), values["value"].to_list(), strict=True))
 
 
-def _time_of_run(folder: RunFolder) -> list[str]:
+def _describe_run_time(folder: RunFolder) -> list[str]:
     """Return Markdown tables of where the time of a step went, as a mean over the last steps that have ended."""
     steps = list_steps(folder, "spans")
     if not steps:

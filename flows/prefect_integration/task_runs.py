@@ -71,7 +71,7 @@ class TaskRunRecorder:
     async def _count_task_run(self) -> None:
         # Prefect's work at the start of a task run blocks the event loop: others run in between.
         await yield_to_loop()
-        self._recording.started()
+        self._recording.count_start()
 
     @asynccontextmanager
     async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:

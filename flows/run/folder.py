@@ -41,7 +41,7 @@ def check_run(folder: RunFolder) -> None:
     """Raise ConfigError if a folder has no run; the error lists the runs next to it."""
     if has_manifest(folder):
         return
-    remedy = f"there is no run in {folder.location} ({MANIFEST} is missing){_known_runs(store_root(folder))}"
+    remedy = f"there is no run in {folder.location} ({MANIFEST} is missing){_list_runs(store_root(folder))}"
     raise ConfigError("run name", folder.name, remedy)
 
 
@@ -59,11 +59,11 @@ def find_run(run: str) -> RunFolder:
     for folder in _candidate_folders(run):
         if has_manifest(folder):
             return folder
-    remedy = f"there is no run in this folder ({MANIFEST} is missing){_known_runs(StoreConfig().root)}"
+    remedy = f"there is no run in this folder ({MANIFEST} is missing){_list_runs(StoreConfig().root)}"
     raise ConfigError("RUN", run, remedy)
 
 
-def _known_runs(root: str) -> str:
+def _list_runs(root: str) -> str:
     """Return the end of an error message that lists the runs below the local folder `root`; empty without any."""
     # For runs on S3 none are found: listing a bucket may take minutes.
     known = sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST}"))

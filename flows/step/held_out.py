@@ -79,7 +79,7 @@ async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()
     work = [each for each in await plan_held_out(run, version) if each.trajectory_id not in done]
     failures = FailureWatch(version, len(work), max_share=1.0, logger=get_run_logger)
     if work:
-        run.recording.started()
+        run.recording.count_start()
         # Without quote, Prefect would search all that a run consists of for the results of tasks.
         await evaluate_held_out(quote(run), version, quote(work), quote(failures), wait_for=after)
     if failures.n_failed:
@@ -112,7 +112,7 @@ async def evaluate_held_out(
         ):
             # A task run that waits for a slot would look in Prefect as if it were sampling.
             await tickets[0].wait()
-            run.recording.started()
+            run.recording.count_start()
             with span("recording"):
                 work = quote((run, chunk, tickets, failures))
                 await evaluate_prompts(work, version, number, wait_for=())

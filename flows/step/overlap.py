@@ -84,7 +84,7 @@ class StepPipeline:
         with within(step=step, lane=f"collect.{step}"):
             if not self._run.task_runs.records_steps:
                 return await collect_step.fn(self._run, step)
-            self._run.recording.started()
+            self._run.recording.count_start()
             # Without quote, Prefect would search all that a run consists of for the results of tasks.
             return await collect_step(quote(self._run), step, wait_for=after)
 

@@ -126,7 +126,7 @@ async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clo
     with span("measuring"):
         vitals = await run.vitals.measure_step()
     with span("storing"):
-        await store_metrics(run, step, [*metrics, *own, run.store.spans.lost(), *vitals])
+        await store_metrics(run, step, [*metrics, *own, run.store.spans.count_lost(), *vitals])
         # Only shards that the inventory names are missed when they are lost.
         await run.store.writer.note()
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from rollmill.tasks.config import made_by_name, named
+from rollmill.tasks.config import create_named, import_named
 from rollmill.tasks.rollout.config import RolloutConfig
 
 Split = Literal["train", "held_out"]
@@ -163,8 +163,8 @@ def make_environment(config: RolloutConfig) -> Environment:
         ConfigError: it cannot be imported, or not created from these settings.
     """
     field, name = "rollout.environment", config.environment
-    factory = named(field, LIBRARIES.get(environment_library(config), name), ENVIRONMENTS)
+    factory = import_named(field, LIBRARIES.get(environment_library(config), name), ENVIRONMENTS)
     if isinstance(factory, Configurable):
         return factory.from_config(config)
-    made: Environment = made_by_name(field, name, ENVIRONMENTS)
+    made: Environment = create_named(field, name, ENVIRONMENTS)
     return made

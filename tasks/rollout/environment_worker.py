@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollmill.tasks.errors import ForeignError, describe_error, text_of
+from rollmill.tasks.errors import ForeignError, describe_error, error_text
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Environment, Episode, Message, make_environment
 from rollmill.tasks.rollout.environment_calls import EpisodeState, read_episode_state, state_columns
@@ -106,7 +106,7 @@ class OpenEpisodes:
         try:
             msgspec.json.encode(state.values)
         except Exception as error:  # noqa: BLE001 - what is written is foreign: RecursionError, say
-            state = EpisodeState(error=f"the state is not JSON: {text_of(error)}")
+            state = EpisodeState(error=f"the state is not JSON: {error_text(error)}")
         return ClosedEpisode(outcome, raised, state.values, state.error)
 
 

@@ -145,7 +145,7 @@ class StepSampler:
     _together: RowBatcher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._together = RowBatcher(self._rows_of, self.store_rollouts)
+        self._together = RowBatcher(self._make_rows, self.store_rollouts)
 
     async def sample(
         self,
@@ -182,7 +182,7 @@ class StepSampler:
         For a trajectory with routed experts it returns only when these are stored: the slot is held until then, which bounds the
         memory.
         """
-        related = await self._related_rows(trajectory)
+        related = await self._make_related_rows(trajectory)
         waits = [self.store_related(*each) for each in related.items()] if self.store_related else []
         row, acknowledged = await self._together.store_row(trajectory)
         acknowledgements += [*waits, acknowledged]
@@ -193,10 +193,10 @@ class StepSampler:
                 await asyncio.wait([asyncio.ensure_future(each) for each in waits])
         return row
 
-    def _rows_of(self, trajectories: Sequence[Trajectory]) -> Rows:
+    def _make_rows(self, trajectories: Sequence[Trajectory]) -> Rows:
         return rollout_rows(self.run, self.step, self.player.environment.name, trajectories)
 
-    async def _related_rows(self, trajectory: Trajectory) -> dict[str, Rows]:
+    async def _make_related_rows(self, trajectory: Trajectory) -> dict[str, Rows]:
         """Return a trajectory's rows of the data sets `routing` and `states`, by data set, if it has any."""
         work, environment = trajectory.work, self.player.environment
         rows = {}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollmill.tasks.config import nearest
+from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError, ScoreError
 from rollmill.tasks.score.score_function import load_object
 
@@ -156,5 +156,5 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
 
 def _unknown_advantage(name: str, why: str) -> ConfigError:
     names = ", ".join(ADVANTAGES)
-    remedy = f"give a registered name ({names}) or an import path package.module:function ({why}){nearest(name, ADVANTAGES)}"
+    remedy = f"give a registered name ({names}) or an import path package.module:function ({why}){suggest(name, ADVANTAGES)}"
     return ConfigError("score.advantage", name, remedy)

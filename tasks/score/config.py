@@ -1,6 +1,6 @@
 """Settings of scoring and advantages."""
 
-from rollmill.tasks.config import ADDRESS, StageConfig, setting, variable
+from rollmill.tasks.config import ADDRESS, StageConfig, env_variable_setting, setting
 
 RUBRIC = """\
 - An attempt that reaches its goal scores well above every attempt that does not.
@@ -13,7 +13,7 @@ RUBRIC = """\
 class EndpointConfig(StageConfig):
     """A model served over HTTP."""
 
-    api_key_env: str = variable("", "Environment variable that holds the API key; empty: no key.")
+    api_key_env: str = env_variable_setting("", "Environment variable that holds the API key; empty: no key.")
 
 
 class JudgeConfig(EndpointConfig):

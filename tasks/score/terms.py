@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollmill.tasks.config import nearest
+from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
@@ -100,7 +100,7 @@ def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> 
         remedy = (
             f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
             f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error})"
-            f"{nearest(name, SCORERS)}"
+            f"{suggest(name, SCORERS)}"
         )
         raise ConfigError(field, name, remedy) from error
     for what, value in (("name", function.name), ("version", function.version)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, SupportsFloat, SupportsIndex
 
-from rollmill.tasks.errors import RollmillError, VerdictError, printable, text_of
+from rollmill.tasks.errors import RollmillError, VerdictError, error_text, printable
 from rollmill.tasks.score.scorer import DropGroup, Dropped, Reward
 
 # The column `subgroup` is an int32.
@@ -36,7 +36,7 @@ class ScoreVerdict:
 
 def verdict_from_error(error: BaseException, duration_s: float = 0.0) -> ScoreVerdict:
     """Return the failed verdict for a scorer's exception; the text has file and line if user code raised it."""
-    text = text_of(error)
+    text = error_text(error)
     # Our own errors name what is wrong; an error of user code needs the place in the user's file.
     frames = traceback.extract_tb(error.__traceback__)
     if frames and not isinstance(error, RollmillError):

@@ -10,7 +10,7 @@ import pyarrow as pa
 from rollmill.tasks.errors import RunMismatchError, SchemaError
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_pattern
-from rollmill.tasks.store.reader import schema_of_shard
+from rollmill.tasks.store.reader import read_shard_schema
 from rollmill.tasks.store.rows import Rows
 from rollmill.tasks.store.schemas import STATE_FIELDS, states_schema
 
@@ -110,7 +110,7 @@ def check_stored_columns(folder: RunFolder, env: str, columns: Mapping[str, str]
     stored = files.keys(f"{partition_pattern('states', {'env': env})}/*.arrow")
     if not stored or not columns:
         return
-    before = schema_of_shard(folder, stored[0])
+    before = read_shard_schema(folder, stored[0])
     now = states_schema_for(env, columns)
     if not before.equals(now):
         unlike = {each.name for each in {*before} ^ {*now}}

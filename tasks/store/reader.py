@@ -49,7 +49,7 @@ def read(
     if dataset == "states":
         # Its columns depend on the environment.
         shards = list_shards()
-        whole = schema_of_shard(folder, shards[0]) if shards else states_schema("", {})
+        whole = read_shard_schema(folder, shards[0]) if shards else states_schema("", {})
     else:
         whole = dataset_schema(dataset)
     schema = _select_fields(dataset, whole, columns)
@@ -138,7 +138,7 @@ def _list_keys(files: Files, dataset: str, partition: dict[str, PartitionValue])
     return current_shards(files.keys(f"{partition_pattern(dataset, partition)}/*.arrow"))
 
 
-def schema_of_shard(folder: RunFolder, key: str) -> pa.Schema:
+def read_shard_schema(folder: RunFolder, key: str) -> pa.Schema:
     """Read the schema of a shard of `states`, which depends on the environment; raises ShardError if it is unreadable."""
     where = folder.path(key)
     try:
@@ -159,7 +159,7 @@ def _select_fields(dataset: str, schema: pa.Schema, columns: Sequence[str] | Non
 def read_shard(folder: RunFolder, key: str, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the rows of one shard, given its key; columns and errors as for `read`."""
     dataset = key.partition("/")[0]
-    whole = schema_of_shard(folder, key) if dataset == "states" else dataset_schema(dataset)
+    whole = read_shard_schema(folder, key) if dataset == "states" else dataset_schema(dataset)
     return _read_shard(open_files(folder), folder, key, whole, _select_fields(dataset, whole, columns))
 
 

@@ -55,7 +55,7 @@ class RunSpans:
         """Begin the span named `closing`, which ends when this context manager is left."""
         self._closing = OpenSpan("closing").begin(current_lane())
 
-    def lost(self) -> Metric:
+    def count_lost(self) -> Metric:
         """Return a metric: the number of spans that were dropped because too many were waiting to be stored."""
         return Metric("observe/spans_lost_so_far", ALL, "value", float(self.recorder.n_lost))
 

@@ -87,7 +87,7 @@ class ServerTransfer:
         try:
             link.stalls.take()
             if not self._links[link]:
-                with link.stalls.watched():
+                with link.stalls.watch():
                     link.open()
             for bucket in range(number % self._streams, len(self._sizes), self._streams):
                 link.send(self._ready[bucket].result())

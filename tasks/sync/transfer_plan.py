@@ -51,7 +51,7 @@ class TensorCut:
     start: int
     shard_bytes: int
 
-    def range_of(self, tensor: TensorPlan, rank: int) -> Range:
+    def find_range(self, tensor: TensorPlan, rank: int) -> Range:
         """Return the range of the stream that a rank sends of the tensor; empty (n, n) if none."""
         shard = rank * self.shard_bytes - self.start + tensor.offset
         return overlap((tensor.offset, tensor.offset + tensor.size_bytes), (shard, shard + self.shard_bytes))
@@ -106,7 +106,7 @@ class TransferPlan:
 
         The buckets of all ranks together have every byte of every tensor exactly once.
         """
-        # Vectorized `TensorCut.range_of`: a receiver calls this for every rank, and a model may have 20,000 tensors.
+        # Vectorized `TensorCut.find_range`: a receiver calls this for every rank, and a model may have 20,000 tensors.
         offsets, sizes, starts, shards = self._columns
         firsts = np.clip(rank * shards - starts, 0, sizes)
         ends = np.clip((rank + 1) * shards - starts, 0, sizes)

@@ -49,7 +49,7 @@ class WeightStream:
         )
         self.cuts = self._cut_tensors(model)
         ranges = (
-            (tensor.name, cut.range_of(tensor, rank))
+            (tensor.name, cut.find_range(tensor, rank))
             for tensor, cut in zip(self.tensors, self.cuts, strict=True)
         )
         self._own = {name: (first, end) for name, (first, end) in ranges if first < end}

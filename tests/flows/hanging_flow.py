@@ -57,7 +57,7 @@ async def hanging(folder: str, hang: bool) -> None:
     run = RunFolder(Path(folder))
     await mark_leftovers(run, open_files(run), timeout_s=30)
     with end_in_order():
-        recording.started()
+        recording.count_start()
         await step(TaskRunRecorder(config, recording), folder, hang)
     await recording.wait_until_recorded()
 

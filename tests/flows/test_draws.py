@@ -10,7 +10,7 @@ import pytest
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.draws import GroupPool, store_draw
-from rollmill.flows.offline.retrain_sources import check_tokenizers, steps_of_sources
+from rollmill.flows.offline.retrain_sources import check_tokenizers, find_source_steps
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import RunFolder
@@ -108,10 +108,10 @@ async def test_groups_and_batch_of_an_open_step_are_of_one_draw(source: RunFolde
 async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_is(source: RunFolder) -> None:
     for wrong in ("nope@1", ""):
         with pytest.raises(ConfigError, match=r"give scores that .* has: short@1"):
-            steps_of_sources(config_of(source, scores=wrong))
+            find_source_steps(config_of(source, scores=wrong))
     for bounds in ({"steps": (9, -1)}, {"steps": (1, 0)}):
         with pytest.raises(ConfigError, match=r"no step is from .* has done steps 0 to 1"):
-            steps_of_sources(config_of(source, **bounds))
+            find_source_steps(config_of(source, **bounds))
 
 
 async def test_a_source_with_another_vocabulary_is_refused(

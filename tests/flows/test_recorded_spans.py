@@ -123,7 +123,7 @@ def slow_recording(plants: Plants) -> Recording:
 
     recording = Recording(count, max_unrecorded=1)
     for _ in range(5):
-        recording.started()
+        recording.count_start()
     return recording
 
 

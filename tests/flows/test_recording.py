@@ -27,7 +27,7 @@ def recording(server: Server, **settings: float) -> tuple[Recording, list[str]]:
     messages: list[str] = []
     made = Recording(server.count, messages.append, **{"max_unrecorded": 4, **settings})  # type: ignore[arg-type]
     for _ in range(10):
-        made.started()
+        made.count_start()
     return made, messages
 
 

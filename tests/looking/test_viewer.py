@@ -119,7 +119,7 @@ def test_a_wrong_address_is_answered_with_what_is_wrong(source: RunData) -> None
 def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: RunData) -> None:
     assert "45 trajectories in both; mean reward 0.540 by addition@1" in shown(source, "/compare")
     assert "3 prompts in both; mean reward 1.000 of v0" in shown(source, "/compare", "?a=v0&b=v3")
-    both = shown(source, "/beside/v0.1.greedy/v3.1.greedy")
+    both = shown(source, "/pair/v0.1.greedy/v3.1.greedy")
     assert "policy version 0, greedy" in both
     assert "policy version 3, greedy" in both
 

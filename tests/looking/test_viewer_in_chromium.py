@@ -169,8 +169,8 @@ def test_two_scorers_and_two_versions_are_shown_side_by_side(small: Open) -> Non
     picture(page, "scorers")
     page = small("/compare?a=v0&b=v3")
     page.get_by_role("link", name="1 greedy").click()
-    expect(page.locator(".beside .facts")).to_have_count(2)
-    expect(page.locator(".beside")).to_contain_text("policy version 3")
+    expect(page.locator(".pair .facts")).to_have_count(2)
+    expect(page.locator(".pair")).to_contain_text("policy version 3")
 
 
 def test_a_table_is_sorted_by_its_heading_gone_through_with_keys_and_fits_a_narrow_window(

@@ -110,8 +110,8 @@ async def test_sinks_get_how_the_run_ended(tmp_path: Path, error: BaseException 
         "from rollmill.tasks.observe.sinks import sink_process as p\n"
         "class Listening:\n"
         f"    def end(self, how): pathlib.Path({str(tmp_path / 'end')!r}).write_text(how)\n"
-        "p.feeds_of = lambda settings, report: [p.Feed('listening', Listening, report)]\n"
-        "p.run_sinks(p.feeds_of)\n"
+        "p.make_feeds = lambda settings, report: [p.Feed('listening', Listening, report)]\n"
+        "p.run_sinks(p.make_feeds)\n"
     )
     with suppress(type(error) if error else OSError):
         async with SinkClient(SinkSettings("ab", "run"), print, (sys.executable, "-c", script)):
@@ -155,8 +155,8 @@ async def test_a_sink_that_hangs_is_not_waited_for(tmp_path: Path, timeout_s: fl
         f"        pathlib.Path({str(tmp_path / 'hangs')!r}).touch()\n"
         "        time.sleep(600)\n"
         "    def end(self, how): pass\n"
-        "p.feeds_of = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
-        "p.run_sinks(p.feeds_of)\n"
+        "p.make_feeds = lambda settings, report: [p.Feed('slow', Hanging, report)]\n"
+        "p.run_sinks(p.make_feeds)\n"
     )
     messages: list[str] = []
     settings = SinkSettings("ab", "run", timeout_s=timeout_s)

@@ -22,7 +22,7 @@ from rollmill.tasks.store.schemas import SCHEMAS
 from rollmill.tasks.store.shards.compactor import Compactor
 from rollmill.tasks.store.shards.shard import join_batches
 from rollmill.tasks.store.shards.shard_compaction import is_worthwhile
-from rollmill.tasks.store.shards.shard_names import current_shards, superseded_shards
+from rollmill.tasks.store.shards.shard_names import current_shards, list_superseded_shards
 from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -66,7 +66,7 @@ async def test_a_compacted_shard_has_the_rows_of_all_earlier_shards_in_order(
         key = await writer.compact(where, ANY_SIZE)
         assert current_shards(open_files(folder).keys(f"{where}/*.arrow"))[-1:] == [key]
         assert read(folder, dataset).combine_chunks().equals(before.combine_chunks(), check_metadata=True)
-        await writer.remove(superseded_shards(shards(folder)))
+        await writer.remove(list_superseded_shards(shards(folder)))
         assert [each for each in shards(folder) if each.startswith(where)] == [key]
         assert read(folder, dataset).combine_chunks().equals(before.combine_chunks(), check_metadata=True)
         assert not await writer.compact(where, ANY_SIZE)
@@ -87,7 +87,7 @@ async def test_rows_appended_during_and_after_a_compaction_are_kept(
         await append_one_by_one(writer, rows, ["e"])
         await writer.compact("rollouts/step=000000", ANY_SIZE)
         await append_one_by_one(writer, rows, ["f"])
-        await writer.remove(superseded_shards(shards(folder)))
+        await writer.remove(list_superseded_shards(shards(folder)))
     assert sorted(ids_of(folder)) == ["a", "b", "c", "d", "e", "f"]
     assert len(shards(folder)) == 2
 
@@ -122,7 +122,7 @@ async def carry_out(folder: RunFolder, rows: RowMaker, actions: Sequence[str]) -
                 elif action == "compact":
                     await writer.compact("rollouts/step=000000", ANY_SIZE)
                 else:
-                    await writer.remove(superseded_shards(shards(folder)))
+                    await writer.remove(list_superseded_shards(shards(folder)))
                 stored = ids_of(folder)
                 assert stored == expected[: len(stored)]
         assert ids_of(folder) == expected
@@ -182,11 +182,11 @@ async def test_steps_below_a_checkpoint_are_compacted_during_the_run_and_all_ste
         for step in range(4):
             await append_one_by_one(writer, rows, [f"{step}.{n}" for n in range(3)], step)
         compactor.begin(2)
-        await compactor.settled()
+        await compactor.settle()
         assert [len(read_shards(folder, step)) for step in range(4)] == [1, 1, 3, 3]
         compactor.begin(3)
         compactor.begin(3)
-        await compactor.settled()
+        await compactor.settle()
         assert [len(read_shards(folder, step)) for step in range(4)] == [1, 1, 1, 3]
         await append_one_by_one(writer, rows, ["1.3"], 1)
         await compactor.finish()
@@ -208,7 +208,7 @@ async def test_a_resumed_run_removes_the_superseded_shards_of_an_ended_process(
         await append_one_by_one(writer, rows, ["a", "b"])
         compactor.begin(1)
         await append_one_by_one(writer, rows, ["c", "d"], step=1)
-        while not superseded_shards(shards(folder)):
+        while not list_superseded_shards(shards(folder)):
             await append_one_by_one(writer, rows, [f"c{len(shards(folder))}"], step=1)
     assert len(read_shards(folder, 0)) == 3
     async with (
@@ -216,7 +216,7 @@ async def test_a_resumed_run_removes_the_superseded_shards_of_an_ended_process(
         Compactor(open_files(folder), writer, SOON, never) as compactor,
     ):
         compactor.begin(1)
-        await compactor.settled()
+        await compactor.settle()
         assert len(read_shards(folder, 0)) == 1
         assert ids_of(folder, step=0) == ["a", "b"]
 
@@ -246,8 +246,8 @@ async def test_superseded_shards_stay_until_the_end_unless_they_are_to_go_after_
     ):
         await append_one_by_one(writer, rows, ["a", "b"])
         compactor.begin(1)
-        await compactor.settled()
-        assert [len(found) for found in (shards(folder), superseded_shards(shards(folder)))] == [3, 2]
+        await compactor.settle()
+        assert [len(found) for found in (shards(folder), list_superseded_shards(shards(folder)))] == [3, 2]
         await compactor.finish()
         assert len(shards(folder)) == 1
 

@@ -1,6 +1,6 @@
 """Names of shards."""
 
-from rollmill.tasks.store.shards.shard_names import ShardName, current_shards, superseded_shards
+from rollmill.tasks.store.shards.shard_names import ShardName, current_shards, list_superseded_shards
 
 A, B, C = (
     "metrics/step=000001/000001-000004-00000000000000aa.arrow",
@@ -19,7 +19,7 @@ def test_a_shards_name_has_its_writer_its_number_and_its_digest() -> None:
 
 
 def test_a_compacted_shard_replaces_the_earlier_ones_of_its_partition_only() -> None:
-    assert superseded_shards([A, B, C, OTHER]) == [A]
+    assert list_superseded_shards([A, B, C, OTHER]) == [A]
     assert current_shards([C, B, OTHER, A]) == [B, C, OTHER]
     assert current_shards([A, C]) == [A, C]
 

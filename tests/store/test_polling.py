@@ -15,7 +15,7 @@ import pytest
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.shards.shard_names import superseded_shards
+from rollmill.tasks.store.shards.shard_names import list_superseded_shards
 
 HERE = Path(__file__).parent
 STEPS, ROWS = 24, 8
@@ -80,7 +80,7 @@ def check_finished(run: Path) -> None:
     assert sorted(read(RunFolder(run), "rollouts")["trajectory_id"].to_pylist()) == everything
     scanned = pl.scan_ipc(run / "rollouts/**/*.arrow", hive_partitioning=True).collect()
     assert sorted(scanned["trajectory_id"]) == everything
-    assert (len(shards_in(run)), superseded_shards(shards_in(run))) == (STEPS, [])
+    assert (len(shards_in(run)), list_superseded_shards(shards_in(run))) == (STEPS, [])
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_
         process = running(run, 0.1, "at_end")
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
-    assert superseded_shards(shards_in(run))
+    assert list_superseded_shards(shards_in(run))
     assert process.communicate(timeout=120) == ("", None)
     check_finished(run)
 

@@ -61,7 +61,7 @@ def test_a_rank_sends_its_range_of_each_tensor_in_the_order_of_the_stream(plan: 
     for rank in range(plan.n_ranks):
         sent = [byte for bucket in plan.buckets(rank) for byte in bytes_in(bucket.ranges)]
         cuts = zip(plan.tensors, plan.cuts, strict=True)
-        assert sent == bytes_in(cut.range_of(tensor, rank) for tensor, cut in cuts)
+        assert sent == bytes_in(cut.find_range(tensor, rank) for tensor, cut in cuts)
 
 
 @given(plans())

@@ -56,10 +56,10 @@ class OtlpSink:
         export_traces(spans, [step], at.run, at.name, at.otlp, at.timeout_s, known=known, is_over=is_over)
 
 
-def feeds_of(settings: SinkSettings, report: Report) -> list[Feed]:
+def make_feeds(settings: SinkSettings, report: Report) -> list[Feed]:
     """Create the one Feed of this process, which sends spans to the OpenTelemetry receiver."""
     return [Feed("OpenTelemetry", lambda: OtlpSink(settings), report, most=MOST_WAITING)]
 
 
 if __name__ == "__main__":
-    run_sinks(feeds_of)
+    run_sinks(make_feeds)

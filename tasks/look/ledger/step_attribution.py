@@ -47,7 +47,7 @@ def attribute_trajectories(timeline: SpanTimeline) -> pl.DataFrame:
         Columns step, lane (GROUP.SAMPLE, for later attempts GROUP.SAMPLE.ATTEMPT), name, us, end (end of its work, in
         microseconds since 1970).
     """
-    pieces, of_one = _pieces_of_flow(timeline), ["step", "lane"]
+    pieces, of_one = _flow_pieces(timeline), ["step", "lane"]
     # A resumed run does the trajectories of its open step again, in the same lanes: the last attempt counts.
     own = pieces.filter(pl.col("lane").is_not_null()).filter(
         pl.col("attempt") == pl.col("attempt").max().over(of_one)
@@ -78,7 +78,7 @@ def attribute_trajectories(timeline: SpanTimeline) -> pl.DataFrame:
     return joined.select("step", "lane", "name", "us", end="last")
 
 
-def _pieces_of_flow(timeline: SpanTimeline) -> pl.DataFrame:
+def _flow_pieces(timeline: SpanTimeline) -> pl.DataFrame:
     """Return the flow's pieces that belong to groups and trajectories of the steps with a window.
 
     Columns: step, attempt, group, part, lane (null for a group), name, start, end.

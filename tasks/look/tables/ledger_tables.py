@@ -100,7 +100,7 @@ def processes(ledger: Ledger) -> list[dict[str, object]]:
         # Servers may join or be lost between steps.
         counts = f"{min(n)} to {max(n)}" if min(n) < max(n) else f"{max(n)}"
         label = kind if max(n) == 1 else f"{counts} {kind}s"
-        found += [{"process": label} | row for row in _by_share(_of_kind(ledger, rows))]
+        found += [{"process": label} | row for row in _by_share(_sum_kind(ledger, rows))]
     return found
 
 
@@ -156,7 +156,7 @@ def _kind() -> pl.Expr:
     return pl.when(is_rank).then(pl.lit("rank")).otherwise(other).alias("kind")
 
 
-def _of_kind(ledger: Ledger, owners: pl.DataFrame) -> pl.DataFrame:
+def _sum_kind(ledger: Ledger, owners: pl.DataFrame) -> pl.DataFrame:
     """Compute columns name, cause, seconds, share, most, spread, by for all ranks, or all servers; see `processes`."""
     us, keys = pl.col("us"), ["name", "cause"]
     name = pl.when("is_other").then(pl.col("name") + ", other step").otherwise("name").alias("name")

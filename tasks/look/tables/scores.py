@@ -29,7 +29,7 @@ def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
         return asked
     if len(known) < 2:
         return known[0] if known else None
-    own = _trained_scorer(folder)
+    own = _find_trained_scorer(folder)
     found = [key for key in known if own in (key, key.rpartition("@")[0])]
     if not found:
         raise ConfigError("--scorer", "", f"the run has scores of {', '.join(known)}; name one")
@@ -37,7 +37,7 @@ def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
     return found[-1]
 
 
-def _trained_scorer(folder: RunFolder) -> str:
+def _find_trained_scorer(folder: RunFolder) -> str:
     """Return the scorer of the newest batch with rows; without a batch its name from the settings, without version."""
     for step in reversed(list_steps(folder, "batches")):
         batch = read(folder, "batches", ["scorer"], step=step)

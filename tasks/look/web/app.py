@@ -39,11 +39,11 @@ from rollmill.tasks.look.web.pages.trajectory_page import render_pair, render_tr
 from rollmill.tasks.look.web.request_guard import LOOPBACK, install_guard
 from rollmill.tasks.look.web.run_data import CELL, RunData, TablePage
 from rollmill.tasks.look.web.urls import (
-    BESIDE,
     COMPARE,
     GROUPS,
     HELD_OUT,
     HOME,
+    PAIR,
     TIMING,
     TRAJECTORIES,
     TRAJECTORY,
@@ -233,8 +233,8 @@ def render_page(source: RunData, path: str, search: str) -> Component:
             return render_timing(source, query)
         if path.startswith(TRAJECTORY):
             return render_trajectory(source, path.removeprefix(TRAJECTORY), query["by"])
-        if path.startswith(BESIDE) and path.count("/") == 3:
-            return render_pair(source, *path.removeprefix(BESIDE).split("/"))
+        if path.startswith(PAIR) and path.count("/") == 3:
+            return render_pair(source, *path.removeprefix(PAIR).split("/"))
     except RollmillError as error:
         return render_problem(describe_error(error))
     return render_problem("There is no such page.")

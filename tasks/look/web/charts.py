@@ -197,15 +197,15 @@ def _traces(series: Series) -> list[dict[str, Any]]:
     trace |= {"type": "scatter", "mode": "lines+markers" if is_marked else "lines"}
     if series.form == "band":
         hidden = {"showlegend": False, "hoverinfo": "skip", "mode": "lines", "line": {"width": 0}}
-        low, high = (trace | hidden | {"y": _rounded(drawn[end])} for end in ("low", "high"))
+        low, high = (trace | hidden | {"y": _round(drawn[end])} for end in ("low", "high"))
         red, green, blue = (int(series.colour[at : at + 2], 16) for at in (1, 3, 5))
         return [low, high | {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.14)"}]
     line = {"color": series.colour, "width": LINE_WIDTHS.get(series.form, 2)}
     line |= {"dash": "dot"} if series.form == "dotted" else {}
-    return [trace | {"y": _rounded(drawn["value"]), "line": line}]
+    return [trace | {"y": _round(drawn["value"]), "line": line}]
 
 
-def _rounded(values: pl.Series) -> list[float | None]:
+def _round(values: pl.Series) -> list[float | None]:
     """Return values rounded to 6 decimals, so that the page is shorter."""
     return values.round(6).to_list()
 

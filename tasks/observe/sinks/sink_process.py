@@ -157,7 +157,7 @@ class Feed:
         self._report(self._name, len(self._waiting), f"{type(error).__name__}: {error}")
 
 
-def feeds_of(settings: SinkSettings, report: Report) -> list[Feed]:
+def make_feeds(settings: SinkSettings, report: Report) -> list[Feed]:
     """Create a Feed for each of TensorBoard and MLflow that the settings name."""
     feeds = []
     if settings.tensorboard:
@@ -167,14 +167,14 @@ def feeds_of(settings: SinkSettings, report: Report) -> list[Feed]:
     return feeds
 
 
-def run_sinks(feeds_of: Callable[[SinkSettings, Report], list[Feed]]) -> None:
+def run_sinks(make_feeds: Callable[[SinkSettings, Report], list[Feed]]) -> None:
     """Run the sink process: send each point that it receives to every sink of the settings, until the connection closes."""
     feeds: list[Feed] = []
     reports: list[tuple[str, int, str]] = []
     has_end = False
 
     def create(settings: bytes) -> Handler:
-        feeds.extend(feeds_of(SinkSettings(**json.loads(settings)), lambda *each: reports.append(each)))
+        feeds.extend(make_feeds(SinkSettings(**json.loads(settings)), lambda *each: reports.append(each)))
         return take
 
     def take(body: bytes) -> bytes:
@@ -201,4 +201,4 @@ def run_sinks(feeds_of: Callable[[SinkSettings, Report], list[Feed]]) -> None:
 
 
 if __name__ == "__main__":
-    run_sinks(feeds_of)
+    run_sinks(make_feeds)

@@ -23,12 +23,12 @@ def publish_rank_weights(
 ) -> str:
     """Publish the weight file that `write` writes for one rank, whole or not at all; returns its path, raises StoreError."""
 
-    def named(path: Path) -> str:
+    def write_named(path: Path) -> str:
         write(path)
         return f"{rank:05d}-of-{world_size:05d}{_SUFFIX}"
 
     folder = RunFolder(place)
-    return folder.path(open_files(folder).publish(name, named))
+    return folder.path(open_files(folder).publish(name, write_named))
 
 
 def list_complete_weights(place: str, name: str) -> list[str]:

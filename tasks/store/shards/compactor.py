@@ -11,7 +11,7 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.folders import PARTITION_KEYS, partition_pattern, step_from_key
 from rollmill.tasks.store.shards.shard_compaction import group_by_partition
-from rollmill.tasks.store.shards.shard_names import superseded_shards
+from rollmill.tasks.store.shards.shard_names import list_superseded_shards
 from rollmill.tasks.store.shards.writer import RunWriter
 
 # Mean size of a partition's shards from which on they stay as they are: merging larger ones copies much and gains
@@ -65,9 +65,9 @@ class Compactor:
         With `store.compact: never` shards that an earlier process superseded are still removed.
         """
         self._start(0, None)
-        await self.settled()
+        await self.settle()
 
-    async def settled(self) -> None:
+    async def settle(self) -> None:
         """Wait until every compaction that was begun has ended."""
         while self._rounds:
             await asyncio.wait(self._rounds)
@@ -90,7 +90,7 @@ class Compactor:
                     for folder, shards in group_by_partition(keys).items():
                         keys += await self._compact_partition(folder) if len(shards) > 1 else []
                 # Another round may be waiting out the grace period of some of them.
-                gone = sorted(set(superseded_shards(keys)) - self._leaving)
+                gone = sorted(set(list_superseded_shards(keys)) - self._leaving)
             if gone and (end is None or self._config.compact == "after_grace"):
                 await self._remove(gone)
 

@@ -67,13 +67,13 @@ def compact_partition(files: Files, folder: str, name: ShardName, large_bytes: i
     def write(path: Path) -> tuple[str, int]:
         dataset, n_rows = keys[0].partition("/")[0], 0
 
-        def counted() -> Iterator[pa.RecordBatch]:
+        def count_rows() -> Iterator[pa.RecordBatch]:
             nonlocal n_rows
             for batch in _read_batches(files, keys):
                 n_rows += batch.num_rows
                 yield batch
 
-        written = write_shard(path, name, dataset, counted())
+        written = write_shard(path, name, dataset, count_rows())
         _check_written(path, dataset, n_rows, keys)
         return written, n_rows
 

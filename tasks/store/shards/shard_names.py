@@ -49,7 +49,7 @@ class ShardName:
         return cls(int(match[1]), int(match[2]), match[4], bool(match[3]))
 
 
-def superseded_shards(keys: Iterable[str]) -> list[str]:
+def list_superseded_shards(keys: Iterable[str]) -> list[str]:
     """Select the shards whose rows a later compacted shard of the same partition has, among all `keys`; sorted.
 
     Example: of the keys step=1/000001-000004-a….arrow, step=1/000001-000009-compacted-b….arrow and
@@ -71,5 +71,5 @@ def superseded_shards(keys: Iterable[str]) -> list[str]:
 def current_shards(keys: Iterable[str]) -> list[str]:
     """Select the shards to read, without superseded ones, so that no row is read twice and none left out; sorted."""
     keys = list(keys)
-    gone = set(superseded_shards(keys))
+    gone = set(list_superseded_shards(keys))
     return sorted(key for key in keys if key not in gone)

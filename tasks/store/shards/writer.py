@@ -170,7 +170,7 @@ class RunWriter:
             self._inventory.add(notes)
             raise
 
-    def removed(self, keys: Iterable[str]) -> None:
+    def record_removal(self, keys: Iterable[str]) -> None:
         """Register that shards were, or will be, removed; the next call of `note` records that.
 
         A missing shard that is recorded as written is a finding of `verify`, unless a compacted one replaces it. If none
@@ -231,7 +231,7 @@ class RunWriter:
 
         def remove() -> None:
             self._files.remove(keys)
-            self.removed(keys)
+            self.record_removal(keys)
 
         await asyncio.get_running_loop().run_in_executor(self._compacting, remove)
 

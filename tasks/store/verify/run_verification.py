@@ -30,7 +30,7 @@ from rollmill.tasks.store.shards.inventory import (
     is_recorded,
     list_shard_sizes,
 )
-from rollmill.tasks.store.shards.shard_names import ShardName, superseded_shards
+from rollmill.tasks.store.shards.shard_names import ShardName, list_superseded_shards
 from rollmill.tasks.store.stored_batch import read_batch_digest
 from rollmill.tasks.store.verify import step_checks
 from rollmill.tasks.store.verify.run_views import RESTORE, Finding, RunView, ShardView, StepView, VersionView
@@ -104,7 +104,7 @@ def find_missing_shards(run: RunView) -> Iterator[Finding]:
             yield Finding(run.folder.dataset(INVENTORY), what, RESTORE)
         return
     gone = [key for key, note in notes.items() if note.event == "written" and key not in present]
-    replaced = set(superseded_shards([*present, *gone]))
+    replaced = set(list_superseded_shards([*present, *gone]))
     for key in sorted(set(gone) - replaced - set(_list_expired(run, notes))):
         what = f"it is missing: it was written with {notes[key].rows} rows"
         yield Finding(run.folder.path(key), what, _RESTORE_SHARD)

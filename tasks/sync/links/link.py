@@ -25,7 +25,7 @@ class Stalls:
         self._found: list[tuple[int, int]] = []
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Record when the block began and ended, unless it took less than STALL_NS (50 ms)."""
         started = time.perf_counter_ns()
         try:

@@ -117,7 +117,7 @@ class TcpSender(_TcpConnection):
             return connection.sendmsg(views, (), socket.MSG_DONTWAIT)
         room = select.poll()
         room.register(connection, select.POLLOUT)
-        with self.stalls.watched():
+        with self.stalls.watch():
             if not room.poll(1e3 * self._rendezvous.stall_timeout_s):
                 raise BlockingIOError("there is no room")
         return 0
@@ -162,7 +162,7 @@ class TcpReceiver(_TcpConnection):
         head, size = bytearray(_HEAD.size), sum(map(len, views))
         with self._in_use, self._raise_sync_errors("no byte came"):
             call = partial(_receive_some, self._get_socket())
-            with self.stalls.watched():
+            with self.stalls.watch():
                 _exchange(call, [memoryview(head)])
             kind, *found, expected = _HEAD.unpack(head)
             if kind != (_CHECKED if self._is_checked else _UNCHECKED) or found != [self._frame, size]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rollmill.tasks.sync.adapters import read_weights
-from rollmill.tasks.sync.vllm_plugin.private_vllm import Weights, packed_kernel
+from rollmill.tasks.sync.vllm_plugin.private_vllm import Weights, find_packed_kernel
 
 N_COLUMNS = 64
 """Columns of each matrix that are read after an update."""
@@ -105,7 +105,7 @@ def find_stale_kernels(model: nn.Module, number: int) -> tuple[str, ...]:
     """Return the names of layers that compute with a packed copy that differs from the weights that they keep as well."""
 
     def is_stale(layer: nn.Module) -> bool:
-        _, weight, _ = packed_kernel(layer)
+        _, weight, _ = find_packed_kernel(layer)
         if weight is None or not weight.numel():
             return False
         return not torch.equal(_read_packed(layer, number), _select_columns(weight, number))
@@ -119,7 +119,7 @@ def _read_live(model: nn.Module, number: int) -> Iterator[tuple[str, torch.Tenso
         if each.numel():
             yield name, _select_columns(each, number)
     for name, layer in model.named_modules():
-        _, weight, _ = packed_kernel(layer)
+        _, weight, _ = find_packed_kernel(layer)
         # A weight that is kept next to its packed copy was read above; `find_stale_kernels` compares the two.
         if weight is not None and not weight.numel():
             yield f"{name}.weight", _read_packed(layer, number)
@@ -127,7 +127,7 @@ def _read_live(model: nn.Module, number: int) -> Iterator[tuple[str, torch.Tenso
 
 def _read_packed(layer: nn.Module, number: int) -> torch.Tensor:
     """Return the selected columns [out, n] of a linear layer's packed weights, exactly."""
-    kernel, weight, width = packed_kernel(layer)
+    kernel, weight, width = find_packed_kernel(layer)
     assert kernel is not None
     assert weight is not None
     # A kernel cannot be read, but a row with a single 1 makes it return a column: every other product is 0.

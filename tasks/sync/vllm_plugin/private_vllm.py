@@ -267,7 +267,7 @@ def find_other_caches(config: Any) -> list[str]:
     )
 
 
-def packed_kernel(layer: Any) -> tuple[Callable[..., torch.Tensor] | None, torch.Tensor | None, int]:
+def find_packed_kernel(layer: Any) -> tuple[Callable[..., torch.Tensor] | None, torch.Tensor | None, int]:
     """Return vLLM's function(rows, weight, bias) that computes a linear layer on CPU, the layer's weight, and its input width.
 
     Return (None, None, 0) for a layer to which vLLM attached no such function. The weight may be empty: the function can hold

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 
-from rollmill.tasks.errors import SyncError, text_of
+from rollmill.tasks.errors import SyncError, error_text
 from rollmill.tasks.observe.spans import Recorder, Span, recording, span
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.sync.vllm_plugin.key_guard import KeyGuard, read_keys
@@ -194,7 +194,7 @@ async def _update_weights(
     except Exception as error:
         # Ends the threads of the workers that still receive; the live model stays as it was.
         await engine.shutdown_weight_transfer_engine()
-        raise HTTPException(500, f"the old weights serve: {text_of(error)}") from error
+        raise HTTPException(500, f"the old weights serve: {error_text(error)}") from error
     if request.mode == "verify":
         try:
             # A kernel serves one thread at a time, so kernels are not compared while the model computes.
@@ -202,7 +202,7 @@ async def _update_weights(
                 compared = await _put_in_place(engine)
             return _merge_reports([*reports, *compared], 0.0, ())
         except Exception as error:
-            raise HTTPException(500, f"the old weights serve, not compared: {text_of(error)}") from error
+            raise HTTPException(500, f"the old weights serve, not compared: {error_text(error)}") from error
     recorder = Recorder("")
     with recording(recorder, lane="weights"), span("switching") as switching:
         compared = await _switch_weights(engine, request.version)
@@ -229,7 +229,7 @@ async def _collect_reports(
     except TimeoutError:
         raise SyncError(f"not all workers had all weights within {request.timeout_s:g} s") from None
     except ExceptionGroup as group_error:
-        raise SyncError("; ".join(map(text_of, group_error.exceptions))) from group_error
+        raise SyncError("; ".join(map(error_text, group_error.exceptions))) from group_error
 
 
 async def _put_in_place(engine: Any, version: str | None = None) -> list[WorkerReport]:
@@ -259,7 +259,7 @@ async def _switch_weights(engine: Any, version: str) -> list[WorkerReport]:
     except Exception as error:
         # Some layers may have new weights and others old ones, so the requests are never continued.
         await engine.update_weight_version(UNUSABLE)
-        raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: {text_of(error)}") from error
+        raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: {error_text(error)}") from error
     await engine.resume_generation()
     return compared
 

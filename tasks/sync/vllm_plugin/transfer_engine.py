@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from rollmill.tasks.errors import SyncError, text_of
+from rollmill.tasks.errors import SyncError, error_text
 from rollmill.tasks.observe.spans import Recorder, recording, span
 from rollmill.tasks.sync.adapters import add_adapters_to, read_weights
 from rollmill.tasks.sync.links.link import as_bytes
@@ -36,9 +36,9 @@ from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     copy_config,
     exchange_models,
     find_other_caches,
+    find_packed_kernel,
     limit_threads,
     load_first,
-    packed_kernel,
     reload_weights,
     require,
     separate_modules,
@@ -164,7 +164,10 @@ def _have_same_bytes(one: nn.Module, two: nn.Module) -> bool:
 
 def _compute_alike(one: Any, two: Any) -> bool:
     # On CPU a linear layer's packed weights cannot be read, so both kernels compute the same random rows.
-    (kernel, weight, width), (other_kernel, other_weight, _) = packed_kernel(one), packed_kernel(two)
+    (kernel, weight, width), (other_kernel, other_weight, _) = (
+        find_packed_kernel(one),
+        find_packed_kernel(two),
+    )
     if kernel is None or other_kernel is None or weight is None:
         return kernel is other_kernel
     rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
@@ -318,7 +321,7 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
                         report = self._load(request, tensors, second)
                 report = replace(report, received_s=receiving.duration_s, spans=tuple(recorder.take()))
             except Exception as error:  # noqa: BLE001 - the thread ends here, and the report says why
-                report = WorkerReport(error=text_of(error))
+                report = WorkerReport(error=error_text(error))
         sender.send(report)
 
     def _load(

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rollmill.tasks.config import nearest
+from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import BatchRefusedError, ConfigError
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Forward
@@ -77,7 +77,7 @@ def _import_loss(path: str) -> Callable[..., Any]:
         why, cause = f"{type(error).__name__}: {error}", error
     if why:
         names = ", ".join(LOSSES)
-        remedy = f"give a loss of Rollmill's ({names}) or an import path package.module:function ({why}){nearest(path, LOSSES)}"
+        remedy = f"give a loss of Rollmill's ({names}) or an import path package.module:function ({why}){suggest(path, LOSSES)}"
         raise ConfigError("train.loss", path, remedy) from cause
     return function
 

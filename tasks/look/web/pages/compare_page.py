@@ -12,7 +12,7 @@ from rollmill.tasks.look.web.charts import make_scatter
 from rollmill.tasks.look.web.grid import make_grid
 from rollmill.tasks.look.web.pages.table_pages import render_filter, render_head, render_waiting
 from rollmill.tasks.look.web.run_data import RunData, TablePage
-from rollmill.tasks.look.web.urls import BESIDE, COMPARE, TRAJECTORY, Query
+from rollmill.tasks.look.web.urls import COMPARE, PAIR, TRAJECTORY, Query
 from rollmill.tasks.store.attempts import short_id
 from rollmill.tasks.store.reader import list_scorers
 
@@ -22,7 +22,7 @@ LINKS = {
     "trajectory": f"{TRAJECTORY}{{value}}",
     "first": f"{TRAJECTORY}{{value}}",
     "second": f"{TRAJECTORY}{{value}}",
-    "prompt": f"{BESIDE}{{first}}/{{second}}",
+    "prompt": f"{PAIR}{{first}}/{{second}}",
 }
 """Address that a column's cells link to; {NAME} is the row's value of that column."""
 COMPARED_SCORE_COLUMNS = ("step", "trajectory_id", "reward")

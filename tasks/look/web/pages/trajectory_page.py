@@ -96,7 +96,7 @@ def render_pair(source: RunData, first: str, second: str) -> Component:
     for found in (find_trajectory(source.folder, short) for short in (first, second)):
         head = html.H2(dcc.Link(f"trajectory {found.short}", href=trajectory_url(found.short)))
         columns.append(html.Div([head, *_render_record(found)]))
-    return html.Section([html.H1("side by side"), html.Div(columns, className="beside")])
+    return html.Section([html.H1("side by side"), html.Div(columns, className="pair")])
 
 
 def _render_record(found: TrajectoryRecord) -> list[Component]:
