@@ -15,7 +15,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/test_choice.py sync/test_live_weights.py \
   sync/test_parity.py flows/test_gpu_memory.py flows/test_presets.py flows/test_doctor.py train/test_memory_plan.py \
-  train/test_nodes.py)
+  train/test_saved_activations.py train/test_nodes.py deploy/test_two_nodes.py)
 
 UV := .venv/bin/uv
 MAIN_STAMP := .venv/.complete

@@ -24,6 +24,10 @@ _REDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's default reduce_bucket_size: under ZeRO 1 and 2 gradients pass through a buffer of so many."""
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What models call the number of a layer's experts in their config.json."""
+_GEMMA = ("gemma2", "gemma3_text")
+"""Model types with two more norms in a layer, which compute their whole output in single precision."""
+_HEAD_NORMS = ("gemma3_text", "qwen3", "qwen3_moe")
+"""Model types that normalize the queries and keys of each head."""
 _LOGIT_COPIES = 3
 """Of a chunk of logits: itself, its log-softmax and the gradient, in single precision."""
 
@@ -42,6 +46,8 @@ class ModelSizes:
         is_tied: True when the output head shares the embedding's weight.
         experts: number of experts of a layer; 0 without a mixture of experts.
         experts_a_token: number of experts that a token goes to.
+        has_head_norms: True when queries and keys are normalized.
+        is_gemma: True for the norms of Gemma: four in a layer, where others have two.
     """
 
     hidden: int
@@ -53,6 +59,8 @@ class ModelSizes:
     is_tied: bool
     experts: int = 0
     experts_a_token: int = 0
+    has_head_norms: bool = False
+    is_gemma: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -71,6 +79,8 @@ class ModelSizes:
             is_tied=bool(config.get("tie_word_embeddings")),
             experts=experts,
             experts_a_token=config.get("num_experts_per_tok", 0) if experts else 0,
+            has_head_norms=config.get("model_type") in _HEAD_NORMS,
+            is_gemma=config.get("model_type") in _GEMMA,
         )
 
     @property
@@ -179,14 +189,22 @@ def activation_items(sizes: ModelSizes, dtype: str) -> int:
     """Elements that autograd saves for a token in one decoder layer.
 
     Of the feed-forward layer 4 times its width (gate, up, gate's activation, their product), for each expert that a token
-    goes to; of the attention queries, keys, values and output; of the hidden states the inputs of norms and linear
-    layers, norms being in single precision.
+    goes to; of the attention queries, keys, values, and the output in the kernel's order and in the sequence's; of the hidden
+    states the inputs of two linear layers and what the norms keep: their input and their output before the weight, of which in
+    bfloat16 the input, and Gemma's output too, is in single precision.
     """
-    hidden = 6 if dtype == "float32" else 8
+    norm = 2 if dtype == "float32" else 4 if sizes.is_gemma else 3
+    hidden = 2 + (4 if sizes.is_gemma else 2) * norm
     per_expert = max(1, sizes.experts_a_token)
     routed = 2 * sizes.hidden * per_expert if sizes.experts else 0
+    heads = norm * (sizes.query + sizes.key) * sizes.has_head_norms
     return (
-        4 * sizes.intermediate * per_expert + routed + hidden * sizes.hidden + 2 * sizes.query + 2 * sizes.key
+        4 * sizes.intermediate * per_expert
+        + routed
+        + hidden * sizes.hidden
+        + 3 * sizes.query
+        + 2 * sizes.key
+        + heads
     )
 
 
@@ -201,7 +219,7 @@ MODELS = {
     "Qwen2.5-7B": ModelSizes(3584, 28, 18_944, 3584, 512, 152_064, is_tied=False),
     "Qwen2.5-14B": ModelSizes(5120, 48, 13_824, 5120, 1024, 152_064, is_tied=False),
     "Qwen3-30B-A3B": ModelSizes(
-        2048, 48, 768, 4096, 512, 151_936, is_tied=False, experts=128, experts_a_token=8
+        2048, 48, 768, 4096, 512, 151_936, is_tied=False, experts=128, experts_a_token=8, has_head_norms=True
     ),
     "Qwen2.5-32B": ModelSizes(5120, 64, 27_648, 5120, 1024, 152_064, is_tied=False),
     "Llama-3.1-70B": ModelSizes(8192, 80, 28_672, 8192, 1024, 128_256, is_tied=False),
