@@ -1,4 +1,4 @@
-"""A trainer on two machines and a vLLM server on a third, each with a network, names and processes of its own here."""
+"""A trainer on two machines and a vLLM server on a third, which are namespaces of this machine."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Machines of a test: processes with a network, host name, names of others and process ids of their own on this machine.
+"""Machines of a test: processes of this machine with a separate network, host name, names of others and process ids.
 
 Each is a network namespace behind one bridge, and a namespace of processes that ends as a whole.
 """
