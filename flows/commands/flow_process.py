@@ -5,10 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
@@ -23,20 +22,21 @@ NOT_COMPARED = "stopped; not everything was compared, run the same command to st
 # Seconds that a process may live once its flow has ended: Prefect sends its last logs and events in them.
 EXIT_TIMEOUT_S = 3.0
 
+Result = TypeVar("Result")
+
 
 def run_flow(
-    name: str,
-    *arguments: object,
+    call: Callable[[], Coroutine[Any, Any, Result]],
+    *,
     before: Callable[[], object] = lambda: None,
     is_done: Callable[[], bool] = lambda: False,
     if_stopped: str = RESUMABLE,
     prints_json: bool = False,
-) -> Any:
+) -> Result:
     """Run a flow in this process, against the server of PREFECT_API_URL or a local one; returns the flow's result.
 
     Args:
-        name: of the flow's function, and of its module in flows/.
-        arguments: of the flow; Prefect checks them.
+        call: imports the flow and calls it with its arguments.
         before: called once there is a Prefect server, before the flow begins.
         is_done: reads from the run's folder whether the flow did its work.
         if_stopped: message for a flow that a signal stopped.
@@ -50,10 +50,9 @@ def run_flow(
     with span("starting", cause="Prefect"):
         connect_to_prefect(prints_to_stderr=prints_json)
     with exit_in_time(is_done, EXIT_TIMEOUT_S, if_stopped):
-        # Prefect reads its settings when it is imported, so flows are imported after the server's address is known.
-        flow = getattr(import_module(f"rollmill.flows.{name}"), name)
+        # Prefect reads its settings when it is imported, so `call` imports the flow, now that the server's address is known.
         before()
-        return asyncio.run(flow(*arguments))
+        return asyncio.run(call())
 
 
 @contextmanager

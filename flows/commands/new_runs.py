@@ -1,6 +1,6 @@
 """The commands `run`, `collect`, `retrain` and `fork`: flows that begin a run in a folder, or resume the one there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,36 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
         ConfigError: something is missing; nothing was started.
         RunFinishedError, RunMismatchError: the run in the folder cannot be resumed with these settings.
     """
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.post_train import post_train
+
+        return post_train(name, config, redo_failed)
+
     preflight(config)
-    run_in_folder("post_train", name, config, redo_failed, again=again)
+    run_in_folder(call, name, config, again=again)
 
 
 def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
     """Run the flow collect in this process; arguments and errors as for `run_here`."""
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.collect import collect
+
+        return collect(name, config, redo_failed)
+
     preflight(config, trains=False)
-    run_in_folder("collect", name, config, redo_failed, again=again, trains=False)
+    run_in_folder(call, name, config, again=again, trains=False)
 
 
 def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
     """Run the flow retrain in this process; arguments and errors as for `run_here`."""
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.retrain import retrain
+
+        return retrain(name, config)
+
     if not again:
         check_sources(run_folder(name, config))
     find_source_steps(config)
@@ -61,19 +79,23 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
     if run_folder(name, config).absolute in config.retrain.sources:
         raise ConfigError("--name", name, "a run cannot train from itself; give another name")
     preflight(config, samples=config.evaluate.every > 0)
-    run_in_folder("retrain", name, config, again=again)
+    run_in_folder(call, name, config, again=again)
 
 
 def run_in_folder(
-    flow: str, name: str, config: RunConfig, *arguments: object, again: bool, trains: bool = True
+    call: Callable[[], Coroutine[Any, Any, str]],
+    name: str,
+    config: RunConfig,
+    *,
+    again: bool,
+    trains: bool = True,
 ) -> None:
     """Run, in this process, a flow that creates the run `name` below `store.root` or resumes it.
 
     Args:
-        flow: name of the flow's function.
-        name: folder of the run below `store.root`; the flow's first argument.
-        config: all settings; the flow's second argument.
-        arguments: further arguments of the flow.
+        call: imports the flow and calls it with its arguments.
+        name: folder of the run below `store.root`.
+        config: all settings.
         again: move a finished run of that name to NAME-N and start a new one.
         trains: False for the flow collect.
     """
@@ -91,7 +113,7 @@ def run_in_folder(
                 check_movable(folder)
             else:
                 check_resumable(folder, config, trains=trains)
-        run_flow(flow, name, config, *arguments, before=make_room, is_done=lambda: is_finished(folder))
+        run_flow(call, before=make_room, is_done=lambda: is_finished(folder))
 
 
 def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:

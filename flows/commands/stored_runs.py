@@ -1,7 +1,7 @@
 """The commands `rescore`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -64,8 +64,14 @@ def rescore_config(
 
 def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     """Run the flow rescore in this process; ConfigError if something is missing, before anything starts."""
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.rescore import rescore
+
+        return rescore(folder.name, config)
+
     check_rescoring(folder, config)
-    run_flow("rescore", folder.name, config, is_done=lambda: is_rescored(folder, config))
+    run_flow(call, is_done=lambda: is_rescored(folder, config))
 
 
 def evaluate_config(origin: str, overrides: Sequence[str], name: str = "") -> tuple[str, RunConfig]:
@@ -95,12 +101,18 @@ def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION)
         ConfigError: something is missing; nothing was started.
         RunMismatchError: a setting would make it another run.
     """
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.evaluate import evaluate
+
+        return evaluate(run_name, config, version)
+
     folder = run_folder(run_name, config)
     choose_version(folder, version)
     if has_manifest(folder):
         _check_fixed(folder, config)
     preflight(config, trains=False)
-    run_flow("evaluate", run_name, config, version)
+    run_flow(call)
 
 
 def retrain_config(
@@ -137,11 +149,17 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
         ConfigError: there is nothing to replay, or something is missing; nothing was started.
         ReplayError: the replayed weights or metrics differ from the stored ones.
     """
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.replay import replay
+
+        return replay(folder.location, *versions)
+
     validate(read_manifest(folder).config)
     check_sources(folder)
     versions = choose_versions(list_complete_checkpoints(folder), first, last)
     check_trainer()
-    typer.echo(run_flow("replay", folder.location, *versions, if_stopped=UNCHANGED))
+    typer.echo(run_flow(call, if_stopped=UNCHANGED))
 
 
 def check_replay_options(
@@ -172,6 +190,12 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
     Raises:
         ConfigError: the run has no such step, or something is missing; nothing was started.
     """
+
+    def call() -> Coroutine[Any, Any, Attribution]:
+        from rollmill.flows.attribute import attribute
+
+        return attribute(folder.location, step, n_traffic, with_trainer)
+
     if trainer not in ("launch", "none"):
         raise ConfigError("--trainer", trainer, "give launch or none")
     manifest = read_manifest(folder)
@@ -180,9 +204,7 @@ def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *
     with_trainer = trainer == "launch" and manifest.trains
     if with_trainer:
         check_trainer()
-
-    arguments = folder.location, step, n_traffic, with_trainer
-    measured: Attribution = run_flow("attribute", *arguments, if_stopped=UNCHANGED, prints_json=as_json)
+    measured = run_flow(call, if_stopped=UNCHANGED, prints_json=as_json)
     if as_json:
         print_json(asdict(measured))
     else:
@@ -198,11 +220,17 @@ def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
         RunLockedError: another process writes to the run.
         SyncError: a server's weights differ from the trainer's.
     """
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.verify_sync import verify_sync
+
+        return verify_sync(folder.location, config)
+
     config = validate(apply_overrides(read_manifest(folder).config, overrides))
     _check_fixed(folder, config)
     check_sources(folder)
     preflight(config)
-    typer.echo(run_flow("verify_sync", folder.location, config, if_stopped=NOT_COMPARED))
+    typer.echo(run_flow(call, if_stopped=NOT_COMPARED))
 
 
 def _check_fixed(folder: RunFolder, config: RunConfig) -> None:
