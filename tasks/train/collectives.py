@@ -23,20 +23,22 @@ Visits: TypeAlias = npt.NDArray[np.int64]
 """[N, 2] nanoseconds since 1970, in the order of the collectives: when a rank came and when it left."""
 
 
-class RankWait(NamedTuple):
-    """Time that a rank spent in a collective waiting for the slowest rank.
+class RankWaits(NamedTuple):
+    """Times that a rank spent in collectives waiting for the slowest rank, in order.
 
     Attributes:
-        rank: the rank that waited.
-        started_ns: begin of the wait, in nanoseconds since 1970.
-        ended_ns: end of the wait, in nanoseconds since 1970.
-        slowest: the rank that entered the collective last.
+        started_ns: [N] begin of each wait, in nanoseconds since 1970.
+        ended_ns: [N] end of each wait, in nanoseconds since 1970.
+        slowest: [N] the rank that entered the collective last.
     """
 
-    rank: int
-    started_ns: int
-    ended_ns: int
-    slowest: int
+    started_ns: npt.NDArray[np.int64]
+    ended_ns: npt.NDArray[np.int64]
+    slowest: npt.NDArray[np.int64]
+
+    def take(self, which: npt.NDArray[np.bool_]) -> "RankWaits":
+        """Return the waits for which the mask is True."""
+        return RankWaits(self.started_ns[which], self.ended_ns[which], self.slowest[which])
 
 
 class CollectiveTimes:
@@ -133,7 +135,7 @@ def clock_shifts(visits: Sequence[Visits], machines: Sequence[str]) -> list[int]
     ]
 
 
-def find_waits(visits: Sequence[Visits]) -> Iterator[RankWait]:
+def find_waits(visits: Sequence[Visits]) -> list[RankWaits]:
     """Find each rank's wait in each collective: from its arrival until the slowest rank arrived, or until it left before.
 
     Waits shorter than `LEAST_NS` are left out.
@@ -141,11 +143,14 @@ def find_waits(visits: Sequence[Visits]) -> Iterator[RankWait]:
     Args:
         visits: [W][N, 2] nanoseconds at which each rank entered and left each collective, by one clock.
 
+    Returns:
+        The waits of each rank, [W].
+
     Example: when rank 0 arrives at 1 s and rank 1 at 3 s, rank 0 waits 2 s for rank 1.
     """
     n = min(map(len, visits))
     came, left = np.moveaxis(np.stack([each[:n] for each in visits]), 2, 0)
     slowest = came.argmax(0)
     until = np.minimum(came.max(0), left)
-    for rank, number in np.argwhere(until - came >= LEAST_NS).tolist():
-        yield RankWait(rank, int(came[rank, number]), int(until[rank, number]), int(slowest[number]))
+    waits = (RankWaits(came[rank], until[rank], slowest) for rank in range(len(visits)))
+    return [each.take(each.ended_ns - each.started_ns >= LEAST_NS) for each in waits]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from rollmill.tasks.observe.spans import Span
 
+LANE = "main"
+"""Lane of all work of a rank."""
 IDLE = "idle"
 """Name of the span between two commands."""
 WAITING = "waiting_for_rank"

@@ -13,12 +13,12 @@ from rollmill.tasks.observe.spans import NS, Recorder, Span, current_lane, recor
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.sync.weight_messages import FIRST_RANK
 from rollmill.tasks.train.collectives import Visits, clock_shifts, find_waits, times
-from rollmill.tasks.train.service.rank_spans import IDLE, WAITING, rank_process, spans_since_idle
+from rollmill.tasks.train.service.rank_spans import IDLE, LANE, WAITING, rank_process, spans_since_idle
 from rollmill.tasks.train.service.ranks import Ranks
+from rollmill.tasks.train.service.span_totals import limit_spans
 
 T = TypeVar("T")
 
-LANE = "main"
 NO_COMMAND = "no command"
 """Cause of idle time; the flow's spans show what the flow does then."""
 PHASES = (
@@ -83,10 +83,10 @@ class RankTimeline:
 
     def spans_by_rank(self) -> list[Sequence[Span]]:
         """Return [W] spans of each rank's current command, up to the last `exchange`; on rank 0 alone."""
-        return [
-            spans_since_idle([each for each in self._of_others if each.process == rank_process(rank)])
-            for rank in range(self._world_size)
-        ]
+        of_ranks: dict[str, list[Span]] = {rank_process(rank): [] for rank in range(self._world_size)}
+        for each in self._of_others:
+            of_ranks[each.process].append(each)
+        return [spans_since_idle(each) for each in of_ranks.values()]
 
     def take(self) -> Sequence[Span]:
         """Remove and return all recorded spans: this rank's, and on rank 0 those collected from the others."""
@@ -107,7 +107,7 @@ class RankTimeline:
 def _merge_spans(
     machines: Sequence[str], spans: Sequence[Sequence[Span]], visits: Sequence[Visits]
 ) -> list[Span]:
-    """Combine the spans of W ranks by rank 0's clock, and add a span for each wait for another rank in a collective.
+    """Combine the spans of W ranks by rank 0's clock, and add their waits for each other in collectives.
 
     Args:
         machines: [W] id of each rank's machine.
@@ -115,17 +115,11 @@ def _merge_spans(
         visits: [W][N, 2] nanoseconds at which each rank entered and left each collective.
     """
     shifts = clock_shifts(visits, machines)
-    found = [
-        each._replace(started_ns=each.started_ns + shift)
+    shifted = [
+        [each._replace(started_ns=each.started_ns + shift) for each in own]
         for own, shift in zip(spans, shifts, strict=True)
-        for each in own
     ]
-    steps = [max((each.step for each in own), default=-1) for own in spans]
-    for wait in find_waits([own + shift for own, shift in zip(visits, shifts, strict=True)]):
-        duration = wait.ended_ns - wait.started_ns
-        place = rank_process(wait.rank), LANE, WAITING, steps[wait.rank], wait.started_ns, duration
-        found.append(Span(*place, rank_process(wait.slowest)))
-    return found
+    return limit_spans(shifted, find_waits([own + shift for own, shift in zip(visits, shifts, strict=True)]))
 
 
 def exclusive_seconds(spans: Sequence[Span]) -> dict[str, float]:
