@@ -151,7 +151,7 @@ def _launch(home: Path, port: int) -> Server:
     _check_free(port)
     with _log_file(home).open("wb") as log:
         process = subprocess.Popen(
-            python_command("prefect", "server", "start", "--host", HOST, "--port", str(port)),
+            python_command("rollmill.flows.prefect_integration.guarded_server", str(port)),
             env=child_environment(environment(home, os.environ)),
             cwd=home,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,70 @@
+"""Prefect's server as `rollmill up` runs it: on loopback, and closed to pages of other sites in the user's browser.
+
+Whoever may call the server runs programs as the user, through a deployment's job variables. Prefect's own settings leave a
+page of another site two ways: CORS and CSRF tokens do not apply to WebSockets, nor to a page whose own name resolves to
+127.0.0.1 (DNS rebinding). The guard checks the headers that a page cannot choose.
+"""
+
+import sys
+from urllib.parse import urlsplit
+
+import uvicorn
+from prefect.server.api.server import create_app
+from prefect.settings import get_current_settings
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from rollmill.flows.prefect_integration.local_server import HOST
+
+# Any port: a tunnel (ssh -L) may give the server another one.
+NAMES = (HOST, "localhost")
+
+
+class BrowserGuard:
+    """ASGI middleware that refuses what pages of other sites send: 403 for HTTP and for a WebSocket."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it to the application."""
+        if scope["type"] == "lifespan" or not (reason := find_refusal(scope)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await WebSocketClose(reason=reason)(scope, receive, send)
+        else:
+            await PlainTextResponse(f"{reason}\n", 403)(scope, receive, send)
+
+
+def find_refusal(scope: Scope) -> str:
+    """Return why a request is refused; empty if it is allowed. Programs, which send neither Origin nor Sec-Fetch-Site, are."""
+    headers = Headers(scope=scope)
+    host = headers.get("host", "")
+    if urlsplit(f"//{host}").hostname not in NAMES:
+        return f"this Prefect server answers at {' and '.join(NAMES)} only"
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        return "this Prefect server accepts requests of its own pages only"
+    # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
+    is_link = scope.get("method") == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
+        return "this Prefect server accepts requests of its own pages only"
+    return ""
+
+
+def main() -> None:
+    """Run the server in the foreground, at the port that is the first command-line argument."""
+    settings = get_current_settings().server
+    uvicorn.run(
+        BrowserGuard(create_app(final=True)),
+        host=HOST,
+        port=int(sys.argv[1]),
+        timeout_keep_alive=settings.api.keepalive_timeout,
+        log_level=settings.logging_level.lower(),
+    )
+
+
+if __name__ == "__main__":
+    main()
