@@ -213,7 +213,7 @@ def check_architecture(field: str, folder: Path) -> None:
 
 
 def _has_experts(config: RunConfig) -> bool:
-    """True if the model's config.json gives a number of experts; start models made here have none."""
+    """Return True if the model's config.json gives a number of experts; start models made here have none."""
     path = start_model_folder(config) / "config.json"
     if config.start_model.steps or not path.is_file():
         return False

@@ -67,7 +67,7 @@ def check_rescoring(folder: RunFolder, config: RescoreConfig) -> None:
 
 
 def is_rescored(folder: RunFolder, config: RescoreConfig) -> bool:
-    """True if every trajectory that `config` selects has a score by its scorer; failed scores count."""
+    """Return True if every trajectory that `config` selects has a score by its scorer; failed scores count."""
     config = config.model_copy(update={"redo_failed": False})
     unscored = UnscoredRows(folder, config, Scoring(config.score, run=""))
     return not any(step.n_trajectories for step in unscored.count_steps())

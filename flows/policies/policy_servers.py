@@ -93,7 +93,7 @@ class PolicyServers:
         return self.run.pool.alarm(server.client)
 
     async def _has_weights(self, server: ServerService, name: str) -> bool:
-        """True if a server is healthy and has the verified weights of that name."""
+        """Return True if a server is healthy and has the verified weights of that name."""
         try:
             is_healthy = await server.client.is_healthy()
             return is_healthy and self._verified.get(server) == name == await server.client.version()
@@ -101,7 +101,7 @@ class PolicyServers:
             return False
 
     async def _can_sample(self, server: ServerService) -> bool:
-        """True if a server can sample; a probe is sent only to one that failed many requests in a row."""
+        """Return True if a server can sample; a probe is sent only to one that failed many requests in a row."""
         if not self.run.pool.is_suspect(server.client):
             return True
         if not await server.client.can_sample():

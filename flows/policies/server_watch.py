@@ -74,7 +74,7 @@ async def _wait_for_failure(servers: PolicyServers, server: ServerService) -> st
 
 
 async def _is_answering(server: ServerService) -> bool:
-    """True if a server's process runs and it answers /health."""
+    """Return True if a server's process runs and it answers /health."""
     is_running = server.process is None or server.process.is_running
     return is_running and await server.client.is_healthy()
 

@@ -130,7 +130,7 @@ async def _find_last_start(client: PrefectClient, flow_run_id: UUID) -> datetime
 
 
 def _is_cancelled(task_run: TaskRun, began: datetime) -> bool:
-    """True if a task run is unfinished, or crashed at or after `began`, the start of the flow run's last attempt.
+    """Return True if a task run is unfinished, or crashed at or after `began`, the start of the flow run's last attempt.
 
     False for task runs of killed attempts, which stay Crashed.
     """

@@ -99,7 +99,7 @@ class StepPauses:
             self._on_request()
 
     def is_due(self, step: int) -> bool:
-        """True if the run is to pause before `step`; then nothing of the step may begin."""
+        """Return True if the run is to pause before `step`; then nothing of the step may begin."""
         return self._suspended is not None and step < self._steps
 
     def before(self, step: int) -> None:

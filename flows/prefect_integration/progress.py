@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 
 def logs_to_terminal() -> bool:
-    """True if Prefect writes the log of flow runs to this process's terminal."""
+    """Return True if Prefect writes the log of flow runs to this process's terminal."""
     # Handlers of the loggers above count too.
     named = logging.getLogger("prefect.flow_runs")
     if not named.isEnabledFor(logging.INFO):
@@ -64,7 +64,7 @@ def quiet_task_runs() -> None:
 
 
 def has_bar() -> bool:
-    """True if a progress bar can be shown: in a terminal to which Prefect does not write its log."""
+    """Return True if a progress bar can be shown: in a terminal to which Prefect does not write its log."""
     return CONSOLE.is_terminal and not logs_to_terminal()
 
 

@@ -53,7 +53,7 @@ def is_evaluated(run: TrainingRun, version: int) -> bool:
 
 
 async def evaluate_version(run: Run, version: int, after: Sequence[object] = ()) -> None:
-    """Evaluate a version on the held-out prompts if that is due.
+    """Sample and score the held-out prompts with a policy version, if `evaluate.every` asks for it; returns when all is stored.
 
     Args:
         run: the run.

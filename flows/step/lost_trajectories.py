@@ -107,7 +107,7 @@ class StoredStepRows:
 
     @classmethod
     def read(cls, folder: RunFolder, step: int, scorer: str) -> Self:
-        """Read the rollouts, groups and scores by `scorer` (NAME@VERSION) that are stored of a step."""
+        """Read the rollouts, groups and scores by `scorer` (NAME@VERSION) that are stored for one step."""
         return cls(
             rollouts=scan(folder, "rollouts", ROLLOUT_COLUMNS, step=step).collect(),
             scores=scan(folder, "scores", SCORE_COLUMNS, scorer=scorer, step=step).collect(),

@@ -145,7 +145,7 @@ class StagingMemory:
         return sum(each.numel() for each in (*self._free, *self._used.values()))
 
     def keeper(self, buckets: Sequence[Bucket], await_taken: AwaitTaken) -> CopyToBucket:
-        """Return a function that returns live bytes on this device as they are, and copies others into this memory.
+        """Return a function that copies weights into this memory, or returns them as they are if they are live and on this device.
 
         The function waits while all memory has buckets that a server has not taken. Call this between two transfers.
         """

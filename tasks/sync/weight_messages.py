@@ -69,7 +69,7 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class WeightOffer:
-    """The weights that the trainer can send; the same until it loads a checkpoint.
+    """Layout of the weights that the trainer can send, and where servers get them; it changes when a checkpoint is loaded.
 
     Attributes:
         plan: layout of the weights and who sends which bytes.

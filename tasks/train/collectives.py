@@ -120,7 +120,7 @@ times = CollectiveTimes()
 
 
 def clock_shifts(visits: Sequence[Visits], machines: Sequence[str]) -> list[int]:
-    """[W] nanoseconds to add to each rank's times to get times of rank 0's clock; 0 for ranks on rank 0's machine.
+    """Return [W] nanoseconds to add to each rank's times to get times of rank 0's clock; 0 for ranks on rank 0's machine.
 
     Ranks leave most collectives at the same moment, so the estimate is the median difference of these times.
 

@@ -77,7 +77,7 @@ class SendProgress:
             self._store.delete_key(self._own)
 
     def total(self) -> dict[str, int]:
-        """Bytes sent to each server by all ranks, as last reported; empty before the first report."""
+        """Return the bytes sent to each server by all ranks, as last reported; empty before the first report."""
         total = Counter[str]()
         for key in self._keys:
             if self._store.check([key]):
@@ -176,7 +176,7 @@ class WeightTransfer:
         return results
 
     def progress(self) -> dict[str, int]:
-        """Bytes sent to each server in the present transfer, by all ranks; on rank 0 alone."""
+        """Return the bytes sent to each server in the present transfer, by all ranks; on rank 0 alone."""
         return self._progress.total() if self._progress else {}
 
     def write(self, engine: Engine, place: str, name: str) -> list[str]:

@@ -47,7 +47,7 @@ class Guess:
         return GuessEpisode(str(example.content["problem"]), int(str(example.content["answer"])))
 
     def warm_up_corpus(self, seed: int, n_examples: int) -> list[tuple[Message, ...]]:
-        """Return noisy games of training problems."""
+        """Return games of training problems, played by rules with random mistakes, for the start model's supervised training."""
         random = np.random.default_rng([seed, 0x9E55])
         secrets = _split_secrets("train")
         return [noisy_student(secrets[i], random) for i in random.integers(len(secrets), size=n_examples)]

@@ -89,7 +89,7 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def has_manifest(folder: RunFolder) -> bool:
-    """True if the folder has a run.json."""
+    """Return True if the folder has a run.json."""
     return bool(open_files(folder).keys(MANIFEST))
 
 

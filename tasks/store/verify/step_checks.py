@@ -226,7 +226,7 @@ def find_wrong_rollout_values(step: StepView) -> Iterator[Finding]:
 
 
 def _find_faults(rows: pa.Table) -> Iterator[tuple[str, np.ndarray]]:
-    """Each possible fault, with a boolean array of the rows that have it."""
+    """Return each possible fault, with a boolean array of the rows that have it."""
     n_tokens = _lengths(rows, "token_ids")
     is_uneven = (_lengths(rows, "loss_mask") != n_tokens) | (_lengths(rows, "logprobs") != n_tokens)
     yield "token_ids, loss_mask and logprobs differ in length", is_uneven

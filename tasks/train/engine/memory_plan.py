@@ -64,7 +64,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Sizes from a model folder's config.json."""
+        """Read the sizes from a model folder's config.json."""
         config = {**config, **config.get("text_config", {})}
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         width = config.get("head_dim") or hidden // heads
@@ -239,7 +239,7 @@ SETUPS = {
 
 
 def memory_table() -> Iterator[str]:
-    """Lines of a Markdown table: GiB of one rank's device, by model and setup."""
+    """Return lines of a Markdown table: GiB of one rank's device, by model and setup."""
     yield f"| model | parameters | {' | '.join(SETUPS)} |"
     yield f"|---|---:|{'---:|' * len(SETUPS)}"
     for name, sizes in MODELS.items():

@@ -56,7 +56,7 @@ class ParameterRange:
     offset: int
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[size] view of this range in the owner, or in a tensor of the owner's shape."""
+        """Return a [size] view of this range in the owner, or in a tensor of the owner's shape."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
     def cut(self, first: int, end: int) -> "ParameterRange":
@@ -85,7 +85,7 @@ class OptimizerState:
         return {name: whole_shape(each) for name, each in self._trained}
 
     def parts(self) -> list[ParameterRange]:
-        """All ranges that this rank holds, in a fixed order."""
+        """Return all ranges that this rank holds, in a fixed order."""
         if self._is_partitioned:
             return list(self._partitions())
         if self._is_cut:
@@ -116,7 +116,7 @@ class OptimizerState:
         return part.view(part.owner).new_zeros(part.size) if moment is None else part.view(moment)
 
     def n_updates(self, part: ParameterRange) -> int:
-        """Number of updates of a range, which AdamW's bias correction counts."""
+        """Return the number of updates of a range, which AdamW's bias correction counts."""
         return int(self._optimizer.state.get(part.owner, {}).get("step", 0))
 
     def allocate_moments(self, part: ParameterRange, n_updates: int) -> None:

@@ -22,7 +22,7 @@ from rollmill.tasks.train.packing.micro_batch import MicroBatch
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] log-probabilities of the targets, with a gradient, and [N] entropies; in nats.
+    """Return [N] log-probabilities of the targets, with a gradient, and [N] entropies; in nats.
 
     Args:
         logits: [N, V]; the softmax is in at least single precision, of logits divided by the temperature.
@@ -120,7 +120,7 @@ class PolicyModel:
         self._chunk_tokens = max(1, chunk_bytes // (_LOGIT_BYTES * vocabulary_size))
 
     def values(self, run: Callable[..., Any], batch: MicroBatch, *, entropy_gradient: bool) -> Values:
-        """[N] log-probabilities and [N] entropies of the trained tokens, in nats.
+        """Return [N] log-probabilities and [N] entropies of the trained tokens, in nats.
 
         Args:
             run: what to call with the model's inputs: the model itself, or DeepSpeed's engine around it.

@@ -61,7 +61,7 @@ def _private(owner: Any, name: str) -> Any:
 
 
 def is_sharded(parameter: torch.nn.Parameter) -> bool:
-    """True for a parameter that ZeRO-3 has partitioned."""
+    """Return True for a parameter that ZeRO-3 has partitioned."""
     return hasattr(parameter, "ds_tensor")
 
 
@@ -71,20 +71,20 @@ def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 def local_tensor(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard of a partitioned parameter, [n] with padding; any other parameter itself."""
+    """Return this rank's shard of a partitioned parameter, [n] with padding; any other parameter itself."""
     held: torch.Tensor = getattr(parameter, "ds_tensor", parameter)
     return held
 
 
 def shard_range(parameter: torch.nn.Parameter, rank: int) -> tuple[int, int]:
-    """(first, end) numbers of a flat partitioned parameter that are on a rank, without padding; may be empty."""
+    """Return the (first, end) numbers of a flat partitioned parameter that are on a rank, without padding; may be empty."""
     size, numel = int(_private(parameter, "partition_numel")()), int(_private(parameter, "ds_numel"))
     start = min(rank * size, numel)
     return start, min(start + size, numel)
 
 
 def is_zero_3(wrapper: Any) -> bool:
-    """True when DeepSpeed's optimizer is that of ZeRO-3."""
+    """Return True if DeepSpeed's optimizer is that of ZeRO-3."""
     return hasattr(wrapper, "fp32_partitioned_groups_flat")
 
 

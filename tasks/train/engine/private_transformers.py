@@ -33,13 +33,13 @@ __all__ = ["BaseTunerLayer", "GradientCheckpointingLayer"]
 
 
 def checkpoint_names(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors under the names and in the shapes of a Hugging Face checkpoint; some are views of them."""
+    """Return a model's tensors under the names and in the shapes of a Hugging Face checkpoint; some are views of them."""
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """True when the model's layers call an attention function that is registered by name."""
+    """Return True if the model's layers call an attention function that is registered by name."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
@@ -49,7 +49,7 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 
 def is_router(module: Any) -> bool:
-    """True for the router of a mixture of experts."""
+    """Return True for the router of a mixture of experts."""
     has_choice = hasattr(module, "top_k") and hasattr(module, "num_experts")
     return type(module).__name__.endswith("Router") and has_choice
 
@@ -59,7 +59,7 @@ PartLoad: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 def model_class(folder: str) -> type[PreTrainedModel]:
-    """Class of the model in a folder."""
+    """Return the class of the model in a folder."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     return type(model)
@@ -71,7 +71,7 @@ def read_by_parts(
     dtype: torch.dtype,
     load: Callable[[PreTrainedModel, Sequence[str], PartLoad], None],
 ) -> PreTrainedModel:
-    """Read a model folder by `kind.from_pretrained`, with `load` in place of its reading of the weights.
+    """Load a model folder as `kind.from_pretrained` does, but let `load` read the weights, some tensors at a time.
 
     Args:
         kind: the model's class.

@@ -42,7 +42,7 @@ class Gate:
     scale: float = 1.0
 
     def weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """[T, k] single-precision weights of the chosen experts.
+        """Return [T, k] single-precision weights of the chosen experts.
 
         Args:
             logits: [T, experts] output of the router.
@@ -129,7 +129,7 @@ def experts_at(routing: Sequence[np.ndarray], places: Sequence[np.ndarray], n_to
 
 
 def find_routers(model: PreTrainedModel) -> dict[str, Any]:
-    """The routers of a mixture of experts by name, in the order of the layers.
+    """Return the routers of a mixture of experts by name, in the order of the layers.
 
     Raises:
         ConfigError: the model is no mixture of experts, or its routers are not separate modules in transformers.
@@ -143,7 +143,7 @@ def find_routers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _probe_gate(router: Any) -> Gate:
-    """The Gate that a router follows, found by trying the known ones on a copy with random weights.
+    """Find the Gate that a router follows by trying the known ones on a copy with random weights.
 
     Raises:
         ConfigError: the router follows none of the known ones.
@@ -181,6 +181,6 @@ def _probe_gate(router: Any) -> Gate:
 
 
 def _layer_numbers(names: dict[str, Any]) -> list[int]:
-    """The decoder layer of each router, from its name: "model.layers.3.mlp.gate" is of layer 3."""
+    """Return the decoder layer of each router, from its name: "model.layers.3.mlp.gate" is of layer 3."""
     found = [_LAYER.search(name) for name in names]
     return [int(each.group(1)) if each else place for place, each in enumerate(found)]

@@ -67,7 +67,7 @@ def build_loss(config: TrainConfig) -> tuple[Loss, bool]:
 
 
 def _import_loss(path: str) -> Callable[..., Any]:
-    """The function at an import path package.module:function; ConfigError if there is none."""
+    """Return the function at an import path package.module:function; ConfigError if there is none."""
     module, _, attribute = path.partition(":")
     cause: Exception | None = None
     try:
@@ -179,7 +179,7 @@ class Objective:
 
 
 def build_tokens(batch: MicroBatch, logprobs: torch.Tensor) -> Tokens:
-    """The input of a loss, from a micro-batch and the policy's log-probabilities."""
+    """Build the input of a loss from a micro-batch and the policy's log-probabilities."""
     return Tokens(
         logprobs=logprobs,
         old_logprobs=batch.old_logprobs,

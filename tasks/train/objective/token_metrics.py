@@ -31,7 +31,7 @@ def token_metrics(
     *,
     is_first: bool,
 ) -> dict[str, torch.Tensor]:
-    """[N] float64 values of each metric of a micro-batch's trained tokens.
+    """Return [N] float64 values of each metric of a micro-batch's trained tokens.
 
     A divergence of a token is
 

@@ -59,7 +59,7 @@ def compare_layouts(model: Path) -> LayoutTrial:
 
 
 def _run(folder: Path, layout: str, device: torch.device, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] log-probabilities of the trained tokens and all gradients of their sum, in float32 on the CPU."""
+    """Compute [N] log-probabilities of the trained tokens and all gradients of their sum, in float32 on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval().to(device)
     config = TrainConfig.model_validate({"layout": layout, "dtype": dtype, "gradient_checkpointing": False})
     rng = np.random.default_rng(0)

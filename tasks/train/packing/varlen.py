@@ -135,7 +135,7 @@ def varlen_attention(
 def _attend_by_kernel(
     tokens: list[torch.Tensor], packed: PackedSequence, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """[E, heads, width] attention of all rows in one call of torch's varlen kernel."""
+    """Compute the [E, heads, width] attention of all rows in one call of torch's varlen kernel."""
     query, key, value = tokens
     found = varlen_attn(
         query,
@@ -177,7 +177,7 @@ def _attend_by_length(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """[length, length] mask of sliding-window attention: True for a token itself and the window - 1 before it."""
+    """Return the [length, length] mask of sliding-window attention: True for a token itself and the window - 1 before it."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() & ones.triu(1 - window)
 

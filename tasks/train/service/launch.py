@@ -97,7 +97,7 @@ class Nodes:
 
 
 def build_command(train: TrainConfig, config: Path, nodes: Nodes = Nodes()) -> list[str]:
-    """Command line that starts a trainer service, or one node's part of it, with a configuration file."""
+    """Return the command line that starts a trainer service, or one node's part of it, with a configuration file."""
     return [
         *torchrun_command(train.ranks, nodes),
         *("-m", "rollmill.tasks.processes.python_child", "rollmill.tasks.train.service.trainer_process"),

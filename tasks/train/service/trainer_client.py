@@ -163,7 +163,7 @@ class TrainerClient(ServiceClient):
         return address
 
     async def _repeat(self, method: str, path: str, content: bytes = b"", wait_s: float = 0.0) -> Body:
-        """Send a request, again if its answer is lost, and return the answer's body; ServiceDiedError if all attempts fail."""
+        """Send a request until it is answered, and return the answer's body; raise ServiceDiedError if all attempts fail."""
 
         def is_lost(error: Exception) -> bool:
             is_gone = self._process is not None and not self._process.is_running

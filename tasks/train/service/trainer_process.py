@@ -78,7 +78,7 @@ class LeadingRank:
         )
 
     def answers_at_once(self, command: Command[Any]) -> bool:
-        """True for a local command, which needs no other rank."""
+        """Return True for a local command, which needs no other rank."""
         return command.is_local
 
     def run(self, command: Command[Any]) -> Any:

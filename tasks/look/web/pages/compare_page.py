@@ -79,7 +79,7 @@ def comparison_columns(query: Query) -> list[Column]:
 
 
 def is_version(name: str) -> bool:
-    """True for a policy version, v12; False for a scorer, addition@1."""
+    """Return True for a policy version, v12; False for a scorer, addition@1."""
     return name.startswith("v") and name[1:].isdigit()
 
 

@@ -29,11 +29,11 @@ class Tokens:
     n_rows: int
 
     def row_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] sum of [N] values over the tokens of each row."""
+        """Return the [M] sums of [N] values over the tokens of each row."""
         return values.new_zeros(self.n_rows).index_add(0, self.rows, values)
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] mean of [N] values over the tokens of each row, each of which has one at least."""
+        """Return the [M] means of [N] values over the tokens of each row, each of which has one at least."""
         return self.row_sums(values) / self.row_sums(torch.ones_like(values))
 
 
