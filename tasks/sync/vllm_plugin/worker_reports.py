@@ -1,10 +1,13 @@
 """Reports from a server's workers to its API server: one line of JSON from each, on a local socket.
 
-The socket's name is in Linux's abstract namespace, so no file remains.
+The socket's name is in Linux's abstract namespace, so no file remains. Every user of the machine can connect to it, so a
+report counts only if it comes from a process of this server's user.
 """
 
 import asyncio
+import os
 import socket
+import struct
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +20,9 @@ from rollmill.tasks.observe.spans import Span
 
 # 64 MiB: the checksums of all tensors take some hundred bytes each, and asyncio's default limit of a line is 64 KiB.
 _MAX_REPORT_BYTES = 1 << 26
+
+# Linux's struct ucred, which the kernel fills in: pid, uid and gid of the process that has connected.
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class WorkerReports:
     def __init__(self, n_workers: int) -> None:
         self.address = f"rollmill-{uuid.uuid4().hex}"
         self._n_workers = n_workers
-        # Bounded by one report of each worker: only workers have the address.
+        # Bounded by one report of each worker: only workers are heard.
         self._received: asyncio.Queue[WorkerReport] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
@@ -66,7 +72,7 @@ class WorkerReports:
         """Wait for the report of every worker; returns them in the order of their arrival.
 
         Raises:
-            SyncError: a worker failed, or ended without a report; the others are not awaited.
+            SyncError: a worker failed, ended without a report or sent another text; the others are not awaited.
         """
         reports: list[WorkerReport] = []
         while len(reports) < self._n_workers:
@@ -77,13 +83,29 @@ class WorkerReports:
         return reports
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = await reader.readline()
+        if _find_user(writer) != os.getuid():
+            writer.close()
+            return
+        try:
+            line = await reader.readline()
+            # The socket of a worker that was killed ends without a line.
+            report = WorkerReport(error="a worker of the server ended without a report")
+            if line:
+                report = msgspec.json.decode(line, type=WorkerReport)
+        # ValueError: the line is longer than `_MAX_REPORT_BYTES`, or not UTF-8.
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            report = WorkerReport(error=f"a worker of the server sent a report that cannot be read: {error}")
         writer.close()
-        # The socket of a worker that was killed ends without a line.
-        if line:
-            self._received.put_nowait(msgspec.json.decode(line, type=WorkerReport))
-        else:
-            self._received.put_nowait(WorkerReport(error="a worker of the server ended without a report"))
+        self._received.put_nowait(report)
+
+
+def _find_user(writer: asyncio.StreamWriter) -> int:
+    """Return the id of the user whose process has connected."""
+    # A second object of the same socket: uvloop's own has no `getsockopt`.
+    with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(packed)[1]
+    return uid
 
 
 class ReportSender:
