@@ -1,9 +1,8 @@
 """The receiving end of a weight transfer; it does not depend on vLLM."""
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -22,6 +21,7 @@ from rollmill.tasks.sync.links.nccl_link import NcclReceiver
 from rollmill.tasks.sync.links.shm_link import SharedReceiver, open_shared
 from rollmill.tasks.sync.links.tcp_link import TcpReceiver
 from rollmill.tasks.sync.links.weight_files import read_weight_files
+from rollmill.tasks.sync.stream_memory import ArrivingTensors, StreamMemory, WholeStream, view_tensor
 from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
 from rollmill.tasks.sync.weight_messages import WAITING_FOR_TRAINER, WeightUpdateRequest
 
@@ -71,89 +71,151 @@ def open_links(
     return links
 
 
+class Reception:
+    """Receives all buckets of a plan, with a thread for each link. Closing a link from another thread ends it.
+
+    Args:
+        links: [W * streams] from `open_links`; closed if one of them fails.
+        plan: the transfer plan of the senders.
+        memory: to receive into.
+    """
+
+    def __init__(self, links: Sequence[ReceivingLink], plan: TransferPlan, memory: StreamMemory) -> None:
+        self._links, self._streams, self._memory = links, plan.streams, memory
+        self._buckets = [plan.buckets(rank) for rank in range(plan.n_ranks)]
+        self._lock, self._last = threading.Lock(), 0
+        self._error: SyncError | None = None
+        self._threads = [
+            threading.Thread(target=self._run, args=each, daemon=True) for each in enumerate(links)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for link in self._links:
+            link.stalls.take()
+        with use_all_cores():
+            for thread in self._threads:
+                thread.start()
+
+    def join(self) -> None:
+        """Wait until no thread writes to the memory any more.
+
+        Raises:
+            SyncError: a sender stopped; names bucket, rank and bytes.
+        """
+        for thread in self._threads:
+            thread.join()
+        if self._error:
+            raise self._error
+        # The link that ended last held the reception up; the waits of the others overlap with its waits.
+        if lane := current_lane():
+            for link in self._links[self._last : self._last + 1]:
+                for started, stopped in link.stalls.take():
+                    lane.add(WAITING_FOR_TRAINER, started, stopped, f"trainer/{self._last // self._streams}")
+
+    def cancel(self) -> None:
+        """Close all links, and wait for the threads."""
+        for link in self._links:
+            link.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int, link: ReceivingLink) -> None:
+        rank, stream = divmod(number, self._streams)
+        own = slice(stream, None, self._streams)
+        error = _receive_buckets(link, self._buckets[rank], rank, own, self._memory)
+        with self._lock:
+            self._last = number
+            is_first = error is not None and self._error is None
+            self._error = self._error or error
+        if error and is_first:
+            self._memory.fail(error)
+            # The other threads would wait for their senders until the stall timeout.
+            for each in self._links:
+                each.close()
+
+
 def receive_tensors(
     links: Sequence[ReceivingLink], plan: TransferPlan, buffer: torch.Tensor
 ) -> list[tuple[str, torch.Tensor]]:
     """Receive all tensors of a plan from all ranks; returns (name, tensor) of each, views of the buffer.
 
-    Each link has a thread. Closing a link from another thread ends the reception. After the return, or an error, no thread
-    writes to the buffer any more.
+    After the return, or an error, no thread writes to the buffer any more.
 
     Args:
-        links: [W * streams] from `open_links`; closed if one of them fails.
+        links: as of `Reception`.
         plan: the transfer plan of the senders.
         buffer: uint8, at least `plan.total_bytes`.
 
     Raises:
         SyncError: a sender stopped; names bucket, rank and bytes.
     """
-    ends = queue.SimpleQueue[tuple[int, SyncError | None]]()
-    buckets = [plan.buckets(rank) for rank in range(plan.n_ranks)]
-
-    def receive(number: int, link: ReceivingLink) -> None:
-        rank, stream = divmod(number, plan.streams)
-        ends.put(
-            (number, _receive_buckets(link, buckets[rank], rank, slice(stream, None, plan.streams), buffer))
-        )
-
-    threads = [threading.Thread(target=receive, args=each, daemon=True) for each in enumerate(links)]
-    for link in links:
-        link.stalls.take()
-    with use_all_cores():
-        for thread in threads:
-            thread.start()
-    last, failure = 0, None
-    for _ in threads:
-        last, error = ends.get()
-        if error and not failure:
-            failure = error
-            # The other threads would wait for their senders until the stall timeout.
-            for link in links:
-                link.close()
-    for thread in threads:
-        thread.join()
-    if failure:
-        raise failure
-    # The link that ended last held the reception up; the waits of the others overlap with its waits.
-    _record_stalls(links[last : last + 1], f"trainer/{last // plan.streams}")
+    reception = Reception(links, plan, WholeStream(buffer))
+    reception.start()
+    reception.join()
     return view_tensors(plan, buffer)
 
 
-def _record_stalls(links: Sequence[ReceivingLink], cause: str) -> None:
-    if lane := current_lane():
-        for started, stopped in (stall for link in links for stall in link.stalls.take()):
-            lane.add(WAITING_FOR_TRAINER, started, stopped, cause)
+def stream_tensors(
+    links: Sequence[ReceivingLink], plan: TransferPlan, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of each tensor of a plan, on `device`, in the order in which they are complete.
+
+    Others arrive meanwhile, but at most some buckets wait to be taken. A tensor's memory is freed when the caller drops it.
+
+    Args:
+        links: as of `Reception`; closed if the caller stops before the last tensor.
+        plan: the transfer plan of the senders.
+        device: to receive on.
+
+    Raises:
+        SyncError: a sender stopped; names bucket, rank and bytes.
+    """
+    memory = ArrivingTensors(plan, device)
+    reception = Reception(links, plan, memory)
+    reception.start()
+    is_complete = False
+    try:
+        for _ in plan.tensors:
+            yield memory.take()
+        is_complete = True
+    finally:
+        if not is_complete:
+            memory.fail(SyncError("the weights are not taken any more"))
+            reception.cancel()
+    reception.join()
 
 
 def view_tensors(plan: TransferPlan, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return (name, tensor) of each tensor of a plan, as views of a buffer that holds the whole stream."""
     return [
-        (
-            each.name,
-            buffer[each.offset : each.offset + each.size_bytes]
-            .view(getattr(torch, each.dtype))
-            .view(each.shape),
-        )
+        (each.name, view_tensor(each, buffer[each.offset : each.offset + each.size_bytes]))
         for each in plan.tensors
     ]
 
 
 def _receive_buckets(
-    link: ReceivingLink, buckets: Sequence[Bucket], rank: int, own: slice, buffer: torch.Tensor
+    link: ReceivingLink, buckets: Sequence[Bucket], rank: int, own: slice, memory: StreamMemory
 ) -> SyncError | None:
     """Receive the buckets `own` of a rank's; returns the error that ended the link, None once all have arrived."""
     arrived = 0
     for number in range(len(buckets))[own]:
+        ranges = buckets[number].ranges
         try:
-            link.receive([buffer[start:end] for start, end in buckets[number].ranges])
+            link.receive(memory.views(ranges))
         except (SyncError, OSError, RuntimeError) as error:
             total = sum(each.size_bytes for each in buckets[own])
             return SyncError(
                 f"bucket {number + 1} of {len(buckets)} of rank {rank} did not arrive: {error}; "
                 f"{arrived / 1e6:.1f} of its {total / 1e6:.1f} MB of this link had"
             )
+        memory.mark_arrived(ranges)
         arrived += buckets[number].size_bytes
     return None
+
+
+DEVICE_TRANSPORTS = frozenset({"nccl"})
+"""Transports by which weights arrive in the memory of the worker's device."""
 
 
 class WeightInbox:
@@ -171,6 +233,15 @@ class WeightInbox:
         self._prefix, self._links = "", list[ReceivingLink]()
         self._shared, self._buffer = "", torch.empty(0, dtype=torch.uint8)
         self._is_dropped = False
+
+    def stream(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor]]:
+        """Open the links, and return an iterator that receives all tensors of a request, as `stream_tensors`.
+
+        Raises:
+            SyncError: the trainer or one of its ranks did not come in time.
+        """
+        plan = request.decode_plan()
+        return stream_tensors(self._open_links_for(request, plan), plan, self._device)
 
     def receive(self, request: WeightUpdateRequest) -> list[tuple[str, torch.Tensor]]:
         """Receive all tensors of a request; returns (name, tensor) of each, views of the buffer, once all have arrived.
@@ -193,10 +264,13 @@ class WeightInbox:
             link.close()
 
     def _choose_buffer(self, request: WeightUpdateRequest, size_bytes: int) -> torch.Tensor:
-        """Return uint8 memory of at least `size_bytes`, to receive into: the worker's, or the trainer's shared segment.
+        """Return uint8 memory of at least `size_bytes`, to receive into: host memory, the trainer's shared segment, or the device's.
 
-        The shared segment stays mapped while the trainer offers it.
+        The shared segment stays mapped while the trainer offers it. Memory of a GPU is not kept.
         """
+        # A second model, with which mode verify compares, needs the GPU's memory.
+        if request.transport in DEVICE_TRANSPORTS and request.mode != "verify":
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         shared = request.shared if request.transport == "shm" else ""
         # A new buffer for each request would make the reception four times slower.
         if self._shared != shared or self._buffer.numel() < size_bytes:

@@ -10,3 +10,8 @@ class RepairSwitch:
 
     def use_repairs(self, *names: str) -> None:
         self.weight_transfer_engine.repairs = tuple(each for each in CPU_REPAIRS if each.__name__ in names)
+
+    def use_gloo_for_nccl(self) -> None:
+        import gloo_as_nccl
+
+        gloo_as_nccl.install()

@@ -125,9 +125,14 @@ class NcclReceiver(_NcclPair):
 
     def receive(self, parts: Sequence[torch.Tensor]) -> None:
         """Receive one bucket as `ReceivingLink.receive`; the parts are in host memory or on the GPU."""
-        data = torch.empty(
-            sum(each.numel() for each in parts), dtype=torch.uint8, device=self._rendezvous.device
-        )
+        device = self._rendezvous.device
+        if len(parts) == 1 and parts[0].device == device:
+            self._exchange("recv", parts[0], _SENDER)
+            return
+        data = torch.empty(sum(each.numel() for each in parts), dtype=torch.uint8, device=device)
         self._exchange("recv", data, _SENDER)
         for part, received in zip(parts, data.split([each.numel() for each in parts]), strict=True):
             part.copy_(received)
+        if data.is_cuda:
+            # Copies between places of one GPU are only queued; another thread uses the parts next.
+            torch.cuda.current_stream(data.device).synchronize()

@@ -6,9 +6,8 @@ after each update. Layers whose layout this cannot read, such as quantized ones,
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,27 @@ _LAYER = re.compile(r"layers\.\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSums:
-    """The sums that a live model has once it computes with received weights.
+    """The sums that a live model has once it computes with received weights; `add` each of them.
 
     Attributes:
         number: of the update; selects the columns of matrices.
+        dtype: of the live model.
         by_layer: the sums.
     """
 
     number: int
-    by_layer: Sums
+    dtype: torch.dtype
+    by_layer: Sums = field(default_factory=dict)
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Add a received weight, as it is once cast to `dtype`."""
+        _add_sum(self.by_layer, name, _select_columns(weight, self.number).to(self.dtype))
 
 
 class LiveWeights:
     """Compares the live model of a vLLM worker with the weights that the worker received.
 
-    Call `note_start` before the first update, `expect` with the weights of an update, and `find_differing` once they are in place.
+    Call `note_start` before the first update, `begin` or `expect` for an update, and `find_differing` once they are in place.
 
     Args:
         model_config: vLLM's `ModelConfig`; its model folder has the weights that the server started with.
@@ -64,12 +69,19 @@ class LiveWeights:
         if self._at_start is None:
             self._at_start = sum_live(model, 0)
 
-    def expect(self, weights: Weights) -> ExpectedSums:
-        """Sum the weights of an update; may run in a thread while the model computes."""
+    def begin(self) -> ExpectedSums:
+        """Return sums to which the weights of an update are added; may run in a thread while the model computes."""
         if self._comparable is None:
             self._compare_start()
         self._number += 1
-        return ExpectedSums(self._number, sum_stored(weights, self._dtype, self._number))
+        return ExpectedSums(self._number, self._dtype)
+
+    def expect(self, weights: Weights) -> ExpectedSums:
+        """Sum the weights of an update; may run in a thread while the model computes."""
+        expected = self.begin()
+        for name, each in weights:
+            expected.add(name, each)
+        return expected
 
     def find_differing(self, model: nn.Module, expected: ExpectedSums) -> tuple[str, ...]:
         """Return the names of a model's layers that differ from an update's weights; the model must not compute meanwhile.
@@ -93,12 +105,18 @@ class LiveWeights:
 
 def sum_stored(weights: Weights, dtype: torch.dtype, number: int) -> Sums:
     """Sum weights by layer, as they are once cast to `dtype`; `number` selects the columns of matrices."""
-    return _sum_by_layer((name, _select_columns(each, number).to(dtype)) for name, each in weights)
+    sums = ExpectedSums(number, dtype)
+    for name, each in weights:
+        sums.add(name, each)
+    return sums.by_layer
 
 
 def sum_live(model: nn.Module, number: int) -> Sums:
     """Sum a vLLM model's weights by layer, as `sum_stored` does; the model must not compute meanwhile."""
-    return _sum_by_layer(_read_live(model, number))
+    sums: Sums = {}
+    for name, each in _read_live(model, number):
+        _add_sum(sums, name, each)
+    return sums
 
 
 def find_stale_kernels(model: nn.Module, number: int) -> tuple[str, ...]:
@@ -151,13 +169,11 @@ def _choose_columns(width: int, number: int) -> range:
     return range(first, min(first + N_COLUMNS, width))
 
 
-def _sum_by_layer(weights: Iterable[tuple[str, torch.Tensor]]) -> Sums:
-    sums: Sums = defaultdict(int)
-    for name, each in weights:
-        found = _LAYER.search(name)
-        layer = found.group() if found else ".".join(name.split(".")[-2:])
-        sums[layer] = (sums[layer] + sum_words(each.detach())) % 2**64
-    return dict(sums)
+def _add_sum(sums: Sums, name: str, weight: torch.Tensor) -> None:
+    """Add a weight's words to the sum of its layer."""
+    found = _LAYER.search(name)
+    layer = found.group() if found else ".".join(name.split(".")[-2:])
+    sums[layer] = (sums.get(layer, 0) + sum_words(weight.detach())) % 2**64
 
 
 # Odd constants of MurmurHash3's finalizer, as signed 64-bit integers.

@@ -280,7 +280,7 @@ def _merge_reports(
         bytes=max(each.bytes for each in reports),
         received_s=max(each.received_s for each in reports),
         held_s=held_s,
-        checksums=reports[0].checksums,
+        checksums=next((each.checksums for each in reports if each.checksums), {}),
         differing=tuple(sorted({name for each in reports for name in each.differing})),
         uncompared=tuple(sorted({name for each in reports for name in each.uncompared})),
         spans=(*(each for report in reports for each in report.spans), *switching),

@@ -7,172 +7,46 @@ vLLM calls these methods between two steps of the model: `init_transfer_engine` 
 import hashlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
-from rollmill.tasks.errors import SyncError, error_text
+from rollmill.tasks.errors import error_text
 from rollmill.tasks.observe.spans import Recorder, recording, span
-from rollmill.tasks.sync.adapters import add_adapters_to, read_weights
+from rollmill.tasks.sync.adapters import add_adapters_to
+from rollmill.tasks.sync.base_weights import BaseWeights, measure_place
 from rollmill.tasks.sync.links.link import as_bytes
 from rollmill.tasks.sync.vllm_plugin.live_weights import ExpectedSums, LiveWeights
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     INIT_INFO,
     NOT_COMPILED,
-    SET_CONFIG,
     TRANSFER_ENGINE,
     UPDATE_INFO,
     Feature,
-    Repair,
     Weights,
-    build_model,
     choose_repairs,
-    copy_config,
-    exchange_models,
-    find_other_caches,
-    find_packed_kernel,
     limit_threads,
-    load_first,
     reload_weights,
     require,
-    separate_modules,
+)
+from rollmill.tasks.sync.vllm_plugin.second_copy import (
+    SecondCopy,
+    find_differing_bytes,
+    find_differing_kernels,
 )
 from rollmill.tasks.sync.vllm_plugin.worker_reports import ReportSender, WorkerReport
 from rollmill.tasks.sync.weight_messages import WeightUpdateRequest
-from rollmill.tasks.sync.weight_receiver import WeightInbox
-
-_ROWS = 4
+from rollmill.tasks.sync.weight_receiver import DEVICE_TRANSPORTS, WeightInbox
 
 # vLLM's classes have no types here.
 _Engine: Any = TRANSFER_ENGINE.find()
 _InitInfo: Any = INIT_INFO.find()
 _UpdateInfo: Any = UPDATE_INFO.find()
-
-
-class SecondCopy:
-    """A second copy of a worker's model, into which weights are loaded while the live model serves.
-
-    Build it in the thread that computes: this changes process settings.
-
-    Args:
-        live: the model that serves.
-        config: vLLM's `VllmConfig` of the live model.
-        device: device of both models.
-
-    Attributes:
-        model: the second model.
-
-    Raises:
-        SyncError: this model cannot have a second copy, or there is not the memory for one.
-    """
-
-    def __init__(self, live: nn.Module, config: Any, device: torch.device) -> None:
-        require(Feature.SECOND_COPY)
-        _check_kind(config)
-        _check_memory(live, device)
-        self._live, self._config, self._device = live, config, device
-        self._own = copy_config(config)
-        self.model = build_model(self._own, config.model_config.dtype, device)
-        separate_modules(self.model, live)
-        self._is_loaded = False
-
-    def load(self, weights: Weights, repairs: Iterable[Repair]) -> None:
-        """Load a checkpoint's tensors; may run in a thread while the live model computes.
-
-        If it fails, the copy can no longer be used.
-        """
-        with SET_CONFIG.find()(self._own), torch.no_grad():
-            if self._is_loaded:
-                reload_weights(self.model, self._own.model_config, weights, repairs)
-            else:
-                load_first(self.model, self._own.model_config, weights, self._device)
-                self._is_loaded = True
-
-    def switch(self) -> None:
-        """Exchange the second model with the live one; call it between two steps of the live one."""
-        exchange_models(self._live, self.model, self._config, self._own)
-
-
-def _check_kind(config: Any) -> None:
-    found = [
-        *find_other_caches(config),
-        *(["LoRA"] if config.lora_config else []),
-        *(["speculative decoding"] if config.speculative_config else []),
-    ]
-    if found:
-        raise SyncError(
-            f"no second copy of a model with {', '.join(found)}: set sync.mode=keep for this server"
-        )
-
-
-def _check_memory(live: nn.Module, device: torch.device) -> None:
-    tensors = [*live.parameters(), *live.buffers()]
-    # Tied weights share memory and count once. Kernels may pack as much again as the parameters.
-    needed = 2 * sum({each.data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-    if device.type == "cuda":
-        left, _ = torch.cuda.mem_get_info(device)
-    else:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        left = int(lines["MemAvailable"].split()[0]) << 10
-    if needed > left:
-        raise SyncError(
-            f"a second copy of the model needs up to {needed >> 20} MiB, {left >> 20} are left: "
-            "set sync.mode=keep, or give this server less memory for its caches"
-        )
-
-
-def find_differing_bytes(live: nn.Module, other: nn.Module) -> tuple[str, ...]:
-    """Return the names of the live model's modules of which a parameter or buffer differs from the other model's."""
-    return tuple(name for name, one, two in _pair_modules(live, other) if not _have_same_bytes(one, two))
-
-
-def find_differing_kernels(live: nn.Module, other: nn.Module) -> tuple[str, ...]:
-    """Return the names of the live model's modules whose packed kernel computes other results than the other model's.
-
-    The live model must not compute meanwhile: a kernel serves one thread at a time.
-
-    Raises:
-        SyncError: the installed vLLM gives no access to its kernels.
-    """
-    if next(live.parameters()).device.type == "cpu":
-        require(Feature.KERNELS)
-    return tuple(name for name, one, two in _pair_modules(live, other) if not _compute_alike(one, two))
-
-
-def _pair_modules(live: nn.Module, other: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
-    others = dict(other.named_modules(remove_duplicate=False))
-    return [(name, module, others[name]) for name, module in live.named_modules()]
-
-
-def _have_same_bytes(one: nn.Module, two: nn.Module) -> bool:
-    tensors = [
-        dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        for module in (one, two)
-    ]
-    return tensors[0].keys() == tensors[1].keys() and all(
-        each.shape == tensors[1][name].shape
-        and torch.equal(as_bytes(each.contiguous()), as_bytes(tensors[1][name].contiguous()))
-        for name, each in tensors[0].items()
-    )
-
-
-def _compute_alike(one: Any, two: Any) -> bool:
-    # On CPU a linear layer's packed weights cannot be read, so both kernels compute the same random rows.
-    (kernel, weight, width), (other_kernel, other_weight, _) = (
-        find_packed_kernel(one),
-        find_packed_kernel(two),
-    )
-    if kernel is None or other_kernel is None or weight is None:
-        return kernel is other_kernel
-    rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    return torch.equal(kernel(rows, weight, None), other_kernel(rows, other_weight, None))
-
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -213,14 +87,27 @@ class UpdateInfo(_UpdateInfo):
     reports: str = ""
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, 64 hex digits."""
+    return hashlib.sha256(as_bytes(tensor).cpu().numpy().data).hexdigest()
+
+
+def _report_arrived(request: WeightUpdateRequest, tensors: Tensors, received_s: float = 0.0) -> WorkerReport:
+    """Report received tensors: their bytes, and the checksums that the request asks for."""
+    found = dict(tensors)
+    checksums = {name: _digest(found[name]) for name in request.checksums}
+    return WorkerReport(request.decode_plan().total_bytes, received_s, checksums)
+
+
 class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
     """Weight transfer engine of a vLLM worker: receives all weights, or adapters alone, and loads its model from them.
 
-    A thread receives them into one buffer.
+    A thread receives them into one buffer while the model computes. In mode keep on a GPU, which has no room for all weights next
+    to its caches, they are loaded one by one while requests are held: from the links, or merged with adapters that were received before.
     """
 
-    # Layerwise reload keeps references to the tensors until the update is finished, so no part of the buffer is written
-    # twice within a request.
+    # Layerwise reload keeps references to a layer's tensors until it has all of them, so no part of the buffer is written
+    # twice within a request, and streamed tensors have separate memory.
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -238,12 +125,13 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
         self.vllm_config = vllm_config
         self.repairs = choose_repairs(device.type)
         self._request: WeightUpdateRequest | None = None
-        self._weights: Tensors = []
+        self._weights: Weights = []
+        self._base: BaseWeights | None = None
         self._copy: SecondCopy | None = None
         self._keeps_copy = False
         self._inbox = WeightInbox(self.parallel_config.rank, self.device)
         self._live_weights = LiveWeights(vllm_config.model_config)
-        self._expected = ExpectedSums(0, {})
+        self._expected = ExpectedSums(0, torch.float32)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Start a thread that receives a request's weights and reports when they are ready to be put in place."""
@@ -287,6 +175,9 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             second.switch()
             sender.send(WorkerReport())
             return
+        if self._is_streamed(request):
+            sender.send(self._load_streamed(request, weights))
+            return
         on_device = ((name, each.to(self.device)) for name, each in weights)
         reload_weights(self.model, self.vllm_config.model_config, on_device, self.repairs)
         sender.send(self._compare_sums(self.model, self._expected))
@@ -315,34 +206,64 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             recorder, worker = Recorder(""), self.parallel_config.rank
             try:
                 with recording(recorder, lane=f"weights/{worker}" if worker else "weights"):
-                    with span("receiving") as receiving:
-                        tensors = inbox.receive(request)
-                    with span("loading"):
-                        report = self._load(request, tensors, second)
-                report = replace(report, received_s=receiving.duration_s, spans=tuple(recorder.take()))
+                    report = self._prepare(request, inbox, second)
+                report = replace(report, spans=tuple(recorder.take()))
             except Exception as error:  # noqa: BLE001 - the thread ends here, and the report says why
                 report = WorkerReport(error=error_text(error))
         sender.send(report)
+
+    def _prepare(
+        self, request: WeightUpdateRequest, inbox: WeightInbox, second: SecondCopy | None
+    ) -> WorkerReport:
+        """Do all that can be done for a request while the model computes; returns the report."""
+        if not self._is_streamed(request):
+            with span("receiving") as receiving:
+                tensors = inbox.receive(request)
+            with span("loading"):
+                return replace(self._load(request, tensors, second), received_s=receiving.duration_s)
+        report = WorkerReport()
+        if request.base is None:
+            weights: Weights = inbox.stream(request)
+        else:
+            with span("receiving") as receiving:
+                tensors = inbox.receive(request)
+            report = _report_arrived(request, tensors, receiving.duration_s)
+            weights = self._merge(tensors, request)
+        expected = self._live_weights.begin()
+        # Another request may have begun, whose weights are the ones to put in place.
+        if self._request is request:
+            self._expected, self._weights = expected, weights
+        return report
+
+    def _is_streamed(self, request: WeightUpdateRequest) -> bool:
+        """Return True if the live model is loaded tensor by tensor as weights arrive or are merged, while requests are held."""
+        is_on_device = request.transport in DEVICE_TRANSPORTS
+        merges_on_device = request.base is not None and self.device.type == "cuda"
+        return request.mode == "keep" and (is_on_device or merges_on_device)
+
+    def _merge(self, adapters: Tensors, request: WeightUpdateRequest) -> Weights:
+        """Yield all weights of the start model with adapters added, computed on the model's device."""
+        base = request.base
+        assert base is not None
+        if self._base is None or self._base.folder != base.folder:
+            # NCCL connects different GPUs, so this one is not the trainer's.
+            n_workers, is_alone = self.parallel_config.world_size, request.transport == "nccl"
+            place = measure_place(base.folder, self.device, n_workers, is_alone=is_alone)
+            self._base = BaseWeights(base.folder, self.device, place)
+        found = {name: each.to(self.device) for name, each in adapters}
+        return add_adapters_to(self._base.read(), found, base)
 
     def _load(
         self, request: WeightUpdateRequest, tensors: Tensors, second: SecondCopy | None
     ) -> WorkerReport:
         """Prepare received tensors, while the model computes, so that putting them in place is quick; returns the report."""
-        found = dict(tensors)
-        checksums = {
-            name: hashlib.sha256(as_bytes(found[name]).numpy().data).hexdigest() for name in request.checksums
-        }
-        weights = tensors
-        if request.base is not None:
-            stored = read_weights(request.base.folder)
-            weights = list(add_adapters_to(stored, found, request.base))
-        n_bytes = request.decode_plan().total_bytes
+        report = _report_arrived(request, tensors)
+        weights = tensors if request.base is None else list(self._merge(tensors, request))
         if request.mode == "verify" and second is not None:
             second.load(self._copy_to_device(weights), self.repairs)
             differing = find_differing_bytes(self.model, second.model)
-            return WorkerReport(n_bytes, checksums=checksums, differing=differing)
+            return replace(report, differing=differing)
         expected = self._live_weights.expect(weights)
-        report = WorkerReport(n_bytes, checksums=checksums)
         if self._switches(request) and second is not None:
             second.load(weights, self.repairs)
             compared = self._compare_sums(second.model, expected)
@@ -352,6 +273,30 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             self._expected = expected
             self._weights = self._copy_to_device(weights) if request.mode == "second_copy" else weights
         return report
+
+    def _load_streamed(self, request: WeightUpdateRequest, weights: Weights) -> WorkerReport:
+        """Load the live model from weights that arrive, or are merged, meanwhile; returns the worker's report."""
+        recorder, worker = Recorder(""), self.parallel_config.rank
+        checksums: dict[str, str] = {}
+        expected = self._expected
+
+        def observe() -> Weights:
+            for name, each in weights:
+                expected.add(name, each)
+                if request.base is None and name in request.checksums:
+                    checksums[name] = _digest(each)
+                yield name, each
+
+        lane = f"weights/{worker}" if worker else "weights"
+        with recording(recorder, lane=lane), span("loading") as loading:
+            reload_weights(self.model, self.vllm_config.model_config, observe(), self.repairs)
+        return replace(
+            self._compare_sums(self.model, expected),
+            bytes=request.decode_plan().total_bytes,
+            received_s=loading.duration_s if request.base is None else 0.0,
+            checksums=checksums,
+            spans=tuple(recorder.take()),
+        )
 
     def _compare_sums(self, model: nn.Module, expected: ExpectedSums) -> WorkerReport:
         """Report which layers of a model differ from received weights, and which cannot be compared."""
