@@ -56,6 +56,9 @@ async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: 
                     with clock.span("collect"):
                         # rollout -> score, for each group of the step
                         collected = await pipeline.collect(step)
+                    if config.serve.sleep:
+                        with clock.span("evaluate"):
+                            await pipeline.finish_evaluation(step)
                     with clock.span("train"):
                         batch = await store_batch(run, step, collected.outcomes)
                         trained = await train_step(policy, step, batch, wait_for=[collected])

@@ -85,6 +85,17 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             len(serve.gpus) % serve.servers != 0,
             f"must be a multiple of serve.servers, which is {serve.servers}",
         ),
+        (
+            "serve.sleep",
+            serve.sleep and (not serve.share_gpus or bool(serve.urls)),
+            "is for launched servers that leave their GPU to the trainer: set serve.share_gpus=true, and no serve.urls",
+        ),
+        (
+            "serve.sleep",
+            serve.sleep and rollout.max_staleness > 0,
+            "servers that sample for the next step while the trainer trains cannot sleep: set rollout.max_staleness=0, or "
+            "serve.sleep=false",
+        ),
     ]
 
 

@@ -108,9 +108,13 @@ def plan_needs(
     """Compute the bytes of a GPU that its processes need, by RANK and VLLM."""
     needs: dict[str, float] = {}
     if _uses(assigned.trainer, gpu):
-        needs[RANK] = plan_memory(sizes, config.train).total + CONTEXT_BYTES
+        plan = plan_memory(sizes, config.train)
+        needs[RANK] = plan.total + CONTEXT_BYTES
     if any(_uses(each, gpu) for each in assigned.servers):
         needs[VLLM] = config.serve.gpu_memory_utilization * gpu.total_bytes
+        if config.serve.sleep and RANK in needs:
+            # Awake, a server takes again what the trainer needs only to train; asleep, it has its context left.
+            needs[VLLM] = max(needs[VLLM] - plan.activations - plan.logits, CONTEXT_BYTES)
     return needs
 
 
@@ -144,7 +148,7 @@ def _list_changes(
             # Shorter than a row, a micro-batch would be refused.
             if train.micro_batch_tokens // divisor >= config.serve.max_model_len:
                 yield "train.micro_batch_tokens", train.micro_batch_tokens // divisor
-    if vllm := plan().get(VLLM, 0.0):
+    if (vllm := plan().get(VLLM, 0.0)) and not config.serve.sleep:
         total = vllm / config.serve.gpu_memory_utilization
         # Rounded down to hundredths.
         share = math.floor(100 * (free - plan().get(RANK, 0.0) / total)) / 100

@@ -259,6 +259,8 @@ def check_vllm(config: RunConfig) -> None:
     if config.rollout.keep_routing and is_cpu_build(config.serve.python):
         remedy = "vLLM returns routed experts only on GPUs, and serve.python has its CPU build"
         raise ConfigError("rollout.keep_routing", True, remedy)
+    if config.serve.sleep and is_cpu_build(config.serve.python):
+        raise ConfigError("serve.sleep", True, "vLLM sleeps only on GPUs, and serve.python has its CPU build")
 
 
 def check_trainer() -> None:

@@ -256,6 +256,11 @@ class RunPolicy:
         servers, following = self._servers, replace(self.trained.current, version=step + 1)
         if servers:
             await servers.parity.note_trainer_before(following)
+        if servers and self._run.config.serve.sleep:
+            # Asleep, they score nothing.
+            await servers.note_servers_before(following)
+            await servers.sleep()
+            return await self.trained.train(step, digest)
         with one_error():
             async with asyncio.TaskGroup() as group:
                 scoring = group.create_task(servers.note_servers_before(following)) if servers else None

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
@@ -32,6 +32,7 @@ from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls, weights_location
 from rollmill.tasks.sync.broadcast import FILES, VERIFY, Broadcast, find_route
 from rollmill.tasks.sync.weight_messages import (
+    DEVICE_TRANSPORTS,
     FIRST_RANK,
     WAITING_FOR_TRAINER,
     SendResult,
@@ -49,6 +50,8 @@ Hold = Callable[[], AbstractAsyncContextManager[PolicyVersion]]
 
 # A sync that drops or mixes bytes shows within a few versions, since each version compares other tensors.
 CHECKED_TENSORS = 8
+# vLLM's tag of the memory for keys and values.
+CACHES = "kv_cache"
 
 
 class WeightSync(PolicyServers):
@@ -75,6 +78,8 @@ class WeightSync(PolicyServers):
         # By server: transports that failed, which are not tried again.
         self._failed_transports: dict[VllmClient, set[str]] = defaultdict(set)
         self._files_location = ""
+        # Servers that were put to sleep and have no memory for their caches yet.
+        self._asleep: set[ServerService] = set()
         self.calls, self.submitted = 0, Submission("servers")
 
     async def note_servers_before(self, version: PolicyVersion) -> None:
@@ -82,6 +87,33 @@ class WeightSync(PolicyServers):
         async with asyncio.TaskGroup() as group:
             for each in list(self._verified):
                 group.create_task(self.parity.note_server_before(each.client, version))
+
+    async def sleep(self) -> None:
+        """Have all servers free their GPUs' memory until the next `update`; none may be sampling."""
+
+        async def put_to_sleep(server: ServerService) -> None:
+            self._asleep.add(server)
+            await server.client.sleep(self.run.config.sync.timeout_s)
+
+        await self._for_each(self._verified, put_to_sleep)
+
+    async def _for_each(
+        self, servers: Iterable[ServerService], attempt: Callable[[ServerService], Awaitable[None]]
+    ) -> None:
+        """Call `attempt` with each server concurrently, and mark a server as failed if it raises."""
+        with one_error():
+            async with asyncio.TaskGroup() as group:
+                for each in list(servers):
+                    group.create_task(self._survive(each, attempt(each)))
+
+    async def _wake(self, server: ServerService, *tags: str) -> None:
+        """Wake the memory of a server, by vLLM's tags, if the server sleeps."""
+        if server not in self._asleep:
+            return
+        for tag in tags:
+            await server.client.wake(tag, self.run.config.sync.timeout_s)
+        if CACHES in tags:
+            self._asleep.discard(server)
 
     async def update(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's version, concurrently; returns a report for each server that has it now.
@@ -92,13 +124,14 @@ class WeightSync(PolicyServers):
             version: the trainer's, whose weights are held still.
             only_name: True if the weights are those of the version before. Servers then get the name alone.
         """
+        await self._for_each(self._asleep, lambda each: self._wake(each, "weights"))
         servers = [each for each in self.every if each not in self.failed and each not in self.lost]
         named = [each for each in servers if only_name and self._has_route(each.client, version)]
         others = [each for each in servers if each not in named]
         with one_error():
             async with asyncio.TaskGroup() as group:
                 naming = {
-                    each: group.create_task(self._survive(each, self._set_name(each, version)))
+                    each: group.create_task(self._survive(each, self._rename(each, version)))
                     for each in named
                 }
                 sending = group.create_task(self._update_all(others, version))
@@ -120,6 +153,7 @@ class WeightSync(PolicyServers):
         """
         async with self._fail_on_error(server):
             async with hold() as version:
+                await self._wake(server, "weights", CACHES)
                 if await self._has_weights(server, str(version)):
                     self._take_back(server, version)
                     return
@@ -180,6 +214,7 @@ class WeightSync(PolicyServers):
         """
         client = server.client
         response = await self._receive(client, broadcast)
+        await self._wake(server, CACHES)
         try:
             report = await self._verify(client, version, response)
         except (ChecksumError, ParityError) as error:
@@ -194,6 +229,10 @@ class WeightSync(PolicyServers):
             report = replace(report, verify_s=await self._verify_whole(client, version))
         self._admit(server, version)
         return report
+
+    async def _rename(self, server: ServerService, version: PolicyVersion) -> bool:
+        await self._wake(server, CACHES)
+        return await self._set_name(server, version)
 
     async def _reject(self, server: VllmClient, version: PolicyVersion) -> None:
         """Remove a server with wrong weights from the pool and end its requests, which other servers then answer."""
@@ -279,6 +318,9 @@ class WeightSync(PolicyServers):
         try:
             return await broadcast.update_server(server)
         except RequestsHeldError:
+            if (transport := broadcast.transport(server)) in DEVICE_TRANSPORTS:
+                # The links feed the live model, so one that fails looks like a failure of the switch.
+                self._failed_transports[server].add(transport)
             raise
         except SyncError:
             # That of a server which died says nothing about its transport.

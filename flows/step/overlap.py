@@ -72,8 +72,9 @@ class StepPipeline:
         return collected
 
     async def finish_evaluation(self, version: int) -> None:
-        """Wait until the evaluation of a version, which `begin` started, has ended."""
-        await self._evaluating.pop(version)
+        """Wait until the evaluation of a version, which `begin` started, has ended; return at once if a call has done so."""
+        if evaluating := self._evaluating.pop(version, None):
+            await evaluating
 
     async def _collect(self, step: int, after: Sequence[object]) -> CollectedStep | DiskSpaceError:
         """Collect a step; return a DiskSpaceError instead of raising it, so that earlier steps continue."""

@@ -40,6 +40,11 @@ class ServeConfig(StageConfig):
         False,
         "Launched servers may use GPUs of the launched trainer; serve.gpu_memory_utilization must leave room for it.",
     )
+    sleep: bool = setting(
+        False,
+        "Servers free their GPU's memory while the trainer trains on it, and keep their weights in host memory (vLLM's sleep level 1). "
+        "Needs serve.share_gpus and rollout.max_staleness=0; not run on a GPU.",
+    )
     dtype: Literal["float32", "bfloat16"] = setting(
         choose_dtype,
         "Number format of the served weights. Default: bfloat16 if the machine where the settings are read has a GPU, else "

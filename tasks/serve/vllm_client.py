@@ -228,6 +228,14 @@ class VllmClient(ServiceClient):
         """Change the name of the weights that the server has, without sending weights."""
         await self._call("POST", "/update_weight_version", {"new_version": version})
 
+    async def sleep(self, timeout_s: float) -> None:
+        """Have the server move its weights to host memory, and free its GPU's memory; requests under way are aborted."""
+        await self._again(lambda: self._connection.send("POST", "/sleep?level=1", b"", timeout_s))
+
+    async def wake(self, tag: str, timeout_s: float) -> None:
+        """Have the server take memory of its GPU again, "weights" or "kv_cache"; with both it can sample."""
+        await self._again(lambda: self._connection.send("POST", f"/wake_up?tags={tag}", b"", timeout_s))
+
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text from the server's tokenizer, without special tokens."""
         answer = await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})

@@ -74,6 +74,7 @@ def vllm_command(
         "--enable-scale-out",
         "--disable-uvicorn-access-log",
         *([ROUTING_ARGUMENT] if returns_routing else []),
+        *(["--enable-sleep-mode"] if config.sleep else []),
         *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]

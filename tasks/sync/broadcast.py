@@ -246,7 +246,7 @@ def choose_transport(
         if obstacle := _find_obstacle(setting, trainer, server, shares_memory):
             raise ValueError(f"{obstacle}; give tcp, or auto")
         return setting, "sync.transport sets it"
-    reasons = {"nccl": "are on different GPUs", "shm": "are on one machine"}
+    reasons = {"nccl": "are on different GPUs", "ipc": "share one GPU", "shm": "are on one machine"}
     failed = [each for each in reasons if each in failed]
     after = f", and {' and '.join(failed)} failed before" if failed else ""
     obstacle = ""
@@ -270,6 +270,8 @@ def _find_obstacle(
         if shared or (is_one_machine and not (trainer.gpus and server.gpus)):
             which = ", ".join(sorted(shared)) or "that are not known"
             return f"trainer and server are on the same GPUs ({which}), and nccl connects different ones"
+    if transport == "ipc" and not (is_one_machine and len(trainer.gpus) == 1 and trainer.gpus == server.gpus):
+        return "trainer and server do not share one GPU, which is all that ipc connects"
     if transport == "shm":
         if not is_one_machine:
             return "trainer and server are on different machines, or in different containers of one"

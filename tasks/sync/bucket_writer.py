@@ -132,10 +132,11 @@ class StagingMemory:
 
     Args:
         device: a CPU or a GPU. Host memory is page-locked for pieces that come from a GPU.
+        copies_all: True if all pieces are copied, so that each bucket is in one place.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, copies_all: bool = False) -> None:
+        self._device, self._copies_all = device, copies_all
         self._free: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}
 
@@ -155,7 +156,7 @@ class StagingMemory:
         self._used = {}
 
         def keep(offset: BucketOffset, data: torch.Tensor, is_live: bool) -> torch.Tensor:
-            if is_live and data.device.type == self._device.type:
+            if is_live and not self._copies_all and data.device.type == self._device.type:
                 return data
             if offset.bucket not in self._used:
                 if len(self._used) == STAGING_BUCKETS:

@@ -8,9 +8,10 @@ from rollmill.tasks.config import StageConfig, setting
 class SyncConfig(StageConfig):
     """Settings of the weight sync."""
 
-    transport: Literal["auto", "tcp", "nccl", "shm", "files"] = setting(
+    transport: Literal["auto", "tcp", "nccl", "ipc", "shm", "files"] = setting(
         "auto",
-        "How weights travel. tcp: any network. nccl: between GPUs. shm: shared memory of one machine. files: a folder or "
+        "How weights travel. tcp: any network. nccl: between GPUs. ipc: within the one "
+        "GPU that trainer and server share. shm: shared memory of one machine. files: a folder or "
         "bucket that all servers can read. auto: chosen for each server, and logged.",
     )
     mode: Literal["keep", "second_copy"] = setting(

@@ -19,6 +19,9 @@ from rollmill.tasks.sync.transfer_plan import TransferPlan
 REQUESTS_HELD = "requests stay held"
 """Part of a server's error that failed while it switched weights. After any other error it still serves the old weights."""
 
+DEVICE_TRANSPORTS = frozenset({"nccl", "ipc"})
+"""Transports by which weights arrive in the memory of the server's device, and from there in its live model."""
+
 ProgressCallback = Callable[[Mapping[str, int]], None]
 """Receives the number of bytes sent to each server so far, by its address."""
 
@@ -94,7 +97,7 @@ class SendTarget:
 
     Attributes:
         server: its address.
-        transport: tcp, nccl or shm, by which the trainer sends, or files, which the server reads.
+        transport: tcp, nccl, ipc or shm, by which the trainer sends, or files, which the server reads.
         prefix: names the links. They are opened at the first transfer with a prefix and kept for later ones.
         workers: worker processes of the server, each of which receives all weights.
     """
@@ -129,7 +132,7 @@ class WeightUpdateRequest:
     Attributes:
         version: name of the weights once they are in place.
         mode: keep or second_copy; verify compares the weights with the live model, which stays.
-        transport: tcp, nccl, shm or files.
+        transport: tcp, nccl, ipc, shm or files.
         plan: a `TransferPlan`, from `encode_plan`.
         timeout_s: seconds until all weights must be in place.
         stall_timeout_s: seconds within which some byte must arrive.

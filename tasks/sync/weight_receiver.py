@@ -8,6 +8,7 @@ import torch
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import add_short_span, current_lane
+from rollmill.tasks.sync.links.ipc_link import IpcReceiver
 from rollmill.tasks.sync.links.link import (
     CPU,
     ReceivingLink,
@@ -23,12 +24,13 @@ from rollmill.tasks.sync.links.tcp_link import TcpReceiver
 from rollmill.tasks.sync.links.weight_files import read_weight_files
 from rollmill.tasks.sync.stream_memory import ArrivingTensors, StreamMemory, WholeStream, view_tensor
 from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
-from rollmill.tasks.sync.weight_messages import WAITING_FOR_TRAINER, WeightUpdateRequest
+from rollmill.tasks.sync.weight_messages import DEVICE_TRANSPORTS, WAITING_FOR_TRAINER, WeightUpdateRequest
 
 RECEIVERS: Mapping[str, Callable[[Rendezvous], ReceivingLink]] = {
     "tcp": TcpReceiver,
     "nccl": NcclReceiver,
     "shm": SharedReceiver,
+    "ipc": IpcReceiver,
 }
 """The server's end of a link, by transport."""
 
@@ -212,10 +214,6 @@ def _receive_buckets(
         memory.mark_arrived(ranges)
         arrived += buckets[number].size_bytes
     return None
-
-
-DEVICE_TRANSPORTS = frozenset({"nccl"})
-"""Transports by which weights arrive in the memory of the worker's device."""
 
 
 class WeightInbox:

@@ -19,6 +19,7 @@ from rollmill.tasks.sync.bucket_writer import (
     copy_into_stream,
 )
 from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.links.ipc_link import IpcSender
 from rollmill.tasks.sync.links.link import (
     CPU,
     Rendezvous,
@@ -43,11 +44,12 @@ SENDERS: Mapping[str, Callable[[Rendezvous], SendingLink]] = {
     "tcp": TcpSender,
     "nccl": NcclSender,
     "shm": SharedSender,
+    "ipc": IpcSender,
 }
 """The trainer's end of a link, by transport."""
 
-SOURCE_MEMORY = {"tcp": "cpu", "nccl": "cuda", "shm": "shared"}
-"""The memory from which a transport sends: host memory, the GPU's, or the segment that servers read."""
+SOURCE_MEMORY = {"tcp": "cpu", "nccl": "cuda", "shm": "shared", "ipc": "exported"}
+"""The memory from which a transport sends: host memory, the GPU's, the segment that servers read, or a ring of the GPU that they open."""
 
 
 # Seconds that slower servers get once the first one has everything: the rest take the weights by files, and training resumes.
@@ -80,7 +82,11 @@ class WeightSender:
         self._store = join_store(host, port, config.timeout_s)
         self._address = local_address(host, port, config.timeout_s)
         self._links: dict[str, tuple[str, list[SendingLink]]] = {}
-        self._staging = {"cpu": StagingMemory(CPU), "cuda": StagingMemory(device)}
+        self._staging = {
+            "cpu": StagingMemory(CPU),
+            "cuda": StagingMemory(device),
+            "exported": StagingMemory(device, copies_all=True),
+        }
         self._transfers: Mapping[str, ServerTransfer] = {}
 
     def send(

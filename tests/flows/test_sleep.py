@@ -26,7 +26,7 @@ from rollmill.tasks.serve.server_pool import ServerPool
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.serve.vllm_launch import vllm_command
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.sync.transfer_plan import lay_out_tensors, plan_transfer
+from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.engine.memory_plan import MODELS
 from rollmill.tasks.train.service.control_api import ControlServer
@@ -41,7 +41,8 @@ class Trainer:
     """A trainer that sends nothing and agrees with the stub of a server."""
 
     async def offer(self) -> WeightOffer:
-        plan = plan_transfer(lay_out_tensors([("head", (4, 4), "float32")]), [[(0, 64)]], 64)
+        tensors = lay_out_tensors([("head", (4, 4), "float32")])
+        plan = TransferPlan(tensors, share_evenly(tensors, 1))
         return WeightOffer(plan, "127.0.0.1", 1, ProcessLocation("elsewhere", "cpu"))
 
     async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
@@ -126,9 +127,10 @@ async def test_a_server_that_cannot_sleep_or_wake_is_marked_as_failed(fleet: Fle
     ],
 )
 def test_servers_that_must_stay_awake_are_refused(settings: dict[str, Any], complaint: str) -> None:
-    needed = {"model": "m", "score": {"scorer": "addition"}}
+    rollout = {"environment": "addition"} | settings.get("rollout", {})
+    given = {"model": "m", "score": {"scorer": "addition"}} | settings | {"rollout": rollout}
     with pytest.raises(ConfigError, match=complaint):
-        check_config(RunConfig.model_validate(needed | settings))
+        check_config(RunConfig.model_validate(given))
 
 
 def test_a_server_is_started_with_sleep_mode_if_it_is_to_sleep() -> None:

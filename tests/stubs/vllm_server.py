@@ -45,12 +45,14 @@ class StubVllmServer:
         rollout_s: seconds of one completion.
         asked: every completion that it was asked for, in order.
         most: how many of those it answers for now, and holds the others back; None: all.
+        events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version, score.
     """
 
     model: Path
     rollout_s: float
     asked: list[Asked] = field(default_factory=list)
     most: int | None = None
+    events: list[str] = field(default_factory=list)
     _version: str = "start"
 
     def name(self, version: str) -> None:
@@ -90,6 +92,7 @@ class StubVllmServer:
                 raise HTTPException(400, "sampling_params are missing")
             sampling = body["sampling_params"]
             if "prompt_logprobs" in sampling:
+                self.events.append("score")
                 return _prompt_logprobs(body["token_ids"])
             version = self._version
             self.asked.append(Asked(sampling["seed"], sampling["temperature"], version))
@@ -109,14 +112,24 @@ class StubVllmServer:
         async def place() -> dict[str, Any]:
             return asdict(ServerLocation("here", "cpu"))
 
+        @app.post("/sleep")
+        async def sleep(level: int) -> None:
+            self.events.append(f"sleep {level}")
+
+        @app.post("/wake_up")
+        async def wake(tags: str) -> None:
+            self.events.append(tags)
+
         @app.post("/rollmill/weights")
         async def take(request: Request) -> dict[str, Any]:
+            self.events.append("update")
             body = await request.body()
             self._version = msgspec.json.decode(body, type=WeightUpdateRequest).version
             return asdict(WeightUpdateResponse(bytes=0, received_s=0.0, held_s=0.0))
 
         @app.post("/update_weight_version")
         async def name(body: dict[str, Any]) -> None:
+            self.events.append("version")
             self._version = body["new_version"]
 
 

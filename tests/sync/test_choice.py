@@ -9,6 +9,7 @@ from rollmill.tasks.sync.weight_messages import ProcessLocation, ServerLocation
 
 CPU = ProcessLocation("m1", "cpu")
 GPU = ProcessLocation("m1", "cuda", ("g0", "g1"))
+ONE_GPU = ProcessLocation("m1", "cuda", ("g0",))
 UNKNOWN_GPU = ProcessLocation("m1", "cuda")
 
 
@@ -24,6 +25,10 @@ def server(place: ProcessLocation, **changes: object) -> ServerLocation:
         (CPU, server(CPU, machine="m2"), True, "tcp"),
         (GPU, server(GPU, gpus=("g2",)), True, "nccl"),
         (GPU, server(GPU, gpus=("g1", "g2")), True, "shm"),
+        (ONE_GPU, server(ONE_GPU), True, "ipc"),
+        (ONE_GPU, server(ONE_GPU, machine="m2"), True, "tcp"),
+        (ONE_GPU, server(GPU), True, "shm"),
+        (GPU, server(GPU), True, "shm"),
         (GPU, server(GPU, gpus=("g1",)), False, "tcp"),
         (GPU, server(GPU, machine="m2", gpus=("g7",)), True, "nccl"),
         (GPU, server(CPU), True, "shm"),
@@ -63,6 +68,11 @@ def test_on_one_machine_shared_memory_follows_nccl_and_tcp_follows_both() -> Non
     assert chosen[2][1] == "it goes everywhere, and nccl and shm failed before"
 
 
+def test_on_one_gpu_shared_memory_follows_ipc() -> None:
+    chosen = choose_transport("auto", ONE_GPU, server(ONE_GPU), shares_memory=True, failed={"ipc"})
+    assert chosen == ("shm", "trainer and server are on one machine, and ipc failed before")
+
+
 @pytest.mark.parametrize("setting", ["tcp", "files"])
 def test_a_transport_that_works_everywhere_is_used_as_set(setting: str) -> None:
     assert choose_transport(setting, GPU, server(CPU, machine="m2"), shares_memory=False)[0] == setting
@@ -74,6 +84,8 @@ def test_a_transport_that_works_everywhere_is_used_as_set(setting: str) -> None:
         ("nccl", CPU, server(GPU), True, "the trainer is on cpu"),
         ("nccl", GPU, server(CPU), True, "the server is on cpu"),
         ("nccl", GPU, server(GPU, gpus=("g1",)), True, r"the same GPUs \(g1\)"),
+        ("ipc", GPU, server(GPU, gpus=("g2",)), True, "do not share one GPU"),
+        ("ipc", CPU, server(CPU), True, "do not share one GPU"),
         ("shm", CPU, server(CPU, machine="m2"), True, "different machines"),
         ("shm", CPU, server(CPU), False, "no shared memory"),
     ],

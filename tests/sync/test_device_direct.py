@@ -1,4 +1,4 @@
-"""Weights by NCCL go from the links straight into a real vLLM server's model; gloo stands in for NCCL, host memory for the GPU's."""
+"""Weights by NCCL go from the links straight into a real vLLM server's model; gloo replaces NCCL, and host memory the memory of GPUs."""
 
 import asyncio
 import threading

@@ -70,12 +70,12 @@ def test_what_no_one_takes_stops_at_a_few_buckets() -> None:
 
     filling = threading.Thread(target=fill)
     filling.start()
-    for taken in range(100):
+    for number in range(100):
         name, tensor = memory.take()
         # A bucket has two tensors. The next one is begun when no more than two buckets wait.
-        assert len(filled) <= taken // 2 + WAITING_BUCKETS + 2
-        assert name == f"layers.{taken}.weight"
-        assert set(tensor.view(torch.uint8).tolist()) == {taken // 2}
+        assert len(filled) <= number // 2 + WAITING_BUCKETS + 2
+        assert name == f"layers.{number}.weight"
+        assert set(tensor.view(torch.uint8).tolist()) == {number // 2}
     filling.join(TIMEOUT_S)
     assert len(filled) == len(buckets)
 

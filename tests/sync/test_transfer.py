@@ -243,5 +243,5 @@ def test_pieces_that_are_not_all_of_the_plan_end_the_transfer_on_both_sides(give
 def test_a_transport_without_links_is_named() -> None:
     trainer = Trainer()
     weights = {"w": torch.zeros(4)}
-    with pytest.raises(SyncError, match="expected a link by tcp, nccl, shm, got 'files'"):
+    with pytest.raises(SyncError, match="expected a link by tcp, nccl, shm, ipc, got 'files'"):
         trainer.senders[0].send(plan_of(weights), [SendTarget("a", "files", "p")], pieces_of(weights))

@@ -105,7 +105,7 @@ class TcpSender(_TcpConnection):
         checked = (_CHECKED, checksum(views)) if self._is_checked else (_UNCHECKED, 0)
         head = _HEAD.pack(checked[0], self._frame, size, checked[1])
         with self._in_use, self._raise_sync_errors("it took no byte"):
-            _exchange(partial(self._send_some, self._get_socket()), [memoryview(head), *views])
+            exchange(partial(self._send_some, self._get_socket()), [memoryview(head), *views])
             self._frame += 1
 
     def _send_some(self, connection: socket.socket, views: Sequence[memoryview]) -> int:
@@ -161,16 +161,16 @@ class TcpReceiver(_TcpConnection):
         views = [part.numpy().data for part in parts if part.numel()]
         head, size = bytearray(_HEAD.size), sum(map(len, views))
         with self._in_use, self._raise_sync_errors("no byte came"):
-            call = partial(_receive_some, self._get_socket())
+            call = partial(receive_some, self._get_socket())
             with self.stalls.watch():
-                _exchange(call, [memoryview(head)])
+                exchange(call, [memoryview(head)])
             kind, *found, expected = _HEAD.unpack(head)
             if kind != (_CHECKED if self._is_checked else _UNCHECKED) or found != [self._frame, size]:
                 raise SyncError(
                     f"expected frame {self._frame} of {size} bytes, got {bytes(head)!r}: bytes were lost on the way"
                 )
             self._frame += 1
-            _exchange(call, views)
+            exchange(call, views)
         if self._is_checked and (sum_found := checksum(views)) != expected:
             raise SyncError(
                 f"{size} bytes have the checksum {sum_found:016x}, the sender's have {expected:016x}: "
@@ -188,7 +188,7 @@ def checksum(views: Sequence[memoryview]) -> int:
     return total % 2**64
 
 
-def _exchange(call: Callable[[Sequence[memoryview]], int], views: Sequence[memoryview]) -> None:
+def exchange(call: Callable[[Sequence[memoryview]], int], views: Sequence[memoryview]) -> None:
     """Send, or receive, all bytes of all views; `call` does so with as much as it can and returns the number of bytes."""
     first, waiting = 0, list(views)
     while first < len(waiting):
@@ -201,7 +201,7 @@ def _exchange(call: Callable[[Sequence[memoryview]], int], views: Sequence[memor
             waiting[first] = waiting[first][n_bytes:]
 
 
-def _receive_some(connection: socket.socket, views: Sequence[memoryview]) -> int:
+def receive_some(connection: socket.socket, views: Sequence[memoryview]) -> int:
     """Receive into views until they are full; returns the number of bytes.
 
     Raises BlockingIOError after `stall_timeout_s` of silence, ConnectionResetError if the sender has closed the connection.
@@ -228,7 +228,7 @@ def _accept_greeting(listener: socket.socket, name: str, deadline: float) -> soc
         found = bytearray(len(expected))
         with suppress(OSError):
             # It went away, or says nothing.
-            _exchange(partial(_receive_some, connection), [memoryview(found)])
+            exchange(partial(receive_some, connection), [memoryview(found)])
         if found == expected:
             return connection
         connection.close()

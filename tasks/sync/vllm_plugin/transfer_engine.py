@@ -40,8 +40,8 @@ from rollmill.tasks.sync.vllm_plugin.second_copy import (
     find_differing_kernels,
 )
 from rollmill.tasks.sync.vllm_plugin.worker_reports import ReportSender, WorkerReport
-from rollmill.tasks.sync.weight_messages import WeightUpdateRequest
-from rollmill.tasks.sync.weight_receiver import DEVICE_TRANSPORTS, WeightInbox
+from rollmill.tasks.sync.weight_messages import DEVICE_TRANSPORTS, WeightUpdateRequest
+from rollmill.tasks.sync.weight_receiver import WeightInbox
 
 # vLLM's classes have no types here.
 _Engine: Any = TRANSFER_ENGINE.find()

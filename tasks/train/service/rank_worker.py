@@ -190,6 +190,9 @@ class RankWorker:
         """Train on a step's stored batch, which brings the trainer to the next version; a collective."""
         training, incarnation = self._training, self.incarnation
         self.progress, result = training.apply(command, self.policies, self.progress, incarnation)
+        if self.engine.model.device.type == "cuda":
+            # What training needed and frees, a server on the same GPU takes when it wakes.
+            torch.cuda.empty_cache()
         return result
 
     def compute_old_logprobs(self, command: ComputeOldLogprobs) -> StagedRows | None:
