@@ -28,7 +28,7 @@ from rollmill.tasks.serve.vllm_launch import vllm_command
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, SendTarget, WeightOffer
-from rollmill.tasks.train.engine.memory_plan import MODELS
+from rollmill.tasks.train.engine.memory_plan import MODELS, plan_memory
 from rollmill.tasks.train.service.control_api import ControlServer
 from tests.stubs.trainer import LOGPROB
 from tests.stubs.vllm_server import StubVllmServer
@@ -151,7 +151,7 @@ def test_the_cpu_build_of_vllm_is_refused_before_the_start(tmp_path: Path) -> No
 
 def test_a_server_that_sleeps_leaves_the_memory_of_training_to_the_trainer() -> None:
     train = {"dtype": "bfloat16", "micro_batch_tokens": 16384, "gradient_checkpointing": False}
-    serve = {"gpu_memory_utilization": 0.6, "share_gpus": True}
+    serve = {"gpu_memory_utilization": 0.9, "share_gpus": True}
     awake, asleep = (
         RunConfig.model_validate({"train": train, "serve": serve | {"sleep": sleep}})
         for sleep in (False, True)
@@ -159,7 +159,7 @@ def test_a_server_that_sleeps_leaves_the_memory_of_training_to_the_trainer() -> 
     (gpu,) = imagine_gpus(awake, 80)
     sizes, assigned = MODELS["Qwen2.5-1.5B"], GpuAssignment("0", ("0",))
     needs = [plan_needs(each, sizes, assigned, gpu) for each in (awake, asleep)]
+    plan = plan_memory(sizes, awake.train)
     assert needs[0][RANK] == needs[1][RANK]
-    assert needs[0][VLLM] == 0.6 * gpu.total_bytes
-    # 44.2 GiB of activations and 1.5 of logits.
-    assert needs[1][VLLM] == pytest.approx(needs[0][VLLM] - 45.7 * 2**30, rel=0.02)
+    assert needs[0][VLLM] == 0.9 * gpu.total_bytes
+    assert needs[0][VLLM] - needs[1][VLLM] == pytest.approx(plan.activations + plan.logits)

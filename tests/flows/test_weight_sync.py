@@ -328,15 +328,22 @@ async def test_a_server_that_fails_is_removed_and_its_links_are_not_used_again(f
     assert len(set(fleet.services[0].prefixes)) == 1, "links that did not fail are kept"
 
 
-@pytest.mark.parametrize(("dies", "then"), [(False, "tcp"), (True, "nccl")])
+@pytest.mark.parametrize(
+    ("dies", "error", "then"),
+    [
+        (False, "500 the old weights serve: NCCL error", "tcp"),
+        (False, "500 requests stay held, start this server again: NCCL error", "tcp"),
+        (True, "500 the old weights serve: NCCL error", "nccl"),
+    ],
+)
 async def test_a_transport_that_failed_is_not_tried_again_unless_the_server_died(
-    fleet_of, dies: bool, then: str
+    fleet_of, dies: bool, error: str, then: str
 ) -> None:
     fleet = fleet_of(1)
     (server,) = fleet.services
     fleet.trainer.location = ProcessLocation("m1", "cuda", ("g0",))
     server.location, server.dies = ServerLocation("m2", "cuda", ("g7",)), dies
-    server.failing["nccl"] = RequestError("500 the old weights serve: NCCL error")
+    server.failing["nccl"] = RequestError(error)
     await fleet.servers.update(AT[0])
     assert [transport for transport, _ in server.orders] == ["nccl"]
     server.failing.clear()

@@ -27,7 +27,7 @@ SYNC = SyncConfig(timeout_s=60.0, stall_timeout_s=5.0)
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def nccl_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_as_nccl.GlooAsNccl, "connected", threading.Semaphore(0))
     monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", gloo_as_nccl.GlooAsNccl, raising=False)
 
