@@ -46,11 +46,11 @@ def find_refusal(scope: Scope) -> str:
         return f"this Prefect server answers at {' and '.join(NAMES)} only"
     origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != host:
-        return "this Prefect server accepts requests of its own pages only"
+        return "this Prefect server accepts requests only from its own pages"
     # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
     is_link = scope.get("method") == "GET" and headers.get("sec-fetch-mode") == "navigate"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
-        return "this Prefect server accepts requests of its own pages only"
+        return "this Prefect server accepts requests only from its own pages"
     return ""
 
 
