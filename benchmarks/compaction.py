@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.scan import made_up
+from benchmarks.scan import make_rows
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.rows import Rows
@@ -31,10 +31,10 @@ def row(step: int, sample: int) -> Rows:
         "logprobs": ragged_array([random.normal(size=N_TOKENS)], pa.large_list(pa.float32())),
         "loss_mask": ragged_array([np.arange(N_TOKENS) >= N_TOKENS // 4], pa.large_list(pa.bool_())),
     }
-    return made_up("rollouts", 1, step, trajectory_id=[f"run.{step}.{sample}"], **columns)
+    return make_rows("rollouts", 1, step, trajectory_id=[f"run.{step}.{sample}"], **columns)
 
 
-async def acknowledged_ms(
+async def time_commits(
     writer: RunWriter, rows: list[Rows], until: "asyncio.Task[str] | None" = None
 ) -> list[float]:
     """Milliseconds from handing over a row to its acknowledgement, one after another."""
@@ -48,17 +48,17 @@ async def acknowledged_ms(
     return spent
 
 
-async def measured(folder: RunFolder) -> dict[str, float]:
+async def measure(folder: RunFolder) -> dict[str, float]:
     rows, next_rows = ([row(step, sample) for sample in range(N_ROWS)] for step in (0, 1))
     async with RunWriter(open_files(folder), 1, 0.0) as writer:
         for first in range(0, N_ROWS, N_ROWS // N_COMMITS):
             part = rows[first : first + N_ROWS // N_COMMITS]
             await asyncio.gather(*[writer.append("rollouts", each, step=0) for each in part])
-        alone = await acknowledged_ms(writer, next_rows[:N_BESIDE])
+        alone = await time_commits(writer, next_rows[:N_BESIDE])
         started, cpu = time.perf_counter(), time.process_time()
         compacting = asyncio.create_task(writer.compact("rollouts/step=000000", ANY_SIZE))
         await asyncio.sleep(0)
-        beside = await acknowledged_ms(writer, next_rows[N_BESIDE:], compacting)
+        beside = await time_commits(writer, next_rows[N_BESIDE:], compacting)
         await compacting
         figures = {"compaction_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
     size = sum(each.nbytes for each in rows)
@@ -75,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = RunFolder(Path(root) / "run")
         folder.tmp.mkdir(parents=True)
-        figures = asyncio.run(measured(folder))
+        figures = asyncio.run(measure(folder))
     for name, value in figures.items():
         print(f"{name:24} {value:8.2f}")
     print(json.dumps({"benchmark": "compaction", "rows": N_ROWS} | figures))

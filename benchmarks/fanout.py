@@ -143,7 +143,7 @@ def measure_bare(n_pairs: int) -> dict[str, Any]:
     return figures | {"flow_cpu_s": time.process_time() - cpu, "expected": 0, "recorded": 0}
 
 
-def measured(n_pairs: int, task_runs: str, api_url: str, server_pid: int) -> dict[str, Any]:
+def measure_apart(n_pairs: int, task_runs: str, api_url: str, server_pid: int) -> dict[str, Any]:
     """Run `measure` in a separate process; figures are by task run, or by pair where there are none."""
     from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL
 
@@ -197,7 +197,7 @@ def compare(sizes: tuple[int, ...]) -> None:
             assert running is not None
             kinds = [(size, kind) for size in sizes for kind in ("none", "all")]
             for size, kind in [*kinds, (REPORTED, "groups"), (REPORTED, "events")]:
-                rows.append(measured(size, kind, api_url, running.pid))
+                rows.append(measure_apart(size, kind, api_url, running.pid))
                 print(row(rows[-1]), flush=True)
         finally:
             local_server.down(Path(home))

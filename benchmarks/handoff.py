@@ -68,7 +68,7 @@ FIELDS = (
 Figures = dict[str, float]
 
 
-async def handed_off(way: str, url: str, place: Path) -> Figures:
+async def hand_off(way: str, url: str, place: Path) -> Figures:
     """One pass of one way, but for reading back."""
     async with VllmClient(url, ServeConfig()) as client:
         await client.wait_until_healthy(TIMEOUT_S)
@@ -199,7 +199,7 @@ def main() -> None:
     if not given.way:
         compare(given.passes)
     elif given.url:
-        print(json.dumps(asyncio.run(handed_off(given.way, given.url, given.place))))
+        print(json.dumps(asyncio.run(hand_off(given.way, given.url, given.place))))
     else:
         print(json.dumps(read_back(given.way, given.place)))
 

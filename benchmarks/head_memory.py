@@ -25,7 +25,7 @@ WHOLE_MIB, CHUNKS_MIB = 1 << 20, (512, 64)
 Figures = dict[str, float]
 
 
-def measured(chunk_mib: int) -> Figures:
+def measure(chunk_mib: int) -> Figures:
     """Megabytes and CPU seconds of one pass."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.chunk_mib:
-        print(json.dumps(measured(given.chunk_mib)))
+        print(json.dumps(measure(given.chunk_mib)))
         return
     found: dict[str, Figures] = {}
     for chunk_mib in (WHOLE_MIB, *CHUNKS_MIB):

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.suite.figures import find
 from benchmarks.suite.results import Results
-from benchmarks.suite.table import line, shown
+from benchmarks.suite.table import line, show
 
 CALL_S = 0.02
 """Seconds of one control call over a network, as in `submission`."""
@@ -203,7 +203,7 @@ def constants(results: Results) -> dict[str, float]:
     for side in ("flow", "server"):
         if points := series(results, "fanout", f"{side}_cpu_s/{{}}", (64, 256, 1024)):
             found[f"{side}_s_a_task"] = slope_and_start([(2 * pairs, cost) for pairs, cost in points])[0]
-    found |= storing(results)
+    found |= fit_storing(results)
     without_task_runs = newest(results, "step_overhead", "flow_cpu_events_s")
     if without_task_runs and "store_s_a_row" in found:
         cost = without_task_runs["flow_cpu_events_s"] / without_task_runs["trajectories"]
@@ -212,7 +212,7 @@ def constants(results: Results) -> dict[str, float]:
         found["calls_a_server"], found["calls_at_once"] = slope_and_start(points)
     if packed := series(results, "packing", "cases/{} rows, 1 ranks/seconds", (512, 8192)):
         found["pack_s_a_row"] = slope_and_start(packed)[0]
-    found |= training(results)
+    found |= fit_training(results)
     if points := series(results, "servers", "cpu_s_per_gb_and_receiver/{}", (1, 2, 4)):
         found["send_s_a_byte"] = float(np.mean([cost for _, cost in points])) / 2 / 1e9
     if points := series(results, "servers", "capped_seconds/{}", (1, 2, 4)):
@@ -221,7 +221,7 @@ def constants(results: Results) -> dict[str, float]:
     return found
 
 
-def storing(results: Results) -> dict[str, float]:
+def fit_storing(results: Results) -> dict[str, float]:
     """CPU of a row and of a byte: rows of 100 kB, made and written, and rows of 9.5 MB, from the answer to the shard."""
     small, large = newest(results, "persist", "bytes"), newest(results, "handoff", "bytes")
     if not small or not large:
@@ -233,7 +233,7 @@ def storing(results: Results) -> dict[str, float]:
     return {"store_s_a_byte": slope, "store_s_a_row": start}
 
 
-def training(results: Results) -> dict[str, float]:
+def fit_training(results: Results) -> dict[str, float]:
     """CPU of a token, and of a token and parameter: of two models, on one thread."""
     found = newest(results, "train_step", "sizes/58M/varlen/tokens_per_cpu_s")
     if not found:
@@ -267,15 +267,15 @@ def text(results: Results) -> str:
     lines = [line(("seconds", "law", *works)), "|" + "---|" * (2 + len(works))]
     for part in PARTS:
         known = all(name in given for name in part.needs)
-        costs = [shown(part.cost(work, given)) if known else "not run" for work in works.values()]
+        costs = [show(part.cost(work, given)) if known else "not run" for work in works.values()]
         lines.append(line((part.name, part.law, *costs)))
     constants_table = [line(("constant", "value")), "|---|---|"]
     constants_table += [line((f"`{name}`", f"{constant:.2e}")) for name, constant in sorted(given.items())]
-    work_list = [f"- {name}: {described(work)}" for name, work in (("base", BASE), ("large", LARGE))]
+    work_list = [f"- {name}: {describe(work)}" for name, work in (("base", BASE), ("large", LARGE))]
     return "\n".join([*work_list, "", *lines, "", *constants_table]) + "\n"
 
 
-def described(work: Work) -> str:
+def describe(work: Work) -> str:
     """A work in a sentence."""
     return (
         f"P = {work.groups} groups of G = {work.group_size}, T = {work.tokens} tokens a row, S = {work.servers} servers, "

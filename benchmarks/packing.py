@@ -24,10 +24,10 @@ Plan = list[list[list[int]]]
 Figures = dict[str, float]
 
 
-def padded(lengths: list[int], n_ranks: int) -> Figures:
+def measure_padded(lengths: list[int], n_ranks: int) -> Figures:
     """Padding, seconds and micro-batches of the padded layout."""
     budget = TokenBudget(BUDGET_TOKENS, OVERHEAD_TOKENS)
-    plan, seconds = planned(lambda: pack_padded(lengths, n_ranks, budget))
+    plan, seconds = time_plan(lambda: pack_padded(lengths, n_ranks, budget))
     costs = [[len(cut) * max((lengths[row] for row in cut), default=0) for cut in rank] for rank in plan]
     return {
         "padding_share": 1.0 - sum(lengths) / sum(map(sum, costs)),
@@ -42,7 +42,7 @@ def in_line(lengths: list[int], n_ranks: int) -> Figures:
     rows = [range(first, first + GROUP_SIZE) for first in range(0, len(lengths), GROUP_SIZE)]
     ordered = [sorted(group, key=lambda row: -lengths[row]) for group in rows]
     units = [PrefixGroup(group, [lengths[row] for row in group], N_PROMPT_TOKENS) for group in ordered]
-    plan, seconds = planned(lambda: pack_varlen(units, n_ranks, BUDGET_TOKENS))
+    plan, seconds = time_plan(lambda: pack_varlen(units, n_ranks, BUDGET_TOKENS))
     costs = [[line_tokens(lengths, cut) for cut in rank] for rank in plan]
     return {
         "shared_share": 1.0 - sum(map(sum, costs)) / sum(lengths),
@@ -63,7 +63,7 @@ def idle_share(costs: list[list[int]]) -> float:
     return 1.0 - sum(map(sum, costs)) / (len(costs) * slowest)
 
 
-def planned(work: Callable[[], Plan]) -> tuple[Plan, float]:
+def time_plan(work: Callable[[], Plan]) -> tuple[Plan, float]:
     """A plan, and the least CPU seconds of making it."""
     spent = []
     for _ in range(REPEATS):
@@ -78,7 +78,7 @@ def mean(n_rows: int, n_ranks: int) -> Figures:
     found = []
     for seed in range(SEEDS):
         lengths = [N_PROMPT_TOKENS + each for each in completion_lengths(n_rows, seed)]
-        found.append(padded(lengths, n_ranks) | in_line(lengths, n_ranks))
+        found.append(measure_padded(lengths, n_ranks) | in_line(lengths, n_ranks))
     return {name: sum(each[name] for each in found) / SEEDS for name in found[0]}
 
 

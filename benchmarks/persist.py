@@ -71,7 +71,7 @@ def ours(rows: Sequence[Rows]) -> Keep:
     return keep
 
 
-def encoded(rows: Sequence[object], encode: Callable[[object], bytes]) -> Keep:
+def make_encoding(rows: Sequence[object], encode: Callable[[object], bytes]) -> Keep:
     async def keep(folder: Path) -> None:
         for first in range(0, N_ROWS, ROWS_A_COMMIT):
             part = rows[first : first + ROWS_A_COMMIT]
@@ -82,7 +82,7 @@ def encoded(rows: Sequence[object], encode: Callable[[object], bytes]) -> Keep:
     return keep
 
 
-async def measured(keep: Keep) -> tuple[float, float]:
+async def measure(keep: Keep) -> tuple[float, float]:
     """(CPU ms of all threads, excess of the largest lag in ms) of one time."""
     with tempfile.TemporaryDirectory() as folder:
         idle_ms = await measure_idle_lag_ms(0.2)
@@ -104,15 +104,15 @@ def main() -> None:
     print(f"{sum(each.nbytes for each in rows) / 1e6:.1f} MB")
     ways = {
         "ours": ours(rows),
-        "json": encoded(plain, lambda part: json.dumps(part, default=str).encode()),
-        "msgspec": encoded(plain, msgspec.json.encode),
-        "orjson": encoded(plain, orjson.dumps),
+        "json": make_encoding(plain, lambda part: json.dumps(part, default=str).encode()),
+        "msgspec": make_encoding(plain, msgspec.json.encode),
+        "orjson": make_encoding(plain, orjson.dumps),
     }
     found: dict[str, dict[str, float]] = {}
     print(f"{'':10}{'CPU ms':>10}{'lag excess ms':>16}")
     print(f"{'rows made':10}{rows_cpu_ms:10.1f}      (the first time: {rows_ms[0]:.1f})")
     for name, keep in ways.items():
-        pairs = [asyncio.run(measured(keep)) for _ in range(REPEATS)]
+        pairs = [asyncio.run(measure(keep)) for _ in range(REPEATS)]
         cpu_ms, lag_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
         found[name] = {"cpu_ms": cpu_ms, "lag_excess_ms": lag_ms}
         print(f"{name:10}{cpu_ms:10.1f}{lag_ms:16.2f}", flush=True)

@@ -29,7 +29,7 @@ PREFECTS_OWN = {
 COLUMNS = ("server", "recorded", "emitted after s", "recorded after s", "flow CPU s", "server CPU s")
 
 
-def measured(
+def measure_burst(
     name: str, processes: Mapping[str, int], client: Mapping[str, str], n_task_runs: int
 ) -> dict[str, Any]:
     """A burst against a server whose processes these are."""
@@ -39,22 +39,22 @@ def measured(
     return figures | {"server": name, "server_cpu_s": round(sum(cpu.values()), 1), "cpu_s": cpu}
 
 
-def measured_local(name: str, settings: Mapping[str, str], n_task_runs: int) -> dict[str, Any]:
+def measure_local(name: str, settings: Mapping[str, str], n_task_runs: int) -> dict[str, Any]:
     """A burst against a server that `rollmill up` would start, with some settings changed."""
     from rollmill.flows.prefect_integration import local_server
 
-    with tempfile.TemporaryDirectory() as home, changed_environment(settings):
+    with tempfile.TemporaryDirectory() as home, change_environment(settings):
         try:
             api_url = f"{local_server.up(Path(home), free_port())}/api"
             running = local_server.status(Path(home))
             assert running is not None
-            return measured(name, {"server": running.pid}, {"PREFECT_API_URL": api_url}, n_task_runs)
+            return measure_burst(name, {"server": running.pid}, {"PREFECT_API_URL": api_url}, n_task_runs)
         finally:
             local_server.down(Path(home))
 
 
 @contextmanager
-def changed_environment(settings: Mapping[str, str]) -> Iterator[None]:
+def change_environment(settings: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     os.environ |= settings
     try:
@@ -65,10 +65,10 @@ def changed_environment(settings: Mapping[str, str]) -> Iterator[None]:
         os.environ |= before
 
 
-def measured_scaled(n_task_runs: int) -> dict[str, Any]:
+def measure_scaled(n_task_runs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, prefect_cluster(Path(folder)) as cluster:
         pids = {name: process.pid for name, process in cluster.processes.items()}
-        return measured("scaled", pids, cluster.client, n_task_runs)
+        return measure_burst("scaled", pids, cluster.client, n_task_runs)
 
 
 def row(figures: dict[str, Any]) -> str:
@@ -81,9 +81,9 @@ def main() -> None:
     print(" | ".join(f"{name:>16}" for name in COLUMNS))
     rows = []
     for measure in (
-        lambda: measured_local("Prefect's default", PREFECTS_OWN, N_TASK_RUNS),
-        lambda: measured_local("rollmill up", {}, N_TASK_RUNS),
-        lambda: measured_scaled(N_TASK_RUNS),
+        lambda: measure_local("Prefect's default", PREFECTS_OWN, N_TASK_RUNS),
+        lambda: measure_local("rollmill up", {}, N_TASK_RUNS),
+        lambda: measure_scaled(N_TASK_RUNS),
     ):
         rows.append(measure())
         print(row(rows[-1]), flush=True)

@@ -82,7 +82,7 @@ class Suite:
         return regression.ratios(benchmark, values, self.mode)
 
 
-async def measured(benchmark: Benchmark, suite: Suite) -> dict[str, float]:
+async def measure(benchmark: Benchmark, suite: Suite) -> dict[str, float]:
     """Run a script, thrice where it looks worse than the baseline, and return what stays worse.
 
     Raises:
@@ -105,13 +105,13 @@ async def measured(benchmark: Benchmark, suite: Suite) -> dict[str, float]:
 
 
 async def run_all(benchmarks: Sequence[Benchmark], suite: Suite) -> Outcome:
-    """Run scripts one after another, as `measured` does each; none stops the others."""
+    """Run scripts one after another, as `measure` does each; none stops the others."""
     outcome = Outcome()
     for benchmark in benchmarks:
         print(f"== {benchmark.script} {' '.join(benchmark.arguments(suite.mode) or ())}", flush=True)
         started = time.monotonic()
         try:
-            outcome.worse |= await measured(benchmark, suite)
+            outcome.worse |= await measure(benchmark, suite)
         except ScriptError as error:
             outcome.failed[benchmark.script] = str(error)
             print(f"{benchmark.script} FAILED: {error}", flush=True)

@@ -42,7 +42,7 @@ EVALUATE_EVERY, N_PROMPTS, N_METRICS = 100, 64, 60
 SCORER = "addition@1"
 
 
-def made_up(dataset: str, n: int, step: int, **columns: object) -> pa.RecordBatch:
+def make_rows(dataset: str, n: int, step: int, **columns: object) -> pa.RecordBatch:
     """Rows with a plain value in every column but those given."""
     plain = {field.name: columns.get(field.name, _plain(field.type, n)) for field in dataset_schema(dataset)}
     return make_batch(dataset, plain | ({"step": np.full(n, step, np.int32)} if "step" in plain else {}))
@@ -66,17 +66,17 @@ def rows_of_step(step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
     ids = {"trajectory_id": [f"run.{step}.{i}" for i in range(n)], "group": groups}
     where = {"step": step}
     status = ["truncated" if i % 16 == 0 else "complete" for i in range(n)]
-    yield partition_folder("rollouts", where), made_up("rollouts", n, step, **ids, status=status)
-    scores = made_up("scores", n, step, **ids, status=["scored"] * n)
+    yield partition_folder("rollouts", where), make_rows("rollouts", n, step, **ids, status=status)
+    scores = make_rows("scores", n, step, **ids, status=["scored"] * n)
     yield partition_folder("scores", {"scorer": SCORER, **where}), scores
     rewards = np.random.default_rng(step).random(GROUPS)
     by_group = {"group": np.unique(groups), "reward_mean": rewards, "reason": [""] * GROUPS}
-    yield partition_folder("groups", where), made_up("groups", GROUPS, step, **by_group)
-    yield partition_folder("plans", where), made_up("plans", 1, step)
-    yield partition_folder("batches", where), made_up("batches", n, step, **ids)
+    yield partition_folder("groups", where), make_rows("groups", GROUPS, step, **by_group)
+    yield partition_folder("plans", where), make_rows("plans", 1, step)
+    yield partition_folder("batches", where), make_rows("batches", n, step, **ids)
     names = ["train/updated", "time/step_s", "drops/trajectories"]
     names += [f"stage/metric_{i}" for i in range(N_METRICS - len(names))]
-    yield partition_folder("metrics", where), made_up("metrics", N_METRICS, step, name=names)
+    yield partition_folder("metrics", where), make_rows("metrics", N_METRICS, step, name=names)
     if step % EVALUATE_EVERY == 0:
         held_out = {
             "policy_version": np.full(2 * N_PROMPTS, step),
@@ -85,7 +85,7 @@ def rows_of_step(step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
         }
         yield (
             partition_folder("evaluations", {"version": step}),
-            made_up("evaluations", 2 * N_PROMPTS, step, **held_out),
+            make_rows("evaluations", 2 * N_PROMPTS, step, **held_out),
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from benchmarks.weights import model
-from benchmarks.weights.site import LOOPBACK, Spot, running
+from benchmarks.weights.site import LOOPBACK, Spot, run_site
 
 COUNTS, PASSES = (1, 2, 4), 3
 TRAINER = "10.213.0.1"
@@ -27,7 +27,7 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def capped_spots(n_spots: int) -> Iterator[Sequence[Spot]]:
+def cap_spots(n_spots: int) -> Iterator[Sequence[Spot]]:
     """Create namespaces, each with a separate link to the trainer's address."""
     mark = f"rm{os.getpid() % 10**6}x{n_spots}"
     with ExitStack() as stack:
@@ -51,9 +51,9 @@ def capped_spots(n_spots: int) -> Iterator[Sequence[Spot]]:
         yield spots
 
 
-def measured(host: str, spots: Sequence[Spot], n_passes: int) -> dict[str, float]:
+def measure(host: str, spots: Sequence[Spot], n_passes: int) -> dict[str, float]:
     """The least seconds of a sync, and CPU seconds for each GB and receiver, of all passes but the first."""
-    with running(1, spots, host=host) as site:
+    with run_site(1, spots, host=host) as site:
         site.sync("tcp")
         before = [each.call("cpu_s") for each in (site.trainer, *site.receivers)]
         seconds = min(site.sync("tcp") for _ in range(n_passes))
@@ -69,11 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passes", type=int, default=PASSES, help="of each case")
     n_passes = parser.parse_args().passes
-    free = {n: measured(LOOPBACK, [Spot(LOOPBACK)] * n, n_passes) for n in COUNTS}
+    free = {n: measure(LOOPBACK, [Spot(LOOPBACK)] * n, n_passes) for n in COUNTS}
     capped = {}
     for n in COUNTS:
-        with capped_spots(n) as spots:
-            capped[n] = measured(TRAINER, spots, n_passes)
+        with cap_spots(n) as spots:
+            capped[n] = measure(TRAINER, spots, n_passes)
     print(
         f"{'receivers':>10}{'seconds':>10}{'sender CPU s/GB':>18}{'receiver CPU s/GB':>20}{'at 1 Gbit/s, s':>18}"
     )

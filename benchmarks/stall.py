@@ -120,14 +120,14 @@ class Gap(NamedTuple):
     first_new_token_s: float
 
 
-async def measured(http: httpx.AsyncClient, sync: Callable[[], Awaitable[Any]]) -> Gap:
+async def measure_gap(http: httpx.AsyncClient, sync: Callable[[], Awaitable[Any]]) -> Gap:
     """Stream tokens, sync in their midst, and continue to stream for a while."""
     times: list[float] = []
     syncing: asyncio.Future[float] | None = None
     async for _ in tokens(http):
         times.append(time.perf_counter())
         if len(times) == BEFORE_TOKENS:
-            syncing = asyncio.ensure_future(ended_at(sync))
+            syncing = asyncio.ensure_future(wait_until_over(sync))
         if syncing and syncing.done() and sum(at > syncing.result() for at in times) > AFTER_TOKENS:
             break
     assert syncing is not None
@@ -137,7 +137,7 @@ async def measured(http: httpx.AsyncClient, sync: Callable[[], Awaitable[Any]]) 
     return Gap(max(gaps[BEFORE_TOKENS // 2 :]), next(at for at in times if at > end) - begun)
 
 
-async def ended_at(sync: Callable[[], Awaitable[Any]]) -> float:
+async def wait_until_over(sync: Callable[[], Awaitable[Any]]) -> float:
     await sync()
     return time.perf_counter()
 
@@ -197,7 +197,7 @@ async def measure(folder: Path, repeats: int) -> dict[str, list[Gap]]:
         found: dict[str, list[Gap]] = {name: [] for name in WAYS}
         for number in range(repeats + 1):
             for name in WAYS:
-                gap = await measured(http, ways[name])
+                gap = await measure_gap(http, ways[name])
                 if number:
                     found[name].append(gap)
     return found

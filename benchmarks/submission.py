@@ -101,7 +101,7 @@ class StubServers:
 
 
 @contextmanager
-def serving(n: int) -> Iterator[StubServers]:
+def serve(n: int) -> Iterator[StubServers]:
     command = [sys.executable, "-m", "tests.stubs.control_server", str(n), str(DELAY_S)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
@@ -151,9 +151,9 @@ async def one_by_one(stubs: StubServers, n_passes: int) -> float:
     return statistics.median(calls[1:])
 
 
-def measured(n: int, n_passes: int) -> dict[str, float]:
+def measure(n: int, n_passes: int) -> dict[str, float]:
     """Figures of so many servers."""
-    with serving(n) as stubs:
+    with serve(n) as stubs:
         first, *later = asyncio.run(ours(stubs, n_passes))
         return {
             f"calls_{n}": statistics.median(later),
@@ -172,7 +172,7 @@ def main() -> None:
     print(f"{'servers':>8}{'ours':>10}{'least':>10}{'first sync':>12}{'one by one':>12}")
     with disable_run_logger():
         for n in COUNTS:
-            figures |= measured(n, n_passes)
+            figures |= measure(n, n_passes)
             values = (figures[f"{name}_{n}"] for name in ROW)
             print("{:8}{:10.2f}{:10.2f}{:12.2f}{:12.2f}".format(n, *values))
     found = figures["calls_64"]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from benchmarks.weights import model
-from benchmarks.weights.site import Site, running
+from benchmarks.weights.site import Site, run_site
 from rollmill.tasks.sync.transfer_plan import STREAMS
 
 PASSES, DELAY_S = 5, 0.002
@@ -62,9 +62,9 @@ def memcpy_s() -> float:
     return time.perf_counter() - started
 
 
-def measured(n_ranks: int, n_passes: int) -> tuple[dict[str, float], int]:
+def measure(n_ranks: int, n_passes: int) -> tuple[dict[str, float], int]:
     """The least seconds of each way from so many ranks, and how many control calls ours made in a sync."""
-    with running(n_ranks, delay_s=DELAY_S) as site:
+    with run_site(n_ranks, delay_s=DELAY_S) as site:
         join(site, n_ranks)
         ways = {
             "ours": lambda: site.sync("tcp"),
@@ -76,7 +76,7 @@ def measured(n_ranks: int, n_passes: int) -> tuple[dict[str, float], int]:
         before = site.n_calls
         site.sync("tcp")
         n_calls = site.n_calls - before
-    with running(n_ranks, delay_s=DELAY_S) as site:
+    with run_site(n_ranks, delay_s=DELAY_S) as site:
         return least | fastest({"shm": lambda: site.sync("shm")}, n_passes), n_calls
 
 
@@ -90,8 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passes", type=int, default=PASSES, help="of each way")
     n_passes = parser.parse_args().passes
-    whole, n_calls = measured(1, n_passes)
-    shards, n_calls_of_two = measured(2, n_passes)
+    whole, n_calls = measure(1, n_passes)
+    shards, n_calls_of_two = measure(2, n_passes)
     memcpy = min(memcpy_s() for _ in range(n_passes))
     print(f"{'':16}{'1 rank, s':>12}{'GB/s':>8}{'2 ZeRO-3 ranks, s':>20}{'GB/s':>8}")
     for way in whole:

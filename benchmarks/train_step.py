@@ -87,7 +87,7 @@ class Process:
         self._process.wait()
 
 
-def measured(size: str, ways: list[str], repeats: int) -> dict[str, Figures]:
+def measure(size: str, ways: list[str], repeats: int) -> dict[str, Figures]:
     """Every way's quickest step, its memory, and how far its gradient is from the bare loop's."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -123,7 +123,7 @@ def difference(folder: Path, way: str) -> float:
 def compare(sizes: list[str], has_peers: bool) -> None:
     """Prints the table and the JSON object."""
     found = {
-        size: measured(size, [*WAYS, *(["trl"] if has_peers and size == "5M" else [])], REPEATS[size])
+        size: measure(size, [*WAYS, *(["trl"] if has_peers and size == "5M" else [])], REPEATS[size])
         for size in sizes
     }
     print(f"{'':16}{'CPU s':>10}{'tokens/CPU s':>14}{'to bare':>10}{'peak MB':>10}{'gradient':>10}")

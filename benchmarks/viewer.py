@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.scan import made_up
+from benchmarks.scan import make_rows
 from rollmill.flows.recipe import run_tokenizer
 from rollmill.tasks.look.web.app import render_page
 from rollmill.tasks.look.web.grid import ROWS_AT_ONCE
@@ -54,7 +54,7 @@ class MadeUpStep:
             yield partition_folder("scores", {"scorer": scorer, **where}), self._scores(scorer)
         yield partition_folder("groups", where), self._groups()
         plan = {"first_group": [self._step * GROUPS], "n_groups": [GROUPS], "reason": ["plan"]}
-        yield partition_folder("plans", where), made_up("plans", 1, self._step, **plan)
+        yield partition_folder("plans", where), make_rows("plans", 1, self._step, **plan)
         yield partition_folder("batches", where), self._batch()
         yield partition_folder("metrics", where), self._metrics()
 
@@ -76,7 +76,7 @@ class MadeUpStep:
             "version_span_versions": [[step]] * n,
             "duration_s": self._random.random(n),
         }
-        return made_up("rollouts", n, step, **columns)
+        return make_rows("rollouts", n, step, **columns)
 
     def _scores(self, scorer: str) -> pa.RecordBatch:
         n, (name, _, version) = self._n, scorer.partition("@")
@@ -90,7 +90,7 @@ class MadeUpStep:
             "components": ["{}"] * n,
             "subgroup": np.zeros(n, np.int32),
         }
-        return made_up("scores", n, self._step, **columns)
+        return make_rows("scores", n, self._step, **columns)
 
     def _groups(self) -> pa.RecordBatch:
         groups = np.unique(self._of_group)
@@ -101,7 +101,7 @@ class MadeUpStep:
             "reason": np.where(np.arange(GROUPS) % 5, "", "no_reward_spread").tolist(),
             "env": np.where(groups % 2, "calculator", "addition").tolist(),
         }
-        return made_up("groups", GROUPS, self._step, **columns)
+        return make_rows("groups", GROUPS, self._step, **columns)
 
     def _batch(self) -> pa.RecordBatch:
         ids = zip(self._places["trajectory_id"], self._is_failed, strict=True)
@@ -111,7 +111,7 @@ class MadeUpStep:
             "scorer": ["addition@1"] * len(trained),
             "advantage": self._random.normal(size=len(trained)).astype(np.float32),
         }
-        return made_up("batches", len(trained), self._step, **columns)
+        return make_rows("batches", len(trained), self._step, **columns)
 
     def _metrics(self) -> pa.RecordBatch:
         names = ["train/updated", "time/step_s", "drops/trajectories", "train/entropy_nats"]
@@ -121,7 +121,7 @@ class MadeUpStep:
             "stat": ["value"] * N_METRICS,
             "value": self._random.random(N_METRICS),
         }
-        return made_up("metrics", N_METRICS, self._step, **columns)
+        return make_rows("metrics", N_METRICS, self._step, **columns)
 
 
 def _messages(group: int) -> str:
@@ -148,7 +148,7 @@ def make_run(folder: RunFolder, steps: int) -> None:
         list(threads.map(partial(store_step, open_files(folder), run.manifest.run), range(steps)))
 
 
-def timed(work: Callable[[], object]) -> list[float]:
+def time_twice(work: Callable[[], object]) -> list[float]:
     """Wall and CPU seconds of the first time, and of the second."""
     spent = []
     for _ in range(2):
@@ -178,7 +178,7 @@ def measure(folder: RunFolder, steps: int) -> dict[str, list[float]]:
         "two scorers": lambda: render_page(source, "/compare", ""),
         "is there something new": source.revision,
     }
-    return {name: timed(work) for name, work in asked.items()}
+    return {name: time_twice(work) for name, work in asked.items()}
 
 
 def main() -> None:

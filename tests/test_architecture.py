@@ -160,15 +160,15 @@ def test_every_flow_module_can_be_imported(name: str) -> None:
 
 
 def test_the_flow_process_imports_no_torch() -> None:
-    assert imported_by(FLOWS, "torch", "deepspeed", "transformers", "vllm") == "[]"
+    assert find_imports(FLOWS, "torch", "deepspeed", "transformers", "vllm") == "[]"
 
 
 def test_a_flow_that_a_worker_starts_imports_no_matplotlib() -> None:
     # A worker imports the flow once more for each run that is cancelled, and says Cancelled after that.
-    assert imported_by(DEPLOYED, "matplotlib", "plotly") == "[]"
+    assert find_imports(DEPLOYED, "matplotlib", "plotly") == "[]"
 
 
-def imported_by(names: Sequence[str], *libraries: str) -> str:
+def find_imports(names: Sequence[str], *libraries: str) -> str:
     """Return which of the libraries are imported with these modules, in a new process."""
     script = f"import sys, importlib; [importlib.import_module(each) for each in {names!r}]"
     script += f"; print(sorted({set(libraries)!r} & set(sys.modules)))"

@@ -49,7 +49,7 @@ def scorer_at(path: str) -> Score:
 
 
 @torch.no_grad()
-def held_out(model: Any, tokenizer: Any, case: dict[str, Any], score: Score) -> float:
+def evaluate(model: Any, tokenizer: Any, case: dict[str, Any], score: Score) -> float:
     """Mean reward of one sampled answer to each held-out problem."""
     prompts = tokenizer([each["prompt"] for each in case["held_out"]], padding=True, return_tensors="pt")
     was_training = model.training
@@ -122,7 +122,7 @@ def main() -> None:
         ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
         return list(map(score, example, completions, ended))
 
-    before = [held_out(model, tokenizer, case, score)] if case["held_out"] else []
+    before = [evaluate(model, tokenizer, case, score)] if case["held_out"] else []
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -132,7 +132,7 @@ def main() -> None:
         callbacks=[clock],
     )
     trainer.train()
-    after = [held_out(model, tokenizer, case, score)] if case["held_out"] else []
+    after = [evaluate(model, tokenizer, case, score)] if case["held_out"] else []
     steps_s = [later - earlier for earlier, later in zip(clock.ended_s, clock.ended_s[1:], strict=False)]
     print(json.dumps({"step_s": steps_s, "held_out": before + after, "tokens": statistics.mean(tokens)}))
 

@@ -40,7 +40,7 @@ def table(benchmarks: Sequence[Benchmark], results: Results) -> str:
             if newest:
                 used[newest.script, newest.mode] = newest
             lines.append(line((name, *cells(figure, newest))))
-    return "\n".join([*lines, "", counted(benchmarks, results), "", *places(used.values())]) + "\n"
+    return "\n".join([*lines, "", count(benchmarks, results), "", *places(used.values())]) + "\n"
 
 
 def cells(figure: Figure, newest: Result | None) -> tuple[str, ...]:
@@ -50,11 +50,11 @@ def cells(figure: Figure, newest: Result | None) -> tuple[str, ...]:
     target = "" if figure.target is None else f"{sign} {figure.target:g}{unit(figure)}"
     return (
         f"`{figure.key}`",
-        "" if value is None else f"{shown(value)}{unit(figure)}",
+        "" if value is None else f"{show(value)}{unit(figure)}",
         target,
         verdict(figure, value),
-        compared(figure, figure.peer, newest),
-        compared(figure, figure.limit, newest),
+        compare(figure, figure.peer, newest),
+        compare(figure, figure.limit, newest),
         f"{newest.date[:10]}, {newest.mode}" if newest else "",
     )
 
@@ -72,13 +72,13 @@ def verdict(figure: Figure, value: float | None) -> str:
     return "" if met is None else "met" if met else MISSED
 
 
-def compared(figure: Figure, comparison: Comparison | None, newest: Result | None) -> str:
+def compare(figure: Figure, comparison: Comparison | None, newest: Result | None) -> str:
     """Return the figure's ratio to a peer or a limit in the same run, with its name: `0.83 x orjson`; empty without one."""
     ratio = figure.ratio(newest.values, comparison) if newest and comparison else None
-    return "" if ratio is None or comparison is None else f"{shown(ratio)} x {comparison.name}"
+    return "" if ratio is None or comparison is None else f"{show(ratio)} x {comparison.name}"
 
 
-def counted(benchmarks: Sequence[Benchmark], results: Results) -> str:
+def count(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """How many targets are met."""
     verdicts = [verdict(figure, value) for _, figure, value in targets(benchmarks, results)]
     met, missed, not_run = (verdicts.count(each) for each in ("met", MISSED, "not run"))
@@ -89,7 +89,7 @@ def missed(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """Return the list of missed targets."""
     found = targets(benchmarks, results)
     lines = [
-        f"- `{script}`: `{figure.key}` {shown(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}"
+        f"- `{script}`: `{figure.key}` {show(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}"
         for script, figure, value in found
         if value is not None and verdict(figure, value) == MISSED
     ]
@@ -123,7 +123,7 @@ def places(results: Iterable[Result]) -> list[str]:
     ]
 
 
-def shown(value: float) -> str:
+def show(value: float) -> str:
     """Three figures that count; small ones with a power of ten.
 
     Example: 0.0345, 1.00, 62.4, 5014, 7.9e-07.

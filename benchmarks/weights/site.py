@@ -92,7 +92,7 @@ def _request(offer: WeightOffer, target: SendTarget) -> str:
 
 
 @contextmanager
-def running(
+def run_site(
     n_ranks: int, spots: Sequence[Spot] = (Spot(LOOPBACK),), *, host: str = LOOPBACK, delay_s: float = 0.0
 ) -> Iterator[Site]:
     """Ranks and receivers, each answering control calls after so many seconds."""

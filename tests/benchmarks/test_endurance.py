@@ -14,7 +14,7 @@ from rollmill.tasks.store.shards.writer import RunWriter
 STEPS = 3
 
 
-async def stored(folder: RunFolder, names: list[str]) -> None:
+async def store_metrics(folder: RunFolder, names: list[str]) -> None:
     """Metrics of STEPS steps, each its step's number, by a run's writer."""
     folder.tmp.mkdir(parents=True)
     async with RunWriter(open_files(folder), 1, 0.0) as writer:
@@ -28,7 +28,7 @@ async def stored(folder: RunFolder, names: list[str]) -> None:
 @pytest.mark.slow
 async def test_the_series_are_those_of_the_runs_metrics(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    await stored(folder, [*MEMORY, *LAGS, "rollout/reward"])
+    await store_metrics(folder, [*MEMORY, *LAGS, "rollout/reward"])
     series = series_of(folder, STEPS)
     assert series.keys() == {*MEMORY, *LAGS}
     assert all(list(values) == [0.0, 1.0, 2.0] for values in series.values())
@@ -38,7 +38,7 @@ async def test_the_series_are_those_of_the_runs_metrics(tmp_path: Path) -> None:
 
 async def test_a_step_without_figures_is_an_error(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    await stored(folder, [*MEMORY, *LAGS])
+    await store_metrics(folder, [*MEMORY, *LAGS])
     with pytest.raises(RuntimeError, match="of 3 steps, and the run had 4"):
         series_of(folder, STEPS + 1)
 

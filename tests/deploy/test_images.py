@@ -19,7 +19,7 @@ from tests.stubs.prefect_cluster import settings_of
 A_PORT = 8700
 
 
-def said_of(content: str) -> str:
+def lint(content: str) -> str:
     """Return hadolint's findings for a Dockerfile; empty without one."""
     hadolint = Path(sys.executable).parent / "hadolint"
     command = [hadolint, "--failure-threshold", "info", "-"]
@@ -29,14 +29,14 @@ def said_of(content: str) -> str:
 
 
 def test_dockerfile_is_as_hadolint_wants_it() -> None:
-    assert said_of((ROOT / "Dockerfile").read_text()) == ""
+    assert lint((ROOT / "Dockerfile").read_text()) == ""
 
 
 @pytest.mark.parametrize(
     "line", ["COPPY . .", "RUN cd /tmp && ls", "FROM debian", "EXPOSE 99999", "CMD ls -l"]
 )
 def test_a_wrong_line_of_the_dockerfile_is_found(line: str) -> None:
-    assert said_of((ROOT / "Dockerfile").read_text() + f"\n{line}\n")
+    assert lint((ROOT / "Dockerfile").read_text() + f"\n{line}\n")
 
 
 def test_images_are_those_that_compose_and_kubernetes_name() -> None:

@@ -24,12 +24,12 @@ ROWS = {
 """Type, default, allowed values, mark and meaning of each setting, by its name."""
 
 
-def described(model: type[StageConfig], prefix: str = "") -> dict[str, str]:
+def describe_settings(model: type[StageConfig], prefix: str = "") -> dict[str, str]:
     """The meaning of every setting of a configuration, by its name."""
     found: dict[str, str] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, StageConfig):
-            found |= described(field.annotation, f"{prefix}{name}.")
+            found |= describe_settings(field.annotation, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = " ".join((field.description or "").split())
     return found
@@ -40,7 +40,7 @@ def run_with(name: str, value: str) -> RunConfig:
 
 
 def test_every_setting_of_a_run_has_a_row_with_its_meaning_and_whether_it_is_fixed() -> None:
-    meanings = described(RunConfig)
+    meanings = describe_settings(RunConfig)
     assert len(meanings) > 100
     rows = {name: (ROWS[name][3], ROWS[name][4].replace(r"\|", "|")) for name in meanings if name in ROWS}
     expected = {name: ("fixed" if fixed else "", meanings[name]) for name, fixed in settings().items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from marked_processes import marked_processes
+from marked_processes import find_marked_processes
 
 from rollmill.flows.prefect_integration import local_server
 from rollmill.tasks.processes.launched_process import free_port
@@ -146,7 +146,7 @@ class Workplace:
 
     def processes(self) -> dict[int, str]:
         """Command line of every living process that was started from here, by process id."""
-        return marked_processes(self.marker)
+        return find_marked_processes(self.marker)
 
 
 @pytest.fixture(scope="session")

@@ -38,13 +38,13 @@ SHORT = "short@1"
 TEXTS = ("example_id", "error_type", "error", "server", "finish_reason")
 
 
-def stored(run: Path, dataset: str) -> pl.DataFrame:
+def scan(run: Path, dataset: str) -> pl.DataFrame:
     """All rows of a data set as a user's plain scan sees them; none when there is none."""
     files = sorted(run.glob(f"{dataset}/**/*.arrow"))
     return pl.scan_ipc(files).collect() if files else pl.DataFrame()
 
 
-def made_up_rollouts(step: int) -> pa.RecordBatch:
+def make_rollouts(step: int) -> pa.RecordBatch:
     """A step's rollouts: answers of 1 to 8 tokens to the prompt 1+1=."""
     rng, kind = np.random.default_rng(step), dataset_schema("rollouts")
     numbers = [(group, sample) for group in range(GROUPS) for sample in range(GROUP_SIZE)]
@@ -82,7 +82,7 @@ def made_up_rollouts(step: int) -> pa.RecordBatch:
     return make_batch("rollouts", columns)
 
 
-def made_up_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
+def make_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
     """By short@1, which prefers short answers."""
     shown = rollouts.filter(pc.equal(rollouts["status"], "complete"))
     kept = {name: shown[name] for name in ("run", "step", "group", "sample", "trajectory_id")}
@@ -99,7 +99,7 @@ def made_up_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
     return make_batch("scores", columns | {"reward": [-float(str(n)) for n in shown["n_completion_tokens"]]})
 
 
-def made_up_groups(step: int) -> pa.RecordBatch:
+def make_groups(step: int) -> pa.RecordBatch:
     """A row for each group, which says how many trajectories were asked for."""
     columns: dict[str, object] = {
         field.name: [""] * GROUPS if pa.types.is_string(field.type) else [0] * GROUPS
@@ -134,10 +134,10 @@ async def write_source(folder: Path) -> None:
     with opened as run:
         async with run.writer:
             for step in range(STEPS):
-                rollouts = made_up_rollouts(step)
+                rollouts = make_rollouts(step)
                 await run.writer.append("rollouts", rollouts, step=step)
-                await run.writer.append("scores", made_up_scores(rollouts), scorer=SHORT, step=step)
-                await run.writer.append("groups", made_up_groups(step), step=step)
+                await run.writer.append("scores", make_scores(rollouts), scorer=SHORT, step=step)
+                await run.writer.append("groups", make_groups(step), step=step)
                 await run.writer.append("batches", empty("batches"), step=step)
         run.finish()
 
@@ -170,14 +170,14 @@ def kill_when(workplace: Any, words: tuple[str, ...], condition: Callable[[], bo
 
 def test_a_killed_rescoring_resumes_and_scores_every_survivor_once(workplace: Any, source: Path) -> None:
     words = ("rescore", "source", "--scorer", "slow_scorer:SlowScorer", "--set", "groups_per_task=1")
-    kill_when(workplace, words, lambda: len(stored(source, "scores/scorer=slow@1")) > 0)
-    before = stored(source, "scores/scorer=slow@1")
+    kill_when(workplace, words, lambda: len(scan(source, "scores/scorer=slow@1")) > 0)
+    before = scan(source, "scores/scorer=slow@1")
     assert len(before) < N - 1
 
     resumed = workplace.run(*words)
     again = workplace.run(*words)
 
-    scores, rollouts = stored(source, "scores/scorer=slow@1"), stored(source, "rollouts")
+    scores, rollouts = scan(source, "scores/scorer=slow@1"), scan(source, "rollouts")
     survivors = rollouts.filter(pl.col("status") == "complete")
     assert sorted(scores["trajectory_id"]) == sorted(survivors["trajectory_id"])
     assert (
@@ -200,7 +200,7 @@ def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone
     redone = workplace.run("rescore", "source", "--scorer", "mended_scorer:MendedScorer", "--redo-failed")
 
     assert (failed.returncode, again.returncode, redone.returncode) == (1, 1, 0), redone.stdout
-    scores = stored(source, "scores/scorer=mended@1").filter(pl.col("status") == "scored")
+    scores = scan(source, "scores/scorer=mended@1").filter(pl.col("status") == "scored")
     assert len(scores) == N - 1
 
 
@@ -225,7 +225,7 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
     words += tuple(word for each in settings for word in ("--set", each))
 
     kill_when(workplace, words, lambda: len(list(new.glob("batches/*/*.arrow"))) > 2)
-    before = stored(new, "batches")
+    before = scan(new, "batches")
     resumed = workplace.run(*words)
     lose_the_end(new)
     ended_again = workplace.run(*words)
@@ -237,10 +237,10 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
     assert (new / "checkpoints" / "version=000006" / "COMPLETE.json").is_file()
     assert read_manifest(RunFolder(new)).status == "finished"
     assert updates_shown(new / "tensorboard") == list(range(6))
-    check_batches(stored(new, "batches"), before, source)
-    metrics = stored(new, "metrics").filter(pl.col("name") == "train/updated")
+    check_batches(scan(new, "batches"), before, source)
+    metrics = scan(new, "metrics").filter(pl.col("name") == "train/updated")
     assert sorted(metrics["step"]) == list(range(6))
-    assert not stored(new, "rollouts").height
+    assert not scan(new, "rollouts").height
     assert verified.returncode == 0, verified.stdout
     assert replayed.returncode == 0, replayed.stdout
     assert "tensors of version 6 are the same, byte for byte" in replayed.stdout
@@ -273,7 +273,7 @@ def check_batches(batches: pl.DataFrame, before: pl.DataFrame, source: Path) -> 
         .equals(before.sort("step", "order"))
     )
     assert set(batches["source"]) == {str(source)}
-    scores = stored(source, f"scores/scorer={SHORT}").select("trajectory_id", "reward")
+    scores = scan(source, f"scores/scorer={SHORT}").select("trajectory_id", "reward")
     joined = batches.join(scores, on="trajectory_id", suffix="_stored")
     assert len(joined) == len(batches)
     assert (joined["reward"] == joined["reward_stored"]).all()

@@ -66,7 +66,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_services, "ATTACH_TIMEOUT_S", 0.2)
 
 
-def attached(**urls: Any) -> RunConfig:
+def attach_run(**urls: Any) -> RunConfig:
     serve = {"urls": urls.get("serve", ())}
     train = {"url": urls.get("train", "")}
     return validate_toy({"serve": serve, "train": train})
@@ -80,19 +80,19 @@ async def refusal(config: RunConfig) -> ConfigError:
 
 async def test_services_that_have_what_a_run_needs_are_accepted(serve: Serve) -> None:
     async with serve(vllm()) as url, serve({"/v1/health": (200, {})}) as trainer:
-        await check_attached(attached(serve=[url], train=trainer))
+        await check_attached(attach_run(serve=[url], train=trainer))
 
 
 async def test_a_server_that_cannot_say_how_it_was_started_is_accepted(serve: Serve) -> None:
     """vLLM's /server_info fails where it finds neither pip nor uv."""
     async with serve(vllm(info=(500, {}))) as url:
-        await check_attached(attached(serve=[url]))
+        await check_attached(attach_run(serve=[url]))
 
 
 async def test_a_server_that_cannot_take_weights_is_refused_with_its_reason(serve: Serve) -> None:
     reason = {"error": {"message": "it has 2 replicas (data parallelism), which cannot take new weights"}}
     async with serve(vllm(weights=(409, reason))) as url:
-        error = await refusal(attached(serve=[url]))
+        error = await refusal(attach_run(serve=[url]))
     assert (error.field, error.value) == ("serve.urls", url)
     assert "it has 2 replicas (data parallelism)" in error.remedy
 
@@ -103,20 +103,20 @@ async def test_an_address_without_an_answer_is_an_error_with_setting_address_and
 ) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     async with serve(vllm()) as url:
-        error = await refusal(attached(serve=[nowhere, url]))
+        error = await refusal(attach_run(serve=[nowhere, url]))
     assert (error.field, error.value) == ("serve.urls", nowhere)
     assert "within 0.2 s" in error.remedy
-    assert (await refusal(attached(train=nowhere))).field == "train.url"
+    assert (await refusal(attach_run(train=nowhere))).field == "train.url"
 
 
 async def test_an_invalid_address_is_refused_at_once() -> None:
-    error = await refusal(attached(serve=["http://"]))
+    error = await refusal(attach_run(serve=["http://"]))
     assert error.field == "serve.urls"
 
 
 async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    checking = asyncio.ensure_future(check_attached(attached(serve=[url])))
+    checking = asyncio.ensure_future(check_attached(attach_run(serve=[url])))
     await asyncio.sleep(0.1)
     assert not checking.done()
     async with serve(vllm(), url):
@@ -126,7 +126,7 @@ async def test_a_server_that_is_still_starting_is_waited_for(serve: Serve) -> No
 @pytest.mark.usefixtures("_impatient")
 async def test_a_server_whose_engine_is_dead_is_not_accepted(serve: Serve) -> None:
     async with serve(vllm(health=(503, {}))) as url:
-        assert "no service answers" in (await refusal(attached(serve=[url]))).remedy
+        assert "no service answers" in (await refusal(attach_run(serve=[url]))).remedy
 
 
 @pytest.mark.parametrize(
@@ -149,16 +149,16 @@ async def test_a_server_started_otherwise_is_refused_with_what_it_lacks(
     serve: Serve, routes: dict[str, Route], remedy: str
 ) -> None:
     async with serve(routes) as url:
-        error = await refusal(attached(serve=[url]))
+        error = await refusal(attach_run(serve=[url]))
     assert (error.field, error.value) == ("serve.urls", url)
     assert remedy in error.remedy
 
 
 async def test_a_wrong_key_names_the_variable_that_holds_it(serve: Serve) -> None:
     async with serve(vllm(generate=(401, {}))) as url:
-        assert (await refusal(attached(serve=[url]))).field == "ROLLMILL_VLLM_API_KEY"
+        assert (await refusal(attach_run(serve=[url]))).field == "ROLLMILL_VLLM_API_KEY"
     async with serve({"/v1/health": (401, {})}) as trainer:
-        assert (await refusal(attached(train=trainer))).field == "ROLLMILL_TRAINER_TOKEN"
+        assert (await refusal(attach_run(train=trainer))).field == "ROLLMILL_TRAINER_TOKEN"
 
 
 def reference(url: str) -> RunConfig:
@@ -185,4 +185,4 @@ async def test_a_reference_server_must_score_a_longest_sequence(
 
 async def test_a_service_that_is_no_trainer_is_refused(serve: Serve) -> None:
     async with serve({}) as url:
-        assert (await refusal(attached(train=url))).field == "train.url"
+        assert (await refusal(attach_run(train=url))).field == "train.url"

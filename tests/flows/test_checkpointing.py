@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_run import PlannedSampler, PlannedScoring, opened
+from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.policies.checkpointing import Checkpointing
@@ -83,10 +83,12 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[tuple[RunPolicy, Trainer]]:
+async def train_policy(
+    folder: Path, *fates: RollmillError | None
+) -> AsyncIterator[tuple[RunPolicy, Trainer]]:
     """A policy at version 1, of which a checkpoint is due and may be begun."""
     settings = {"steps": 1, "max_restarts": 1, "evaluate": {"every": 0}}
-    async with opened(folder, PlannedSampler(), PlannedScoring(), **settings) as run:
+    async with open_planned_run(folder, PlannedSampler(), PlannedScoring(), **settings) as run:
         trainer = Trainer(run.folder, *fates)
         with disable_run_logger():
             await store_batch(run, 0, (await collect_step.fn(run, 0)).outcomes)
@@ -97,7 +99,7 @@ async def trained(folder: Path, *fates: RollmillError | None) -> AsyncIterator[t
 
 
 async def test_a_checkpoint_whose_trainer_dies_is_started_again(tmp_path: Path) -> None:
-    async with trained(tmp_path, DIED) as (policy, trainer):
+    async with train_policy(tmp_path, DIED) as (policy, trainer):
         await policy.checkpoint_if_due()
         await policy.finish_checkpoints()
     assert (trainer.starts, trainer.begun) == (1, [1, 1])
@@ -108,7 +110,7 @@ async def test_a_checkpoint_from_before_a_restart_is_started_again_whatever_the_
     tmp_path: Path,
 ) -> None:
     """Another call finds the trainer dead; its successor, which is still being restarted, has no record of the write."""
-    async with trained(tmp_path, RequestError("trainer: no such operation")) as (policy, trainer):
+    async with train_policy(tmp_path, RequestError("trainer: no such operation")) as (policy, trainer):
         await policy.checkpoint_if_due()
         trainer.may_start.clear()
         async with asyncio.TaskGroup() as tasks:
@@ -128,7 +130,7 @@ async def brought_back(policy: RunPolicy) -> None:
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_path: Path) -> None:
-    async with trained(tmp_path, StoreError("disk full")) as (policy, trainer):
+    async with train_policy(tmp_path, StoreError("disk full")) as (policy, trainer):
         await policy.checkpoint_if_due()
         with pytest.raises(StoreError, match="disk full"):
             await policy.finish_checkpoints()
@@ -136,7 +138,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_starts_nothi
 
 
 async def test_a_trainer_that_dies_at_every_write_ends_the_run(tmp_path: Path) -> None:
-    async with trained(tmp_path, DIED, DIED, DIED) as (policy, trainer):
+    async with train_policy(tmp_path, DIED, DIED, DIED) as (policy, trainer):
         await policy.checkpoint_if_due()
         with pytest.raises(ServiceDiedError, match="after 1 restarts"):
             await policy.finish_checkpoints()

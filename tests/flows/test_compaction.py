@@ -22,7 +22,7 @@ from rollmill.tasks.store.schemas import make_batch
 STEPS = 4
 
 
-def opened(folder: RunFolder) -> OpenRun:
+def open_run(folder: RunFolder) -> OpenRun:
     config = StoreConfig(root=str(folder.local.parent))
     return OpenRun.open(
         folder,
@@ -43,7 +43,7 @@ def plan(run: str, step: int, group: int) -> pa.RecordBatch:
 async def folder(tmp_path: Path) -> RunFolder:
     """Four steps of three shards each; the first two are below a checkpoint."""
     folder = RunFolder(tmp_path / "run")
-    with opened(folder) as run:
+    with open_run(folder) as run:
         async with run.writer as writer:
             for step in range(STEPS):
                 for group in range(3):
@@ -67,7 +67,7 @@ async def test_of_a_stopped_run_the_checkpointed_steps_are_compacted_and_of_a_fi
     before = read(folder, "plans")
     assert "steps after the last checkpoint are unchanged" in await compact_run(folder, 0.1, silent)
     assert shards_by_step(folder) == [1, 1, 3, 3]
-    with opened(folder) as run:
+    with open_run(folder) as run:
         run.finish()
     assert "now" in await compact_run(folder, 0.1, silent)
     assert shards_by_step(folder) == [1, 1, 1, 1]
@@ -79,7 +79,7 @@ async def test_a_run_that_is_written_to_is_not_compacted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writable_run, "lock_run", partial(lock_run, timeout_s=0.0))
-    with opened(folder), pytest.raises(RunLockedError, match="is being written to"):
+    with open_run(folder), pytest.raises(RunLockedError, match="is being written to"):
         await compact_run(folder, 0.1, silent)
     assert shards_by_step(folder) == [3, 3, 3, 3]
 

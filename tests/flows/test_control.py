@@ -9,11 +9,11 @@ from uuid import UUID
 import httpx
 import pytest
 from aiohttp import web
-from deployed_run import DEADLINE_S, NAME, Deployed, deployed
+from deployed_run import DEADLINE_S, NAME, Deployed, deploy
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from stored_texts import everything_of
+from stored_texts import read_all_texts
 
 from rollmill.flows.collect import collect
 from rollmill.flows.post_train import post_train
@@ -78,7 +78,7 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
         "store": {"root": s3_root},
         "score": {"scorer": "judge", "judge": {"url": url, "model": "any", "api_key_env": "JUDGE_KEY"}},
     }
-    async with deployed(workplace, collect, **settings) as run:
+    async with deploy(workplace, collect, **settings) as run:
         with workplace.worker(run.pool):
             flow_run = await run.start()
             await run.when_steps(flow_run, 1)
@@ -103,7 +103,7 @@ async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_runs_until_
     workplace: Any,
 ) -> None:
     workplace.environment |= SECRETS
-    async with deployed(workplace, post_train, **ENDLESS) as run:
+    async with deploy(workplace, post_train, **ENDLESS) as run:
         with workplace.worker(run.pool):
             flow_run = await run.start()
             await run.when_steps(flow_run, 2)
@@ -160,7 +160,7 @@ def keys_of_services(run: Deployed) -> dict[str, str]:
 
 async def check_no_secret(run: Deployed, flow_run: UUID, secrets: Mapping[str, str]) -> None:
     """No secret is in anything that is kept of a run, of which there is something of each kind."""
-    kept = await everything_of(run, flow_run)
+    kept = await read_all_texts(run, flow_run)
     for kind, contents in kept.items():
         of_run = [each for each in contents if NAME.encode() in each or str(flow_run).encode() in each]
         assert of_run, f"none of the run's {kind} were found"

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from deployed_run import DEADLINE_S, Deployed, deployed
+from deployed_run import DEADLINE_S, Deployed, deploy
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -111,7 +111,7 @@ async def test_a_run_cancelled_in_each_phase_leaves_nothing_behind_and_resumes(
 ) -> None:
     held, settings = trainer
     values = {"train": settings, "serve": {"python": stub_python}, "rollout": ROLLOUT}
-    async with deployed(workplace, post_train, steps=STEPS, **values) as run:
+    async with deploy(workplace, post_train, steps=STEPS, **values) as run:
         with workplace.worker(run.pool, ROLLMILL_TRAINER_TOKEN=held.token):
             set_stub(is_down=True)
             flow_run = await run.start()
@@ -159,7 +159,7 @@ async def test_a_run_whose_worker_is_killed_is_marked_crashed_with_its_step_and_
     workplace.environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = "30"
     token = {"ROLLMILL_TRAINER_TOKEN": held.token}
     values = {"train": settings, "serve": {"python": stub_python}, "rollout": ROLLOUT}
-    async with deployed(workplace, post_train, steps=STEPS, **values) as run:
+    async with deploy(workplace, post_train, steps=STEPS, **values) as run:
         with workplace.worker(run.pool, **token) as worker:
             set_stub(rollout_s=DEADLINE_S)
             flow_run = await run.start()

@@ -51,7 +51,7 @@ def worker(workplace: Any) -> Iterator[None]:
         process.wait(timeout=120)
 
 
-def ended(api: str, run: str) -> dict[str, Any]:
+def wait_until_over(api: str, run: str) -> dict[str, Any]:
     """A flow run, once it is over."""
     deadline = time.monotonic() + LONGEST_S
     while True:
@@ -62,7 +62,7 @@ def ended(api: str, run: str) -> dict[str, Any]:
         time.sleep(0.5)
 
 
-def triggered(workplace: Any, *words: str) -> tuple[str, str]:
+def trigger(workplace: Any, *words: str) -> tuple[str, str]:
     """The id of the flow run that `rollmill run small --deployment WORDS` has created, and all it said."""
     done = workplace.run("run", "small", "--deployment", *words)
     assert done.returncode == 0, done.stdout
@@ -79,7 +79,7 @@ def test_runs_of_one_gpu_set_follow_each_other_and_a_wrong_setting_is_refused_be
     }
     models_before = set((deployed.folder / "models").iterdir())
     check_refusals(deployed, prefect_api)
-    first, said = triggered(deployed, "--set", "store.root=s3://bucket/runs", "--name", "first")
+    first, said = trigger(deployed, "--set", "store.root=s3://bucket/runs", "--name", "first")
     assert "no worker of the work pool" in said
     assert f"prefect worker start --pool {deployed.marker}" in said
     evaluation = patient.get(f"{prefect_api}/deployments/name/evaluate/small").json()
@@ -89,7 +89,7 @@ def test_runs_of_one_gpu_set_follow_each_other_and_a_wrong_setting_is_refused_be
     created = patient.post(f"{prefect_api}/deployments/{evaluation['id']}/create_flow_run", json=body)
     assert created.is_success, created.text
     with worker(deployed):
-        runs = [ended(prefect_api, first), ended(prefect_api, created.json()["id"])]
+        runs = [wait_until_over(prefect_api, first), wait_until_over(prefect_api, created.json()["id"])]
 
     assert [each["state_type"] for each in runs] == ["FAILED", "FAILED"]
     unreachable, contradiction = (each["state"]["message"] for each in runs)

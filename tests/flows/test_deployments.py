@@ -110,7 +110,7 @@ def test_a_pool_that_is_not_in_the_file_is_refused_with_those_that_are() -> None
         render_deployments(DOCUMENT, "slurm")
 
 
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+def read_refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     """What a command says that refuses a wrong setting."""
     monkeypatch.setattr("sys.argv", ["rollmill", *words])
     with pytest.raises(SystemExit) as end:
@@ -125,12 +125,12 @@ def test_deploying_outside_of_a_checkout_is_an_error_with_its_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "prefect.yaml is missing in this folder; run the command in a checkout" in said(
+    assert "prefect.yaml is missing in this folder; run the command in a checkout" in read_refusal(
         capsys, monkeypatch, "deploy"
     )
     (tmp_path / "prefect.yaml").write_text("a: [")
     (tmp_path / "conf").mkdir()
-    assert "it is not YAML" in said(capsys, monkeypatch, "deploy")
+    assert "it is not YAML" in read_refusal(capsys, monkeypatch, "deploy")
 
 
 @pytest.mark.parametrize("words", [["deploy"], ["run", "quickstart", "--deployment"]])
@@ -139,6 +139,6 @@ def test_a_missing_prefect_server_is_an_error_with_its_remedy(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    error = said(capsys, monkeypatch, *words)
+    error = read_refusal(capsys, monkeypatch, *words)
     assert "PREFECT_API_URL = 'http://127.0.0.1:9/api': nothing answers there" in error
     assert "start that server, correct the address, or unset it" in error

@@ -23,7 +23,7 @@ from tests.stubs.toy_settings import validate_toy
 SCORES = "short@1"
 
 
-def made(dataset: str, rows: Sequence[dict[str, object]]) -> pa.RecordBatch:
+def make_rows(dataset: str, rows: Sequence[dict[str, object]]) -> pa.RecordBatch:
     """Rows of a data set; 0, "" or [] in every column that is not given."""
     plain = {
         field.name: [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
@@ -32,7 +32,7 @@ def made(dataset: str, rows: Sequence[dict[str, object]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=dataset_schema(dataset))
 
 
-def opened(folder: Path, config: dict[str, Any] | None = None) -> OpenRun:
+def open_run(folder: Path, config: dict[str, Any] | None = None) -> OpenRun:
     return OpenRun.open(
         RunFolder(folder),
         config=config or {},
@@ -58,17 +58,17 @@ async def add_step(run: OpenRun, step: int) -> None:
     common = {"status": "complete", "env": "addition", "n_completion_tokens": 3}
     scores = [each | {"status": "scored", "reward": each["sample"]} for each in ids]
     groups = [{"step": step, "group": step * 2 + group, "expected": 2} for group in range(2)]
-    await run.writer.append("rollouts", made("rollouts", [each | common for each in ids]), step=step)
-    await run.writer.append("scores", made("scores", scores), scorer=SCORES, step=step)
-    await run.writer.append("groups", made("groups", groups), step=step)
-    await run.writer.append("batches", made("batches", []), step=step)
+    await run.writer.append("rollouts", make_rows("rollouts", [each | common for each in ids]), step=step)
+    await run.writer.append("scores", make_rows("scores", scores), scorer=SCORES, step=step)
+    await run.writer.append("groups", make_rows("groups", groups), step=step)
+    await run.writer.append("batches", make_rows("batches", []), step=step)
 
 
 @pytest.fixture
 async def source(tmp_path: Path) -> RunFolder:
     """A run that has trained on two steps."""
     folder = tmp_path / "source"
-    with opened(folder, {"model": str(tmp_path / "theirs")}) as run:
+    with open_run(folder, {"model": str(tmp_path / "theirs")}) as run:
         async with run.writer:
             for step in range(2):
                 await add_step(run, step)
@@ -93,8 +93,8 @@ async def test_a_group_that_several_sources_have_in_common_counts_once(
 
 async def test_groups_and_batch_of_an_open_step_are_of_one_draw(source: RunFolder, tmp_path: Path) -> None:
     config = config_of(source, groups=2)
-    other = made("groups", [{"group": group, "expected": 7} for group in (0, 1, 5)])
-    with opened(tmp_path / "new") as store:
+    other = make_rows("groups", [{"group": group, "expected": 7} for group in (0, 1, 5)])
+    with open_run(tmp_path / "new") as store:
         async with store.writer:
             await store.writer.append("groups", other, step=0)
             draw = await store_draw(store, config, GroupPool.read(config), 0)

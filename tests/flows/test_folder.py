@@ -13,7 +13,7 @@ from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 
 
-def begun(root: Path, status: str, *, trains: bool = True) -> Path:
+def create_run(root: Path, status: str, *, trains: bool = True) -> Path:
     """A folder that holds a run of the quickstart, called `quickstart`."""
     settings_of_it = load("quickstart", (f"store.root={root}",))
     folder = run_folder("quickstart", settings_of_it)
@@ -46,7 +46,7 @@ def begun(root: Path, status: str, *, trains: bool = True) -> Path:
     ],
 )
 def test_settings_that_are_not_fixed_may_change_on_resume(tmp_path: Path, change: str) -> None:
-    begun(tmp_path, "running")
+    create_run(tmp_path, "running")
     given = load("quickstart", (f"store.root={tmp_path}", change))
     check_resumable(run_folder("quickstart", given), given)
 
@@ -55,7 +55,7 @@ def test_settings_that_are_not_fixed_may_change_on_resume(tmp_path: Path, change
     "change", ["seed=5", "rollout.group_size=4", "start_model.steps=7", "train.epochs=2"]
 )
 def test_a_changed_fixed_setting_is_refused_with_both_values(tmp_path: Path, change: str) -> None:
-    begun(tmp_path, "running")
+    create_run(tmp_path, "running")
     given = load("quickstart", (f"store.root={tmp_path}", change))
     field, value = change.split("=")
     with pytest.raises(RunMismatchError) as refused:
@@ -66,7 +66,7 @@ def test_a_changed_fixed_setting_is_refused_with_both_values(tmp_path: Path, cha
 
 @pytest.mark.parametrize("change", ["train.epochs=2", "evaluate.n_prompts=7", "retrain.steps=[1, 2]"])
 def test_of_a_collection_only_settings_that_it_does_not_read_may_change(tmp_path: Path, change: str) -> None:
-    begun(tmp_path, "running", trains=False)
+    create_run(tmp_path, "running", trains=False)
     given = load("quickstart", (f"store.root={tmp_path}", change))
     check_resumable(run_folder("quickstart", given), given, trains=False)
     other = load("quickstart", (f"store.root={tmp_path}", change, "rollout.group_size=4"))
@@ -77,7 +77,7 @@ def test_of_a_collection_only_settings_that_it_does_not_read_may_change(tmp_path
 
 
 def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> None:
-    begun(tmp_path, "finished")
+    create_run(tmp_path, "finished")
     same, more = (load("quickstart", (f"store.root={tmp_path}", each)) for each in ("steps=40", "steps=41"))
     with pytest.raises(RunFinishedError, match="--again"):
         check_resumable(run_folder("quickstart", same), same)
@@ -87,16 +87,16 @@ def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> 
 def test_a_run_is_renamed_to_the_first_free_name(tmp_path: Path) -> None:
     given = load("quickstart", (f"store.root={tmp_path}",))
     (tmp_path / "quickstart-1").mkdir()
-    begun(tmp_path, "finished")
+    create_run(tmp_path, "finished")
     assert is_finished(run_folder("quickstart", given))
     move_aside(run_folder("quickstart", given))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
-    begun(tmp_path, "running")
+    create_run(tmp_path, "running")
     assert not is_finished(run_folder("quickstart", given))
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
-    root = begun(tmp_path, "running")
+    root = create_run(tmp_path, "running")
     for step in range(4):
         shard = root / "batches" / f"step={step:06d}" / "000001-000001-0000000000000000.arrow"
         shard.parent.mkdir(parents=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, opened, stored
+from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, open_planned_run, read_stored
 
 from rollmill.flows.policies.checkpointing import drop_old_routing
 from rollmill.flows.run.live_run import Run
@@ -33,7 +33,7 @@ from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import Rows
 
 
-async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
+async def collect_group(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...]:
     """Collect group 0 of step 0 as a process that has just opened the run does."""
     plan = await plan_groups(run, 0, [0])
     failures = FailureWatch(0, GROUP_SIZE, max_share, lambda: logging.getLogger("test"))
@@ -45,8 +45,8 @@ async def collected(run: Run, max_share: float = 1.0) -> tuple[GroupOutcome, ...
 async def test_a_chunk_of_a_group_is_scored_while_another_is_still_sampled(tmp_path: Path) -> None:
     scoring = PlannedScoring()
     sampler = PlannedSampler({3: scoring.has_scored})
-    async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
-        (outcome,) = await collected(run)
+    async with open_planned_run(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
+        (outcome,) = await collect_group(run)
     lines = diary(run)
     assert lines.index("score 0.0") < lines.index("rollout 0.3 done")
     assert scoring.calls[-1] == [3]
@@ -55,22 +55,24 @@ async def test_a_chunk_of_a_group_is_scored_while_another_is_still_sampled(tmp_p
 
 async def test_the_chunks_of_a_group_have_the_configured_number_of_trajectories(tmp_path: Path) -> None:
     scoring = PlannedScoring()
-    async with opened(tmp_path, PlannedSampler(), scoring, rollout={"trajectories_per_task": 3}) as run:
-        await collected(run)
+    async with open_planned_run(
+        tmp_path, PlannedSampler(), scoring, rollout={"trajectories_per_task": 3}
+    ) as run:
+        await collect_group(run)
     assert sorted(scoring.calls) == [[0, 1, 2], [3]]
 
 
 async def test_survivors_of_a_partial_group_are_trained_on_and_failures_are_rows(tmp_path: Path) -> None:
     sampler = PlannedSampler({1: RequestError("status 400: no")})
-    async with opened(tmp_path, sampler, PlannedScoring(statuses={2: "failed"})) as run:
-        (outcome,) = await collected(run)
-        assert [row["status"] for row in stored(run, "rollouts")] == [
+    async with open_planned_run(tmp_path, sampler, PlannedScoring(statuses={2: "failed"})) as run:
+        (outcome,) = await collect_group(run)
+        assert [row["status"] for row in read_stored(run, "rollouts")] == [
             "complete",
             "failed",
             "complete",
             "complete",
         ]
-        assert [row["status"] for row in stored(run, "scores")] == ["scored", "failed", "scored"]
+        assert [row["status"] for row in read_stored(run, "scores")] == ["scored", "failed", "scored"]
     assert (outcome.reason, [survivor.sample for survivor in outcome.survivors]) == ("", [0, 3])
 
 
@@ -78,15 +80,15 @@ async def test_a_groups_scorer_sees_all_survivors_at_once_in_their_order_whoever
     tmp_path: Path,
 ) -> None:
     sampler, scoring = PlannedSampler({0: 0.2, 1: RequestError("no")}), PlannedScoring(by_group=True)
-    async with opened(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
-        await collected(run)
+    async with open_planned_run(tmp_path, sampler, scoring, rollout={"trajectories_per_task": 1}) as run:
+        await collect_group(run)
     assert scoring.calls == [[0, 2, 3]]
 
 
 async def test_a_group_that_must_be_whole_is_not_scored_when_it_is_not(tmp_path: Path) -> None:
     sampler, scoring = PlannedSampler({1: RequestError("no")}), PlannedScoring(by_group=True)
-    async with opened(tmp_path, sampler, scoring, score={"min_group_size": 0}) as run:
-        (outcome,) = await collected(run)
+    async with open_planned_run(tmp_path, sampler, scoring, score={"min_group_size": 0}) as run:
+        (outcome,) = await collect_group(run)
     assert not scoring.calls
     assert outcome.reason == NOT_WHOLE
 
@@ -96,9 +98,11 @@ async def test_a_straggler_is_cancelled_and_the_group_continues_without_it(
 ) -> None:
     monkeypatch.setattr(step_collection, "GROUP_TIMEOUT_RATIO", 0.01)
     settings = {"trajectory_timeout_s": 100.0, "trajectories_per_task": 1}
-    async with opened(tmp_path, PlannedSampler({0: 60.0}), PlannedScoring(), rollout=settings) as run:
-        (outcome,) = await collected(run)
-        first, *rest = stored(run, "rollouts")
+    async with open_planned_run(
+        tmp_path, PlannedSampler({0: 60.0}), PlannedScoring(), rollout=settings
+    ) as run:
+        (outcome,) = await collect_group(run)
+        first, *rest = read_stored(run, "rollouts")
     assert (first["status"], first["error_type"]) == ("cancelled", "Deadline")
     assert {row["status"] for row in rest} == {"complete"}
     assert [survivor.sample for survivor in outcome.survivors] == [1, 2, 3]
@@ -117,12 +121,12 @@ async def test_only_missing_trajectories_are_sampled_and_only_unscored_ones_are_
     dying = Dying()
     first = PlannedSampler(dict.fromkeys((2, 3), dying.has_scored))
     with pytest.raises(ExceptionGroup):
-        async with opened(tmp_path, first, dying, rollout=settings) as run:
-            await collected(run)
+        async with open_planned_run(tmp_path, first, dying, rollout=settings) as run:
+            await collect_group(run)
     second, scoring = PlannedSampler(), PlannedScoring()
-    async with opened(tmp_path, second, scoring, rollout=settings) as run:
-        (outcome,) = await collected(run)
-        assert len(stored(run, "rollouts")) == len(stored(run, "scores")) == GROUP_SIZE
+    async with open_planned_run(tmp_path, second, scoring, rollout=settings) as run:
+        (outcome,) = await collect_group(run)
+        assert len(read_stored(run, "rollouts")) == len(read_stored(run, "scores")) == GROUP_SIZE
     assert not second.sampled
     assert scoring.calls == [[2, 3]]
     assert len(outcome.survivors) == GROUP_SIZE
@@ -133,14 +137,14 @@ async def test_failures_are_attempted_again_on_request_and_the_advantages_of_the
     tmp_path: Path, by_group: bool
 ) -> None:
     failing = PlannedSampler({1: RequestError("status 400: no")})
-    async with opened(tmp_path, failing, PlannedScoring(by_group=by_group)) as run:
-        await collected(run)
+    async with open_planned_run(tmp_path, failing, PlannedScoring(by_group=by_group)) as run:
+        await collect_group(run)
     sampler, scoring = PlannedSampler(), PlannedScoring(by_group=by_group)
-    async with opened(tmp_path, sampler, scoring) as run:
-        (outcome,) = await collected(replace(run, redo_failed=True))
-        attempts = [(row["sample"], row["attempt"], row["status"]) for row in stored(run, "rollouts")]
-        (group,) = stored(run, "groups")
-        assert len(stored(run, "scores")) == GROUP_SIZE
+    async with open_planned_run(tmp_path, sampler, scoring) as run:
+        (outcome,) = await collect_group(replace(run, redo_failed=True))
+        attempts = [(row["sample"], row["attempt"], row["status"]) for row in read_stored(run, "rollouts")]
+        (group,) = read_stored(run, "groups")
+        assert len(read_stored(run, "scores")) == GROUP_SIZE
         assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, scoring.key))) == ""
     assert sampler.sampled == [1]
     assert [sorted(call) for call in scoring.calls] == ([[0, 1, 2, 3]] if by_group else [[1]])
@@ -150,11 +154,11 @@ async def test_failures_are_attempted_again_on_request_and_the_advantages_of_the
 
 async def test_too_many_failures_end_the_run_at_once_and_name_the_most_frequent(tmp_path: Path) -> None:
     plan: dict[int, Act] = {0: RequestError("status 400: no"), 1: RequestError("no"), 2: 60.0}
-    async with opened(tmp_path, PlannedSampler(plan), PlannedScoring()) as run:
+    async with open_planned_run(tmp_path, PlannedSampler(plan), PlannedScoring()) as run:
         with pytest.raises(ExceptionGroup) as raised:
-            await collected(run, max_share=0.25)
+            await collect_group(run, max_share=0.25)
         await run.store.writer.flush()
-        assert len(stored(run, "rollouts")) >= 2
+        assert len(read_stored(run, "rollouts")) >= 2
     (error,) = leaves(raised.value)
     assert isinstance(error, FailedShareError)
     assert "2 of 4 trajectories failed, rollout.max_failed_share allows 0.25; 2 times RequestError" in str(
@@ -180,9 +184,9 @@ def experts_of(n_tokens: int) -> np.ndarray:
 
 async def test_the_routed_experts_of_a_group_are_stored_with_its_rollouts(tmp_path: Path) -> None:
     settings = {"keep_routing": True}
-    async with opened(tmp_path, RoutingSampler(), PlannedScoring(), rollout=settings) as run:
-        await collected(run)
-        rollouts = stored(run, "rollouts")
+    async with open_planned_run(tmp_path, RoutingSampler(), PlannedScoring(), rollout=settings) as run:
+        await collect_group(run)
+        rollouts = read_stored(run, "rollouts")
         found = read_routing(run.folder, 0, [row["trajectory_id"] for row in rollouts])
     assert len(found) == GROUP_SIZE
     for row, experts in zip(rollouts, found, strict=True):
@@ -193,10 +197,10 @@ async def test_the_state_of_the_environment_is_stored_for_every_trajectory_also_
     tmp_path: Path,
 ) -> None:
     sampler = PlannedSampler({1: RequestError("status 400: no")})
-    async with opened(tmp_path, sampler, PlannedScoring(), Guess()) as run:
-        await collected(run)
+    async with open_planned_run(tmp_path, sampler, PlannedScoring(), Guess()) as run:
+        await collect_group(run)
         states = sorted(read(run.folder, "states", env="guess").to_pylist(), key=lambda row: row["sample"])
-        ids = [row["trajectory_id"] for row in stored(run, "rollouts")]
+        ids = [row["trajectory_id"] for row in read_stored(run, "rollouts")]
     assert [row["trajectory_id"] for row in states] == ids
     assert [(row["guesses"], row["won"], row["error"]) for row in states] == [([], False, "")] * GROUP_SIZE
 
@@ -213,9 +217,9 @@ async def test_each_failure_is_logged_once_with_its_cause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = PlannedSampler({1: RequestError("status 400: no")})
-    async with opened(tmp_path, sampler, PlannedScoring(statuses={2: "dropped"})) as run:
-        await collected(run)
-        await collected(run)
+    async with open_planned_run(tmp_path, sampler, PlannedScoring(statuses={2: "dropped"})) as run:
+        await collect_group(run)
+        await collect_group(run)
     messages = [record.getMessage() for record in caplog.records if record.name == "test"]
     assert len(messages) == 2
     assert "failed: RequestError: status 400: no" in messages[0]
@@ -229,8 +233,10 @@ async def test_a_step_reports_its_lost_trajectories_by_cause_and_by_length(
     settings = {"trajectory_timeout_s": 100.0, "trajectories_per_task": 1}
     sampler = PlannedSampler({0: 60.0, 1: RequestError("no")})
     scoring = PlannedScoring(statuses={2: "dropped"})
-    async with opened(tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}) as run:
-        await collected(run)
+    async with open_planned_run(
+        tmp_path, sampler, scoring, rollout=settings, score={"min_group_size": 2}
+    ) as run:
+        await collect_group(run)
         await run.store.writer.flush()
         fates = find_drops(StoredStepRows.read(run.folder, 0, scoring.key))
     causes = sorted(fates["cause"].to_list())
@@ -259,8 +265,8 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_with_that
     tmp_path: Path,
 ) -> None:
     score = {"train_truncated": False}
-    async with opened(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
-        (outcome,) = await collected(run)
+    async with open_planned_run(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
+        (outcome,) = await collect_group(run)
         fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key), train_truncated=False)
         assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))) == ""
     assert [survivor.sample for survivor, _ in outcome.trained] == [0, 3]
@@ -268,8 +274,8 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_with_that
 
 
 async def test_a_step_without_lost_trajectories_reports_none(tmp_path: Path) -> None:
-    async with opened(tmp_path, PlannedSampler(), PlannedScoring()) as run:
-        await collected(run)
+    async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring()) as run:
+        await collect_group(run)
         fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))
     assert drop_line(fates) == ""
     assert {metric.name: metric.value for metric in drop_metrics(fates)}["drops/kept_tokens"] == 2.0
@@ -277,8 +283,8 @@ async def test_a_step_without_lost_trajectories_reports_none(tmp_path: Path) -> 
 
 async def test_experts_of_old_steps_go_once_a_checkpoint_is_past_them(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"rollout": {"keep_routing": True}, "store": {"keep_routing_steps": 1}}
-    async with opened(tmp_path, RoutingSampler(), PlannedScoring(), **settings) as run:
-        await collected(run)
+    async with open_planned_run(tmp_path, RoutingSampler(), PlannedScoring(), **settings) as run:
+        await collect_group(run)
         await drop_old_routing(run, done=2)
         assert read(run.folder, "routing").num_rows == GROUP_SIZE
         marker = run.folder.checkpoint(1) / CHECKPOINT_MARKER

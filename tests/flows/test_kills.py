@@ -126,7 +126,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
 
     trainer = start_trainer()
     server = StubVllmServer(tied_model, ROLLOUT_S)
-    with serving(server, ports[1]):
+    with serve(server, ports[1]):
         runs = Runs(
             tmp_path, config, environment | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
         )
@@ -147,7 +147,7 @@ def whole(place: Place, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @contextmanager
-def serving(server: StubVllmServer, port: int) -> Iterator[None]:
+def serve(server: StubVllmServer, port: int) -> Iterator[None]:
     control = server.serve(port)
     try:
         yield
@@ -179,7 +179,7 @@ def n_trained(folder: RunFolder) -> int:
     return len(list_steps(folder, "batches"))
 
 
-def asked_for(folder: RunFolder) -> set[Asked]:
+def read_requests(folder: RunFolder) -> set[Asked]:
     """The requests whose answers are stored, a trajectory each."""
     found: set[Asked] = set()
     for row in rows(folder, "rollouts").iter_rows(named=True):
@@ -192,7 +192,7 @@ def asked_for(folder: RunFolder) -> set[Asked]:
 
 
 def kind_of(asked: Asked, held_out: set[int]) -> Asked:
-    """Return a request as `asked_for` has it: held-out ones differ by their version."""
+    """Return a request as `read_requests` has it: held-out ones differ by their version."""
     version = str(PolicyVersion.parse(asked.version).version) if asked.seed in held_out else ""
     return asked._replace(version=version)
 
@@ -277,10 +277,10 @@ def run_with_kills(place: Place, name: str, n_kills: int, chance: random.Random)
         os.kill(pid, signal.SIGKILL)
         assert place.runs.ended() == -signal.SIGKILL
         snapshots.append({dataset: rows(folder, dataset) for dataset in KEPT})
-        acknowledged.append((len(server.asked), asked_for(folder)))
+        acknowledged.append((len(server.asked), read_requests(folder)))
     place.finish(name)
     check_each_once(place, name, snapshots)
-    held_out = {each.seed for each in asked_for(folder) if each.version}
+    held_out = {each.seed for each in read_requests(folder) if each.version}
     for first, before in acknowledged:
         again = {kind_of(each, held_out) for each in server.asked[first:]} & before
         assert not again, f"generated twice: {again}"

@@ -24,16 +24,16 @@ class PlannedEpisode:
         self.number, self.reply_error, self.close_error, self.closed = number, reply, close, closed
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        await acted(self.reply_error)
+        await act(self.reply_error)
         return (Message("user", f"{self.number}+1="),)
 
     async def close(self) -> Mapping[str, object]:
         self.closed.append(self.number)
-        await acted(self.close_error)
+        await act(self.close_error)
         return {}
 
 
-async def acted(error: Exception | None) -> None:
+async def act(error: Exception | None) -> None:
     if error is HANG:
         await asyncio.sleep(60)
     if error is not None:
@@ -61,7 +61,7 @@ class Planned:
         return self.n_problems
 
     async def example(self, split: str, index: int) -> Example:
-        await acted(self.examples.get(index))
+        await act(self.examples.get(index))
         return Example(str(index), {})
 
     def episode(self, example: Example, seed: int) -> PlannedEpisode:

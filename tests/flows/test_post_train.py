@@ -19,7 +19,7 @@ pytestmark = pytest.mark.service
 STEPS, GROUPS, GROUP_SIZE = 8, 6, 4
 
 
-def scanned(run: Path) -> pl.LazyFrame:
+def scan(run: Path) -> pl.LazyFrame:
     """A user's plain scan, in which compaction can show a row twice until the run's end."""
     return pl.scan_ipc(run / "rollouts/**/*.arrow", hive_partitioning=True)
 
@@ -28,7 +28,7 @@ def rollouts(run: Path) -> pl.DataFrame:
     """What a user's plain scan sees in the middle of a run."""
     if not list(run.glob("rollouts/*/*.arrow")):
         return pl.DataFrame({"trajectory_id": [], "step": []})
-    return scanned(run).unique("trajectory_id").collect()
+    return scan(run).unique("trajectory_id").collect()
 
 
 def wait_until(
@@ -142,7 +142,7 @@ def wait_until_gone(workplace: Any, timeout_s: float = 120.0) -> None:
 
 def check_finished(workplace: Any, run: Path, stored: pl.DataFrame) -> None:
     """Every trajectory once, the stored ones untouched, versions right, and the summary adds up."""
-    rows = scanned(run).collect()
+    rows = scan(run).collect()
     assert len(rows) == rows["trajectory_id"].n_unique() == STEPS * GROUPS * GROUP_SIZE
     for dataset in ("rollouts", "scores", "groups", "metrics"):
         folders = {path.parent for path in run.glob(f"{dataset}/**/*.arrow")}
@@ -201,7 +201,7 @@ def test_steps_that_overlap_stay_within_their_staleness_also_when_one_of_two_ser
     assert "starting it again" in output
     assert {log.name for log in (run / "logs").glob("vllm-*")} == {"vllm-0.log", "vllm-1.log"}
 
-    rows = scanned(run).collect()
+    rows = scan(run).collect()
     assert len(rows) == rows["trajectory_id"].n_unique() == 5 * GROUPS * GROUP_SIZE
     staleness = rows["step"] - rows["policy_version_first"]
     assert staleness.min() >= 0

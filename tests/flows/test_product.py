@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import patient
 import pytest
-from marked_processes import marked_processes
+from marked_processes import find_marked_processes
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
@@ -98,7 +98,7 @@ class Product:
 
     def processes(self) -> dict[int, str]:
         """Command line of every living process that was started from here, by process id."""
-        return marked_processes(self.marker)
+        return find_marked_processes(self.marker)
 
     def api(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """What Prefect's API answers."""
@@ -202,7 +202,7 @@ def submit(product: Product, steps: str) -> None:
     product.page.get_by_role("button", name="Submit").click()
 
 
-def submitted(product: Product, steps: str) -> None:
+def submit_form(product: Product, steps: str) -> None:
     """Submit the form; click again if the browser sends no request, as when the page is being redrawn."""
     page = product.page
     for _ in range(CLICKS):
@@ -218,7 +218,7 @@ def submitted(product: Product, steps: str) -> None:
     page.wait_for_url(lambda address: not urlsplit(address).path.endswith("/run"))
 
 
-def refused(product: Product, steps: str, sign: Locator) -> None:
+def submit_refused(product: Product, steps: str, sign: Locator) -> None:
     """Send the form, again where the page took no click, until it shows by a sign that it refuses."""
     for _ in range(CLICKS):
         submit(product, steps)
@@ -250,7 +250,7 @@ def run(product: Product) -> str:
     page = product.page
     open_form(product)
     product.picture("form")
-    submitted(product, steps="2")
+    submit_form(product, steps="2")
     page.locator("a[href*='/flow-run/']").first.click()
     page.wait_for_url(re.compile("/v2/runs/flow-run/"))
     page.get_by_text(re.compile("^(Completed|Failed|Crashed|Cancelled)$")).first.wait_for(
@@ -270,14 +270,14 @@ def test_a_run_from_the_form_has_the_steps_that_were_filled_in(product: Product,
 def test_the_form_refuses_a_number_out_of_range_at_its_field(product: Product) -> None:
     with product.paused():
         open_form(product)
-        refused(product, "0", product.field("steps").and_(product.page.locator(":focus:invalid")))
+        submit_refused(product, "0", product.field("steps").and_(product.page.locator(":focus:invalid")))
 
 
 def test_the_form_of_the_older_ui_refuses_it_too_and_makes_a_run(product: Product) -> None:
     with product.paused():
         open_form(product, OLDER_UI)
-        refused(product, "0", product.page.get_by_text("0 is less than the minimum of 1").first)
-        submitted(product, steps="2")
+        submit_refused(product, "0", product.page.get_by_text("0 is less than the minimum of 1").first)
+        submit_form(product, steps="2")
         (made,) = product.api("POST", "/flow_runs/filter", SCHEDULED)
     assert made["parameters"]["run_name"] == "sorting"
     assert made["parameters"]["config"]["steps"] == 2

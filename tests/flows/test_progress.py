@@ -6,7 +6,7 @@ from prefect.logging import disable_run_logger
 from rollmill.flows.prefect_integration.progress import RunProgress
 
 
-def said(capsys: pytest.CaptureFixture[str], *, is_shown: bool) -> str:
+def read_lines(capsys: pytest.CaptureFixture[str], *, is_shown: bool) -> str:
     with disable_run_logger(), RunProgress("run", 2, is_shown=is_shown) as progress:
         progress.begin(0)
         for step in range(2):
@@ -15,11 +15,11 @@ def said(capsys: pytest.CaptureFixture[str], *, is_shown: bool) -> str:
 
 
 def test_a_step_is_a_line_and_nothing_else_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, is_shown=True).splitlines() == [
+    assert read_lines(capsys, is_shown=True).splitlines() == [
         "step 0 (1 of 2): reward 0.50, 1,000 tok/s, 2.0 s",
         "step 1 (2 of 2): reward 0.50, 1,000 tok/s, 2.0 s",
     ]
 
 
 def test_of_steps_that_are_measured_again_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not said(capsys, is_shown=False)
+    assert not read_lines(capsys, is_shown=False)

@@ -12,7 +12,7 @@ def config(**sections: dict[str, object]) -> RunConfig:
     return validate_toy(sections)
 
 
-def warning(settings: RunConfig, deviation: float) -> str:
+def find_warning(settings: RunConfig, deviation: float) -> str:
     others = [
         Metric("train/first_ratio_deviation", "addition", "mean", 9.0),
         Metric("train/ratio", "all", "mean", 9.0),
@@ -23,7 +23,7 @@ def warning(settings: RunConfig, deviation: float) -> str:
 
 
 def test_ratios_beyond_rounding_are_reported_with_step_value_limit_and_remedy() -> None:
-    message = warning(config(), 0.02)
+    message = find_warning(config(), 0.02)
     assert message.startswith("step 3: ")
     assert "0.02 on average" in message
     assert "should be at most 0.001" in message
@@ -31,7 +31,7 @@ def test_ratios_beyond_rounding_are_reported_with_step_value_limit_and_remedy() 
 
 
 def test_rounding_is_no_reason_to_warn() -> None:
-    assert warning(config(), 1e-4) == ""
+    assert find_warning(config(), 1e-4) == ""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_rounding_is_no_reason_to_warn() -> None:
     ],
 )
 def test_ratios_that_need_not_be_1_are_not_reported(sections: dict[str, dict[str, object]]) -> None:
-    assert warning(config(**sections), 0.02) == ""
+    assert find_warning(config(**sections), 0.02) == ""
 
 
 def test_a_step_that_trained_on_nothing_has_no_ratio_to_warn_of() -> None:

@@ -26,7 +26,7 @@ class Trainer:
 
 
 @asynccontextmanager
-async def working(recomputing: LogprobRecomputation) -> AsyncIterator[Trainer]:
+async def run_worker(recomputing: LogprobRecomputation) -> AsyncIterator[Trainer]:
     trainer = Trainer()
     task = asyncio.create_task(recomputing.work(trainer.score))
     try:
@@ -35,7 +35,7 @@ async def working(recomputing: LogprobRecomputation) -> AsyncIterator[Trainer]:
         task.cancel()
 
 
-async def settled() -> None:
+async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -46,43 +46,43 @@ def recomputing() -> LogprobRecomputation:
 
 
 async def test_bundles_go_out_at_the_trainers_step_alone(recomputing: LogprobRecomputation) -> None:
-    async with working(recomputing) as trainer:
+    async with run_worker(recomputing) as trainer:
         recomputing.add(0, ["a", "b", "c"])
         recomputing.add(1, ["d"])
-        await settled()
+        await settle()
         assert not trainer.asked
         recomputing.begin(0)
-        await settled()
+        await settle()
         assert trainer.asked == [(0, ["a", "b"]), (0, ["c"])]
         recomputing.add(0, ["e"])
-        await settled()
+        await settle()
         await recomputing.end()
         recomputing.add(0, ["late"])
         recomputing.begin(1)
-        await settled()
+        await settle()
     assert trainer.asked[2:] == [(0, ["e"]), (1, ["d"])]
 
 
 async def test_a_step_that_is_due_waits_for_one_bundle(recomputing: LogprobRecomputation) -> None:
-    async with working(recomputing) as trainer:
+    async with run_worker(recomputing) as trainer:
         trainer.may_continue.clear()
         recomputing.begin(0)
         recomputing.add(0, ["a", "b", "c", "d"])
-        await settled()
+        await settle()
         ending = asyncio.create_task(recomputing.end())
-        await settled()
+        await settle()
         assert not ending.done()
         trainer.may_continue.set()
         assert await ending > 0.0
-        await settled()
+        await settle()
     assert trainer.asked == [(0, ["a", "b"])]
     assert recomputing.hidden_s > 0.0
 
 
 async def test_a_bundle_that_fails_is_left_to_the_step(recomputing: LogprobRecomputation) -> None:
-    async with working(recomputing) as trainer:
+    async with run_worker(recomputing) as trainer:
         recomputing.begin(0)
         recomputing.add(0, ["wrong", "b", "c"])
-        await settled()
+        await settle()
     assert trainer.asked == [(0, ["wrong", "b"]), (0, ["c"])]
     assert recomputing.n_failed == 1

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 import pytest
-from planned_run import PlannedSampler, PlannedScoring, opened
+from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.prefect_integration.recording import Recording
@@ -128,14 +128,16 @@ def slow_recording(plants: Plants) -> Recording:
 
 
 @asynccontextmanager
-async def planted(folder: Path, plants: Plants) -> AsyncIterator[Run]:
+async def run_planted(folder: Path, plants: Plants) -> AsyncIterator[Run]:
     """A run of overlapping steps over a stub server, with delays planted, that records."""
     settings: dict[str, Any] = {
         "steps": STEPS,
         "rollout": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 1},
         "evaluate": {"every": 0},
     }
-    run_of = opened(folder, PlannedSampler(), SlowScoring(plants), SlowEnvironment(plants), **settings)
+    run_of = open_planned_run(
+        folder, PlannedSampler(), SlowScoring(plants), SlowEnvironment(plants), **settings
+    )
     port = free_port()
     async with (
         run_of as run,
@@ -167,7 +169,7 @@ def slow_store(run: Run, plants: Plants) -> None:
     run.store.files.publish = slow  # type: ignore[method-assign]
 
 
-async def held(lock: TimedLock, plants: Plants, step: int) -> None:
+async def hold(lock: TimedLock, plants: Plants, step: int) -> None:
     """Hold a lock during a named span."""
     with within(lane="holder"), span("rejoin"):
         async with lock:
@@ -186,7 +188,7 @@ async def steps(run: Run, plants: Plants) -> None:
                     collected = await pipeline.collect(step)
                 with clock.span("train"):
                     await store_batch(run, step, collected.outcomes)
-                    others.create_task(held(lock, plants, step))
+                    others.create_task(hold(lock, plants, step))
                     await asyncio.sleep(0)
                     async with lock:
                         await plants.sleep("train", step, DELAY_S)
@@ -198,7 +200,7 @@ async def steps(run: Run, plants: Plants) -> None:
 
 async def run_of_steps(folder: Path, plants: Plants) -> RunFolder:
     with disable_run_logger():
-        async with planted(folder, plants) as run:
+        async with run_planted(folder, plants) as run:
             await steps(run, plants)
     return run.folder
 
@@ -238,7 +240,7 @@ def own_s(rows: pl.DataFrame) -> pl.DataFrame:
     return spans.with_columns(pl.Series("own_s", own))
 
 
-def found(rows: pl.DataFrame, name: str, step: int, **columns: str) -> float:
+def find_seconds(rows: pl.DataFrame, name: str, step: int, **columns: str) -> float:
     asked = [pl.col("name") == name, pl.col("step") == step]
     asked += [pl.col(column) == value for column, value in columns.items()]
     return float(own_s(rows).filter(*asked)["own_s"].sum())
@@ -252,11 +254,11 @@ def test_each_planted_delay_is_found_in_its_own_step(
     rows, plants = recorded
     straggler = f"{(step + 1) * GROUPS - 1}.{GROUP_SIZE - 1}"
     found_s = {
-        "environment": found(rows, "environment", step, lane=straggler),
-        "scoring": found(rows, "scoring", step, lane=str(step * GROUPS)),
-        "storing": found(rows, "storing", step, lane="step"),
-        "waiting_for_lock": found(rows, "waiting_for_lock", step, cause="rejoin"),
-        "train": found(rows, "train", step),
+        "environment": find_seconds(rows, "environment", step, lane=straggler),
+        "scoring": find_seconds(rows, "scoring", step, lane=str(step * GROUPS)),
+        "storing": find_seconds(rows, "storing", step, lane="step"),
+        "waiting_for_lock": find_seconds(rows, "waiting_for_lock", step, cause="rejoin"),
+        "train": find_seconds(rows, "train", step),
     }
     for name, seconds in found_s.items():
         assert seconds == pytest.approx(plants.seconds[name, step], rel=SHARE), name
@@ -301,4 +303,4 @@ def test_almost_no_time_of_a_step_is_unattributed(recorded: tuple[pl.DataFrame, 
     rows, _ = recorded
     for step in range(STEPS):
         whole = rows.filter(pl.col("lane") == "step", pl.col("name") == "step", pl.col("step") == step)
-        assert found(rows, "step", step) <= 0.02 * whole["duration_s"].item()
+        assert find_seconds(rows, "step", step) <= 0.02 * whole["duration_s"].item()

@@ -35,7 +35,7 @@ class Server:
         return "frozen"
 
 
-def made(dataset: str, **columns: object) -> pa.RecordBatch:
+def make_rows(dataset: str, **columns: object) -> pa.RecordBatch:
     """Three rows of a data set, plain but for the columns given."""
     plain: dict[str, object] = {}
     for field in dataset_schema(dataset):
@@ -54,10 +54,12 @@ async def store(tmp_path: Path) -> AsyncIterator[OpenRun]:
             tokens = [[number, 8, 9] for number in range(len(IDS))]
             masks = [[False, True, True]] * len(IDS)
             common = {"step": [2] * len(IDS), "trajectory_id": IDS}
-            rollouts = made("rollouts", **common, token_ids=tokens, loss_mask=masks, temperature=[1.0] * 3)
+            rollouts = make_rows(
+                "rollouts", **common, token_ids=tokens, loss_mask=masks, temperature=[1.0] * 3
+            )
             await run.writer.append("rollouts", rollouts, step=2)
             await run.writer.append(
-                "batches", made("batches", **common, source=[""] * 3, source_step=[2] * 3), step=2
+                "batches", make_rows("batches", **common, source=[""] * 3, source_step=[2] * 3), step=2
             )
             yield run
 
@@ -66,7 +68,7 @@ def rollouts(store: OpenRun) -> pa.RecordBatch:
     return rows_from_table(read(store.folder, "rollouts", step=2))
 
 
-def stored(store: OpenRun) -> dict[str, list[float]]:
+def read_stored(store: OpenRun) -> dict[str, list[float]]:
     rows = read(store.folder, "logprobs", policy="reference", step=2).to_pylist()
     assert all(row["model"] == "frozen" for row in rows)
     return {row["trajectory_id"]: row["logprobs"][1:] for row in rows}
@@ -88,7 +90,7 @@ async def test_stored_log_probabilities_are_not_requested_again(
     await deployment(server).complete(2)
     await deployment(server).complete(2)
     assert sorted(server.asked) == [0, 1, 2]
-    assert stored(store) == {name: [-1.0, -2.0] for name in IDS}
+    assert read_stored(store) == {name: [-1.0, -2.0] for name in IDS}
 
 
 async def test_another_server_is_asked_when_one_does_not_answer(
@@ -96,7 +98,7 @@ async def test_another_server_is_asked_when_one_does_not_answer(
 ) -> None:
     first, second = Server(unknown=1), Server()
     await deployment(first, second).ask(2, rollouts(store))
-    assert sorted(stored(store)) == IDS
+    assert sorted(read_stored(store)) == IDS
     assert 1 in second.asked
 
 
@@ -105,11 +107,11 @@ async def test_sampling_continues_without_an_answer_and_training_does_not(
 ) -> None:
     failing = deployment(Server(unknown=1))
     await failing.ask(2, rollouts(store))
-    assert sorted(stored(store)) == ["a", "c"]
+    assert sorted(read_stored(store)) == ["a", "c"]
     with pytest.raises(RequestError, match="no reference server answers for trajectory b: status 400: no"):
         await failing.complete(2)
     await deployment(Server()).complete(2)
-    assert sorted(stored(store)) == IDS
+    assert sorted(read_stored(store)) == IDS
 
 
 async def test_a_trajectory_of_another_temperature_is_refused(store: OpenRun, deployment: Deployment) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, opened, stored
+from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, open_planned_run, read_stored
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.run.live_run import Run
@@ -56,16 +56,16 @@ class FlatGroups(PlannedScoring):
         return 0.5 if group in self.flat else float(sample)
 
 
-def refilling(**rollout: Any) -> dict[str, Any]:
+def allow_refills(**rollout: Any) -> dict[str, Any]:
     return {"rollout": {"groups_per_step": N_GROUPS, "max_refill_groups": N_REFILLS} | rollout}
 
 
-async def collected(run: Run) -> CollectedStep:
+async def collect(run: Run) -> CollectedStep:
     with disable_run_logger():
         return await collect_step.fn(run, 0)
 
 
-def trained(found: CollectedStep) -> list[int]:
+def list_trained(found: CollectedStep) -> list[int]:
     return [outcome.group for outcome in found.outcomes if not outcome.reason]
 
 
@@ -73,41 +73,45 @@ async def test_a_refill_begins_while_other_groups_are_sampled_and_not_before_its
     tmp_path: Path,
 ) -> None:
     sampler = GroupSampler(tmp_path, {2: 4})
-    async with opened(tmp_path, sampler, FlatGroups(0, 3), **refilling()) as run:
-        found = await collected(run)
+    async with open_planned_run(tmp_path, sampler, FlatGroups(0, 3), **allow_refills()) as run:
+        found = await collect(run)
         plan = read_plan(run.folder, 0)
     assert plan == (GroupRange(0, 3), GroupRange(3, 1, "refill"), GroupRange(4, 1, "refill"))
-    assert trained(found) == [1, 2, 4]
+    assert list_trained(found) == [1, 2, 4]
     assert not sampler.unplanned
 
 
 async def test_a_step_has_no_more_refills_than_allowed_and_trains_on_what_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with opened(tmp_path, GroupSampler(tmp_path), FlatGroups(*range(1, 99)), **refilling()) as run:
-        found = await collected(run)
+    async with open_planned_run(
+        tmp_path, GroupSampler(tmp_path), FlatGroups(*range(1, 99)), **allow_refills()
+    ) as run:
+        found = await collect(run)
         await store_batch(run, 0, found.outcomes)
-        assert {row["group"] for row in stored(run, "batches")} == {0}
+        assert {row["group"] for row in read_stored(run, "batches")} == {0}
     assert [outcome.group for outcome in found.outcomes] == list(range(N_GROUPS + N_REFILLS))
     warning = "step 0: after 4 refills, of rollout.max_refill_groups = 4, 1 of 3 groups can be trained on"
     assert warning in capsys.readouterr().err
 
 
 async def test_without_refills_an_untrainable_group_keeps_its_place(tmp_path: Path) -> None:
-    async with opened(
-        tmp_path, GroupSampler(tmp_path), FlatGroups(0, 1), **refilling(max_refill_groups=0)
+    async with open_planned_run(
+        tmp_path, GroupSampler(tmp_path), FlatGroups(0, 1), **allow_refills(max_refill_groups=0)
     ) as run:
-        found = await collected(run)
-    assert (len(found.outcomes), trained(found)) == (N_GROUPS, [2])
+        found = await collect(run)
+    assert (len(found.outcomes), list_trained(found)) == (N_GROUPS, [2])
 
 
 async def test_a_step_whose_batch_is_stored_gets_no_more_refills(tmp_path: Path) -> None:
     scoring = FlatGroups(0)
-    async with opened(tmp_path, GroupSampler(tmp_path), scoring, **refilling(max_refill_groups=0)) as run:
-        await store_batch(run, 0, (await collected(run)).outcomes)
+    async with open_planned_run(
+        tmp_path, GroupSampler(tmp_path), scoring, **allow_refills(max_refill_groups=0)
+    ) as run:
+        await store_batch(run, 0, (await collect(run)).outcomes)
     sampler = GroupSampler(tmp_path)
-    async with opened(tmp_path, sampler, scoring, **refilling()) as run:
-        await collected(run)
+    async with open_planned_run(tmp_path, sampler, scoring, **allow_refills()) as run:
+        await collect(run)
     assert not sampler.begun
 
 
@@ -115,7 +119,7 @@ async def test_a_step_whose_batch_is_stored_gets_no_more_refills(tmp_path: Path)
 async def test_a_step_ended_anywhere_resumes_with_its_plan_and_samples_nothing_twice(
     tmp_path: Path, n_before_the_end: int
 ) -> None:
-    scoring, limits = FlatGroups(0, 2, 3, 5), refilling(max_in_flight=GROUP_SIZE)
+    scoring, limits = FlatGroups(0, 2, 3, 5), allow_refills(max_in_flight=GROUP_SIZE)
 
     class Ending(GroupSampler):
         async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
@@ -124,20 +128,20 @@ async def test_a_step_ended_anywhere_resumes_with_its_plan_and_samples_nothing_t
             return await super().sample(work, token_ids, until)
 
     first = Ending(tmp_path)
-    async with opened(tmp_path, first, scoring, **limits) as run:
-        whole = asyncio.ensure_future(collected(run))
+    async with open_planned_run(tmp_path, first, scoring, **limits) as run:
+        whole = asyncio.ensure_future(collect(run))
         with suppress(asyncio.CancelledError):
             await whole
-    async with opened(tmp_path, PlannedSampler(), scoring, **limits) as run:
-        kept = {row["trajectory_id"] for row in stored(run, "rollouts")}
+    async with open_planned_run(tmp_path, PlannedSampler(), scoring, **limits) as run:
+        kept = {row["trajectory_id"] for row in read_stored(run, "rollouts")}
     second = GroupSampler(tmp_path)
-    async with opened(tmp_path, second, scoring, **limits) as run:
-        found = await collected(run)
+    async with open_planned_run(tmp_path, second, scoring, **limits) as run:
+        found = await collect(run)
         await store_batch(run, 0, found.outcomes)
         plan = group_numbers(read_plan(run.folder, 0))
-        rows = [row["trajectory_id"] for row in stored(run, "rollouts")]
+        rows = [row["trajectory_id"] for row in read_stored(run, "rollouts")]
     assert plan == tuple(range(7))
-    assert trained(found) == [1, 4, 6]
+    assert list_trained(found) == [1, 4, 6]
     assert not kept & set(second.begun)
     assert len(rows) == len(set(rows)) == 7 * GROUP_SIZE
     assert not verify_run(second.folder).findings
@@ -146,7 +150,9 @@ async def test_a_step_ended_anywhere_resumes_with_its_plan_and_samples_nothing_t
 async def test_a_broken_environment_ends_the_run_and_not_its_refills(tmp_path: Path) -> None:
     error = RequestError("status 400: no")
     sampler = PlannedSampler(dict.fromkeys(range(GROUP_SIZE), error))
-    async with opened(tmp_path, sampler, PlannedScoring(), **refilling(max_failed_share=0.4)) as run:
+    async with open_planned_run(
+        tmp_path, sampler, PlannedScoring(), **allow_refills(max_failed_share=0.4)
+    ) as run:
         with pytest.raises(FailedShareError):
-            await collected(run)
+            await collect(run)
         assert read_plan(run.folder, 0) == (GroupRange(0, 3),)

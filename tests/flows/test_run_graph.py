@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployed_run import Deployed, deployed
+from deployed_run import Deployed, deploy
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from run_graph import Node, check_graph, read_graph
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
         time.sleep(0.1)
 
 
-def noted_flow_runs(folder: Path) -> list[str]:
+def read_flow_runs(folder: Path) -> list[str]:
     return list(json.loads((folder / "flow_runs.json").read_text())["flow_runs"])
 
 
@@ -53,7 +53,7 @@ def test_the_graph_is_right_of_a_killed_run_and_of_the_one_that_resumes_it(
     folder = workplace.folder / "runs" / "small"
     process = workplace.start("run", "small")
     wait_until(lambda: any(folder.glob("rollouts/step=000002/*.arrow")))
-    (killed,) = noted_flow_runs(folder)
+    (killed,) = read_flow_runs(folder)
     process.kill()
     process.communicate(timeout=120)
     finished = workplace.run("run", "small")
@@ -64,7 +64,7 @@ def test_the_graph_is_right_of_a_killed_run_and_of_the_one_that_resumes_it(
     assert counts["restore", "COMPLETED"] == 1
     assert counts["step", "COMPLETED"] >= 2
     assert {state for _, state in counts} <= {"COMPLETED", "CRASHED"}
-    (ours,) = noted_flow_runs(folder)
+    (ours,) = read_flow_runs(folder)
     after = read_graph(prefect_api, ours)
     synced = {node.label for node in before if node.state == "COMPLETED" and "/ sync" in node.label}
     assert find_incomplete(after, set(range(len(synced) + 1, STEPS))) == set()
@@ -75,7 +75,7 @@ async def test_the_graph_is_right_after_a_kill_and_a_retry_in_one_flow_run(
     workplace: Any, prefect_api: str
 ) -> None:
     with temporary_settings({PREFECT_API_URL: prefect_api}):
-        async with deployed(workplace, post_train) as run:
+        async with deploy(workplace, post_train) as run:
             with workplace.worker(run.pool):
                 flow_run = await run.start()
                 await run.when_steps(flow_run, 2)

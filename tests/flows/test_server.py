@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         local_server.down(folder)
 
 
-def running(home: Path) -> local_server.Server:
+def start(home: Path) -> local_server.Server:
     found = local_server.status(home)
     assert found is not None
     return found
@@ -41,21 +41,21 @@ def running(home: Path) -> local_server.Server:
 
 @pytest.mark.service
 def test_server_outlives_the_command_that_started_it_and_its_terminal(home: Path) -> None:
-    pid = running(home).pid
+    pid = start(home).pid
     assert os.getsid(pid) == pid
-    assert patient.get(f"{running(home).api_url}/health").json() is True
+    assert patient.get(f"{start(home).api_url}/health").json() is True
 
 
 @pytest.mark.service
 def test_ui_answers_and_calls_the_api_on_its_own_port(home: Path) -> None:
-    url = running(home).ui_url
+    url = start(home).ui_url
     assert "<html" in patient.get(url, follow_redirects=True).text
     assert patient.get(f"{url}/ui-settings").json()["api_url"] == "/api"
 
 
 @pytest.mark.service
 def test_server_runs_with_the_tuned_settings(home: Path) -> None:
-    settings = patient.get(f"{running(home).api_url}/admin/settings").json()
+    settings = patient.get(f"{start(home).api_url}/admin/settings").json()
     assert settings["home"] == str(home)
     services = settings["server"]["services"]
     assert services["task_run_recorder"]["batch_size"] == 200
@@ -68,10 +68,10 @@ def test_server_runs_with_the_tuned_settings(home: Path) -> None:
 @pytest.mark.service
 def test_second_up_finds_the_running_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    before = running(home)
+    before = start(home)
     assert local_server.up(home, free_port()) == before.ui_url
     assert local_server.ensure(home, free_port()) == before.api_url
-    assert running(home) == before
+    assert start(home) == before
 
 
 @pytest.mark.service
@@ -81,16 +81,16 @@ def test_up_at_another_port_says_which_server_runs_and_how_to_end_it(
     monkeypatch.chdir(tmp_path)
     local_server.HOME.parent.mkdir()
     local_server.HOME.symlink_to(home)
-    with pytest.raises(ConfigError, match=rf"runs at {running(home).ui_url}; .*rollmill down"):
+    with pytest.raises(ConfigError, match=rf"runs at {start(home).ui_url}; .*rollmill down"):
         service_commands.up(port=free_port())
-    service_commands.up(port=running(home).port)
-    assert running(home).ui_url in capsys.readouterr().out
+    service_commands.up(port=start(home).port)
+    assert start(home).ui_url in capsys.readouterr().out
 
 
 @pytest.mark.service
 def test_prefect_api_url_is_attached_to(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", running(home).api_url)
-    assert local_server.ensure(tmp_path / "never") == running(home).api_url
+    monkeypatch.setenv("PREFECT_API_URL", start(home).api_url)
+    assert local_server.ensure(tmp_path / "never") == start(home).api_url
     assert not (tmp_path / "never").exists()
 
 
@@ -98,7 +98,7 @@ def test_prefect_api_url_is_attached_to(home: Path, tmp_path: Path, monkeypatch:
 def test_ui_address_in_place_of_the_api_address_is_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", running(home).ui_url)
+    monkeypatch.setenv("PREFECT_API_URL", start(home).ui_url)
     with pytest.raises(ConfigError, match=r"not Prefect's API \(its address ends with /api"):
         local_server.ensure()
 
@@ -106,13 +106,13 @@ def test_ui_address_in_place_of_the_api_address_is_refused(
 @pytest.mark.service
 def test_down_leaves_nothing_running_and_up_starts_again(tmp_path: Path) -> None:
     local_server.up(tmp_path, free_port())
-    first = running(tmp_path)
+    first = start(tmp_path)
     assert local_server.down(tmp_path)
     assert not first.is_running
     assert local_server.status(tmp_path) is None
     assert not local_server.down(tmp_path)
     local_server.up(tmp_path, first.port)
-    second = running(tmp_path)
+    second = start(tmp_path)
     assert second.pid != first.pid
     assert local_server.down(tmp_path)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from planned_run import PlannedSampler, PlannedScoring, opened
+from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 
 from rollmill.flows.settings import load
 from rollmill.flows.step import step_space
@@ -20,7 +20,7 @@ async def test_a_step_without_disk_space_is_not_started_and_concurrent_work_cont
     settings = {"evaluate": {"every": 0}, "steps": 2}
     sampler = PlannedSampler()
     async with (
-        opened(tmp_path, sampler, PlannedScoring(), **settings) as run,
+        open_planned_run(tmp_path, sampler, PlannedScoring(), **settings) as run,
         StepPipeline(run) as pipeline,
     ):
         pipeline.begin(1)

@@ -154,25 +154,25 @@ async def test_the_death_of_the_last_server_ends_the_run_with_its_last_lines() -
         await fleet.watched()
 
 
-async def failed_in_a_sync(fleet: Fleet) -> list[str]:
+async def fail_in_a_sync(fleet: Fleet) -> list[str]:
     """What becomes of a server that answers, and failed to take weights."""
     fleet.failed[fleet.server] = "the old weights serve: stalled"
     return await fleet.watched(is_healthy=True, is_alarmed=False)
 
 
 async def test_a_launched_server_that_answers_takes_the_weights_without_a_new_start() -> None:
-    assert await failed_in_a_sync(Fleet(is_ours=True)) == ["back"]
+    assert await fail_in_a_sync(Fleet(is_ours=True)) == ["back"]
 
 
 async def test_a_launched_server_that_takes_none_again_is_started_again() -> None:
-    events = await failed_in_a_sync(Fleet(SyncError("broke"), is_ours=True))
+    events = await fail_in_a_sync(Fleet(SyncError("broke"), is_ours=True))
     assert events == ["failed: broke", "started", "back"]
 
 
 async def test_a_launched_server_whose_requests_stay_held_is_started_again_at_once() -> None:
     fleet = Fleet(is_ours=True)
     fleet.mute.add(fleet.server)
-    assert await failed_in_a_sync(fleet) == ["started", "back"]
+    assert await fail_in_a_sync(fleet) == ["started", "back"]
 
 
 async def test_an_attached_server_is_awaited_and_taken_back() -> None:

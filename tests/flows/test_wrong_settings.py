@@ -181,7 +181,7 @@ def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
         "quickstart",
         (f"store.root={tmp_path}", "model=m", "start_model.steps=0", "rollout.max_refill_groups=3"),
     )
-    with opened(tmp_path / "run", config.model_dump(mode="json")) as run:
+    with open_run(tmp_path / "run", config.model_dump(mode="json")) as run:
         overrides = [f"rollout.max_refill_groups={refills}"]
         if is_refused:
             with pytest.raises(
@@ -192,7 +192,7 @@ def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
             assert fork_config(run.folder, overrides).rollout.max_refill_groups == refills
 
 
-def opened(folder: Path, config: dict[str, Any]) -> OpenRun:
+def open_run(folder: Path, config: dict[str, Any]) -> OpenRun:
     return OpenRun.open(
         RunFolder(folder), config=config, fixed={}, versions={}, git_commit="", config_of=StoreConfig()
     )

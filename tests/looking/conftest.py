@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from otlp_receiver import Receiver, serving
+from otlp_receiver import Receiver, serve
 from span_rows import whole_step
 from stored_spans import store_spans
 
@@ -109,7 +109,7 @@ def trajectory(tokenizer: ChatTokenizer, group: int, sample: int) -> Trajectory:
     )
 
 
-def scored(rollouts: Rows, scorer: str) -> Rows:
+def make_scores(rollouts: Rows, scorer: str) -> Rows:
     """`addition` gives 1 for a right answer and 0.1 for a wrong one; `brevity` takes 0.01 for each sampled token."""
     rows = [row for row in rollouts.to_pylist() if row["status"] == "complete"]
     rewards, parts = [], []
@@ -136,7 +136,7 @@ def scored(rollouts: Rows, scorer: str) -> Rows:
     )
 
 
-def evaluated(tokenizer: ChatTokenizer, version: int) -> Rows:
+def make_evaluation(tokenizer: ChatTokenizer, version: int) -> Rows:
     """Two held-out problems, greedy and sampled; the second sampled answer is right from version 3 on."""
     trajectories, rewards = [], []
     for greedy in (True, False):
@@ -199,7 +199,7 @@ async def write_step(folder: RunFolder, writer: RunWriter, tokenizer: ChatTokeni
         rollouts = rollout_rows(RUN, step, env, played)
         await writer.append("rollouts", rollouts, step=step)
         for scorer in ("addition", "brevity"):
-            scores = scored(rollouts, scorer)
+            scores = make_scores(rollouts, scorer)
             await writer.append("scores", scores, scorer=f"{scorer}@1", step=step)
             if scorer == "addition":
                 survivors = survivors_from_rows(rollouts, scores)
@@ -242,7 +242,7 @@ async def write_run(folder: RunFolder, model: Path) -> None:
         for step in range(STEPS):
             await write_step(folder, writer, tokenizer, step)
         for version in (0, STEPS):
-            await writer.append("evaluations", evaluated(tokenizer, version), version=version)
+            await writer.append("evaluations", make_evaluation(tokenizer, version), version=version)
     compact(folder, 0)
 
 
@@ -320,5 +320,5 @@ def timed_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     """Takes OpenTelemetry's spans."""
-    with serving() as server:
+    with serve() as server:
         yield server

@@ -56,7 +56,7 @@ def copied(small_run: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "runs" / "small")
 
 
-def sampled(folder: RunFolder, step: int) -> SampledStep:
+def sample_step(folder: RunFolder, step: int) -> SampledStep:
     manifest = read_manifest(folder)
     return SampledStep.read(folder, manifest, RunConfig.model_validate(manifest.config), step)
 
@@ -64,17 +64,17 @@ def sampled(folder: RunFolder, step: int) -> SampledStep:
 def test_a_step_without_its_batch_is_refused(copied: RunFolder) -> None:
     shutil.rmtree(copied.dataset("batches", step=2))
     with pytest.raises(Exception, match="stored no batch of it yet; steps 0 to 1 are done"):
-        sampled(copied, 2)
+        sample_step(copied, 2)
 
 
 def test_rollouts_that_are_gone_are_named(copied: RunFolder) -> None:
     shutil.rmtree(copied.dataset("rollouts", step=1))
     with pytest.raises(ShardError, match="group 4: stored rollouts are missing"):
-        sampled(copied, 1)
+        sample_step(copied, 1)
 
 
 def test_a_step_is_read_with_all_its_trajectories_and_no_later_ones(small_run: RunFolder) -> None:
-    step = sampled(small_run, 1)
+    step = sample_step(small_run, 1)
     assert [group.group for group in step.groups] == [4, 5, 6, 7]
     assert [group.rollouts.num_rows for group in step.groups] == [step.group_size] * 4 == [4] * 4
     assert not any(group.scores.num_rows or group.has_outcome for group in step.groups)

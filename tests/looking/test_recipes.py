@@ -32,7 +32,7 @@ def code(section: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
 
 
-def given_by(section: str, run: RunFolder) -> Names:
+def run_recipe(section: str, run: RunFolder) -> Names:
     """Return a recipe's variables after it is run on a run."""
     names: Names = {}
     source = f"{code(FIRST)}\n{code(section)}".replace("runs/quickstart", str(run.local))
@@ -148,13 +148,13 @@ def test_a_recipe_computes_what_it_describes(
     check: Callable[[Names], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check(given_by(section, small_run))
+    check(run_recipe(section, small_run))
 
 
 def test_pass_at_k_and_failures_are_of_the_last_attempts(redone_run: RunFolder) -> None:
-    row = given_by(SECTIONS[1], redone_run)["pass_at_k"].row(1, named=True)
+    row = run_recipe(SECTIONS[1], redone_run)["pass_at_k"].row(1, named=True)
     assert row["pass@1"] == pytest.approx((0 + 3 + 1 + 4) / 16)
-    failed = given_by(SECTIONS[2], redone_run)["failures"]
+    failed = run_recipe(SECTIONS[2], redone_run)["failures"]
     assert failed.select("step", "stage").rows() == [(1, "score"), (2, "rollout")]
 
 
@@ -164,7 +164,7 @@ def test_a_group_of_fewer_than_k_attempts_does_not_count_in_pass_at_k(redone_run
     shutil.rmtree(redone_run.dataset("rollouts", step=1))
     write = partial(write_shard, name=ShardName(3, 0), dataset="rollouts", appended=[rows_from_table(kept)])
     open_files(redone_run).publish("rollouts/step=000001", write)
-    short, whole = given_by(SECTIONS[1], redone_run)["pass_at_k"].to_dicts()
+    short, whole = run_recipe(SECTIONS[1], redone_run)["pass_at_k"].to_dicts()
     assert short["pass@1"] == pytest.approx((0 + 2 + 1 + 3) / 12)
     assert short["pass@4"] is None
     assert whole["pass@4"] == pytest.approx(3 / 4)

@@ -22,7 +22,7 @@ def timed(timed_run: RunFolder) -> RunData:
     return RunData(timed_run, 0.0, run_tokenizer)
 
 
-def shown(source: RunData, path: str, search: str = "") -> str:
+def show(source: RunData, path: str, search: str = "") -> str:
     return plotly.io.json.to_json_plotly(render_page(source, path, search))
 
 
@@ -60,7 +60,7 @@ def test_the_longest_stretches_are_drawn_and_the_others_counted(monkeypatch: pyt
 
 
 def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: RunData) -> None:
-    said = shown(timed, "/time", "?step=1")
+    said = show(timed, "/time", "?step=1")
     for text in (
         "timeline",
         "waiting_for_stragglers",
@@ -72,15 +72,15 @@ def test_a_steps_page_has_its_timeline_and_the_tables_of_rollmill_spans(timed: R
 
 
 def test_without_a_step_the_timeline_is_the_mean_of_many(timed: RunData) -> None:
-    said = shown(timed, "/time")
+    said = show(timed, "/time")
     assert "mean of 3 steps: 10.00 s" in said
     assert 'timeline"' not in said
 
 
 def test_a_run_without_spans_is_reported(small_run: RunFolder, timed: RunData) -> None:
-    assert "it has no stored spans" in shown(RunData(small_run, 0.0, run_tokenizer), "/time")
+    assert "it has no stored spans" in show(RunData(small_run, 0.0, run_tokenizer), "/time")
     for asked, why in (("7", "it has spans of steps 0 to 2"), ("abc", "give one number, or LOW:HIGH")):
-        said = shown(timed, "/time", f"?step={asked}")
+        said = show(timed, "/time", f"?step={asked}")
         assert why in said
         assert "where the time goes" in said
         assert "newest step" in said

@@ -27,12 +27,12 @@ PORT = 4300
 AT = {"base_url": f"http://127.0.0.1:{PORT}/"}
 
 
-def shown(source: RunData, path: str, search: str = "") -> str:
+def show(source: RunData, path: str, search: str = "") -> str:
     """A page's content as it is sent."""
     return plotly.io.json.to_json_plotly(render_page(source, path, search))
 
 
-def asked(source: RunData, search: str, *, held_out: bool = False) -> tuple[int, list[str]]:
+def query_ids(source: RunData, search: str, *, held_out: bool = False) -> tuple[int, list[str]]:
     """How many trajectories a query has, and which come first."""
     query = Query.of(search)
     found = source.trajectories(query.selection(evaluations=held_out), query["text"], 0, 100)
@@ -50,10 +50,10 @@ def client(source: RunData) -> FlaskClient:
 
 
 def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: RunData) -> None:
-    assert asked(source, "")[1][:2] == ["8.0", "8.1"]
-    assert asked(source, "?sort=trajectory")[1][:2] == ["0.0", "0.1"]
-    assert asked(source, "?sort=-n_completion_tokens&step=0")[1][0] == "1.0"
-    assert asked(source, "?sort=-reward&env=addition")[1][:2] == ["10.0", "10.1"]
+    assert query_ids(source, "")[1][:2] == ["8.0", "8.1"]
+    assert query_ids(source, "?sort=trajectory")[1][:2] == ["0.0", "0.1"]
+    assert query_ids(source, "?sort=-n_completion_tokens&step=0")[1][0] == "1.0"
+    assert query_ids(source, "?sort=-reward&env=addition")[1][:2] == ["10.0", "10.1"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_viewer_filters_as_inspect_does(
 ) -> None:
     options = [text for name, value in words.items() for text in (f"--{name}", value)]
     rows = json.loads(rollmill("inspect", "small", "--trajectories", "--json", *options))["trajectories"]
-    n, found = asked(source, Query(words).search)
+    n, found = query_ids(source, Query(words).search)
     assert n == len(rows)
     assert set(found) == {row["trajectory"] for row in rows}
 
@@ -88,13 +88,13 @@ def test_a_page_of_rows_has_rewards_advantages_and_the_last_message(source: RunD
 
 
 def test_trajectories_are_found_by_the_text_of_their_messages(source: RunData) -> None:
-    assert set(asked(source, "?text=%5B15%2B25%3D40")[1]) == {"5.0", "5.1"}
-    assert asked(source, "?text=nobody+says+this") == (0, [])
-    assert asked(source, "?text=36&step=0", held_out=True)[0] == 3
+    assert set(query_ids(source, "?text=%5B15%2B25%3D40")[1]) == {"5.0", "5.1"}
+    assert query_ids(source, "?text=nobody+says+this") == (0, [])
+    assert query_ids(source, "?text=36&step=0", held_out=True)[0] == 3
 
 
 def test_a_redone_trajectory_is_counted_once(redone_run: RunFolder) -> None:
-    n, found = asked(RunData(redone_run, 0.0, run_tokenizer), "?group=5")
+    n, found = query_ids(RunData(redone_run, 0.0, run_tokenizer), "?group=5")
     assert n == 4
     assert "5.3.1" in found
 
@@ -107,19 +107,19 @@ def test_groups_are_filtered_by_their_outcome(source: RunData) -> None:
 
 
 def test_a_wrong_address_is_answered_with_what_is_wrong(source: RunData) -> None:
-    assert "near it are" in shown(source, "/trajectory/5.9")
-    assert "the run has no such group" in shown(source, "/trajectory/99.0")
-    assert "There is no such page" in shown(source, "/nothing")
-    assert "the run has cancelled, complete" in shown(source, "/trajectories", "?status=failed,nosuch")
-    assert "the run has addition, calculator" in shown(source, "/trajectories", "?env=nosuch")
-    assert "duration_s" in shown(source, "/trajectories", "?sort=-nosuch")
-    assert "give one of addition@1, brevity@1, v0, v3" in shown(source, "/compare", "?a=loud@1")
+    assert "near it are" in show(source, "/trajectory/5.9")
+    assert "the run has no such group" in show(source, "/trajectory/99.0")
+    assert "There is no such page" in show(source, "/nothing")
+    assert "the run has cancelled, complete" in show(source, "/trajectories", "?status=failed,nosuch")
+    assert "the run has addition, calculator" in show(source, "/trajectories", "?env=nosuch")
+    assert "duration_s" in show(source, "/trajectories", "?sort=-nosuch")
+    assert "give one of addition@1, brevity@1, v0, v3" in show(source, "/compare", "?a=loud@1")
 
 
 def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: RunData) -> None:
-    assert "45 trajectories in both; mean reward 0.540 by addition@1" in shown(source, "/compare")
-    assert "3 prompts in both; mean reward 1.000 of v0" in shown(source, "/compare", "?a=v0&b=v3")
-    both = shown(source, "/pair/v0.1.greedy/v3.1.greedy")
+    assert "45 trajectories in both; mean reward 0.540 by addition@1" in show(source, "/compare")
+    assert "3 prompts in both; mean reward 1.000 of v0" in show(source, "/compare", "?a=v0&b=v3")
+    both = show(source, "/pair/v0.1.greedy/v3.1.greedy")
     assert "policy version 0, greedy" in both
     assert "policy version 3, greedy" in both
 
@@ -131,19 +131,19 @@ def test_a_run_without_a_rollout_waits_for_it_and_a_removed_one_says_so(
     folder.local.mkdir()
     shutil.copy(small_run.local / "run.json", folder.local)
     source = RunData(folder, 0.0, run_tokenizer)
-    assert "Waiting for the first rollouts" in shown(source, "/")
+    assert "Waiting for the first rollouts" in show(source, "/")
     for path in ("/groups", "/trajectories", "/held-out", "/compare"):
-        assert '"role":"alert"' not in shown(source, path)
-    assert asked(source, "") == (0, [])
+        assert '"role":"alert"' not in show(source, path)
+    assert query_ids(source, "") == (0, [])
     shutil.rmtree(folder.local)
-    assert "no longer exists" in shown(source, "/trajectories")
+    assert "no longer exists" in show(source, "/trajectories")
 
 
 def test_a_run_on_s3_has_the_same_pages(small_run_on_s3: RunFolder, source: RunData) -> None:
     there = RunData(find_run(small_run_on_s3.location), 0.0, run_tokenizer)
     for search in ("", "?status=failed", "?reward=0.5:&sort=reward"):
-        assert asked(there, search) == asked(source, search)
-    assert shown(there, "/trajectory/5.0") == shown(source, "/trajectory/5.0")
+        assert query_ids(there, search) == query_ids(source, search)
+    assert show(there, "/trajectory/5.0") == show(source, "/trajectory/5.0")
 
 
 def test_the_cache_equals_the_stored_rows_also_after_new_and_compacted_shards(
@@ -175,8 +175,8 @@ def test_pages_change_nothing_below_the_run(small_run: RunFolder, source: RunDat
 
     before = files()
     for path in ("/", "/groups", "/trajectories", "/trajectory/5.0", "/compare", "/held-out"):
-        shown(source, path)
-    asked(source, "?text=5")
+        show(source, path)
+    query_ids(source, "?text=5")
     assert files() == before
 
 
@@ -263,7 +263,7 @@ def test_a_query_is_read_as_it_is_written() -> None:
 
 def test_pages_are_read_by_several_at_once(source: RunData) -> None:
     async def ask() -> list[tuple[int, list[str]]]:
-        calls = [asyncio.to_thread(asked, source, "?sort=-reward") for _ in range(8)]
+        calls = [asyncio.to_thread(query_ids, source, "?sort=-reward") for _ in range(8)]
         return await asyncio.gather(*calls)
 
     answers = asyncio.run(ask())

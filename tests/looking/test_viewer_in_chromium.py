@@ -59,7 +59,7 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def viewed(folder: RunFolder, log: Path) -> Iterator[str]:
+def view(folder: RunFolder, log: Path) -> Iterator[str]:
     """`rollmill view` of a run; yields its address."""
     port = free_port()
     words = ["view", folder.location, "--no-browser", "--port", str(port), "--refresh-s", "0.5"]
@@ -84,7 +84,7 @@ def _wait_until_it_answers(port: int, process: LaunchedProcess) -> None:
 
 
 @contextmanager
-def opened(browser: Browser, address: str) -> Iterator[Open]:
+def open_pages(browser: Browser, address: str) -> Iterator[Open]:
     """Opens pages, of which no request may go elsewhere, and no script may fail or be refused."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     context.set_default_timeout(LONGEST_MS)
@@ -117,7 +117,7 @@ def picture(page: Page, name: str) -> None:
 def small(small_run: RunFolder, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     """Pages of the small run."""
     log = tmp_path_factory.mktemp("viewer") / "viewer.log"
-    with viewed(small_run, log) as address, opened(browser, address) as to:
+    with view(small_run, log) as address, open_pages(browser, address) as to:
         yield to
 
 
@@ -200,7 +200,7 @@ def test_a_step_that_is_stored_meanwhile_appears_by_itself(
         target = aside / place.relative_to(folder.local)
         target.parent.mkdir(parents=True, exist_ok=True)
         place.rename(target)
-    with viewed(folder, tmp_path / "viewer.log") as address, opened(browser, address) as to:
+    with view(folder, tmp_path / "viewer.log") as address, open_pages(browser, address) as to:
         page = to("/trajectories")
         expect(page.locator("#count")).to_have_text("32 trajectories")
         for place in kept_back:
@@ -212,7 +212,7 @@ def test_a_step_that_is_stored_meanwhile_appears_by_itself(
 
 
 def test_a_steps_time_is_drawn_and_listed(timed_run: RunFolder, browser: Browser, tmp_path: Path) -> None:
-    with viewed(timed_run, tmp_path / "viewer.log") as address, opened(browser, address) as to:
+    with view(timed_run, tmp_path / "viewer.log") as address, open_pages(browser, address) as to:
         page = to("/")
         page.locator("#steps a[href='/time?step=1']").click()
         expect(page.locator(".timeline .ytick")).to_have_count(5)
@@ -253,7 +253,7 @@ def hostile_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
 def test_what_a_model_says_is_shown_as_it_is_and_does_nothing(
     hostile_run: RunFolder, browser: Browser, tmp_path: Path
 ) -> None:
-    with viewed(hostile_run, tmp_path / "viewer.log") as address, opened(browser, address) as to:
+    with view(hostile_run, tmp_path / "viewer.log") as address, open_pages(browser, address) as to:
         page = to("/trajectories?status=failed")
         expect(page.locator("#count")).to_have_text("3 trajectories")
         expect(page.locator(".ag-center-cols-container")).to_contain_text("<script>window.harmed")

@@ -25,34 +25,34 @@ def start(step: int, began: float, ended: float) -> Row:
     return (step, "flow", "main", "start", began, ended)
 
 
-def serving(step: int, server: str, start: float, end: float) -> Row:
+def generate(step: int, server: str, start: float, end: float) -> Row:
     return (step, server, "requests of flow", "generating", start, end)
 
 
-def resumed_run() -> list[Row]:
+def make_resumed_run() -> list[Row]:
     """Step 1 is cancelled after 3 s and done again in 8 s by a further process, with a server of another address."""
     return [
         start(0, -5, 0),
         *line(0, 0, 10),
         *line(1, 10, 13),
         (0, "trainer/0", "main", "forward", 0, 9),  # what it did after that was never recorded
-        serving(0, SERVER, 0, 13),
+        generate(0, SERVER, 0, 13),
         start(1, 100, 120),
         *line(1, 120, 128),
         (1, "trainer/0", "main", "loading", 110, 118),
         (1, "trainer/0", "main", "forward", 118, 128),
-        serving(1, OTHER_SERVER, 119, 128),
+        generate(1, OTHER_SERVER, 119, 128),
     ]
 
 
 def test_a_step_that_was_cancelled_has_the_seconds_of_the_attempt_that_finished_it() -> None:
-    ledger = build_ledger(spans_of(*resumed_run()))
+    ledger = build_ledger(spans_of(*make_resumed_run()))
     assert ledger.steps.rows() == [(0, 10_000_000), (1, 8_000_000)]
     assert seconds(ledger, "trainer/0", 1) == {"forward": 8.0}
 
 
 def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
-    ledger = build_ledger(spans_of(*resumed_run()))
+    ledger = build_ledger(spans_of(*make_resumed_run()))
     assert ledger.there.rows() == [(0, 1, 1), (1, 1, 1)]
     servers = ledger.owners.filter(pl.col("process").str.starts_with("http"))
     assert servers.select("step", "process", "name", "us").rows() == [
@@ -62,19 +62,19 @@ def test_a_server_counts_in_the_steps_in_which_it_was_there() -> None:
 
 
 def test_the_last_unrecorded_work_of_a_rank_is_not_unattributed_time() -> None:
-    assert seconds(build_ledger(spans_of(*resumed_run())), "trainer/0", 0) == {
+    assert seconds(build_ledger(spans_of(*make_resumed_run())), "trainer/0", 0) == {
         "forward": 9.0,
         "no_spans": 1.0,
     }
 
 
 def test_of_a_cancelled_attempt_and_one_in_progress_the_later_one_counts() -> None:
-    in_progress = [row for row in resumed_run() if row[3] != "step" or row[4] != 120]
+    in_progress = [row for row in make_resumed_run() if row[3] != "step" or row[4] != 120]
     assert build_ledger(spans_of(*in_progress)).steps["us"].to_list() == [10_000_000, 8_000_000]
 
 
 def test_a_process_restarted_within_a_step_is_starting_and_its_last_work_was_never_recorded() -> None:
-    rows = [*line(0, 0, 20), (0, "trainer/0", "main", "forward", 0, 4), serving(0, SERVER, 0, 7)]
+    rows = [*line(0, 0, 20), (0, "trainer/0", "main", "forward", 0, 4), generate(0, SERVER, 0, 7)]
     for process in ("trainer/0", SERVER):
         rows += [
             (-1, process, "process", "starting", 7, 15, "restart"),
@@ -94,7 +94,7 @@ def test_spans_of_a_server_during_and_after_its_restart_add_up_to_the_step() -> 
 
 def test_a_server_that_joins_late_has_no_spans_before_it_joins() -> None:
     rows = [*line(0, 0, 10), *line(1, 10, 20), *line(2, 20, 30)]
-    rows += [serving(0, SERVER, 0, 30), serving(1, OTHER_SERVER, 14, 30)]
+    rows += [generate(0, SERVER, 0, 30), generate(1, OTHER_SERVER, 14, 30)]
     ledger = build_ledger(spans_of(*rows))
     assert ledger.there.rows() == [(0, 1, 0), (1, 2, 0), (2, 2, 0)]
     assert seconds(ledger, OTHER_SERVER, 0) == {}
@@ -102,7 +102,7 @@ def test_a_server_that_joins_late_has_no_spans_before_it_joins() -> None:
 
 
 def test_a_gap_between_spans_is_unattributed_however_long() -> None:
-    rows = [*line(0, 0, 10), serving(0, SERVER, 0, 1), serving(0, SERVER, 8, 10)]
+    rows = [*line(0, 0, 10), generate(0, SERVER, 0, 1), generate(0, SERVER, 8, 10)]
     assert seconds(build_ledger(spans_of(*rows)), SERVER, 0) == {"unattributed": 7.0, "generating": 3.0}
 
 

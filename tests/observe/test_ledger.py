@@ -257,7 +257,7 @@ def test_a_rank_whose_clock_is_a_little_ahead_is_still_what_was_waited_for() -> 
     ]
 
 
-def overlapping() -> list[Row]:
+def make_overlapping_steps() -> list[Row]:
     """Two steps with max_staleness 1: the server generates for step 1 while step 0 is trained."""
     return [
         (0, "flow", "step", "step", 0, 5),
@@ -279,7 +279,7 @@ def overlapping() -> list[Row]:
 
 
 def test_where_steps_overlap_every_second_has_one_owner() -> None:
-    owners = build_ledger(spans_of(*overlapping())).owners.filter(pl.col("process") == SERVER)
+    owners = build_ledger(spans_of(*make_overlapping_steps())).owners.filter(pl.col("process") == SERVER)
     assert owners.select("step", "name", "is_other", pl.col("us") / 1e6).rows() == [
         (0, "generating", True, 3.0),
         (0, "generating", False, 2.0),
@@ -289,7 +289,7 @@ def test_where_steps_overlap_every_second_has_one_owner() -> None:
 
 
 def test_where_steps_overlap_rollouts_that_are_waited_for_are_on_the_path_from_their_beginning() -> None:
-    ledger = build_ledger(spans_of(*overlapping()))
+    ledger = build_ledger(spans_of(*make_overlapping_steps()))
     assert path(ledger, step=1) == [(5, 6, "1.0", "generating"), (6, 9, "trainer/0", "forward")]
     assert path(ledger, step=0) == [(0, 2, "0.0", "generating"), (2, 5, "1.0", "generating")], (
         "training was not what the second step waited for"
@@ -297,7 +297,7 @@ def test_where_steps_overlap_rollouts_that_are_waited_for_are_on_the_path_from_t
 
 
 def test_rollouts_that_were_over_before_they_were_waited_for_are_not_on_the_path_but_training_is() -> None:
-    early = [(*row[:5], 4, *row[6:]) if row[2] == "1.0" else row for row in overlapping()]
+    early = [(*row[:5], 4, *row[6:]) if row[2] == "1.0" else row for row in make_overlapping_steps()]
     ledger = build_ledger(spans_of(*early))
     assert path(ledger, step=0) == [(0, 2, "0.0", "generating"), (2, 5, "trainer/0", "forward")]
     assert path(ledger, step=1) == [(5, 6, "step", "collect"), (6, 9, "trainer/0", "forward")]

@@ -21,7 +21,7 @@ WAITED = Beat(600.0, running_ms=4.0, queued_ms=2.0)
 WITHOUT_CPU = Beat(600.0, running_ms=20.0, queued_ms=570.0)
 
 
-def monitored() -> tuple[list[str], LoopMonitor]:
+def make_monitor() -> tuple[list[str], LoopMonitor]:
     said: list[str] = []
     return said, LoopMonitor(max_stall_ms=500.0, max_lag_p99_ms=0.0, warn=said.append)
 
@@ -43,12 +43,12 @@ async def test_a_stall_of_the_running_loop_is_in_the_metrics_and_a_report_resets
 
 async def test_without_diagnostics_no_thread_is_started() -> None:
     before = set(threading.enumerate())
-    with monitored()[1].watch():
+    with make_monitor()[1].watch():
         assert set(threading.enumerate()) == before
 
 
 def test_a_stall_without_samples_names_the_setting_that_shows_the_code() -> None:
-    said, monitor = monitored()
+    said, monitor = make_monitor()
     for beat in (COMPUTED, WAITED, WITHOUT_CPU) * 2:
         monitor.record(beat)
     computed, waited, busy = said
@@ -62,7 +62,7 @@ def test_a_stall_without_samples_names_the_setting_that_shows_the_code() -> None
 
 
 def test_a_sampled_stall_names_its_code_once_and_all_are_counted() -> None:
-    said, monitor = monitored()
+    said, monitor = make_monitor()
     for _ in range(2):
         monitor.record(COMPUTED, Counter({SITE: 11, "a callback in x.py:1 f": 1}))
     (text,) = said
@@ -79,7 +79,7 @@ def test_a_call_that_blocks_has_another_remedy_than_work_and_than_a_thread_that_
         (WAITED, 12, "await it in a thread"),
         (WAITED, 2, "waiting, in a call or for the GIL"),
     ):
-        said, monitor = monitored()
+        said, monitor = make_monitor()
         monitor.record(beat, Counter({SITE: n_samples}))
         assert words in said[0]
 
@@ -137,7 +137,7 @@ def test_pauses_of_the_garbage_collector_are_counted_and_taken() -> None:
 
 
 def test_garbage_collected_during_a_stall_is_in_its_warning() -> None:
-    said, monitor = monitored()
+    said, monitor = make_monitor()
     monitor.record(COMPUTED)
     monitor._garbage.totals_s = (0.12, 0.12)
     monitor.record(WAITED)
@@ -147,6 +147,6 @@ def test_garbage_collected_during_a_stall_is_in_its_warning() -> None:
 
 @pytest.mark.parametrize("late_ms", [0.0, 499.0])
 def test_a_beat_within_the_bound_is_no_stall(late_ms: float) -> None:
-    said, monitor = monitored()
+    said, monitor = make_monitor()
     monitor.record(Beat(late_ms, 0.0, 0.0))
     assert not said

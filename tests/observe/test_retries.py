@@ -24,7 +24,7 @@ def raise_next(errors: Iterator[BaseException]) -> int:
     return 1
 
 
-async def asked(*errors: BaseException, n: int = 3) -> int:
+async def ask(*errors: BaseException, n: int = 3) -> int:
     """Ask what fails with these errors, in turn; returns how many answers came."""
     failing, n_answers = iter(errors), 0
     async for attempt in attempts(n):
@@ -33,7 +33,7 @@ async def asked(*errors: BaseException, n: int = 3) -> int:
     return n_answers
 
 
-def asked_in_a_thread(*errors: BaseException) -> int:
+def ask_in_a_thread(*errors: BaseException) -> int:
     """The same without an event loop."""
     failing, n_answers = iter(errors), 0
     for attempt in attempts():
@@ -44,25 +44,25 @@ def asked_in_a_thread(*errors: BaseException) -> int:
 
 @pytest.mark.parametrize("n_failures", [0, 1, 2])
 async def test_an_attempt_follows_a_transient_error_and_none_an_answer(n_failures: int) -> None:
-    assert await asked(*FAILURES[:n_failures]) == 1
-    assert asked_in_a_thread(*FAILURES[:n_failures]) == 1
+    assert await ask(*FAILURES[:n_failures]) == 1
+    assert ask_in_a_thread(*FAILURES[:n_failures]) == 1
 
 
 async def test_the_last_attempt_raises() -> None:
     with pytest.raises(OSError, match="failure 3"):
-        await asked(*FAILURES)
+        await ask(*FAILURES)
     with pytest.raises(OSError, match="failure 3"):
-        asked_in_a_thread(*FAILURES)
+        ask_in_a_thread(*FAILURES)
     with pytest.raises(OSError, match="failure 1"):
-        await asked(*FAILURES, n=1)
+        await ask(*FAILURES, n=1)
 
 
 @pytest.mark.parametrize("error", [LookupError, asyncio.CancelledError])
 async def test_any_other_error_is_raised_at_once(error: type[BaseException]) -> None:
     with pytest.raises(error):
-        await asked(error(), *FAILURES)
+        await ask(error(), *FAILURES)
     with pytest.raises(error):
-        asked_in_a_thread(error(), *FAILURES)
+        ask_in_a_thread(error(), *FAILURES)
 
 
 def test_a_first_attempt_that_succeeds_leaves_nothing_to_the_garbage_collector() -> None:
@@ -72,7 +72,7 @@ def test_a_first_attempt_that_succeeds_leaves_nothing_to_the_garbage_collector()
     gc.freeze()
     try:
         for _ in range(100):
-            asked_in_a_thread()
+            ask_in_a_thread()
         assert gc.collect() < 100
     finally:
         gc.unfreeze()
@@ -81,13 +81,13 @@ def test_a_first_attempt_that_succeeds_leaves_nothing_to_the_garbage_collector()
 
 async def test_nothing_is_logged_of_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
-        await asked(*FAILURES[:1])
+        await ask(*FAILURES[:1])
     assert not [each for each in caplog.records if each.name != "asyncio"]
 
 
 async def test_the_waits_between_attempts_are_spans_with_the_error_as_cause() -> None:
     recorder = Recorder("flow")
     with recording(recorder):
-        await asked(*FAILURES[:2])
+        await ask(*FAILURES[:2])
     spans = recorder.take()
     assert [(each.name, each.cause) for each in spans] == [("waiting_to_retry", "OSError")] * 2

@@ -24,7 +24,7 @@ OVERLAP = "steps that overlap: rollout.max_staleness: 1"
 ANOTHER_SERVER = "another server"
 
 
-def saved(*rows: Row, steps: list[int] | None = None) -> dict[str, float]:
+def find_savings(*rows: Row, steps: list[int] | None = None) -> dict[str, float]:
     """Seconds by remedy."""
     return {each.remedy: each.seconds for each in estimate_savings(build_ledger(spans_of(*rows), steps))}
 
@@ -85,7 +85,7 @@ def some_play(seed: int) -> Played:
 @given(st.integers(0, 1 << 32).map(some_play))
 def test_a_saving_is_the_time_that_the_same_trajectories_save_with_the_remedy(played: Played) -> None:
     rows, whole_s = played.rows()
-    savings, least_s = saved(*rows), 1.01 * LEAST * whole_s
+    savings, least_s = find_savings(*rows), 1.01 * LEAST * whole_s
     is_all_known = {"slot", "workers"} <= {row[6] for row in rows if len(row) > 6}
     for remedy, other in played.remedied().items():
         less_s = max(0.0, whole_s - other.rows()[1])
@@ -94,7 +94,7 @@ def test_a_saving_is_the_time_that_the_same_trajectories_save_with_the_remedy(pl
             assert savings.get(remedy, 0.0) == pytest.approx(less_s, abs=least_s)
 
 
-def grouped(slot_wait_s: float) -> list[Row]:
+def make_groups(slot_wait_s: float) -> list[Row]:
     """Two groups of two in two slots: the second group waits for its first slot, and is recorded in Prefect before it begins."""
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 10.2),
@@ -117,11 +117,11 @@ def grouped(slot_wait_s: float) -> list[Row]:
 
 
 def test_a_groups_wait_for_its_first_slot_is_one_of_its_trajectories() -> None:
-    assert saved(*grouped(4.8))[SLOTS] == pytest.approx(4.8)
+    assert find_savings(*make_groups(4.8))[SLOTS] == pytest.approx(4.8)
 
 
 def test_time_around_the_scores_of_a_groups_trajectories_is_no_scoring() -> None:
-    savings = saved(*grouped(4.8))
+    savings = find_savings(*make_groups(4.8))
     assert savings[SCORERS] == pytest.approx(0.15, abs=0.011), "the two scores, one after another, of 0.3 s"
 
 
@@ -133,8 +133,8 @@ def test_a_groups_scores_wait_for_all_its_trajectories() -> None:
         (0, "flow", "0.1", "environment", 0, 6),
         (0, "flow", "0.0", "scoring", 6, 10),
     ]
-    assert saved(*rows)[ENVIRONMENTS] == pytest.approx(3.0)
-    assert ANOTHER_SERVER not in saved(*rows)
+    assert find_savings(*rows)[ENVIRONMENTS] == pytest.approx(3.0)
+    assert ANOTHER_SERVER not in find_savings(*rows)
 
 
 def test_a_saving_ends_where_another_trajectory_would_decide() -> None:
@@ -145,7 +145,7 @@ def test_a_saving_ends_where_another_trajectory_would_decide() -> None:
         (0, "flow", "0.1", "environment", 0, 9.5),
         (0, SERVER, "main", "generating", 0, 10),
     ]
-    savings = saved(*rows)
+    savings = find_savings(*rows)
     assert savings[ANOTHER_SERVER] == pytest.approx(0.5)
     assert ENVIRONMENTS not in savings
 
@@ -160,12 +160,12 @@ def test_an_evaluation_that_the_step_waits_for_could_run_concurrently() -> None:
         (0, "flow", "v1.0.greedy", "generating", 2, 12, SERVER),
         (0, SERVER, "main", "generating", 0, 12),
     ]
-    savings = saved(*rows)
+    savings = find_savings(*rows)
     assert savings["evaluation concurrent with steps"] == pytest.approx(10.0)
     assert savings[ANOTHER_SERVER] == pytest.approx(6.0)
 
 
-def trained(slow_s: float) -> list[Row]:
+def make_training(slow_s: float) -> list[Row]:
     """Four ranks of which the last is slow, and a step that is their training."""
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, slow_s),
@@ -179,15 +179,15 @@ def trained(slow_s: float) -> list[Row]:
 
 
 def test_a_slow_rank_costs_the_time_that_sharing_its_work_would_save() -> None:
-    assert saved(*trained(10)) == pytest.approx({EVEN_RANKS: 6.0, RANKS: 5.0})
-    assert EVEN_RANKS not in saved(*trained(2))
+    assert find_savings(*make_training(10)) == pytest.approx({EVEN_RANKS: 6.0, RANKS: 5.0})
+    assert EVEN_RANKS not in find_savings(*make_training(2))
 
 
 def test_the_hint_on_sizes_says_when_one_rank_has_more_to_do_than_the_others() -> None:
     generated: Row = (0, SERVER, "main", "generating", 0, 1)
     uneven, even = (
-        measure_balance(build_ledger(spans_of(*trained(10), generated))),
-        measure_balance(build_ledger(spans_of(*trained(2), generated))),
+        measure_balance(build_ledger(spans_of(*make_training(10), generated))),
+        measure_balance(build_ledger(spans_of(*make_training(2), generated))),
     )
     assert uneven is not None
     assert even is not None
@@ -219,21 +219,21 @@ def two_steps(report_s: float, began: float = 5.0) -> list[Row]:
 def test_work_concurrent_with_rollouts_that_are_awaited_later_saves_nothing() -> None:
     rows = two_steps(report_s=1.0)
     for steps in (None, [0]):
-        assert "rows stored at once" not in saved(*rows, steps=steps)
+        assert "rows stored at once" not in find_savings(*rows, steps=steps)
         path = build_ledger(spans_of(*rows), steps).path.filter(pl.col("step") == 0)
         last = path.filter(pl.col("end") == path["end"].max())
         assert last["phase", "lane", "name"].row(0) == ("storing", "1.0", "generating")
-    assert saved(*two_steps(report_s=1.99, began=5.25), steps=[0])["rows stored at once"] == pytest.approx(
-        0.25
-    ), "until the rollouts begin, nobody else is known to do anything"
+    assert find_savings(*two_steps(report_s=1.99, began=5.25), steps=[0])[
+        "rows stored at once"
+    ] == pytest.approx(0.25), "until the rollouts begin, nobody else is known to do anything"
 
 
 def test_steps_that_do_not_overlap_get_the_remedy_to_overlap() -> None:
-    assert saved(*two_steps(report_s=0.5))[OVERLAP] == pytest.approx(2.0, abs=0.3)
-    assert OVERLAP not in saved(*staggered())
+    assert find_savings(*two_steps(report_s=0.5))[OVERLAP] == pytest.approx(2.0, abs=0.3)
+    assert OVERLAP not in find_savings(*make_staggered_steps())
 
 
-def staggered() -> list[Row]:
+def make_staggered_steps() -> list[Row]:
     """Two steps with max_staleness 1, and the third one's rollouts during the second's training, to 8.5."""
     return [
         (0, "flow", "step", "step", 0, 5),
@@ -252,14 +252,16 @@ def staggered() -> list[Row]:
 
 
 def test_training_beside_rollouts_is_worth_no_more_than_until_they_are_waited_for() -> None:
-    assert saved(*staggered(), steps=[1])[RANKS] == pytest.approx(0.5)
-    alone = [row for row in staggered() if row[0] < 2]
-    assert saved(*alone, steps=[1])[RANKS] == pytest.approx(1.5)
-    assert RANKS not in saved(*alone, steps=[0]), "the second step waited for its rollouts, not for this"
+    assert find_savings(*make_staggered_steps(), steps=[1])[RANKS] == pytest.approx(0.5)
+    alone = [row for row in make_staggered_steps() if row[0] < 2]
+    assert find_savings(*alone, steps=[1])[RANKS] == pytest.approx(1.5)
+    assert RANKS not in find_savings(*alone, steps=[0]), (
+        "the second step waited for its rollouts, not for this"
+    )
 
 
 def test_all_waits_and_work_of_a_step_are_listed_with_their_seconds() -> None:
-    assert saved(*whole_step()) == pytest.approx(
+    assert find_savings(*whole_step()) == pytest.approx(
         {
             OVERLAP: 4.0,
             ANOTHER_SERVER: 2.5,
@@ -285,7 +287,7 @@ def test_a_checkpoint_and_weights_that_the_step_waits_for_are_listed() -> None:
         (0, "trainer/0", "main", "reading_batch", 6, 9),
         (0, "flow", "step", "recording", 9, 10),
     ]
-    assert saved(*rows) == pytest.approx(
+    assert find_savings(*rows) == pytest.approx(
         {
             "weights sent at once": 4.0,
             "batches read at once": 3.0,

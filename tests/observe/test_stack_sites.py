@@ -22,15 +22,15 @@ async def score(library):
 """
 
 
-def planted(file: str, source: str) -> dict[str, Any]:
+def define(file: str, source: str) -> dict[str, Any]:
     """What a file of ours would define."""
     names: dict[str, Any] = {}
     exec(compile(source, f"{PACKAGE_ROOT}/{file}", "exec"), names)
     return names
 
 
-command = planted("flows/commands/planted.py", COMMAND)["command"]
-score = planted("tasks/score/planted.py", SCORE)["score"]
+command = define("flows/commands/planted.py", COMMAND)["command"]
+score = define("tasks/score/planted.py", SCORE)["score"]
 
 
 def looks() -> str:
@@ -43,7 +43,7 @@ async def write_bytes() -> str:
     return looks()
 
 
-async def called_back() -> str:
+async def call_back() -> str:
     seen = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_soon(lambda: seen.set_result(looks()))
     return str(await seen)
@@ -56,7 +56,7 @@ def test_the_command_that_runs_the_loop_is_not_named_for_a_librarys_task() -> No
 
 
 def test_a_librarys_callback_is_named_by_its_own_place() -> None:
-    text = command(called_back())
+    text = command(call_back())
     assert text.startswith("a callback in observe/test_stack_sites.py")
     assert "planted" not in text
 

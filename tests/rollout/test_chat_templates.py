@@ -66,7 +66,7 @@ def save(tmp_path: Path) -> SaveModel:
     return saved
 
 
-def rendered(folder: Path, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[int]]:
+def render(folder: Path, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[int]]:
     """Text and token ids by the class that transformers takes for a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     arguments: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
@@ -79,7 +79,7 @@ def compare(folder: Path, messages: Sequence[Message], tools: Sequence[Any]) -> 
     """Compare our rendering with that of transformers; returns the text."""
     tokenizer = ChatTokenizer.load(folder)
     ids = tokenizer.encode(messages, tools).tolist()
-    text, expected = rendered(folder, messages, tools)
+    text, expected = render(folder, messages, tools)
     assert ids == expected
     assert "".join(tokenizer.pieces(ids)) == text
     return text
@@ -107,7 +107,7 @@ def test_a_reply_continues_what_transformers_renders(save: SaveModel, family: st
     tokenizer, answer = ChatTokenizer.load(folder), Message("assistant", "It is 6.")
     added = tokenizer.encode_reply((ASKED, answer), (ASKED_AGAIN,), is_ended=False)
     joined = [*tokenizer.encode((ASKED,)), *tokenizer._ids(answer.content), *added]
-    text, _ = rendered(folder, (ASKED, answer, ASKED_AGAIN), ())
+    text, _ = render(folder, (ASKED, answer, ASKED_AGAIN), ())
     assert "".join(tokenizer.pieces(joined)) == text
 
 

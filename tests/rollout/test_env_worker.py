@@ -52,7 +52,7 @@ class ActingEpisode:
         return {}
 
 
-def raising(error: BaseException) -> Callable[[], object]:
+def make_raising(error: BaseException) -> Callable[[], object]:
     def act() -> object:
         raise error
 
@@ -66,12 +66,12 @@ def cancel_itself() -> object:
 
 
 MISDEEDS: Mapping[str, tuple[Callable[[], object], str, str]] = {
-    "exit": (raising(SystemExit(3)), "SystemExit", "3"),
-    "cancelled": (raising(asyncio.CancelledError()), "CancelledError", "cancelled"),
+    "exit": (make_raising(SystemExit(3)), "SystemExit", "3"),
+    "cancelled": (make_raising(asyncio.CancelledError()), "CancelledError", "cancelled"),
     "cancels itself": (cancel_itself, "CancelledError", "cancelled"),
-    "base": (raising(BaseException("odd")), "BaseException", "odd"),
-    "surrogate": (raising(ValueError("\ud800")), "ValueError", "?"),
-    "mute": (raising(MuteError()), "MuteError", "its text raised KeyError"),
+    "base": (make_raising(BaseException("odd")), "BaseException", "odd"),
+    "surrogate": (make_raising(ValueError("\ud800")), "ValueError", "?"),
+    "mute": (make_raising(MuteError()), "MuteError", "its text raised KeyError"),
 }
 
 

@@ -35,7 +35,7 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PLANTED_BLOCKS", str(tmp_path / "blocks"))
 
 
-def opened(
+def open_remote(
     logs: Path, name: str = "Planted", *, n_workers: int = 2, **settings: object
 ) -> AbstractAsyncContextManager[RemoteEnvironment]:
     values = {"environment": f"planted:{name}", "env_workers": n_workers, "env_timeout_s": PATIENCE_S}
@@ -58,7 +58,7 @@ async def play(environment: RemoteEnvironment, number: int, seed: int = 0) -> tu
 
 @pytest.mark.slow
 async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path) -> None:
-    async with opened(tmp_path) as environment:
+    async with open_remote(tmp_path) as environment:
         assert (environment.name, environment.size("train"), environment.size("held_out")) == (
             "planted",
             8,
@@ -72,7 +72,7 @@ async def test_an_environment_in_workers_is_the_same_environment(tmp_path: Path)
 
 
 async def test_the_state_of_an_environment_or_its_error_is_returned_by_the_worker(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_workers=1) as environment:
+    async with open_remote(tmp_path, n_workers=1) as environment:
         assert state_columns(environment) == {"pings": "list<int64>"}
         kept = []
         for number in (0, 6):
@@ -86,7 +86,7 @@ async def test_the_state_of_an_environment_or_its_error_is_returned_by_the_worke
 
 @pytest.mark.slow
 async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_path: Path) -> None:
-    async with opened(tmp_path) as environment:
+    async with open_remote(tmp_path) as environment:
         said = [content for content, _ in await asyncio.gather(*(play(environment, 0) for _ in range(8)))]
         assert sorted(said.count(each) for each in set(said)) == [4, 4]
         assert str(os.getpid()) not in "".join(said)
@@ -94,7 +94,7 @@ async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_pat
 
 @pytest.mark.slow
 async def test_an_exception_of_an_environment_fails_its_episode_with_its_type(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_workers=1) as environment:
+    async with open_remote(tmp_path, n_workers=1) as environment:
         with pytest.raises(ForeignError, match="no such ping") as raised:
             await play(environment, 3)
         assert raised.value.kind == "LookupError"
@@ -106,7 +106,7 @@ async def test_an_exception_of_an_environment_fails_its_episode_with_its_type(tm
 
 @pytest.mark.slow
 async def test_a_missing_reply_fails_its_episode_and_no_other(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
+    async with open_remote(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         slow = asyncio.ensure_future(play(environment, 4))
         await asyncio.sleep(0.1)
         assert (await play(environment, 0))[1] == {"seed": 0}
@@ -120,7 +120,7 @@ async def test_a_missing_reply_fails_its_episode_and_no_other(tmp_path: Path) ->
 async def test_a_worker_that_blocks_or_crashes_is_replaced_and_the_others_continue(
     tmp_path: Path, number: int
 ) -> None:
-    async with opened(tmp_path, env_timeout_s=TIMEOUT_S) as environment:
+    async with open_remote(tmp_path, env_timeout_s=TIMEOUT_S) as environment:
         bad = asyncio.ensure_future(play(environment, number))
         await asyncio.sleep(0)
         for seed in range(5):
@@ -142,7 +142,7 @@ async def workers_that_answer(environment: RemoteEnvironment, n_workers: int) ->
 
 @pytest.mark.slow
 async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path: Path) -> None:
-    async with opened(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
+    async with open_remote(tmp_path, n_workers=1, env_timeout_s=TIMEOUT_S) as environment:
         concurrent = environment.episode(Example("", {"number": 0}), seed=0)
         messages = tuple(await concurrent.reply(()))
         bad = asyncio.ensure_future(play(environment, 1))
@@ -161,7 +161,7 @@ async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path
 async def test_a_worker_is_replaced_after_its_episodes_and_its_open_ones_are_played_to_their_end(
     tmp_path: Path,
 ) -> None:
-    async with opened(tmp_path, n_workers=1, env_worker_max_episodes=4) as environment:
+    async with open_remote(tmp_path, n_workers=1, env_worker_max_episodes=4) as environment:
         said = [content for content, _ in await asyncio.gather(*(play(environment, 0) for _ in range(12)))]
         assert [said.count(each) for each in dict.fromkeys(said)] == [4, 4, 4]
         assert environment.restarts == 0
@@ -169,7 +169,7 @@ async def test_a_worker_is_replaced_after_its_episodes_and_its_open_ones_are_pla
 
 @pytest.mark.slow
 async def test_workers_that_die_again_and_again_end_the_run_with_the_reason(tmp_path: Path) -> None:
-    async with opened(tmp_path, "DiesAtOnce", n_workers=1) as environment:
+    async with open_remote(tmp_path, "DiesAtOnce", n_workers=1) as environment:
         for _ in range(MAX_RESTARTS + 1):
             with pytest.raises(WorkerDiedError, match="ended with exit status 4"):
                 await play(environment, 0)
@@ -179,14 +179,14 @@ async def test_workers_that_die_again_and_again_end_the_run_with_the_reason(tmp_
 
 async def test_an_environment_that_cannot_be_made_in_a_worker_says_why(tmp_path: Path) -> None:
     with pytest.raises(ServiceStartError, match=r"rollout\.environment = 'planted:NeverUp'.*no data"):
-        async with opened(tmp_path, "NeverUp"):
+        async with open_remote(tmp_path, "NeverUp"):
             pass
 
 
 async def test_an_error_of_the_body_is_raised_unchanged_and_no_worker_survives(tmp_path: Path) -> None:
     async def fail_after_an_episode() -> None:
         nonlocal said
-        async with opened(tmp_path, n_workers=1) as environment:
+        async with open_remote(tmp_path, n_workers=1) as environment:
             said, _ = await play(environment, 0)
             raise KeyError
 

@@ -21,7 +21,7 @@ class UnprintableError(Exception):
         raise RuntimeError
 
 
-def raising(error: BaseException) -> Callable[[], Any]:
+def make_raising(error: BaseException) -> Callable[[], Any]:
     def act() -> Any:
         raise error
 
@@ -95,7 +95,7 @@ async def hang() -> None:
 async def test_any_exception_of_an_environment_is_a_failed_row(
     tmp_path: Path, place: str, error: BaseException, kind: str
 ) -> None:
-    row = await row_of(Misbehaving(place, raising(error)), tmp_path)
+    row = await row_of(Misbehaving(place, make_raising(error)), tmp_path)
     assert (row["status"], row["error_type"]) == ("failed", kind)
 
 

@@ -40,7 +40,7 @@ async def examples_of(environment: Environment, split: Split) -> list[Example]:
     return [await environment.example(split, number) for number in range(environment.size(split))]
 
 
-async def played(
+async def play(
     tokenizer: ChatTokenizer,
     environment: Environment,
     example: Example,
@@ -61,7 +61,7 @@ async def test_a_corpus_has_the_tokens_and_the_mask_that_playing_the_same_words_
     for conversation in game.warm_up_corpus(0, 8):
         said = [message.content for message in conversation if message.role == "assistant"]
         possible = [each for each in examples if each.content["problem"] == conversation[0].content]
-        trajectories = [await played(tokenizer, game, each, said) for each in possible]
+        trajectories = [await play(tokenizer, game, each, said) for each in possible]
         same = next(each for each in trajectories if each.messages == tuple(conversation))
         ids, mask = tokenize_conversation(tokenizer, conversation, game.tools, game.stop)
         assert same.token_ids.tolist() == ids.tolist()
@@ -85,7 +85,7 @@ async def test_no_problem_is_in_both_splits_and_the_corpus_has_training_problems
 
 async def test_the_calculator_prints_and_then_takes_the_answer(tokenizer: ChatTokenizer) -> None:
     example = await Calculator().example("train", 0)
-    trajectory = await played(tokenizer, Calculator(), example, ["<17*55>", "935"])
+    trajectory = await play(tokenizer, Calculator(), example, ["<17*55>", "935"])
     assert [message.content for message in trajectory.messages[1:]] == ["<17*55>", "935|", "935"]
     assert (trajectory.status, trajectory.turns) == ("complete", 2)
     assert trajectory.outcome == {"calls": ["<17*55>"]}
@@ -98,7 +98,7 @@ async def test_a_message_of_the_environment_is_left_out_where_no_token_could_fol
     example = await Calculator().example("train", 0)
     n_tokens = len(str(example.content["problem"]) + "<17*55>")
     room_for_two = n_tokens + len("93")
-    trajectory = await played(tokenizer, Calculator(), example, ["<17*55>"], max_tokens=room_for_two)
+    trajectory = await play(tokenizer, Calculator(), example, ["<17*55>"], max_tokens=room_for_two)
     assert (trajectory.status, len(trajectory.token_ids)) == ("truncated", n_tokens)
     assert trajectory.messages[-1].content == "935|"
     assert trajectory.loss_mask[-1]
@@ -107,9 +107,7 @@ async def test_a_message_of_the_environment_is_left_out_where_no_token_could_fol
 async def test_an_opening_that_leaves_no_room_is_a_failed_row_with_that_error(
     tokenizer: ChatTokenizer,
 ) -> None:
-    trajectory = await played(
-        tokenizer, Calculator(), await Calculator().example("train", 0), [], max_tokens=9
-    )
+    trajectory = await play(tokenizer, Calculator(), await Calculator().example("train", 0), [], max_tokens=9)
     assert (trajectory.status, trajectory.error_type) == ("failed", "EpisodeError")
     assert "serve.max_model_len" in trajectory.error
 

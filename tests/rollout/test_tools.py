@@ -69,7 +69,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutConfig:
     return RolloutConfig(environment="shop:Shop")
 
 
-async def played(config: RolloutConfig, folder: Path, turns: Sequence[str]) -> Trajectory:
+async def play(config: RolloutConfig, folder: Path, turns: Sequence[str]) -> Trajectory:
     environment = make_environment(config)
     tokenizer = WordyTokenizer.load(save_character_tokenizer(folder))
     sampler = Wordy(turns)
@@ -79,7 +79,7 @@ async def played(config: RolloutConfig, folder: Path, turns: Sequence[str]) -> T
 
 
 async def test_the_environment_of_the_documentation_plays(shop: RolloutConfig, tmp_path: Path) -> None:
-    trajectory = await played(shop, tmp_path, [CALL.replace("FRUIT", "fig"), "2"])
+    trajectory = await play(shop, tmp_path, [CALL.replace("FRUIT", "fig"), "2"])
     assert trajectory.error == ""
     assert trajectory.messages[2] == Message("tool", "2", name="price")
     assert (trajectory.status, trajectory.outcome) == ("complete", {"n_calls": 1})
@@ -88,7 +88,7 @@ async def test_the_environment_of_the_documentation_plays(shop: RolloutConfig, t
 async def test_a_tool_that_raises_is_a_failed_row_with_its_error_type(
     shop: RolloutConfig, tmp_path: Path
 ) -> None:
-    trajectory = await played(shop, tmp_path, [CALL, "2"])
+    trajectory = await play(shop, tmp_path, [CALL, "2"])
     assert (trajectory.status, trajectory.error_type) == ("failed", "ToolError")
     assert trajectory.error == "tool price raised KeyError: 'FRUIT'"
     assert trajectory.turns == 1

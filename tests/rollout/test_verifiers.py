@@ -31,18 +31,18 @@ def importable() -> Iterator[None]:
     sys.modules.pop(NAME, None)
 
 
-def made(**taskset: object) -> Verifiers:
+def make_environment(**taskset: object) -> Verifiers:
     return Verifiers(NAME, {"taskset": taskset})
 
 
 @pytest.fixture
 async def house() -> AsyncIterator[Verifiers]:
-    environment = made()
+    environment = make_environment()
     yield environment
     await environment.aclose()
 
 
-async def opened(environment: Verifiers, index: int = 0) -> tuple[VerifiersEpisode, list[Message]]:
+async def open_episode(environment: Verifiers, index: int = 0) -> tuple[VerifiersEpisode, list[Message]]:
     episode = environment.episode(await environment.example("train", index), 0)
     return episode, list(await episode.reply(()))
 
@@ -54,9 +54,9 @@ async def say(episode: VerifiersEpisode, messages: list[Message], text: str) -> 
     return new
 
 
-async def played(environment: Verifiers, index: int = 0) -> Mapping[str, object]:
+async def play(environment: Verifiers, index: int = 0) -> Mapping[str, object]:
     """An episode with the right answer, from its opening to its outcome."""
-    episode, messages = await opened(environment, index)
+    episode, messages = await open_episode(environment, index)
     assert not await say(episode, messages, str(int(messages[0].content.split("+")[0]) + 1))
     return await episode.close()
 
@@ -71,7 +71,7 @@ async def test_problems_are_split_by_their_content(house: Verifiers) -> None:
     ids = [{example.example_id for example in each} for each in splits]
     assert not ids[0] & ids[1]
     assert len(ids[0] | ids[1]) == 10
-    again = made()
+    again = make_environment()
     assert await again.example("train", 0) == splits[0][0]
     assert splits[0][0].content["task"]["answer"] == str(int(splits[0][0].example_id) + 1)
 
@@ -82,7 +82,7 @@ async def test_held_out_problems_may_be_a_separate_task_set() -> None:
 
 
 async def test_the_environments_own_rewards_are_the_outcome(house: Verifiers) -> None:
-    outcome = await played(house)
+    outcome = await play(house)
     assert outcome["reward"] == 1.5
     assert outcome["rewards"] == {"right": 1.0, "short": 0.5}
     assert outcome["metrics"] == {"in_the_till": 0.0}
@@ -90,7 +90,7 @@ async def test_the_environments_own_rewards_are_the_outcome(house: Verifiers) ->
 
 
 async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
-    episode, messages = await opened(house)
+    episode, messages = await open_episode(house)
     assert await say(episode, messages, "again") == (Message("user", "and now?"),)
     assert await say(episode, messages, "<think>so</think> again") == (Message("user", "and now?"),)
     assert await say(episode, messages, "wrong") == ()
@@ -99,12 +99,12 @@ async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
 
 @pytest.mark.slow
 async def test_fifty_episodes_at_once_keep_apart(house: Verifiers) -> None:
-    outcomes = await asyncio.gather(*(played(house, i % house.size("train")) for i in range(50)))
+    outcomes = await asyncio.gather(*(play(house, i % house.size("train")) for i in range(50)))
     assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50
 
 
 async def test_a_cancelled_episode_is_scored_as_it_is(house: Verifiers) -> None:
-    episode, messages = await opened(house)
+    episode, messages = await open_episode(house)
     await say(episode, messages, "again")
     outcome = await episode.close()
     assert (outcome["reward"], outcome["rewards"]) == (0.0, {"right": 0.0, "short": 0.0})
@@ -124,7 +124,7 @@ async def test_an_episode_that_never_opened_has_no_outcome(house: Verifiers) -> 
     ],
 )
 async def test_an_error_of_an_environment_is_raised_by_its_episode(misbehave: str, message: str) -> None:
-    environment = made(misbehave=misbehave)
+    environment = make_environment(misbehave=misbehave)
     episode = environment.episode(await environment.example("train", 0), 0)
     try:
         with pytest.raises(EpisodeError, match=message):
@@ -135,16 +135,16 @@ async def test_an_error_of_an_environment_is_raised_by_its_episode(misbehave: st
 
 
 async def test_an_episode_whose_scoring_failed_has_the_error_for_a_reward() -> None:
-    environment = made(misbehave="scoring")
-    outcome = await played(environment)
+    environment = make_environment(misbehave="scoring")
+    outcome = await play(environment)
     await environment.aclose()
     assert "reward" not in outcome
     assert outcome["error"] == "TaskError: task SumTask scoring: RuntimeError: the judge is out"
 
 
 async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cancelled() -> None:
-    environment = made(misbehave="hanging")
-    episode, messages = await opened(environment)
+    environment = make_environment(misbehave="hanging")
+    episode, messages = await open_episode(environment)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             await say(episode, messages, "1")
@@ -154,7 +154,7 @@ async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cancelled(
 
 
 async def test_a_rewritten_conversation_is_refused_with_what_was_rewritten(house: Verifiers) -> None:
-    episode, messages = await opened(house)
+    episode, messages = await open_episode(house)
     episode._conversation[0] = {"role": "user", "content": "something else"}
     with pytest.raises(EpisodeError, match="rewrote message 0"):
         await say(episode, messages, "again")
@@ -181,7 +181,7 @@ async def test_wrong_names_and_arguments_are_errors_of_the_configuration(
     if not message:
         environment = Verifiers.from_config(config)
         with pytest.raises(EpisodeError, match=r"temperature = 0\.1"):
-            await opened(environment)
+            await open_episode(environment)
         await environment.aclose()
         return
     with pytest.raises(ConfigError, match=message):
@@ -203,9 +203,9 @@ def test_a_missing_requirement_is_named_without_importing_the_library(
 
 @pytest.mark.service
 async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
-    environment = await asyncio.to_thread(made, task={"has_till": True}, n=5)
+    environment = await asyncio.to_thread(make_environment, task={"has_till": True}, n=5)
     assert [tool["function"]["name"] for tool in environment.tools] == ["till_ring_up"]
-    episode, messages = await opened(environment)
+    episode, messages = await open_episode(environment)
     try:
         for coins, message in (
             (3, "3 in the till"),
@@ -225,7 +225,7 @@ async def test_tools_are_called_and_their_state_and_errors_come_back() -> None:
 async def test_the_requested_fields_of_the_librarys_state_are_stored() -> None:
     states = parse_state_columns(("rung_up:int64", "artifacts"))
     environment = Verifiers(NAME, {}, states)
-    episode, messages = await opened(environment)
+    episode, messages = await open_episode(environment)
     assert read_episode_state(environment, episode).values == {}
     await say(episode, messages, "1")
     await episode.close()

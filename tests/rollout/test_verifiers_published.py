@@ -76,7 +76,7 @@ class Guesses:
         return SampledTokens(ids, np.full(len(ids), -0.5, np.float32), [(0, 7)], "stop", "http://server")
 
 
-async def played(
+async def play(
     environment: RemoteEnvironment, tokenizer: ChatTokenizer, sampler: Sampler, n: int
 ) -> list[Trajectory]:
     player = EpisodePlayer(environment, tokenizer, sampler, max_tokens=MAX_TOKENS, timeout_s=120.0)
@@ -99,7 +99,7 @@ async def test_a_published_game_is_won_by_who_knows_its_letters(
     sampler = Guesses(tokenizer, "eosnthulmapr")
     async with environment as game:
         assert game.size("train") + game.size("held_out") == N_TASKS
-        won, same = await played(game, tokenizer, sampler, 2)
+        won, same = await play(game, tokenizer, sampler, 2)
     assert (won.status, won.error) == ("complete", "")
     assert won.outcome["rewards"] == {"game_reward": won.outcome["reward"]}
     assert won.outcome["reward"] == 1.0
@@ -138,7 +138,7 @@ async def test_a_published_game_is_played_by_a_served_policy_whose_version_is_kn
         await client.set_version("run:1:3")
         pool = ServerPool()
         pool.admit(client)
-        trajectories = await played(game, tokenizer, PoolSampler(pool, config, "run", 120.0), 4)
+        trajectories = await play(game, tokenizer, PoolSampler(pool, config, "run", 120.0), 4)
         longest = max(trajectories, key=lambda each: (each.status == "complete", each.turns))
         known = await client.prompt_logprobs(longest.token_ids)
     assert (longest.status, longest.error) == ("complete", "")

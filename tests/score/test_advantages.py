@@ -93,7 +93,7 @@ def test_advantages_that_are_all_alike_stay_finite_over_the_batch() -> None:
     assert normalize_over_batch(np.zeros(3), np.array([1, 2, 3])).tolist() == [0.0, 0.0, 0.0]
 
 
-def judged(advantage: str, group: int, rewards: list[float], **settings: object) -> GroupOutcome:
+def compute_outcome(advantage: str, group: int, rewards: list[float], **settings: object) -> GroupOutcome:
     survivors = tuple(
         Survivor(f"{group}.{i}", i, "addition", 3 + i, reward, 0, i == 1) for i, reward in enumerate(rewards)
     )
@@ -107,7 +107,7 @@ def judged(advantage: str, group: int, rewards: list[float], **settings: object)
 def test_a_batchs_part_sees_what_is_in_the_batch_in_its_order_and_changes_nothing_else() -> None:
     config = ScoreConfig(advantage="reinforce_pp", train_truncated=False)
     second, first, short = (
-        judged("reinforce_pp", group, rewards, train_truncated=False)
+        compute_outcome("reinforce_pp", group, rewards, train_truncated=False)
         for group, rewards in ((7, [1.0, 0.0, 0.5]), (2, [0.0, 1.0, 1.0]), (3, [1.0]))
     )
     found = compute_batch_advantages(config, [second, first, short])
@@ -128,8 +128,8 @@ def test_a_batchs_part_sees_what_is_in_the_batch_in_its_order_and_changes_nothin
 def test_an_advantage_of_another_package_may_have_a_batchs_part() -> None:
     config = ScoreConfig(advantage="planted_scorers:CENTRED")
     outcomes = [
-        judged("planted_scorers:CENTRED", 0, [3.0, 1.0]),
-        judged("planted_scorers:CENTRED", 1, [8.0, 8.0]),
+        compute_outcome("planted_scorers:CENTRED", 0, [3.0, 1.0]),
+        compute_outcome("planted_scorers:CENTRED", 1, [8.0, 8.0]),
     ]
 
     assert [each.advantages.tolist() for each in compute_batch_advantages(config, outcomes)] == [
@@ -141,13 +141,17 @@ def test_an_advantage_of_another_package_may_have_a_batchs_part() -> None:
 def test_a_batchs_part_that_gives_no_finite_numbers_is_an_error_that_names_it() -> None:
     config = ScoreConfig(advantage="planted_scorers:OVERFLOWS")
     with pytest.raises(ScoreError, match="planted_scorers:OVERFLOWS"):
-        compute_batch_advantages(config, [judged("planted_scorers:OVERFLOWS", 0, [3.0, 1.0])])
+        compute_batch_advantages(config, [compute_outcome("planted_scorers:OVERFLOWS", 0, [3.0, 1.0])])
 
 
 @pytest.mark.parametrize(("advantage", "expected"), [("none", [1.0, 1.0]), ("reinforce_pp", [0.0, 0.0])])
 def test_equal_rewards_are_trained_on_where_they_are_informative(
     advantage: str, expected: list[float]
 ) -> None:
-    outcome = judged(advantage, 0, [1.0, 1.0])
+    outcome = compute_outcome(advantage, 0, [1.0, 1.0])
     assert (outcome.reason, outcome.advantages.tolist()) == ("", expected)
-    assert judged("mean", 0, [1.0, 1.0]).reason == judged("rloo", 0, [1.0, 1.0]).reason == NO_REWARD_SPREAD
+    assert (
+        compute_outcome("mean", 0, [1.0, 1.0]).reason
+        == compute_outcome("rloo", 0, [1.0, 1.0]).reason
+        == NO_REWARD_SPREAD
+    )

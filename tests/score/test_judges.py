@@ -75,7 +75,7 @@ def config(scorer: str, server: Server, **settings: object) -> ScoreConfig:
     return ScoreConfig.model_validate({"scorer": scorer, section: endpoint})
 
 
-async def scored(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
+async def score_rows(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
     async with Scoring(settings, "run") as scoring:
         scores = await scoring.score(rows, step=3)
     return {name: list(column_values(scores, name)) for name in scores.schema.names}
@@ -85,7 +85,7 @@ async def test_a_judge_is_asked_with_the_conversation_and_the_reference(
     server: Server, rollouts: MakeRows
 ) -> None:
     server.answers = ['{"explanation": "good", "score": 0.75}']
-    rows = await scored(config("judge", server), rollouts(["two"]))
+    rows = await score_rows(config("judge", server), rollouts(["two"]))
     assert (rows["reward"], rows["status"]) == ([0.75], ["scored"])
     (prompt,) = server.prompts
     assert "[user] 1+1=" in prompt
@@ -96,7 +96,7 @@ async def test_a_judge_is_asked_with_the_conversation_and_the_reference(
 async def test_a_judges_prompt_may_be_a_file(server: Server, rollouts: MakeRows, tmp_path) -> None:
     (tmp_path / "prompt.txt").write_text("{{ env }}: is {{ answer }} the same as {{ example.answer }}?")
     server.answers = ['{"score": 1}']
-    await scored(config("judge", server, prompt_file=str(tmp_path / "prompt.txt")), rollouts(["two"]))
+    await score_rows(config("judge", server, prompt_file=str(tmp_path / "prompt.txt")), rollouts(["two"]))
     assert server.prompts == ["addition: is two the same as 2?"]
 
 
@@ -108,37 +108,37 @@ async def test_an_unparsable_judgement_is_a_failed_score_and_is_not_retried(
     server: Server, rollouts: MakeRows, said: str
 ) -> None:
     server.answers = [said]
-    rows = await scored(config("judge", server), rollouts(["two"]))
+    rows = await score_rows(config("judge", server), rollouts(["two"]))
     assert (rows["status"], rows["error_type"]) == (["failed"], ["JudgeUnparsableError"])
     assert len(server.requests) == 1
 
 
 async def test_a_judgement_that_was_cut_names_the_setting(server: Server, rollouts: MakeRows) -> None:
     server.answers = [{"choices": [{"message": {"content": '{"sc'}, "finish_reason": "length"}]}]
-    rows = await scored(config("judge", server), rollouts(["two"]))
+    rows = await score_rows(config("judge", server), rollouts(["two"]))
     assert "score.judge.max_tokens" in rows["error"][0]
 
 
 async def test_requests_with_transient_errors_are_retried(server: Server, rollouts: MakeRows) -> None:
     server.answers = [503, 429, '{"score": 1}']
-    assert (await scored(config("judge", server), rollouts(["two"])))["reward"] == [1.0]
+    assert (await score_rows(config("judge", server), rollouts(["two"])))["reward"] == [1.0]
 
 
 async def test_persistent_errors_are_rows_after_the_last_attempt(server: Server, rollouts: MakeRows) -> None:
     server.answers = [503]
-    rows = await scored(config("judge", server), rollouts(["two"]))
+    rows = await score_rows(config("judge", server), rollouts(["two"]))
     assert (rows["error_type"], len(server.requests)) == (["TransientRequestError"], 4)
 
 
 async def test_requests_with_permanent_errors_are_not_retried(server: Server, rollouts: MakeRows) -> None:
     server.answers = [400]
-    rows = await scored(config("judge", server), rollouts(["two"]))
+    rows = await score_rows(config("judge", server), rollouts(["two"]))
     assert (rows["error_type"], len(server.requests)) == (["RequestError"], 1)
 
 
 async def test_an_answer_of_another_shape_is_a_row(server: Server, rollouts: MakeRows) -> None:
     server.answers = [{"error": "no such model"}, {"choices": []}]
-    rows = await scored(config("judge", server), rollouts(["two", "three"]))
+    rows = await score_rows(config("judge", server), rollouts(["two", "three"]))
     assert rows["error_type"] == ["ScoreError", "ScoreError"]
     assert any("no such model" in error for error in rows["error"])
 
@@ -147,7 +147,9 @@ async def test_a_name_that_a_prompt_does_not_have_is_a_row(
     server: Server, rollouts: MakeRows, tmp_path: Path
 ) -> None:
     (tmp_path / "prompt.txt").write_text("{{ example.solution }}")
-    rows = await scored(config("judge", server, prompt_file=str(tmp_path / "prompt.txt")), rollouts(["two"]))
+    rows = await score_rows(
+        config("judge", server, prompt_file=str(tmp_path / "prompt.txt")), rollouts(["two"])
+    )
     assert rows["error_type"] == ["UndefinedError"]
 
 
@@ -156,7 +158,7 @@ async def test_the_key_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     server.answers = ['{"score": 1}']
-    await scored(config("judge", server, api_key_env="JUDGE_KEY"), rollouts(["two"]))
+    await score_rows(config("judge", server, api_key_env="JUDGE_KEY"), rollouts(["two"]))
     assert server.headers == ["Bearer secret"]
 
 
@@ -168,7 +170,7 @@ async def test_ruler_asks_once_for_a_group_and_scores_each_attempt(
     server: Server, rollouts: MakeRows
 ) -> None:
     server.answers = [ranking((2, 0.1), (1, 0.9), (3, 0.5))]
-    rows = await scored(config("ruler", server), rollouts(["two", "three", "2"]))
+    rows = await score_rows(config("ruler", server), rollouts(["two", "three", "2"]))
     assert rows["reward"] == [0.9, 0.1, 0.5]
     (prompt,) = server.prompts
     assert prompt.count("1+1=") == 1
@@ -188,7 +190,7 @@ async def test_a_ranking_with_attempts_missing_or_scores_out_of_range_fails_the_
     server: Server, rollouts: MakeRows, said: str
 ) -> None:
     server.answers = [said]
-    rows = await scored(config("ruler", server), rollouts(["two", "three"]))
+    rows = await score_rows(config("ruler", server), rollouts(["two", "three"]))
     assert rows["error_type"] == ["JudgeUnparsableError"] * 2
 
 
@@ -236,19 +238,19 @@ async def test_a_reward_model_gives_one_output_of_the_conversation(
     server: Server, rollouts: MakeRows
 ) -> None:
     server.answers = [{"data": [{"data": [0.25, -1.5]}]}]
-    rows = await scored(config("reward_model", server, output=1), rollouts(["two"]))
+    rows = await score_rows(config("reward_model", server, output=1), rollouts(["two"]))
     assert rows["reward"] == [-1.5]
     assert [each["content"] for each in server.requests[0]["messages"]] == ["1+1=", "two"]
 
 
 async def test_of_outputs_by_token_the_last_tokens_counts(server: Server, rollouts: MakeRows) -> None:
     server.answers = [{"data": [{"data": [[0.1], [0.2]]}]}]
-    assert (await scored(config("reward_model", server), rollouts(["two"])))["reward"] == [0.2]
+    assert (await score_rows(config("reward_model", server), rollouts(["two"])))["reward"] == [0.2]
 
 
 async def test_an_output_that_a_reward_model_lacks_is_a_row(server: Server, rollouts: MakeRows) -> None:
     server.answers = [{"data": [{"data": [0.1]}]}]
-    rows = await scored(config("reward_model", server, output=1), rollouts(["two"]))
+    rows = await score_rows(config("reward_model", server, output=1), rollouts(["two"]))
     assert "score.reward_model.output = 1" in rows["error"][0]
 
 

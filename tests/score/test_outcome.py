@@ -18,12 +18,12 @@ from rollmill.tasks.score.group_outcomes import (
 )
 
 
-def judged(rewards: list[float], group: int = 0, **settings: object) -> GroupOutcome:
-    (outcome,) = judged_by_subgroup([(reward, 0) for reward in rewards], group, **settings)
+def compute_outcome(rewards: list[float], group: int = 0, **settings: object) -> GroupOutcome:
+    (outcome,) = compute_outcomes([(reward, 0) for reward in rewards], group, **settings)
     return outcome
 
 
-def judged_by_subgroup(
+def compute_outcomes(
     scored: list[tuple[float, int]], group: int = 0, *, dropped: int = 0, **settings: object
 ) -> tuple[GroupOutcome, ...]:
     survivors = tuple(
@@ -45,43 +45,43 @@ def test_advantages_over_the_deviation_have_deviation_one() -> None:
 
 
 def test_a_group_with_too_few_survivors_is_left_out_with_its_reason() -> None:
-    assert judged([1.0]).reason == TOO_FEW_SURVIVORS
-    assert judged([]).reason == TOO_FEW_SURVIVORS
+    assert compute_outcome([1.0]).reason == TOO_FEW_SURVIVORS
+    assert compute_outcome([]).reason == TOO_FEW_SURVIVORS
 
 
 def test_a_group_without_spread_is_left_out_with_its_reason() -> None:
-    assert judged([0.1, 0.1, 0.1]).reason == NO_REWARD_SPREAD
+    assert compute_outcome([0.1, 0.1, 0.1]).reason == NO_REWARD_SPREAD
 
 
 @pytest.mark.parametrize("advantage", ["mean", "mean_std", "planted_scorers:not_finite"])
 def test_a_group_without_finite_advantages_is_left_out_with_its_reason(advantage: str) -> None:
-    outcome = judged([1.7e308, 1.7e308, -1.0], advantage=advantage)
+    outcome = compute_outcome([1.7e308, 1.7e308, -1.0], advantage=advantage)
     assert (outcome.reason, outcome.advantages.tolist()) == (NO_FINITE_ADVANTAGE, [0.0, 0.0, 0.0])
 
 
 def test_an_advantage_that_no_float32_holds_is_not_finite() -> None:
-    assert judged([1e39, 0.0]).reason == NO_FINITE_ADVANTAGE
-    assert judged([1e38, 0.0]).reason == ""
+    assert compute_outcome([1e39, 0.0]).reason == NO_FINITE_ADVANTAGE
+    assert compute_outcome([1e38, 0.0]).reason == ""
 
 
 def test_a_partial_group_is_left_out_when_whole_ones_are_asked_for() -> None:
-    assert judged([1.0, 0.0, 0.0], min_group_size=0).reason == NOT_WHOLE
-    assert judged([1.0, 0.0, 0.0, 0.0], min_group_size=0).reason == ""
+    assert compute_outcome([1.0, 0.0, 0.0], min_group_size=0).reason == NOT_WHOLE
+    assert compute_outcome([1.0, 0.0, 0.0, 0.0], min_group_size=0).reason == ""
 
 
 def test_a_group_that_its_scorer_dropped_says_so() -> None:
-    (outcome,) = judged_by_subgroup([], dropped=4)
+    (outcome,) = compute_outcomes([], dropped=4)
     assert outcome.reason == DROPPED_BY_SCORER
 
 
 def test_a_split_group_has_a_baseline_for_each_part() -> None:
-    first, second = judged_by_subgroup([(1.0, 0), (0.0, 0), (5.0, 1), (3.0, 1)])
+    first, second = compute_outcomes([(1.0, 0), (0.0, 0), (5.0, 1), (3.0, 1)])
     assert (first.advantages.tolist(), second.advantages.tolist()) == ([0.5, -0.5], [1.0, -1.0])
     assert (first.subgroup, second.subgroup) == (0, 1)
 
 
 def test_a_part_of_a_split_group_that_is_too_small_is_left_out_alone() -> None:
-    first, second = judged_by_subgroup([(1.0, 0), (0.0, 0), (5.0, 1)])
+    first, second = compute_outcomes([(1.0, 0), (0.0, 0), (5.0, 1)])
     assert (first.reason, second.reason) == ("", TOO_FEW_SURVIVORS)
 
 
@@ -89,7 +89,11 @@ def test_the_batch_holds_the_groups_that_are_in_by_group_and_sample_with_their_a
     rows = batch_rows(
         "r",
         3,
-        [judged([1.0, 0.0], group=7), judged([1.0, 1.0], group=6), judged([0.0, 1.0], group=5)],
+        [
+            compute_outcome([1.0, 0.0], group=7),
+            compute_outcome([1.0, 1.0], group=6),
+            compute_outcome([0.0, 1.0], group=5),
+        ],
         "addition@1",
     )
     assert set(rows.column("scorer").to_pylist()) == {"addition@1"}
@@ -99,4 +103,4 @@ def test_the_batch_holds_the_groups_that_are_in_by_group_and_sample_with_their_a
 
 
 def test_a_step_without_any_spread_has_an_empty_batch_of_the_right_schema() -> None:
-    assert batch_rows("r", 0, [judged([1.0, 1.0])], "addition@1").num_rows == 0
+    assert batch_rows("r", 0, [compute_outcome([1.0, 1.0])], "addition@1").num_rows == 0

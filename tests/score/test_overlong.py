@@ -15,7 +15,7 @@ from rollmill.tasks.score.group_outcomes import (
 )
 
 
-def judged(rows: list[tuple[float, int, bool]], **settings: object) -> GroupOutcome:
+def compute_outcome(rows: list[tuple[float, int, bool]], **settings: object) -> GroupOutcome:
     """A group of (reward, sampled tokens, whether it was truncated)."""
     survivors = tuple(
         Survivor(f"r.0.{i}.0", i, "addition", n_tokens, reward, 0, is_truncated)
@@ -41,7 +41,7 @@ def test_without_a_limit_no_length_costs_anything() -> None:
 def test_advantages_are_taken_of_shaped_rewards_and_the_batch_keeps_the_scorers() -> None:
     # Rewards 1, 1, 0, 0 and losses 0, -.5, 0, -1 (limit 10, cache 4): 1, .5, 0, -1, whose mean is .125.
     rows = [(1.0, 6, False), (1.0, 8, False), (0.0, 2, False), (0.0, 10, False)]
-    outcome = judged(rows, overlong_tokens=(6, 10))
+    outcome = compute_outcome(rows, overlong_tokens=(6, 10))
     assert outcome.advantages.tolist() == [0.875, 0.375, -0.125, -1.125]
     batch = batch_rows("r", 0, [outcome], "addition@1")
     assert batch.column("reward").to_pylist() == [1.0, 1.0, 0.0, 0.0]
@@ -49,13 +49,13 @@ def test_advantages_are_taken_of_shaped_rewards_and_the_batch_keeps_the_scorers(
 
 def test_lengths_alone_can_give_a_group_spread() -> None:
     rows = [(1.0, 6, False), (1.0, 8, False)]
-    assert judged(rows).reason == NO_REWARD_SPREAD
-    assert judged(rows, overlong_tokens=(6, 10)).reason == ""
+    assert compute_outcome(rows).reason == NO_REWARD_SPREAD
+    assert compute_outcome(rows, overlong_tokens=(6, 10)).reason == ""
 
 
 def test_truncated_trajectories_count_in_the_baseline_and_are_not_in_the_batch() -> None:
     # Rewards 1, 0 and a truncated -4: the mean is -1.
-    outcome = judged([(1.0, 5, False), (-4.0, 9, True), (0.0, 5, False)], train_truncated=False)
+    outcome = compute_outcome([(1.0, 5, False), (-4.0, 9, True), (0.0, 5, False)], train_truncated=False)
     batch = batch_rows("r", 0, [outcome], "addition@1")
     assert batch.column("sample").to_pylist() == [0, 2]
     assert batch.column("advantage").to_pylist() == [2.0, 1.0]
@@ -66,6 +66,6 @@ def test_truncated_trajectories_count_in_the_baseline_and_are_not_in_the_batch()
 def test_a_group_of_truncated_trajectories_is_left_out_with_its_reason(
     trains: bool, reason: str, n_rows: int
 ) -> None:
-    outcome = judged([(1.0, 9, True), (0.0, 9, True)], train_truncated=trains)
+    outcome = compute_outcome([(1.0, 9, True), (0.0, 9, True)], train_truncated=trains)
     assert (outcome.reason, len(outcome.survivors)) == (reason, 2)
     assert batch_rows("r", 0, [outcome], "addition@1").num_rows == n_rows

@@ -31,7 +31,7 @@ def config(scorer: str, **settings: object) -> ScoreConfig:
     return ScoreConfig.model_validate({"scorer": f"planted_scorers:{scorer}"} | settings)
 
 
-async def scored(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
+async def score(settings: ScoreConfig, rows: Rows) -> dict[str, list]:
     async with Scoring(settings, "run") as scoring:
         scores = await scoring.score(rows, step=3)
     return {name: list(column_values(scores, name)) for name in scores.schema.names}
@@ -44,7 +44,7 @@ def alive(pid: int) -> bool:
     return False
 
 
-async def gone(pid: int) -> bool:
+async def wait_until_gone(pid: int) -> bool:
     return await soon(lambda: not alive(pid))
 
 
@@ -57,7 +57,7 @@ async def soon(holds: Callable[[], bool]) -> bool:
 
 
 async def test_rows_of_scores_have_the_order_of_the_rollouts(rollouts: MakeRows) -> None:
-    rows = await scored(config("length", workers=2), rollouts(["a", "bbb", "", "dd"]))
+    rows = await score(config("length", workers=2), rollouts(["a", "bbb", "", "dd"]))
     assert rows["reward"] == [1.0, 3.0, 0.0, 2.0]
     assert rows["sample"] == [0, 1, 2, 3]
     assert set(rows["status"]) == {"scored"}
@@ -66,12 +66,12 @@ async def test_rows_of_scores_have_the_order_of_the_rollouts(rollouts: MakeRows)
 
 
 async def test_an_async_function_is_scored_on_the_loop(rollouts: MakeRows) -> None:
-    rows = await scored(config("waits"), rollouts(["a"]))
+    rows = await score(config("waits"), rollouts(["a"]))
     assert (rows["reward"], json.loads(rows["components"][0])) == ([1.0], {"tokens": 1.0})
 
 
 async def test_no_rollouts_are_no_scores(rollouts: MakeRows) -> None:
-    assert (await scored(config("splits"), rollouts([])))["reward"] == []
+    assert (await score(config("splits"), rollouts([])))["reward"] == []
 
 
 def test_a_class_says_its_name_and_version() -> None:
@@ -79,7 +79,7 @@ def test_a_class_says_its_name_and_version() -> None:
 
 
 async def test_a_class_may_be_made_from_the_settings_in_a_worker_too(rollouts: MakeRows) -> None:
-    rows = await scored(config("Configured", judge={"score_range": [0.0, 7.0]}), rollouts(["a"]))
+    rows = await score(config("Configured", judge={"score_range": [0.0, 7.0]}), rollouts(["a"]))
     assert (rows["status"], rows["reward"]) == (["scored"], [7.0])
 
 
@@ -107,7 +107,7 @@ FAILURES = {
 @pytest.mark.slow
 async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_scored(rollouts: MakeRows) -> None:
     answers = [each for answer in FAILURES for each in (answer, "fine")]
-    rows = await scored(config("act", timeout_s=3), rollouts(answers))
+    rows = await score(config("act", timeout_s=3), rollouts(answers))
     found = zip(answers, rows["status"], rows["error_type"], rows["error"], strict=True)
     for answer, status, error_type, error in found:
         expected_status, expected_type, text = FAILURES.get(answer, ("scored", "", ""))
@@ -126,7 +126,7 @@ async def test_failures_of_an_async_scorer_have_different_types(rollouts: MakeRo
         "raise": "KeyError",
         "fine": "",
     }
-    rows = await scored(config("act_async", timeout_s=2), rollouts(list(kinds)))
+    rows = await score(config("act_async", timeout_s=2), rollouts(list(kinds)))
     assert rows["error_type"] == list(kinds.values())
 
 
@@ -141,7 +141,7 @@ async def test_a_cancelled_flow_is_no_failed_score_of_an_async_scorer(rollouts: 
 
 async def test_a_scorer_that_does_not_close_is_given_up(rollouts: MakeRows) -> None:
     with pytest.raises(ScoreError, match=r"cannot be closed within score\.timeout_s = 0\.1 s"):
-        await scored(config("ClosesSlowly", timeout_s=0.1), rollouts(["a"]))
+        await score(config("ClosesSlowly", timeout_s=0.1), rollouts(["a"]))
 
 
 @pytest.mark.slow
@@ -190,8 +190,8 @@ async def test_workers_and_what_scorers_started_end_with_scoring(rollouts: MakeR
         child = int(json.loads(column_values(scores, "components")[1])["pid"])
         assert alive(worker)
         assert alive(child)
-    assert await gone(worker)
-    assert await gone(child)
+    assert await wait_until_gone(worker)
+    assert await wait_until_gone(child)
 
 
 async def test_a_cancelled_score_ends_its_worker_and_scoring_continues(
@@ -205,7 +205,7 @@ async def test_a_cancelled_score_ends_its_worker_and_scoring_continues(
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        assert await gone(pid)
+        assert await wait_until_gone(pid)
         assert column_values(await scoring.score(rollouts(["fine"]), step=0), "status") == ["scored"]
 
 
@@ -241,7 +241,7 @@ async def test_a_hanging_worker_ends_with_a_flow_that_is_killed() -> None:
     assert alive(worker)
     flow.kill()
     await flow.wait()
-    assert await gone(worker)
+    assert await wait_until_gone(worker)
 
 
 async def test_workers_that_cannot_start_stop_the_run() -> None:
@@ -259,41 +259,41 @@ async def test_workers_that_start_too_slowly_stop_the_run() -> None:
 async def test_async_calls_are_bounded(rollouts: MakeRows) -> None:
     from planted_scorers import Slots
 
-    await scored(config("Slots", max_in_flight=3), rollouts(["a"] * 20))
+    await score(config("Slots", max_in_flight=3), rollouts(["a"] * 20))
     assert Slots.most == 3
 
 
 async def test_a_groups_scorer_sees_the_group_together(rollouts: MakeRows) -> None:
     assert Scoring(config("ranks"), "run").by_group
-    assert (await scored(config("ranks"), rollouts(["aaa", "a", "aa"])))["reward"] == [2.0, 0.0, 1.0]
+    assert (await score(config("ranks"), rollouts(["aaa", "a", "aa"])))["reward"] == [2.0, 0.0, 1.0]
 
 
 async def test_a_groups_scorer_may_split_it_and_drop_of_it(rollouts: MakeRows) -> None:
-    rows = await scored(config("splits"), rollouts(["a", "aa", "", "aaa"]))
+    rows = await score(config("splits"), rollouts(["a", "aa", "", "aaa"]))
     assert rows["status"] == ["scored", "scored", "dropped", "scored"]
     assert rows["subgroup"] == [1, 0, 0, 1]
     assert rows["error"][2] == "empty"
 
 
 async def test_a_groups_scorer_may_drop_the_group_with_a_reason(rollouts: MakeRows) -> None:
-    rows = await scored(config("splits"), rollouts(["a"]))
+    rows = await score(config("splits"), rollouts(["a"]))
     assert (rows["status"], rows["error"]) == (["dropped"], ["alone"])
 
 
 async def test_too_few_verdicts_fail_the_whole_group(rollouts: MakeRows) -> None:
-    rows = await scored(config("short"), rollouts(["a", "b"]))
+    rows = await score(config("short"), rollouts(["a", "b"]))
     assert rows["error_type"] == ["VerdictError", "VerdictError"]
     assert "expected 2" in rows["error"][0]
 
 
-def summed(*parts: tuple[str, float], **settings: object) -> ScoreConfig:
+def sum_config(*parts: tuple[str, float], **settings: object) -> ScoreConfig:
     names = [{"scorer": name, "weight": weight} for name, weight in parts]
     return ScoreConfig.model_validate({"sum": names} | settings)
 
 
 async def test_a_weighted_sum_is_one_scorer_whose_parts_are_components(rollouts: MakeRows) -> None:
-    settings = summed(("planted_scorers:Graded", 2.0), ("planted_scorers:waits", 0.25), ("exact", 1.0))
-    rows = await scored(settings, rollouts(["2", "3"]))
+    settings = sum_config(("planted_scorers:Graded", 2.0), ("planted_scorers:waits", 0.25), ("exact", 1.0))
+    rows = await score(settings, rollouts(["2", "3"]))
     assert rows["reward"] == [2.25, 1.25]
     components = {"graded": 1.0, "planted_scorers.waits": 0.25, "exact": 1.0}
     assert json.loads(rows["components"][0]) == components
@@ -301,20 +301,20 @@ async def test_a_weighted_sum_is_one_scorer_whose_parts_are_components(rollouts:
 
 
 async def test_a_part_that_fails_fails_the_sum_and_is_named(rollouts: MakeRows) -> None:
-    settings = summed(("planted_scorers:Graded", 1.0), ("planted_scorers:act", 1.0))
-    rows = await scored(settings, rollouts(["raise", "drop", "fine"]))
+    settings = sum_config(("planted_scorers:Graded", 1.0), ("planted_scorers:act", 1.0))
+    rows = await score(settings, rollouts(["raise", "drop", "fine"]))
     assert rows["status"] == ["failed", "dropped", "scored"]
     assert rows["error"][0].startswith("planted_scorers.act: ")
 
 
 async def test_a_sum_with_a_groups_scorer_takes_groups(rollouts: MakeRows) -> None:
-    settings = summed(("planted_scorers:ranks", 1.0), ("exact", 10.0))
+    settings = sum_config(("planted_scorers:ranks", 1.0), ("exact", 10.0))
     assert Scoring(settings, "run").by_group
-    assert (await scored(settings, rollouts(["22", "2"])))["reward"] == [1.0, 10.0]
+    assert (await score(settings, rollouts(["22", "2"])))["reward"] == [1.0, 10.0]
 
 
 def test_other_weights_are_another_version() -> None:
-    keys = {Scoring(summed(("exact", weight)), "run").key for weight in (1.0, 2.0)}
+    keys = {Scoring(sum_config(("exact", weight)), "run").key for weight in (1.0, 2.0)}
     assert len(keys) == 2
 
 
@@ -328,12 +328,12 @@ def test_an_unknown_scorer_is_a_wrong_setting(scorer: str) -> None:
 
 def test_a_part_that_is_not_there_is_named_by_its_number() -> None:
     with pytest.raises(ConfigError, match=r"score\.sum\.1\.scorer"):
-        Scoring(summed(("exact", 1.0), ("exakt", 1.0)), "run")
+        Scoring(sum_config(("exact", 1.0), ("exakt", 1.0)), "run")
 
 
 def test_the_same_part_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="once"):
-        Scoring(summed(("exact", 1.0), ("exact", 2.0)), "run")
+        Scoring(sum_config(("exact", 1.0), ("exact", 2.0)), "run")
 
 
 ANYTHING = st.recursive(

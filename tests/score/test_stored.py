@@ -17,7 +17,7 @@ from rollmill.tasks.store.schemas import dataset_schema
 SCORER = "short@1"
 
 
-def made(dataset: str, rows: list[dict[str, object]]) -> pa.RecordBatch:
+def make_rows(dataset: str, rows: list[dict[str, object]]) -> pa.RecordBatch:
     """Rows of a data set; 0, "" or [] in every column that is not given."""
     plain = {
         field.name: [] if pa.types.is_large_list(field.type) else pa.scalar(0).cast(field.type).as_py()
@@ -26,7 +26,7 @@ def made(dataset: str, rows: list[dict[str, object]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([plain | row for row in rows], schema=dataset_schema(dataset))
 
 
-async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_scored: int) -> RunFolder:
+async def store_run(folder: Path, rewards: dict[int, list[float | None]], n_scored: int) -> RunFolder:
     """A run with one step of these groups; None for a rollout that failed; the first `n_scored` survivors are scored."""
     ids = [
         {"group": group, "sample": sample, "trajectory_id": f"{group}.{sample}"}
@@ -47,14 +47,14 @@ async def stored_run(folder: Path, rewards: dict[int, list[float | None]], n_sco
     )
     with opened as run:
         async with run.writer:
-            await run.writer.append("rollouts", made("rollouts", rollouts), step=0)
-            await run.writer.append("groups", made("groups", groups), step=0)
-            await run.writer.append("scores", made("scores", scores), scorer=SCORER, step=0)
+            await run.writer.append("rollouts", make_rows("rollouts", rollouts), step=0)
+            await run.writer.append("groups", make_rows("groups", groups), step=0)
+            await run.writer.append("scores", make_rows("scores", scores), scorer=SCORER, step=0)
     return RunFolder(folder)
 
 
 async def test_survivors_get_the_advantages_of_the_scores_that_were_chosen(tmp_path: Path) -> None:
-    folder = await stored_run(tmp_path, {4: [1.0, 0.0, None], 5: [0.5, 0.5, 0.5]}, 9)
+    folder = await store_run(tmp_path, {4: [1.0, 0.0, None], 5: [0.5, 0.5, 0.5]}, 9)
 
     judged = recompute_advantages(folder, 0, SCORER, ScoreConfig())
 
@@ -69,8 +69,8 @@ async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_sco
     tmp_path: Path,
 ) -> None:
     rewards: dict[int, list[float | None]] = {4: [1.0, 0.0], 5: [1.0, 0.0]}
-    partly = await stored_run(tmp_path / "partly", rewards, 3)
-    half = await stored_run(tmp_path / "half", rewards, 2)
+    partly = await store_run(tmp_path / "partly", rewards, 3)
+    half = await store_run(tmp_path / "half", rewards, 2)
 
     with pytest.raises(ConfigError, match=r"1 trajectories of step 0 .* have no score"):
         recompute_advantages(partly, 0, SCORER, ScoreConfig())
@@ -78,7 +78,7 @@ async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_sco
 
 
 async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> None:
-    folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0]}, 9)
+    folder = await store_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0]}, 9)
     judged = recompute_advantages(folder, 0, SCORER, ScoreConfig())
     outcomes = [outcome for each in judged.values() for outcome in each]
 
@@ -91,7 +91,7 @@ async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> N
 
 
 async def test_a_group_is_whole_by_the_size_that_is_stored_with_it(tmp_path: Path) -> None:
-    folder = await stored_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0, None]}, 9)
+    folder = await store_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0, None]}, 9)
 
     judged = recompute_advantages(folder, 0, SCORER, ScoreConfig(min_group_size=0))
 

@@ -46,7 +46,7 @@ def as_arrays() -> bytes:
     )
 
 
-async def generated(body: bytes) -> Completion:
+async def generate(body: bytes) -> Completion:
     """What a client makes of an answer that comes in pieces."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,14 +66,14 @@ async def generated(body: bytes) -> Completion:
 
 @pytest.mark.parametrize("body", [as_json(), as_arrays()], ids=["json", "arrays"])
 async def test_a_large_answer_is_the_arrays_that_were_sent(body: bytes) -> None:
-    completion = await generated(body)
+    completion = await generate(body)
     np.testing.assert_array_equal(completion.token_ids, IDS)
     np.testing.assert_array_equal(completion.logprobs, LOGPROBS)
     np.testing.assert_array_equal(completion.routed_experts, EXPERTS)
 
 
 async def test_large_answers_are_decoded_by_few_threads() -> None:
-    await asyncio.gather(*(generated(as_arrays()) for _ in range(3)))
+    await asyncio.gather(*(generate(as_arrays()) for _ in range(3)))
     decoders = [each for each in threading.enumerate() if each.name.startswith("decode-answer")]
     assert len(decoders) <= 3 * PATIENCE.decode_threads
 
@@ -100,4 +100,4 @@ def test_no_routed_experts_are_none() -> None:
 @pytest.mark.parametrize("experts", ["not base64", base64.b64encode(b"no array" * 99).decode()])
 async def test_routed_experts_that_cannot_be_read_are_transient(experts: str) -> None:
     with pytest.raises(TransientRequestError, match="cannot read its response"):
-        await generated(as_json(routed_experts=experts))
+        await generate(as_json(routed_experts=experts))

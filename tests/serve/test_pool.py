@@ -85,14 +85,14 @@ async def test_another_failure_alarms_the_watcher_and_the_server_stays_in_the_po
         assert server is A
 
 
-def failed(pool: ServerPool, server: Server, n_times: int) -> None:
+def fail(pool: ServerPool, server: Server, n_times: int) -> None:
     for _ in range(n_times):
         pool.note_failure(server, TransientRequestError("500"))
 
 
 async def test_failures_in_a_row_remove_a_server_until_it_is_admitted_again() -> None:
     pool = await pool_of(A, B)
-    failed(pool, A, A.max_failures_in_a_row)
+    fail(pool, A, A.max_failures_in_a_row)
     assert pool.is_suspect(A)
     async with pool.lease(0, 10) as first, pool.lease(1, 10) as second:
         assert {first, second} == {B}
@@ -100,9 +100,9 @@ async def test_failures_in_a_row_remove_a_server_until_it_is_admitted_again() ->
 
 async def test_an_answer_ends_a_row_of_failures() -> None:
     pool = await pool_of(A)
-    failed(pool, A, A.max_failures_in_a_row - 1)
+    fail(pool, A, A.max_failures_in_a_row - 1)
     pool.note_success(A)
-    failed(pool, A, A.max_failures_in_a_row - 1)
+    fail(pool, A, A.max_failures_in_a_row - 1)
     assert not pool.is_suspect(A)
     async with pool.lease(0, 10) as server:
         assert server is A
@@ -110,9 +110,9 @@ async def test_an_answer_ends_a_row_of_failures() -> None:
 
 async def test_a_server_without_an_answer_since_it_was_admitted_is_removed_at_its_next_failure() -> None:
     pool = await pool_of(A, B)
-    failed(pool, A, A.max_failures_in_a_row)
+    fail(pool, A, A.max_failures_in_a_row)
     pool.admit(A)
-    failed(pool, A, 1)
+    fail(pool, A, 1)
     async with pool.lease(0, 10) as first, pool.lease(1, 10) as second:
         assert {first, second} == {B}
 

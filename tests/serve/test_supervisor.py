@@ -197,7 +197,7 @@ async def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None
     assert not _is_alive(int(process.log_tail()))
 
 
-def held(folder: Path) -> tuple[LaunchedProcess, Callable[[], None]]:
+def start_held(folder: Path) -> tuple[LaunchedProcess, Callable[[], None]]:
     """A process that runs until the returned function is called."""
     command = ["sh", "-c", f"while [ -e {folder / 'is_held'} ]; do sleep 0.05; done"]
     (folder / "is_held").touch()
@@ -206,7 +206,7 @@ def held(folder: Path) -> tuple[LaunchedProcess, Callable[[], None]]:
 
 
 async def test_every_waiter_learns_of_the_end(tmp_path: Path) -> None:
-    process, end = held(tmp_path)
+    process, end = start_held(tmp_path)
     assert process.returncode is None
     waiters = asyncio.gather(process.wait(), process.wait())
     end()
@@ -223,7 +223,7 @@ def test_waiting_for_the_end_polls_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_waiter_does_no_harm(tmp_path: Path) -> None:
-    process, end = held(tmp_path)
+    process, end = start_held(tmp_path)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(process.wait(), 0.05)
     end()

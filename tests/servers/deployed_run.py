@@ -119,7 +119,7 @@ class Deployed:
 
 
 @asynccontextmanager
-async def deployed(place: Any, flow: Flow[Any, Any], **values: Any) -> AsyncIterator[Deployed]:
+async def deploy(place: Any, flow: Flow[Any, Any], **values: Any) -> AsyncIterator[Deployed]:
     """A deployment of a flow, with these settings in place of sections of the preset."""
     pool = f"control-{uuid4().hex[:8]}"
     preset = yaml.safe_load((place.folder / "conf" / "small.yaml").read_text()) | values

@@ -19,14 +19,14 @@ KUBERNETES_VERSION = "1.32"
 
 
 @functools.cache
-def parsed() -> list[dict[str, Any]]:
+def parse() -> list[dict[str, Any]]:
     listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
     return [each for name in listed for each in yaml.safe_load_all((KUBERNETES / name).read_text())]
 
 
 def manifests() -> list[dict[str, Any]]:
     """Every resource of the files that kustomization.yaml lists, to do with as one likes."""
-    return copy.deepcopy(parsed())
+    return copy.deepcopy(parse())
 
 
 def manifest(kind: str, name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def marked_processes(marker: str) -> dict[int, str]:
+def find_marked_processes(marker: str) -> dict[int, str]:
     """Command line of every living process that has the marker in its environment, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():

@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Receiver]:
+def serve() -> Iterator[Receiver]:
     """Run a receiver on a free port."""
     server = Receiver()
     thread = threading.Thread(target=server.serve_forever)

@@ -137,7 +137,7 @@ class Diary(TaskRunRecorder):
 
 
 @asynccontextmanager
-async def opened(
+async def open_planned_run(
     folder: Path,
     sampler: PlannedSampler,
     scoring: Any,
@@ -189,7 +189,7 @@ def diary(run: Run) -> list[str]:
     return run.task_runs.lines
 
 
-def stored(run: Run, dataset: str) -> list[dict[str, Any]]:
+def read_stored(run: Run, dataset: str) -> list[dict[str, Any]]:
     partition = {"scorer": "planned@1"} if dataset == "scores" else {}
     rows: list[dict[str, Any]] = read(run.folder, dataset, step=0, **partition).to_pylist()
     return sorted(rows, key=lambda row: row.get("sample", 0))

@@ -15,7 +15,7 @@ PAGE = 50
 """Fewer than there are log lines and task runs of a run of several steps, so that there is a second page."""
 
 
-async def everything_of(run: Deployed, flow_run: UUID) -> dict[str, list[bytes]]:
+async def read_all_texts(run: Deployed, flow_run: UUID) -> dict[str, list[bytes]]:
     """Return all that is stored of a run, by kind: logs, artifacts, events, flow runs, task runs, deployment, files, data sets."""
     client = run.client
     runs = in_flow_run(flow_run)

@@ -29,7 +29,9 @@ from rollmill.tasks.store.run.writable_run import OpenRun
 FILE = "rank-00000-of-00001.safetensors"
 
 
-def written(folder: RunFolder, version: int, incarnation: int = 1, weights: bytes = b"weights") -> Path:
+def write_checkpoint(
+    folder: RunFolder, version: int, incarnation: int = 1, weights: bytes = b"weights"
+) -> Path:
     """A checkpoint as a trainer of one rank leaves it on its disk, and on S3."""
     clear_checkpoint(folder, version, incarnation)
     local = folder.checkpoint(version)
@@ -46,11 +48,11 @@ def written(folder: RunFolder, version: int, incarnation: int = 1, weights: byte
 def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "scratch"))
     folder = RunFolder(f"{s3_root}/run")
-    loaded(folder).close()
+    reopen(folder).close()
     return folder
 
 
-def loaded(folder: RunFolder) -> OpenRun:
+def reopen(folder: RunFolder) -> OpenRun:
     """The run, opened once more, with one more trainer that has loaded it."""
     config_of = StoreConfig()
     run = OpenRun.open(folder, config={"steps": 1}, fixed={}, versions={}, git_commit="", config_of=config_of)
@@ -62,7 +64,7 @@ def loaded(folder: RunFolder) -> OpenRun:
 def test_a_checkpoint_is_the_same_on_another_machine(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = written(run, 4)
+    here = write_checkpoint(run, 4)
     assert list_complete_checkpoints(run) == [4]
     monkeypatch.setenv(SCRATCH_ENV, str(tmp_path / "elsewhere"))
     there = fetch_checkpoint(run.path(checkpoint_key(4)))
@@ -76,7 +78,7 @@ def test_a_killed_uploads_files_are_no_checkpoint_and_the_next_upload_removes_th
     assert list_complete_checkpoints(run) == []
     with pytest.raises(ShardError, match=r"COMPLETE\.json: there is no such object"):
         fetch_checkpoint(run.path(checkpoint_key(4)))
-    written(run, 4)
+    write_checkpoint(run, 4)
     names = open_files(run).keys(f"{checkpoint_key(4)}/**")
     assert [each.rpartition("/")[2] for each in names] == [CHECKPOINT_MARKER, FILE]
 
@@ -84,7 +86,7 @@ def test_a_killed_uploads_files_are_no_checkpoint_and_the_next_upload_removes_th
 def test_a_wrong_copy_and_a_locally_missing_file_are_fetched(
     run: RunFolder,
 ) -> None:
-    local = written(run, 4)
+    local = write_checkpoint(run, 4)
     (local / FILE).write_bytes(b"changed")
     location = run.path(checkpoint_key(4))
     assert (fetch_checkpoint(location) / FILE).read_bytes() == b"changed"
@@ -97,7 +99,7 @@ def test_a_wrong_copy_and_a_locally_missing_file_are_fetched(
 
 def test_a_machine_keeps_no_more_than_the_last_copy(run: RunFolder) -> None:
     for version in (2, 4):
-        written(run, version)
+        write_checkpoint(run, version)
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000004"]
     fetch_checkpoint(run.path(checkpoint_key(2)))
     assert [each.name for each in (run.local / "checkpoints").iterdir()] == ["version=000002"]
@@ -116,7 +118,7 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
 def test_a_concurrent_reader_leaves_the_checkpoint_that_the_trainer_is_writing(
     run: RunFolder, tmp_path: Path
 ) -> None:
-    written(run, 4)
+    write_checkpoint(run, 4)
     clear_checkpoint(run, 8, 1)
     unfinished = run.checkpoint(8) / FILE
     unfinished.write_bytes(b"half")
@@ -127,8 +129,8 @@ def test_a_concurrent_reader_leaves_the_checkpoint_that_the_trainer_is_writing(
 
 
 def test_a_trainer_does_not_change_the_checkpoint_of_a_newer_one(run: RunFolder) -> None:
-    loaded(run).close()
-    written(run, 4, incarnation=2)
+    reopen(run).close()
+    write_checkpoint(run, 4, incarnation=2)
     stored = open_files(run).sizes(f"{checkpoint_key(4)}/**")
     with pytest.raises(LeaseLostError, match=r"incarnation 1: one of incarnation 2 has loaded the run"):
         upload_checkpoint_file(run, 4, FILE, incarnation=1)
@@ -139,7 +141,7 @@ def test_a_trainer_does_not_change_the_checkpoint_of_a_newer_one(run: RunFolder)
 
 def test_checkpoints_of_a_run_on_a_disk_stay_where_they_are(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
-    local = written(run, 4)
+    local = write_checkpoint(run, 4)
     assert fetch_checkpoint(run.path(checkpoint_key(4))) == local
     assert has_checkpoint(run, 4)
 
@@ -160,7 +162,7 @@ def test_old_checkpoints_and_leftovers_of_killed_writers_are_removed(
     folder = run if is_on_s3 else RunFolder(tmp_path / "run")
     folder.tmp.mkdir(parents=True, exist_ok=True)
     for version in (2, 4, 6, 8):
-        written(folder, version)
+        write_checkpoint(folder, version)
     publish_text(open_files(folder), f"{checkpoint_key(3)}/{FILE}", b"unfinished")
     publish_text(open_files(folder), f"{checkpoint_key(9)}/{FILE}", b"being written")
     assert remove_checkpoints(folder, open_files(folder), keep=2, keep_every=4) == [2, 3]

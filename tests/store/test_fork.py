@@ -24,13 +24,13 @@ CONFIG: dict[str, Any] = {"seed": 0, "steps": 9}
 CONFIG_OF = StoreConfig()
 
 
-def opened(folder: RunFolder, config: dict[str, Any] = CONFIG) -> OpenRun:
+def open_run(folder: RunFolder, config: dict[str, Any] = CONFIG) -> OpenRun:
     return OpenRun.open(folder, config=config, fixed={}, versions={}, git_commit="", config_of=CONFIG_OF)
 
 
-async def trained(folder: RunFolder, rows: RowMaker) -> OpenRun:
+async def train_run(folder: RunFolder, rows: RowMaker) -> OpenRun:
     """A run of four trained steps, and checkpoints of the versions 1 and 3."""
-    run = opened(folder)
+    run = open_run(folder)
     async with run.writer as writer:
         for step in range(4):
             for dataset in ("rollouts", "batches", "metrics"):
@@ -47,7 +47,7 @@ async def trained(folder: RunFolder, rows: RowMaker) -> OpenRun:
 
 async def test_a_fork_has_the_rows_before_its_step_and_the_last_checkpoint(root: str, rows: RowMaker) -> None:
     source, target = RunFolder(f"{root}/source"), RunFolder(f"{root}/target")
-    with await trained(source, rows) as run:
+    with await train_run(source, rows) as run:
         fork_run(source, 2, target, CONFIG | {"seed": 1}, CONFIG_OF)  # while the source is written to
         manifest = read_manifest(target)
         assert manifest.run_at_step(1) == manifest.origins[0].run == run.manifest.run
@@ -59,7 +59,7 @@ async def test_a_fork_has_the_rows_before_its_step_and_the_last_checkpoint(root:
     assert find_resume_point(target) == ResumePoint(checkpoint_version=1, stored_batches=2)
     marker = json.loads(read_text(open_files(target), "checkpoints/version=000001/COMPLETE.json"))
     assert marker == {"run": manifest.run, "version": 1, "digest": "d"}
-    with opened(target, CONFIG | {"seed": 1}) as forked:
+    with open_run(target, CONFIG | {"seed": 1}) as forked:
         assert forked.manifest.epoch > run.manifest.epoch
 
 
@@ -69,7 +69,7 @@ def inode(folder: RunFolder, key: str) -> int:
 
 async def test_files_on_the_same_disk_are_not_copied(tmp_path: Path, rows: RowMaker) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
-    (await trained(source, rows)).close()
+    (await train_run(source, rows)).close()
     fork_run(source, 4, target, CONFIG, CONFIG_OF)
     for key in (
         *open_files(source).keys("rollouts/**/*.arrow"),
@@ -82,12 +82,12 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_
     tmp_path: Path, rows: RowMaker
 ) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
-    (await trained(source, rows)).close()
+    (await train_run(source, rows)).close()
     fork_run(source, 2, target, CONFIG, CONFIG_OF)
     whole = read_manifest(target)
     write_manifest_of_a_killed_one(target)
     with pytest.raises(StoreError, match="is an unfinished fork"):
-        opened(target)
+        open_run(target)
     with pytest.raises(ConfigError, match=r"not a fork of .* at step 3"):
         fork_run(source, 3, target, CONFIG, CONFIG_OF)
     fork_run(source, 2, target, CONFIG, CONFIG_OF)
@@ -103,7 +103,7 @@ def write_manifest_of_a_killed_one(target: RunFolder) -> None:
 
 async def test_a_fork_of_a_fork_lists_the_origins_of_its_rows(tmp_path: Path, rows: RowMaker) -> None:
     first, second, third = (RunFolder(tmp_path / name) for name in ("first", "second", "third"))
-    (await trained(first, rows)).close()
+    (await train_run(first, rows)).close()
     fork_run(first, 3, second, CONFIG, CONFIG_OF)
     fork_run(second, 2, third, CONFIG, CONFIG_OF)
     manifest = read_manifest(third)
@@ -116,6 +116,6 @@ async def test_a_fork_of_a_fork_lists_the_origins_of_its_rows(tmp_path: Path, ro
 
 async def test_a_step_that_is_not_trained_cannot_be_forked_at(tmp_path: Path, rows: RowMaker) -> None:
     source = RunFolder(tmp_path / "source")
-    (await trained(source, rows)).close()
+    (await train_run(source, rows)).close()
     with pytest.raises(ConfigError, match=r"STEP = 5: .*has 4 trained steps"):
         fork_run(source, 5, RunFolder(tmp_path / "target"), CONFIG, CONFIG_OF)

@@ -35,7 +35,7 @@ class Elsewhere:
         return self.content[offset : offset + size]
 
 
-def written(folder: Path, dataset: str, *rows: pa.RecordBatch) -> tuple[bytes, str]:
+def make_shard(folder: Path, dataset: str, *rows: pa.RecordBatch) -> tuple[bytes, str]:
     """A shard's bytes, and the digest of its name."""
     name = ShardName.of(write_shard(folder / "shard", ShardName(1, 0), dataset, rows))
     assert name is not None
@@ -50,7 +50,7 @@ def whole(content: bytes, digest: str) -> pa.Table:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory, rows: RowMaker) -> dict[str, tuple[bytes, str]]:
     folder = tmp_path_factory.mktemp("shards")
-    return {dataset: written(folder, dataset, rows(dataset, 3)) for dataset in SCHEMAS}
+    return {dataset: make_shard(folder, dataset, rows(dataset, 3)) for dataset in SCHEMAS}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, str]:
         make_batch("routing", plain | {"trajectory_id": [f"t{n}"], "experts": each})
         for n, each in enumerate(experts)
     ]
-    return written(tmp_path_factory.mktemp("large"), "routing", *pieces)
+    return make_shard(tmp_path_factory.mktemp("large"), "routing", *pieces)
 
 
 @given(st.sampled_from(sorted(SCHEMAS)), st.floats(0, 1, exclude_max=True), st.integers(1, 255))

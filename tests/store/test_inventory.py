@@ -15,7 +15,7 @@ from rollmill.tasks.store.shards.inventory import is_recorded, list_shard_sizes,
 RowMaker = Callable[..., pa.RecordBatch]
 
 
-def opened(root: Path) -> OpenRun:
+def open_run(root: Path) -> OpenRun:
     folder = RunFolder(root / "a")
     return OpenRun.open(
         folder, config={}, fixed={}, versions={}, git_commit="", config_of=StoreConfig(root=str(root))
@@ -30,7 +30,7 @@ def unknown(folder: RunFolder) -> list[str]:
 async def test_a_step_costs_the_inventory_one_shard_and_only_its_newest_is_noted_nowhere(
     tmp_path: Path, rows: RowMaker
 ) -> None:
-    with opened(tmp_path) as run:
+    with open_run(tmp_path) as run:
         async with run.writer as writer:
             for step in range(3):
                 for group in range(4):
@@ -51,19 +51,19 @@ async def test_a_step_costs_the_inventory_one_shard_and_only_its_newest_is_noted
 async def test_the_next_writer_records_the_shards_that_a_killed_one_did_not(
     tmp_path: Path, rows: RowMaker
 ) -> None:
-    with opened(tmp_path) as run:
+    with open_run(tmp_path) as run:
         await run.writer.__aenter__()
         await run.writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
         left = unknown(run.folder)
         assert len(left) == 1
-    with opened(tmp_path) as run:
+    with open_run(tmp_path) as run:
         async with run.writer:
             assert all(is_recorded(read_inventory(run.folder), key) for key in left)
     assert [key.partition("/")[0] for key in unknown(run.folder)] == ["shards"]
 
 
 async def test_compacted_and_removed_shards_are_recorded(tmp_path: Path, rows: RowMaker) -> None:
-    with opened(tmp_path) as run:
+    with open_run(tmp_path) as run:
         async with run.writer as writer:
             for group in range(3):
                 made = rows("rollouts", step=0, group=group, trajectory_id=f"t{group}")
@@ -78,7 +78,7 @@ async def test_compacted_and_removed_shards_are_recorded(tmp_path: Path, rows: R
 
 
 async def test_a_cancelled_writer_notes_its_last_shards_too(tmp_path: Path, rows: RowMaker) -> None:
-    with opened(tmp_path) as run:
+    with open_run(tmp_path) as run:
         await run.writer.__aenter__()
         run.writer.append("rollouts", rows("rollouts", step=0), step=0)
         run.writer._close()
@@ -87,7 +87,7 @@ async def test_a_cancelled_writer_notes_its_last_shards_too(tmp_path: Path, rows
 
 async def test_compacted_shards_of_the_inventory_itself_are_noted(tmp_path: Path, rows: RowMaker) -> None:
     for epoch in (1, 2):
-        with opened(tmp_path) as run:
+        with open_run(tmp_path) as run:
             async with run.writer as writer:
                 for step in (2 * epoch, 2 * epoch + 1):
                     await writer.append("groups", rows("groups", step=step), step=step)

@@ -63,7 +63,7 @@ def command(root: Path, dies_at: int = 0, most: int = GROUPS) -> list[str]:
     return [sys.executable, "-c", WRITER, str(root), *map(str, (GROUPS, dies_at, most))]
 
 
-def killed_after(n_acknowledged: int, root: Path, *, by_itself: bool) -> list[int]:
+def kill_after(n_acknowledged: int, root: Path, *, by_itself: bool) -> list[int]:
     """Run a writer until that many groups are acknowledged, or a little longer; returns all that were."""
     how = {"dies_at": n_acknowledged} if by_itself else {"most": n_acknowledged + AFTER}
     with subprocess.Popen(command(root, **how), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as writer:
@@ -82,7 +82,7 @@ def test_rows_acknowledged_before_a_kill_are_stored_exactly_once(tmp_path: Path)
     acknowledged: set[int] = set()
     for number, n in enumerate(random.Random(7).choices(range(1, 80), k=N_KILLS)):
         before = set(read(folder, "rollouts", ["group"])["group"].to_pylist())
-        now = killed_after(n, tmp_path, by_itself=number % 2 == 0)
+        now = kill_after(n, tmp_path, by_itself=number % 2 == 0)
         assert not before & set(now)
         acknowledged |= set(now)
         stored = read(folder, "rollouts", ["group"])["group"].to_pylist()

@@ -51,7 +51,7 @@ def run(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFol
     return RunFolder(f"{s3_root}/run")
 
 
-def locked(run: RunFolder, timeout_s: float = 0.0, lease_s: float = LEASE_S) -> RunLock:
+def lock_folder(run: RunFolder, timeout_s: float = 0.0, lease_s: float = LEASE_S) -> RunLock:
     return lock_run(run, StoreConfig(), lease_s=lease_s, timeout_s=timeout_s)
 
 
@@ -88,14 +88,14 @@ def answer(process: "subprocess.Popen[str]", line: str = "") -> str:
 def test_a_run_that_is_held_is_refused_naming_its_holder_and_free_once_given_back(run: RunFolder) -> None:
     with holder(run) as other:
         with pytest.raises(RunLockedError, match=rf"run is being written to by process {other.pid} on "):
-            locked(run)
+            lock_folder(run)
         assert answer(other, "a") == "written\n"
-    first = locked(run)
+    first = lock_folder(run)
     with pytest.raises(RunLockedError, match=f"process {os.getpid()} "):
-        locked(run)
+        lock_folder(run)
     first.release()
     first.release()
-    locked(run).release()
+    lock_folder(run).release()
 
 
 @pytest.mark.slow
@@ -103,14 +103,14 @@ def test_the_run_of_a_process_that_was_killed_on_this_machine_is_free_at_once(ru
     with holder(run, lease_s=3600.0) as other:
         os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        locked(run).release()
+        lock_folder(run).release()
 
 
 @pytest.mark.slow
 def test_a_holder_that_lives_keeps_the_run_beyond_its_lease(run: RunFolder) -> None:
     with holder(run) as other:
         with pytest.raises(RunLockedError):
-            locked(run, timeout_s=2 * LEASE_S + CLOCK_RESOLUTION_S)
+            lock_folder(run, timeout_s=2 * LEASE_S + CLOCK_RESOLUTION_S)
         assert answer(other, "a") == "written\n"
 
 
@@ -118,7 +118,7 @@ def test_a_holder_that_lives_keeps_the_run_beyond_its_lease(run: RunFolder) -> N
 def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder) -> None:
     with holder(run) as other:
         os.kill(other.pid, signal.SIGSTOP)
-        ours = locked(run, timeout_s=60.0)
+        ours = lock_folder(run, timeout_s=60.0)
         publish_text(open_files(run, ours.check), "ours", b"")
         os.kill(other.pid, signal.SIGCONT)
         refused = answer(other, "theirs")
@@ -129,20 +129,20 @@ def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder
         ours.release()
 
 
-def opened(run: RunFolder, steps: int = 1) -> OpenRun:
+def open_run(run: RunFolder, steps: int = 1) -> OpenRun:
     settings = {"config": {"steps": steps}, "fixed": {}, "versions": {}, "git_commit": ""}
     return OpenRun.open(run, **settings, config_of=StoreConfig())
 
 
-def taken_over(run: RunFolder) -> OpenRun:
+def take_over(run: RunFolder) -> OpenRun:
     """The run, opened by another who holds it by now, though the first one's lease has not run out by its own clock."""
     open_files(run).remove([LOCK_KEY])
-    return opened(run, steps=2)
+    return open_run(run, steps=2)
 
 
 def test_a_former_holder_does_not_replace_the_lock_of_the_new_one(run: RunFolder) -> None:
-    first = opened(run)
-    second = taken_over(run)
+    first = open_run(run)
+    second = take_over(run)
     second.next_incarnation()
     for change in (first.next_incarnation, first.finish):
         with pytest.raises(LeaseLostError, match=r"run\.json is not written: another process has taken"):
@@ -154,14 +154,14 @@ def test_a_former_holder_does_not_replace_the_lock_of_the_new_one(run: RunFolder
 
 
 def test_of_two_processes_one_creates_a_new_run(run: RunFolder) -> None:
-    with opened(run) as first:
+    with open_run(run) as first:
         with pytest.raises(LeaseLostError):
             write_manifest(first.files, first.manifest, None)
         assert read_manifest(run) == first.manifest
 
 
 def test_a_writer_whose_lock_was_removed_stops(run: RunFolder) -> None:
-    ours = locked(run)
+    ours = lock_folder(run)
     open_files(run).remove([LOCK_KEY])
     with pytest.raises(LeaseLostError, match="has removed its lock"):
         check_for_half_a_minute(ours)
@@ -177,7 +177,7 @@ def test_an_outage_beyond_the_lease_stops_writing_and_ends_without_a_loss(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
         fresh()
-        ours = locked(run)
+        ours = lock_folder(run)
         proxy.share = 1.0
         with pytest.raises(StoreError, match=r"cannot write s3://.*/run/lock"):
             check_for_half_a_minute(ours)
@@ -195,7 +195,7 @@ def fresh() -> None:
 
 
 def test_an_answer_that_was_lost_is_no_lost_lease(run: RunFolder) -> None:
-    ours = locked(run, lease_s=3600.0)
+    ours = lock_folder(run, lease_s=3600.0)
     files = open_files(run)
     terms = LeaseRecord.model_validate_json(read_text(files, LOCK_KEY))
     as_if_unanswered = terms.model_copy(update={"renewals": terms.renewals + 1})
@@ -206,7 +206,7 @@ def test_an_answer_that_was_lost_is_no_lost_lease(run: RunFolder) -> None:
 
 
 def test_a_forked_child_neither_holds_nor_gives_back_the_run_of_its_parent(run: RunFolder) -> None:
-    ours = locked(run)
+    ours = lock_folder(run)
     child = os.fork()
     if child == 0:
         try:
@@ -217,10 +217,10 @@ def test_a_forked_child_neither_holds_nor_gives_back_the_run_of_its_parent(run: 
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(RunLockedError):
-        locked(run)
+        lock_folder(run)
     ours.release()
 
 
 def test_an_unreadable_lock_is_replaced(run: RunFolder) -> None:
     publish_text(open_files(run), LOCK_KEY, b"{}")
-    locked(run).release()
+    lock_folder(run).release()

@@ -22,7 +22,7 @@ STEPS, ROWS = 24, 8
 N_KILLS = 5
 
 
-def running(run: Path, grace_s: float, compact: str) -> "subprocess.Popen[str]":
+def start_run(run: Path, grace_s: float, compact: str) -> "subprocess.Popen[str]":
     """Start a run in a separate process."""
     words = [HERE / "compacting_run.py", run, STEPS, ROWS, grace_s, compact]
     pipe = subprocess.PIPE
@@ -36,7 +36,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 @contextmanager
-def polled(run: Path, readers: Sequence[str]) -> Iterator[None]:
+def poll(run: Path, readers: Sequence[str]) -> Iterator[None]:
     """Poll with readers in separate processes; every one must have read, and none failed.
 
     They start before the run: on a busy machine their imports can take longer than a whole run.
@@ -88,8 +88,8 @@ def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
-    with polled(run, ["polars", "duckdb"]):
-        process = running(run, 0.1, "at_end")
+    with poll(run, ["polars", "duckdb"]):
+        process = start_run(run, 0.1, "at_end")
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
     assert list_superseded_shards(shards_in(run))
@@ -100,8 +100,8 @@ def test_plain_readers_that_poll_all_through_the_steps_of_a_run_with_compaction_
 @pytest.mark.slow
 def test_readers_that_use_names_never_fail_while_superseded_shards_are_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with polled(run, ["polars by names", "duckdb by names", "rollmill"]):
-        end(running(run, 8.0, "after_grace"))
+    with poll(run, ["polars by names", "duckdb by names", "rollmill"]):
+        end(start_run(run, 8.0, "after_grace"))
     check_finished(run)
 
 
@@ -110,13 +110,13 @@ def test_a_run_killed_during_compaction_shows_every_acknowledged_row_exactly_onc
     tmp_path: Path,
 ) -> None:
     run, rng, acknowledged = tmp_path / "run", random.Random(11), 0
-    with polled(run, ["rollmill"]):
+    with poll(run, ["rollmill"]):
         for number in range(N_KILLS):
-            process = running(run, 0.2, "at_end" if number % 2 else "after_grace")
+            process = start_run(run, 0.2, "at_end" if number % 2 else "after_grace")
             wait_for_acknowledgements(run, acknowledged + rng.randint(1, STEPS * ROWS // N_KILLS // 2))
             process.kill()
             process.communicate(timeout=60)
             assert process.returncode == -signal.SIGKILL
             acknowledged = (tmp_path / "acknowledged").read_text().count("\n")
-        end(running(run, 0.2, "after_grace"))
+        end(start_run(run, 0.2, "after_grace"))
     check_finished(run)

@@ -29,7 +29,7 @@ RowMaker = Callable[..., pa.RecordBatch]
 CONFIG = {"seed": 0, "steps": 4, "train": {"lr": 1e-3, "dtype": "fp32"}}
 
 
-def opened(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
+def open_run(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
     return OpenRun.open(
         RunFolder(f"{root}/a"),
         config=config,
@@ -42,7 +42,7 @@ def opened(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
 
 def test_a_new_run_has_a_random_id_and_its_settings_in_run_json(root: str) -> None:
     assert not has_manifest(RunFolder(f"{root}/a"))
-    with opened(root) as run, opened(f"{root}/other") as other:
+    with open_run(root) as run, open_run(f"{root}/other") as other:
         assert run.manifest.run != other.manifest.run
         assert (run.manifest.epoch, run.manifest.incarnation, run.manifest.status) == (1, 0, "running")
         stored = json.loads(read_text(open_files(run.folder), "run.json"))
@@ -52,9 +52,9 @@ def test_a_new_run_has_a_random_id_and_its_settings_in_run_json(root: str) -> No
 
 
 def test_a_reopened_run_keeps_its_id_raises_its_epoch_and_has_the_new_settings(root: str) -> None:
-    with opened(root) as run:
+    with open_run(root) as run:
         first = run.manifest
-    with opened(root, CONFIG | {"steps": 8}) as run:
+    with open_run(root, CONFIG | {"steps": 8}) as run:
         assert (run.manifest.run, run.manifest.created_at) == (first.run, first.created_at)
         assert run.manifest.epoch == 2
         assert read_manifest(run.folder).config["steps"] == 8
@@ -62,16 +62,16 @@ def test_a_reopened_run_keeps_its_id_raises_its_epoch_and_has_the_new_settings(r
 
 async def test_two_writers_of_one_run_never_write_the_same_shard(root: str, rows: RowMaker) -> None:
     for group in (0, 1):
-        with opened(root) as run:
+        with open_run(root) as run:
             async with run.writer:
                 run.writer.append("rollouts", rows("rollouts", step=0, group=group), step=0)
     assert read(RunFolder(f"{root}/a"), "rollouts", ["group"])["group"].to_pylist() == [0, 1]
 
 
 def test_incarnations_rise_over_the_runs_whole_life(root: str) -> None:
-    with opened(root) as run:
+    with open_run(root) as run:
         assert [run.next_incarnation(), run.next_incarnation()] == [1, 2]
-    with opened(root) as run:
+    with open_run(root) as run:
         assert run.next_incarnation() == 3
         assert read_manifest(run.folder).incarnation == 3
 
@@ -81,11 +81,11 @@ def test_a_run_open_elsewhere_is_refused_naming_the_process(
 ) -> None:
     monkeypatch.setattr(writable_run, "lock_run", partial(lock_run, timeout_s=0.0))
     with (
-        opened(root),
+        open_run(root),
         pytest.raises(RunLockedError, match=f"a is being written to by process {os.getpid()} on "),
     ):
-        opened(root)
-    opened(root).close()
+        open_run(root)
+    open_run(root).close()
 
 
 def test_a_run_waits_for_the_lock_up_to_its_timeout(tmp_path: Path) -> None:
@@ -122,49 +122,49 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_
 
 
 def test_leftovers_of_a_killed_writer_are_removed_and_never_read(root: str) -> None:
-    with opened(root) as run:
+    with open_run(root) as run:
         (run.folder.tmp / "0a-000001-000000.arrow").write_bytes(b"ARROW1 and then the power went")
         (run.folder.tmp / "checkpoint").mkdir()
         assert read(run.folder, "rollouts").num_rows == 0
-    with opened(root) as run:
+    with open_run(root) as run:
         assert list(run.folder.tmp.iterdir()) == []
 
 
 def test_every_fixed_setting_that_differs_is_shown_with_both_values(root: str) -> None:
-    opened(root).close()
+    open_run(root).close()
     with pytest.raises(RunMismatchError) as caught:
-        opened(root, {"seed": 1, "steps": 4, "train": {"lr": 1e-6, "dtype": "bf16"}})
+        open_run(root, {"seed": 1, "steps": 4, "train": {"lr": 1e-6, "dtype": "bf16"}})
     text = str(caught.value)
     assert "seed: the run has 0, given is 1" in text
     assert "train.dtype: the run has 'fp32', given is 'bf16'" in text
     assert "another name" in text
     assert "lr" not in text
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
-    opened(root).close()
+    open_run(root).close()
 
 
 def test_a_fixed_setting_that_is_newer_than_the_run_has_its_default_there(root: str) -> None:
     older = {"seed": 0, "steps": 4}
-    opened(root, older).close()
-    opened(root).close()
-    opened(root, older).close()
+    open_run(root, older).close()
+    open_run(root).close()
+    open_run(root, older).close()
     with pytest.raises(RunMismatchError, match=r"train\.dtype: the run has 'fp32', given is 'bf16'"):
-        opened(root, older | {"train": {"dtype": "bf16"}})
+        open_run(root, older | {"train": {"dtype": "bf16"}})
 
 
 def test_a_finished_run_is_refused_until_it_is_given_more_steps(root: str) -> None:
-    with opened(root) as run:
+    with open_run(root) as run:
         run.finish()
     with pytest.raises(RunFinishedError, match="done all its 4 steps; raise steps"):
-        opened(root)
-    with opened(root, CONFIG | {"steps": 5}) as run:
+        open_run(root)
+    with open_run(root, CONFIG | {"steps": 5}) as run:
         assert run.manifest.status == "running"
 
 
 def test_a_path_that_cannot_be_written_is_a_wrong_setting_that_names_store_root(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where a folder should be")
     with pytest.raises(ConfigError, match=r"store\.root = .*runs.*cannot be written: Not a directory"):
-        opened(tmp_path / "runs")
+        open_run(tmp_path / "runs")
 
 
 def test_a_full_disk_is_no_wrong_setting(tmp_path: Path) -> None:
@@ -179,15 +179,15 @@ def test_a_full_disk_is_no_wrong_setting(tmp_path: Path) -> None:
     [("", "damaged"), ("{", "damaged"), ('{"run": 7}', "run.json is damaged: run: "), ("[]", "damaged")],
 )
 def test_a_damaged_run_json_is_an_error_that_names_it(root: str, text: str, reason: str) -> None:
-    opened(root).close()
+    open_run(root).close()
     publish_text(open_files(RunFolder(f"{root}/a")), "run.json", text.encode())
     with pytest.raises(StoreError, match=reason):
-        opened(root)
+        open_run(root)
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(99, "a newer"), (1, "an older")])
 def test_a_run_of_another_schema_version_is_refused(root: str, version: int, remedy: str) -> None:
-    with opened(root) as run:
+    with open_run(root) as run:
         files = run.files
         text = read_text(files, "run.json").replace(b'"schema_version": 3', b'"schema_version": %d' % version)
         publish_text(files, "run.json", text)
@@ -202,7 +202,7 @@ def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(root
     folder.tmp.mkdir(parents=True)
     publish_text(open_files(folder), "rollouts/step=000000/some.arrow", b"rows")
     with pytest.raises(StoreError, match=r"data sets \(rollouts\) but no run\.json"):
-        opened(root)
+        open_run(root)
 
 
 def test_a_folder_without_a_run_is_an_error_that_names_it(root: str) -> None:

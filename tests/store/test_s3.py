@@ -48,7 +48,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., N
 
 
 @contextmanager
-def proxied(endpoint: str, set_environment: Callable[..., None], share: float) -> Iterator[FailingProxy]:
+def run_proxy(endpoint: str, set_environment: Callable[..., None], share: float) -> Iterator[FailingProxy]:
     with FailingProxy(endpoint, share).running() as proxy:
         set_environment(AWS_ENDPOINT_URL=proxy.url)
         yield proxy
@@ -58,7 +58,7 @@ def proxied(endpoint: str, set_environment: Callable[..., None], share: float) -
 async def test_rows_are_stored_once_though_a_third_of_the_requests_fails(
     run: RunFolder, rows: RowMaker, s3_endpoint: str, set_environment: Callable[..., None]
 ) -> None:
-    with proxied(s3_endpoint, set_environment, 1 / 3) as proxy:
+    with run_proxy(s3_endpoint, set_environment, 1 / 3) as proxy:
         async with RunWriter(open_files(run), epoch=1, flush_s=0.0) as writer:
             for group in range(20):
                 await writer.append("rollouts", rows("rollouts", step=0, group=group), step=0)
@@ -72,7 +72,7 @@ def test_a_server_that_keeps_failing_is_an_error_with_the_number_of_attempts(
 ) -> None:
     set_environment(AWS_MAX_ATTEMPTS="2")
     with (
-        proxied(s3_endpoint, set_environment, 1.0),
+        run_proxy(s3_endpoint, set_environment, 1.0),
         pytest.raises(StoreError, match=r"cannot list s3://.*, tried 2 times: .*AWS_ENDPOINT_URL"),
     ):
         open_files(run).keys("run.json")
@@ -99,7 +99,7 @@ def test_a_column_of_a_large_shard_needs_few_requests_and_few_of_its_bytes(
     asyncio.run(store())
     (key,) = open_files(run).keys("annotations/**/*.arrow")
     (size,) = S3Objects(run.location.removeprefix("s3://")).keys(key).values()
-    with proxied(s3_endpoint, set_environment, 0.0) as proxy:
+    with run_proxy(s3_endpoint, set_environment, 0.0) as proxy:
         source = open_files(run).open(key)
         fields = [source_field("annotations", "trajectory_id")]
         table = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields)).read_all()
@@ -239,7 +239,7 @@ def test_a_root_for_runs_is_checked_before_anything_starts_and_left_unchanged(
     assert S3Objects(s3_root.removeprefix("s3://")).keys("") == {}
     with pytest.raises(ConfigError, match=r"store\.root = 's3://no-such-bucket/runs': .*make the bucket"):
         check_s3("s3://no-such-bucket/runs")
-    with proxied(s3_endpoint, set_environment, 0.0) as proxy:
+    with run_proxy(s3_endpoint, set_environment, 0.0) as proxy:
         proxy.taken_away = {"if-none-match", "if-match"}
         with pytest.raises(ConfigError, match="ignores If-None-Match and If-Match"):
             check_s3(s3_root)

@@ -28,7 +28,7 @@ def stage(folder: RunFolder, rows: RowMaker, ids: list[str] = IDS) -> StagedRows
     return stage_rows(folder, "logprobs", made, "name", policy="trainer", step=3)
 
 
-def stored(folder: RunFolder) -> list[str]:
+def list_stored(folder: RunFolder) -> list[str]:
     found: list[str] = read(folder, "logprobs", policy="trainer", step=3)["trajectory_id"].to_pylist()
     return sorted(found)
 
@@ -41,7 +41,7 @@ async def test_rows_that_were_staged_twice_are_stored_once(
     assert await ingest_rows(folder, files, writer, stage(folder, rows, IDS[:2])) == 2
     again = stage(folder, rows)
     assert await ingest_rows(folder, files, writer, again) == 1
-    assert stored(folder) == IDS
+    assert list_stored(folder) == IDS
     assert not files.keys(".tmp/staged/*")
 
 
@@ -52,7 +52,7 @@ async def test_rows_that_are_stored_need_no_file_any_more(
     fields = asdict(stage(folder, rows))
     for n_new in (len(IDS), 0):
         assert await ingest_rows(folder, open_files(folder), writer, StagedRows.parse(fields)) == n_new
-    assert stored(folder) == IDS
+    assert list_stored(folder) == IDS
 
 
 async def test_rows_that_are_neither_there_nor_stored_are_an_error(

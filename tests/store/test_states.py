@@ -31,7 +31,7 @@ def row(columns, values, env="game", sample=0, **given):
     return state_row(env, columns, **keys, values=values, **given)
 
 
-async def stored(folder: RunFolder, env: str, *rows) -> None:
+async def store_states(folder: RunFolder, env: str, *rows) -> None:
     async with RunWriter(open_files(folder), 1, 0.0) as writer:
         for each in rows:
             await writer.append("states", each, env=env, step=0)
@@ -40,7 +40,7 @@ async def stored(folder: RunFolder, env: str, *rows) -> None:
 async def test_every_type_is_read_back_unchanged(folder: RunFolder) -> None:
     columns = {f"c{i}": kind for i, kind in enumerate(TYPES)}
     given = {name: VALUES[kind] for name, kind in columns.items()}
-    await stored(folder, "game", row(columns, given))
+    await store_states(folder, "game", row(columns, given))
     (got,) = read(folder, "states", env="game").to_pylist()
     assert {name: got[name] for name in columns} == given
     assert (got["trajectory_id"], got["error"]) == ("run.1.0.0", "")
@@ -48,7 +48,7 @@ async def test_every_type_is_read_back_unchanged(folder: RunFolder) -> None:
 
 async def test_a_value_of_another_type_is_null_and_reported_and_the_others_stay(folder: RunFolder) -> None:
     columns = {"n": "int64", "words": "list<string>", "left_out": "bool"}
-    await stored(folder, "game", row(columns, {"n": "three", "words": ["a"], "more": 1}))
+    await store_states(folder, "game", row(columns, {"n": "three", "words": ["a"], "more": 1}))
     (got,) = read(folder, "states", env="game").to_pylist()
     assert (got["n"], got["words"], got["left_out"]) == (None, ["a"], None)
     assert got["error"] == "n: expected int64, got 'three'; more: no such column"
@@ -105,7 +105,9 @@ async def test_a_plain_scan_of_one_environment_reads_any_name(tmp_path: Path) ->
     folder = RunFolder(tmp_path / "run")
     folder.tmp.mkdir(parents=True)
     env = "verifiers:owner/some game"
-    await stored(folder, env, row({"n": "int64"}, {"n": 1}, env), row({"n": "int64"}, {}, env, sample=1))
+    await store_states(
+        folder, env, row({"n": "int64"}, {"n": 1}, env), row({"n": "int64"}, {}, env, sample=1)
+    )
     (shards,) = {path.rpartition("/step=")[0] for path in open_files(folder).keys("states/*/*/*.arrow")}
     frame = pl.scan_ipc(f"{folder.location}/{shards}/**/*.arrow", hive_partitioning=True).collect()
     assert frame["n"].to_list() == [1, None]
@@ -113,7 +115,7 @@ async def test_a_plain_scan_of_one_environment_reads_any_name(tmp_path: Path) ->
 
 
 async def test_states_of_an_environment_of_a_library_are_exported(folder: RunFolder, tmp_path: Path) -> None:
-    await stored(folder, "verifiers:game", row({"n": "int64"}, {"n": 1}, "verifiers:game"))
+    await store_states(folder, "verifiers:game", row({"n": "int64"}, {"n": 1}, "verifiers:game"))
     (made,) = export_datasets(folder, tmp_path / "out", "parquet", ["states"])
     assert pl.read_parquet(tmp_path / "out" / "states-verifiers%3Agame.parquet", glob=False)[
         "n"
@@ -122,7 +124,7 @@ async def test_states_of_an_environment_of_a_library_are_exported(folder: RunFol
 
 
 async def test_a_run_does_not_resume_with_an_environment_of_other_columns(folder: RunFolder) -> None:
-    await stored(folder, "game", row({"n": "int64"}, {"n": 1}))
+    await store_states(folder, "game", row({"n": "int64"}, {"n": 1}))
     check_stored_columns(folder, "game", {"n": "int64"})
     check_stored_columns(folder, "another", {"n": "string"})
     with pytest.raises(RunMismatchError, match=r"at n: stored are n: int64, now n: large_string"):

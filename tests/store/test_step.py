@@ -18,7 +18,7 @@ RowMaker = Callable[..., pa.RecordBatch]
 KEYS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True, max_size=30)
 
 
-def keyed(rows: RowMaker, dataset: str, keys: list[tuple[int, int]], **columns: object) -> pa.RecordBatch:
+def make_rows(rows: RowMaker, dataset: str, keys: list[tuple[int, int]], **columns: object) -> pa.RecordBatch:
     """Rows of these groups and samples, with the ids that a run gives them."""
     if not keys:
         return no_rows(dataset)
@@ -38,7 +38,7 @@ def test_planned_work_is_stored_or_to_be_done_and_never_both(
     rows: RowMaker, groups: list[int], group_size: int, finished: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     scored = data.draw(st.lists(st.sampled_from(finished), unique=True)) if finished else []
-    stored = StoredStep(keyed(rows, "rollouts", finished), keyed(rows, "scores", scored), frozenset())
+    stored = StoredStep(make_rows(rows, "rollouts", finished), make_rows(rows, "scores", scored), frozenset())
     plan = plan_step(groups, group_size, stored)
     planned = [(group, sample) for group in groups for sample in range(group_size)]
     assert [each[:2] for each in plan.to_sample] == [key for key in planned if key not in finished]
@@ -46,8 +46,8 @@ def test_planned_work_is_stored_or_to_be_done_and_never_both(
     assert to_score == {f"r.{g}.{s}.0" for g, s in finished if (g, s) not in scored and g in groups}
     assert without_outcome(plan) == tuple(groups)
     done = StoredStep(
-        keyed(rows, "rollouts", sorted({*finished, *planned})),
-        keyed(rows, "scores", sorted({*finished, *planned})),
+        make_rows(rows, "rollouts", sorted({*finished, *planned})),
+        make_rows(rows, "scores", sorted({*finished, *planned})),
         frozenset(groups),
     )
     rest = plan_step(groups, group_size, done)
@@ -56,13 +56,13 @@ def test_planned_work_is_stored_or_to_be_done_and_never_both(
 
 
 def test_failed_and_cancelled_trajectories_are_final(rows: RowMaker) -> None:
-    made = keyed(rows, "rollouts", [(4, 0), (4, 1)], status=["failed", "cancelled"])
+    made = make_rows(rows, "rollouts", [(4, 0), (4, 1)], status=["failed", "cancelled"])
     plan = plan_step([4], 2, StoredStep(made, no_rows("scores"), frozenset()))
     assert plan.to_sample == ()
 
 
 def test_failed_and_cancelled_ones_are_attempted_once_more_when_a_user_asks(rows: RowMaker) -> None:
-    made = keyed(rows, "rollouts", [(4, 0), (4, 1), (4, 2)], status=["failed", "cancelled", "complete"])
+    made = make_rows(rows, "rollouts", [(4, 0), (4, 1), (4, 2)], status=["failed", "cancelled", "complete"])
     stored = StoredStep(made, no_rows("scores"), frozenset({4}))
     plan = plan_step([4], 3, stored, redo_failed=True)
     assert plan.to_sample == (Attempt(4, 0, 1), Attempt(4, 1, 1))
@@ -83,19 +83,19 @@ def test_of_several_attempts_the_last_one_counts(rows: RowMaker) -> None:
 
 
 def test_rows_that_were_stored_and_are_gone_are_named_and_not_sampled_again(rows: RowMaker) -> None:
-    judged = StoredStep(keyed(rows, "rollouts", [(4, 0)]), no_rows("scores"), frozenset({4}))
+    judged = StoredStep(make_rows(rows, "rollouts", [(4, 0)]), no_rows("scores"), frozenset({4}))
     with pytest.raises(ShardError, match=r"group 4: .*sample 1; its advantages are computed"):
         plan_step([4], 2, judged)
-    scored = StoredStep(no_rows("rollouts"), keyed(rows, "scores", [(4, 0)]), frozenset())
+    scored = StoredStep(no_rows("rollouts"), make_rows(rows, "scores", [(4, 0)]), frozenset())
     with pytest.raises(ShardError, match=r"r\.4\.0\.0; they have scores"):
         plan_step([4], 1, scored)
 
 
 async def test_only_the_scores_of_one_scorer_count(folder: RunFolder, rows: RowMaker) -> None:
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
-        writer.append("rollouts", keyed(rows, "rollouts", [(4, 1), (5, 0)], step=2), step=2)
-        writer.append("scores", keyed(rows, "scores", [(4, 1)], step=2), scorer="addition@1", step=2)
-        writer.append("scores", keyed(rows, "scores", [(5, 0)], step=2), scorer="addition@2", step=2)
+        writer.append("rollouts", make_rows(rows, "rollouts", [(4, 1), (5, 0)], step=2), step=2)
+        writer.append("scores", make_rows(rows, "scores", [(4, 1)], step=2), scorer="addition@1", step=2)
+        writer.append("scores", make_rows(rows, "scores", [(5, 0)], step=2), scorer="addition@2", step=2)
         writer.append("groups", rows("groups", step=2, group=4), step=2)
     stored = StoredStep.read(folder, 2, "addition@1")
     assert column_values(select_unscored(stored.rollouts, stored.scores), "trajectory_id") == ["r.5.0.0"]

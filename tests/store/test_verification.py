@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
 FILE = "rank-00000-of-00001.safetensors"
 
 
-def sampled(step: int) -> dict[str, object]:
+def make_columns(step: int) -> dict[str, object]:
     """Columns of a step's rollouts: two tokens of the prompt, then two sampled ones."""
     keys = [(step * GROUPS + group, sample) for group in range(GROUPS) for sample in range(SIZE)]
     n = len(keys)
@@ -69,7 +69,7 @@ class Story:
 
     def __init__(self, root: Path, rows: RowMaker) -> None:
         self.folder, self._root, self._rows = RunFolder(root / "run"), root, rows
-        self.columns = {step: sampled(step) for step in range(STEPS)}
+        self.columns = {step: make_columns(step) for step in range(STEPS)}
         self.leave_out: set[tuple[str, int]] = set()
         self.chosen = {step: list(range(GROUPS * SIZE)) for step in range(STEPS)}
 
@@ -170,7 +170,7 @@ async def test_a_damaged_shard_leaves_one_note_and_hides_no_other_fault_of_its_s
     story: Story, rows: RowMaker
 ) -> None:
     folder = await story.write()
-    await appended(folder, "groups", rows("groups", step=1, group=2, run=read_manifest(folder).run), step=1)
+    await append(folder, "groups", rows("groups", step=1, group=2, run=read_manifest(folder).run), step=1)
     (key,) = open_files(folder).keys("scores/*/step=000001/*.arrow")
     (folder.local / key).write_bytes(b"ARROW1")
 
@@ -227,7 +227,7 @@ def of_another_run(columns: dict[str, Any]) -> None:
     columns["run"] = "another"
 
 
-def unplanned(columns: dict[str, Any]) -> None:
+def remove_from_plan(columns: dict[str, Any]) -> None:
     columns["group"] = [2, 2, 3, 99]
 
 
@@ -251,7 +251,7 @@ def unplanned(columns: dict[str, Any]) -> None:
         (twice, "rollouts/step=000001: group, sample, attempt are there twice: 3.0.0"),
         (twice, "rollouts/step=000001: 1 planned trajectories have no rollout: 3.1"),
         (of_another_run, "rollouts/step=000001: it has rows of run another, by run.json the step is of run "),
-        (unplanned, "rollouts/step=000001: 1 rollouts are in no plan: 99.1"),
+        (remove_from_plan, "rollouts/step=000001: 1 rollouts are in no plan: 99.1"),
     ],
 )
 async def test_rows_that_are_wrong_are_found(
@@ -278,7 +278,7 @@ async def test_a_missing_data_set_of_a_step_is_found(story: Story, dataset: str,
     assert any(expected in each for each in findings(await story.write()))
 
 
-async def appended(folder: RunFolder, dataset: str, made: pa.RecordBatch, **partition: int | str) -> None:
+async def append(folder: RunFolder, dataset: str, made: pa.RecordBatch, **partition: int | str) -> None:
     with OpenRun.extend(folder, config_of=StoreConfig(root=str(folder.local.parent))) as run:
         async with run.writer as writer:
             await writer.append(dataset, made, **partition)
@@ -303,7 +303,7 @@ async def test_rows_of_a_missing_rollout_are_found(
         made = state_row("e", {"n": "int64"}, **keys, values={"n": 1})
     else:
         made = rows(dataset, step=1, trajectory_id="gone")
-    await appended(folder, dataset, made, **outer, step=1)
+    await append(folder, dataset, made, **outer, step=1)
     (found,) = findings(folder)
     assert found.startswith(f"/{dataset}")
     assert found.endswith(": 1 rows have no rollout: gone")
@@ -323,7 +323,7 @@ async def test_log_probabilities_that_are_not_those_of_a_rollouts_tokens_are_fou
 ) -> None:
     folder = await story.write()
     made = rows("logprobs", n, step=0, trajectory_id="r.0.0", logprobs=[logprobs] * n)
-    await appended(folder, "logprobs", made, policy="reference", step=0)
+    await append(folder, "logprobs", made, policy="reference", step=0)
     assert findings(folder) == [f"/logprobs/policy=reference/step=000000: {expected}"]
 
 
@@ -337,7 +337,7 @@ async def test_a_batch_row_that_its_source_lacks_is_found(
         shutil.copytree(folder.local, origin)
     lost = {"run": read_manifest(folder).run, "trajectory_id": "gone", "source": origin}
     made = rows("batches", step=1, order=4, source_step=source_step, **lost)
-    await appended(folder, "batches", made, step=1)
+    await append(folder, "batches", made, step=1)
     assert findings(folder) == [
         f"/batches/step=000001: 1 rows have no rollout in {origin or folder.location}, step {source_step}: gone"
     ]
@@ -360,7 +360,7 @@ async def test_duplicate_rows_are_found(
 ) -> None:
     folder = await story.write()
     run = read_manifest(folder).run
-    await appended(folder, dataset, rows(dataset, step=1, run=run, **columns), step=1)
+    await append(folder, dataset, rows(dataset, step=1, run=run, **columns), step=1)
     assert expected in findings(folder)
 
 
@@ -387,8 +387,8 @@ async def test_a_run_json_of_other_data_is_found(
 async def test_a_gap_in_the_middle_of_the_steps_is_found(story: Story, rows: RowMaker) -> None:
     folder = await story.write()
     batch = rows("batches", 0, step=3)
-    await appended(folder, "batches", batch, step=3)
-    await appended(folder, "metrics", rows("metrics", step=3, name="train/updated"), step=3)
+    await append(folder, "batches", batch, step=3)
+    await append(folder, "metrics", rows("metrics", step=3, name="train/updated"), step=3)
     assert findings(folder)[0] == "/batches: no batch of steps 2"
 
 
@@ -447,7 +447,7 @@ async def test_steps_of_a_forks_source_are_verified_with_the_sources_settings_an
     config_of = StoreConfig(root=str(tmp_path))
     config = loose | {"steps": STEPS + 1, "rollout": {"group_size": 1, "max_staleness": 0}}
     fork_run(source, STEPS, target, config, config_of)
-    own = sampled(STEPS) | {"trajectory_id": [f"f.{each}" for each in range(4)]}
+    own = make_columns(STEPS) | {"trajectory_id": [f"f.{each}" for each in range(4)]}
     own |= {"group": [4, 5, 6, 7], "sample": 0, "run": read_manifest(target).run}
     with OpenRun.extend(target, config_of=config_of) as run:
         async with run.writer as writer:

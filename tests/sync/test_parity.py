@@ -65,13 +65,13 @@ def test_the_window_forgets_old_syncs_and_skips_those_without_a_comparison() -> 
     assert window.limits.mean == pytest.approx(0.005)
 
 
-def scored(seed: int, scale: float, n: int = 200) -> np.ndarray:
+def make_logprobs(seed: int, scale: float, n: int = 200) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.0, scale, n)
 
 
-OLD = scored(0, 1.0)
+OLD = make_logprobs(0, 1.0)
 # What an update changes, and the rounding of four scorings.
-CHANGE, *ROUNDING = scored(1, 0.02), *(scored(seed, 0.002) for seed in range(2, 6))
+CHANGE, *ROUNDING = make_logprobs(1, 0.02), *(make_logprobs(seed, 0.002) for seed in range(2, 6))
 
 
 def measure(server_after: np.ndarray, change: np.ndarray = CHANGE) -> Movement:
@@ -90,11 +90,11 @@ def test_a_server_with_the_new_weights_moves_as_the_trainer_does() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_server_with_the_old_weights_does_not_move(seed: int) -> None:
-    assert measure(OLD + scored(10 + seed, 0.002)).is_stale
+    assert measure(OLD + make_logprobs(10 + seed, 0.002)).is_stale
 
 
 def test_an_update_below_rounding_decides_nothing() -> None:
-    movement = measure(OLD + scored(6, 0.002), change=0.01 * CHANGE)
+    movement = measure(OLD + make_logprobs(6, 0.002), change=0.01 * CHANGE)
     assert movement.expected < 0.2
     assert not movement.is_stale
 

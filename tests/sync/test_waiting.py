@@ -30,7 +30,7 @@ def seconds(spans: list[Span], name: str, cause: str = "") -> float:
     return sum(1e-9 * each.duration_ns for each in spans if (each.name, each.cause) == (name, cause))
 
 
-def transferred(
+def transfer_spans(
     n_bytes: int, *, before_links: float = 0.0, before_bytes: float = 0.0, before_piece: float = 0.0
 ) -> tuple:
     """Spans of the trainer and of the server, of a transfer with delays planted on either side, in seconds."""
@@ -79,7 +79,7 @@ def transferred(
 
 
 def test_a_late_server_is_the_cause_of_the_trainers_wait() -> None:
-    trainer, server = transferred(SMALL, before_links=DELAY_S)
+    trainer, server = transfer_spans(SMALL, before_links=DELAY_S)
     began = {each.name: each.started_ns for each in [*trainer, *server]}
     late_s = 1e-9 * (began["receiving"] - began["sending"])
     assert late_s > PLANTED_S
@@ -88,7 +88,7 @@ def test_a_late_server_is_the_cause_of_the_trainers_wait() -> None:
 
 
 def test_a_server_that_pauses_receiving_is_the_cause_of_the_trainers_wait() -> None:
-    trainer, _ = transferred(LARGE, before_bytes=DELAY_S)
+    trainer, _ = transfer_spans(LARGE, before_bytes=DELAY_S)
     assert PLANTED_S < seconds(trainer, "waiting_for_receiver", SERVER) <= seconds(trainer, "sending")
     assert seconds(trainer, "gathering") < OTHER_S
     (whole,) = [each for each in trainer if each.name == "sending"]
@@ -98,7 +98,7 @@ def test_a_server_that_pauses_receiving_is_the_cause_of_the_trainers_wait() -> N
 
 
 def test_slow_gathering_is_the_trainers_and_the_cause_of_its_servers_wait() -> None:
-    trainer, server = transferred(SMALL, before_piece=DELAY_S)
+    trainer, server = transfer_spans(SMALL, before_piece=DELAY_S)
     assert PLANTED_S < seconds(trainer, "gathering") <= seconds(trainer, "sending")
     assert PLANTED_S < seconds(server, "waiting_for_trainer", "trainer/0") <= seconds(server, "receiving")
     assert seconds(trainer, "waiting_for_receiver", SERVER) < OTHER_S

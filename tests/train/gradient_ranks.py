@@ -53,7 +53,7 @@ class RankByRank(UpdateLoop):
         return super()._update(plan, own * dist.get_world_size(), epoch=epoch, number=number)
 
 
-def reordered(samples: Samples, order: list[int], shift_nats: float) -> Samples:
+def reorder(samples: Samples, order: list[int], shift_nats: float) -> Samples:
     """The batch with its rows in another order, and the sampler's log-probabilities shifted."""
     return replace(
         samples,
@@ -67,7 +67,9 @@ def reordered(samples: Samples, order: list[int], shift_nats: float) -> Samples:
     )
 
 
-def trained(case: dict[str, Any], ranks: Ranks, samples: Samples) -> tuple[dict[str, torch.Tensor], Any]:
+def compute_gradient(
+    case: dict[str, Any], ranks: Ranks, samples: Samples
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Gradient and facts of a case; a collective."""
     deepspeed_engine.PolicyModel = partial(PolicyModel, chunk_bytes=case["head_chunk_bytes"])
     config = TrainConfig(ranks=ranks.world_size, max_grad_norm=0.0, **case["config"])
@@ -96,7 +98,7 @@ def main() -> None:
     _, samples = read_samples(job["folder"], 0)
     facts = []
     for number, case in enumerate(job["cases"]):
-        gradient, found = trained(case, ranks, reordered(samples, case["order"], job["shift_nats"]))
+        gradient, found = compute_gradient(case, ranks, reorder(samples, case["order"], job["shift_nats"]))
         facts.append(found)
         if ranks.rank == 0:
             save_file(gradient, Path(job["output"]) / f"{number}.safetensors")

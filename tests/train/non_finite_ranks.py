@@ -23,7 +23,7 @@ from rollmill.tasks.train.samples import Samples
 from rollmill.tasks.train.service.ranks import Ranks, join_ranks
 
 
-def updated(engine: Engine, ranks: Ranks, factor: float) -> Update:
+def update(engine: Engine, ranks: Ranks, factor: float) -> Update:
     """Two micro-batches of the same rows; the last rank's second one has its loss multiplied by `factor`."""
     token_ids = np.arange(2, 20).reshape(2, 9)
     masks = np.isin(np.arange(18).reshape(2, 9), (4, 5, 13))
@@ -62,13 +62,13 @@ def is_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def facts(job: dict[str, str], case: dict[str, object], ranks: Ranks) -> dict[str, object]:
     config = TrainConfig(ranks=ranks.world_size, zero_stage=case["zero_stage"], dtype=case["dtype"])
     hit, spared = (Engine.load(config, job["model"], ranks.device) for _ in range(2))
-    updated(hit, ranks, 1.0)
-    updated(spared, ranks, 1.0)
+    update(hit, ranks, 1.0)
+    update(spared, ranks, 1.0)
     before = state(hit)
-    skipped = [updated(hit, ranks, factor).updated for factor in (float("nan"), float("inf"))]
+    skipped = [update(hit, ranks, factor).updated for factor in (float("nan"), float("inf"))]
     is_untouched = is_same(state(hit), before)
-    applied = updated(hit, ranks, 1.0).updated
-    updated(spared, ranks, 1.0)
+    applied = update(hit, ranks, 1.0).updated
+    update(spared, ranks, 1.0)
     found = {
         "n_tensors": len(before),
         "applied_non_finite": any(skipped),

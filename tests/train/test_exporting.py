@@ -77,7 +77,7 @@ async def test_a_policy_is_the_same_from_the_trainer_from_the_command_and_from_t
         export_policy_here(run, None, exported)
 
     before = logprobs(AutoModelForCausalLM.from_pretrained(start))
-    parameter = documented()
+    parameter = load_documented()
     for folder in (stored, exported):
         model = AutoModelForCausalLM.from_pretrained(folder)
         torch.testing.assert_close(logprobs(model), torch.tensor(said), atol=1e-5, rtol=0)
@@ -101,7 +101,7 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
     return said.gather(1, ids[1:, None])[:, 0]
 
 
-def documented() -> Callable[[str, str], torch.Tensor]:
+def load_documented() -> Callable[[str, str], torch.Tensor]:
     """The function that the document gives for reading a parameter out of a checkpoint."""
     lines: dict[str, Any] = {}
     exec(DOCUMENT.read_text().split("```python\n")[1].split("```")[0], lines)

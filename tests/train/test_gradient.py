@@ -122,7 +122,7 @@ class Naive:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=EPS, weight_decay=0.0)
         for number, part in enumerate(config.epochs * samples.split(config.updates_per_step)):
             optimizer.zero_grad()
-            averaged([self._row(policy, row, number) for row in part], config).backward()
+            average([self._row(policy, row, number) for row in part], config).backward()
             self.gradient = {name: each.grad.clone() for name, each in policy.named_parameters()}
             optimizer.step()
 
@@ -175,7 +175,7 @@ class Naive:
         yield ("train/skipped_rows", "all", "value"), 0 if annotated else n_without * self.config.epochs
 
 
-def averaged(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:
+def average(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:
     if config.normalization == "token":
         return torch.cat(rows).mean()
     if config.normalization == "sequence":

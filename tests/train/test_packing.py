@@ -122,7 +122,7 @@ def test_split_units_keep_their_rows_and_limits(
         assert part.tokens <= budget or len(part.rows) == 1
 
 
-def padded_and_cost(lengths: list[int], cuts: list[list[int]], overhead: int) -> tuple[int, int]:
+def pad_and_cost(lengths: list[int], cuts: list[list[int]], overhead: int) -> tuple[int, int]:
     widths = [len(rows) * max(lengths[row] for row in rows) for rows in cuts]
     return sum(widths) - sum(lengths), sum(widths) + overhead * len(cuts)
 
@@ -140,9 +140,9 @@ def test_no_other_cut_of_the_sorted_rows_costs_less(lengths: list[int], budget: 
             else:
                 cuts[-1].append(row)
         if all(len(rows) == 1 or len(rows) * lengths[rows[0]] <= budget for rows in cuts):
-            costs.append(padded_and_cost(lengths, cuts, overhead)[1])
+            costs.append(pad_and_cost(lengths, cuts, overhead)[1])
 
-    assert padded_and_cost(lengths, found, overhead)[1] == min(costs)
+    assert pad_and_cost(lengths, found, overhead)[1] == min(costs)
 
 
 def test_padding_of_a_large_batch_is_below_two_percent() -> None:
@@ -150,7 +150,7 @@ def test_padding_of_a_large_batch_is_below_two_percent() -> None:
 
     (cuts,) = pack_padded(lengths, 1, TokenBudget(4096, 64))
 
-    assert padded_and_cost(lengths, cuts, 64)[0] < 0.02 * sum(lengths)
+    assert pad_and_cost(lengths, cuts, 64)[0] < 0.02 * sum(lengths)
 
 
 def test_examples_of_the_docstring() -> None:

@@ -60,7 +60,7 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def recorded(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+def record_experts(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and [T, routers, k] the experts that its experts were given."""
     used: list[torch.Tensor] = []
     hooks = [
@@ -81,13 +81,13 @@ def test_the_own_choice_replayed_changes_nothing_and_another_is_used_at_every_to
     plain = model_of(config)
     replayed = copy.deepcopy(plain)
     replay = RoutingReplay(replayed)
-    logits, own = recorded(plain)
+    logits, own = record_experts(plain)
     for experts in (None, own.to(torch.int16), own.flip(-1).to(torch.int16)):
         replay.experts = experts
-        torch.testing.assert_close(recorded(replayed)[0], logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(record_experts(replayed)[0], logits, atol=1e-5, rtol=0)
     replay.experts = ((own + 1) % 4).to(torch.int16)
     replay.experts[3] = NO_EXPERT
-    others, used = recorded(replayed)
+    others, used = record_experts(replayed)
     rows = torch.arange(len(used)) != 3
     assert torch.equal(used[rows], replay.experts[rows].long())
     assert not torch.allclose(others, logits, atol=1e-3)
@@ -95,12 +95,12 @@ def test_the_own_choice_replayed_changes_nothing_and_another_is_used_at_every_to
 
 def test_experts_stored_by_decoder_layer_are_those_of_its_router() -> None:
     model = model_of(MODELS["a dense layer between"])
-    _, own = recorded(model)
+    _, own = record_experts(model)
     by_layer = torch.zeros(len(own), 3, 2, dtype=torch.int16)
     by_layer[:, [0, 2]] = ((own + 1) % 4).to(torch.int16)
     replay = RoutingReplay(model)
     replay.experts = by_layer
-    assert torch.equal(recorded(model)[1], by_layer[:, [0, 2]].long())
+    assert torch.equal(record_experts(model)[1], by_layer[:, [0, 2]].long())
 
 
 def by_hand(router: Any, chosen: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -119,13 +119,13 @@ def by_hand(router: Any, chosen: torch.Tensor) -> Callable[..., tuple[torch.Tens
 def test_every_weight_has_the_gradient_through_the_stored_experts() -> None:
     naive = model_of(MODELS["qwen3-moe"])
     model = copy.deepcopy(naive)
-    stored = (recorded(model)[1] + 1) % 4
+    stored = (record_experts(model)[1] + 1) % 4
     replay = RoutingReplay(model)
     replay.experts = stored.to(torch.int16)
     for place, router in enumerate(find_routers(naive).values()):
         router.forward = by_hand(router, stored[:, place])
     for each in (model, naive):
-        recorded(each)[0].log_softmax(-1)[0, :, 5].sum().backward()
+        record_experts(each)[0].log_softmax(-1)[0, :, 5].sum().backward()
     for (name, found), expected in zip(model.named_parameters(), naive.parameters(), strict=True):
         assert (found.grad - expected.grad).norm() / expected.grad.norm() < 1e-5, name
         assert expected.grad.norm() > 0, name
@@ -200,7 +200,7 @@ def test_a_router_that_weights_in_an_unknown_way_is_refused_by_name() -> None:
         RoutingReplay(model)
 
 
-def sampled(model: PreTrainedModel, n_prompt: int, n_new: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def sample(model: PreTrainedModel, n_prompt: int, n_new: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """[T] tokens that transformers samples with a cache, and [T - 1, layers, k] the experts it routed them to."""
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -223,7 +223,7 @@ def sampled(model: PreTrainedModel, n_prompt: int, n_new: int, seed: int) -> tup
     return tokens[0].numpy(), experts.numpy().astype(np.uint8)
 
 
-def replayed_gradient(folder: Path, samples: Samples) -> dict[str, torch.Tensor]:
+def compute_replayed_gradient(folder: Path, samples: Samples) -> dict[str, torch.Tensor]:
     """One row at a time in double precision, routers written out by hand: PPO's clipped loss over the trained tokens."""
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     total, n_tokens = torch.zeros((), dtype=torch.float64), 0
@@ -264,7 +264,7 @@ def test_a_step_uses_the_experts_stored_with_the_rollouts_at_every_token_and_lay
         Qwen3MoeConfig(**QWEN | {"vocab_size": 57, "eos_token_id": None, "norm_topk_prob": True})
     )
     lengths = [(3, 9), (12, 4), (5, 30), (20, 11), (5, 7), (8, 16)]
-    drawn = [sampled(sampler, *each, seed) for seed, each in enumerate(lengths)]
+    drawn = [sample(sampler, *each, seed) for seed, each in enumerate(lengths)]
     rows = [batches.row(*each, advantage=(-1.0) ** row) for row, each in enumerate(lengths)]
     batches.write_step(tmp_path, 0, rows, token_ids=[tokens for tokens, _ in drawn])
     routing = [make_routing_row("r", 0, f"r-0-{row}", [experts]) for row, (_, experts) in enumerate(drawn)]
@@ -305,7 +305,7 @@ def test_a_step_uses_the_experts_stored_with_the_rollouts_at_every_token_and_lay
     run_ranks("routing_ranks.py", n_ranks, job)
 
     samples = read_samples(str(tmp_path), 0, with_routing=True)[1]
-    expected = replayed_gradient(tmp_path / "model", samples)
+    expected = compute_replayed_gradient(tmp_path / "model", samples)
     exact = [file for file in output.iterdir() if file.stem not in ("several-updates", "bfloat16")]
     assert len(exact) >= 2
     for file in exact:

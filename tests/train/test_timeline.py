@@ -25,7 +25,7 @@ Owned = dict[str, dict[str, float]]
 """Seconds by process and by name of the span, `NAME of CAUSE` where it has one."""
 
 
-def owned(spans: Sequence[Span], step: int) -> Owned:
+def attribute(spans: Sequence[Span], step: int) -> Owned:
     of_ranks: dict[str, list[Span]] = defaultdict(list)
     for each in spans:
         if each.step == step:
@@ -34,7 +34,7 @@ def owned(spans: Sequence[Span], step: int) -> Owned:
     return {process: exclusive_seconds(found) for process, found in of_ranks.items()}
 
 
-def unattributed(spans: Sequence[Span], process: str) -> float:
+def find_unattributed(spans: Sequence[Span], process: str) -> float:
     """Share of a rank's time, from its first span to its last, that belongs to none.
 
     Without the longest gap: it may have lost the processor there.
@@ -90,7 +90,7 @@ async def test_a_slow_rank_is_found_and_the_waits_of_the_others_are_attributed_t
     step = [each for each in spans if each.started_ns >= asked_ns and each.process == "trainer/0"]
     assert min(each.started_ns for each in step) < answered_ns
     n_slow = sum((each.process, each.step, each.name) == ("trainer/1", 1, "forward") for each in spans)
-    of_ranks = owned(spans, 1)
+    of_ranks = attribute(spans, 1)
     planted_s, forward_s = n_slow * SLOW_S, of_ranks["trainer/1"]["forward"]
     waited_s = of_ranks["trainer/0"]["waiting_for_rank of trainer/1"]
     assert forward_s >= planted_s, of_ranks
@@ -101,7 +101,7 @@ async def test_a_slow_rank_is_found_and_the_waits_of_the_others_are_attributed_t
         assert found["idle of no command"] > 0.9 * PAUSE_S, found
         assert {"reading_batch", "packing", "forward", "backward", "optimizer", "annotating"} <= set(found)
         assert {"parity", "checkpointing"} <= set(found)
-        assert unattributed(spans, process) < 0.02, spans
+        assert find_unattributed(spans, process) < 0.02, spans
 
     assert starts.keys() == {"trainer/0", "trainer/1"}
     assert all(asked_ns <= each < answered_ns for each in starts.values())

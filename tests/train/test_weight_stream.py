@@ -81,7 +81,7 @@ def give_shard(model: PreTrainedModel, rank: int, world_size: int) -> None:
         parameter.ds_tensor = padded[rank * size : (rank + 1) * size]
 
 
-def planned_ranges(stream: WeightStream, rank: int, world_size: int) -> list[Range]:
+def plan_ranges(stream: WeightStream, rank: int, world_size: int) -> list[Range]:
     """What a server expects of a rank: the ranges that it derives from the plan."""
     plan = TransferPlan(stream.tensors, stream.cuts, world_size, bucket_bytes=1 << 40)
     return [each for bucket in plan.buckets(rank) for each in bucket.ranges]
@@ -101,7 +101,7 @@ def test_the_pieces_of_ranks_that_have_everything_are_all_weights_once(name: str
     assert_same(put_together(streams[0], list(itertools.chain(*pieces))), dict(gather_weights(model)))
     ranges = [[(each.offset, each.offset + each.data.nbytes) for each in some] for some in pieces]
     assert all(
-        some == planned_ranges(stream, rank, world_size)
+        some == plan_ranges(stream, rank, world_size)
         for rank, (some, stream) in enumerate(zip(ranges, streams, strict=True))
     )
     assert sum(end - start for some in ranges for start, end in some) == sum(
@@ -120,7 +120,7 @@ def test_the_pieces_of_ranks_with_shards_are_all_weights_once(name: str, world_s
         stream = stream_of(model, rank, world_size)
         own = list(stream.pieces(model))
         ranges = [(each.offset, each.offset + each.data.nbytes) for each in own]
-        assert ranges == planned_ranges(stream, rank, world_size)
+        assert ranges == plan_ranges(stream, rank, world_size)
         assert all(each.is_live for each in own)
         pieces += own
     assert_same(put_together(stream, pieces), expected)

@@ -63,7 +63,7 @@ serve_concurrently(create)
 
 
 @asynccontextmanager
-async def started(script: str, folder: Path, settings: bytes = b"") -> AsyncIterator[WorkerProcess]:
+async def start(script: str, folder: Path, settings: bytes = b"") -> AsyncIterator[WorkerProcess]:
     command = (sys.executable, "-c", script)
     worker = await WorkerProcess.start("w", command, settings, log=folder / "log", stop_grace_s=0.0)
     try:
@@ -87,7 +87,7 @@ def is_alive(pid: int) -> bool:
 async def test_a_request_gets_its_answer_or_the_error_of_user_code_and_prints_go_to_the_log(
     tmp_path: Path,
 ) -> None:
-    async with started(SEQUENTIAL, tmp_path, b"a") as worker:
+    async with start(SEQUENTIAL, tmp_path, b"a") as worker:
         assert await asyncio.gather(ask(worker, b"b"), ask(worker, b"c" * 500_000)) == [
             b"ab",
             b"a" + b"c" * 500_000,
@@ -105,7 +105,7 @@ async def test_a_handler_that_cannot_be_created_is_an_error_of_user_code_and_its
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ForeignError, match="no settings"):
-        async with started(SEQUENTIAL, tmp_path, b"broken"):
+        async with start(SEQUENTIAL, tmp_path, b"broken"):
             pass
     assert "in create" in (tmp_path / "log").read_text()
 
@@ -113,7 +113,7 @@ async def test_a_handler_that_cannot_be_created_is_an_error_of_user_code_and_its
 async def test_an_idle_worker_that_is_killed_is_known_to_be_dead_and_what_it_forked_ends(
     tmp_path: Path,
 ) -> None:
-    async with started(SEQUENTIAL, tmp_path) as worker:
+    async with start(SEQUENTIAL, tmp_path) as worker:
         pid, child = map(int, (await ask(worker, b"fork")).split())
         assert not worker.is_dead
         os.kill(pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ async def test_an_idle_worker_that_is_killed_is_known_to_be_dead_and_what_it_for
 async def test_a_request_that_is_given_up_is_cancelled_in_the_worker_and_the_others_are_not(
     tmp_path: Path,
 ) -> None:
-    async with started(CONCURRENT, tmp_path) as worker:
+    async with start(CONCURRENT, tmp_path) as worker:
         other = worker.send(b"slow")
         assert await ask(worker, b"") == b"."
         with pytest.raises(WorkerTimeoutError, match="w: no answer within"):
