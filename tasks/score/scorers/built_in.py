@@ -69,14 +69,14 @@ def reference_answer(candidate: Candidate) -> str:
 class MathScorer:
     r"""1 if the answer equals example["answer"] as a mathematical object, else 0.
 
-    The answer is the last \boxed{...} of the policy's last message, else its last formula or number. The library's time limits are
-    off, because the worker that runs this has one.
+    The answer is the last \boxed{...} of the policy's last message, else its last formula or number. A last box that is not
+    closed is no answer. The library's time limits are off, because the worker that runs this has one.
 
-    Example: with the reference 1/2, "it is $\frac{2}{4}$" and "0.5" get 1.
+    Example: with the reference 1/2, "it is $\frac{2}{4}$", "0.5" and "\boxed{2}, no: \boxed{1/2}" get 1.
     """
 
     name = "math"
-    version = "1"
+    version = "2"
 
     def warm(self) -> None:
         """Import the library math_verify, which takes seconds, before the first call."""
@@ -90,11 +90,24 @@ class MathScorer:
 
         answer = reference_answer(candidate)
         is_marked = "$" in answer or "\\boxed" in answer
-        gold = math_verify.parse(answer if is_marked else f"${answer}$", parsing_timeout=None)
+        gold = math_verify.parse(_last_box(answer) if is_marked else f"${answer}$", parsing_timeout=None)
         if not gold:
             raise ScoreError(f"the reference answer {answer!r} is no mathematical expression")
-        given = math_verify.parse(candidate.answer, parsing_timeout=None)
+        given = math_verify.parse(_last_box(candidate.answer), parsing_timeout=None)
         return Reward(float(math_verify.verify(gold, given, timeout_seconds=None)))
+
+
+def _last_box(text: str) -> str:
+    r"""Cut a text to its last \boxed{...}, to the end if that is not closed; without one return it unchanged.
+
+    math_verify makes one set of neighbouring boxes, so an answer that corrects itself would be wrong.
+    """
+    start, depth = text.rfind("\\boxed"), 0
+    for end, sign in enumerate(text[start:] if start >= 0 else "", start):
+        depth += (sign == "{") - (sign == "}")
+        if sign == "}" and depth == 0:
+            return text[start : end + 1]
+    return text[max(start, 0) :]
 
 
 class GuessScorer:
