@@ -148,6 +148,7 @@ FOREIGN = {
     "adv_estimator": "score.advantage",
     "batch_size": "rollout.groups_per_step (prompts, not trajectories)",
     "beta": "train.kl.coef",
+    "clip_ratio_c": "train.clip_dual",
     "clip_ratio_high": "train.clip_high",
     "clip_ratio_low": "train.clip_low",
     "entropy_coeff": "train.entropy_coef",

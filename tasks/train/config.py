@@ -125,6 +125,12 @@ class TrainConfig(StageConfig):
     )
     clip_low: float = setting(0.2, "The probability ratio is clipped below at 1 - clip_low.", ge=0.0, le=1.0)
     clip_high: float = setting(0.28, "The probability ratio is clipped above at 1 + clip_high.", ge=0.0)
+    clip_dual: float = setting(
+        0.0,
+        "Dual clip of ppo_clip: the loss of a token with a negative advantage is at most clip_dual times the advantage's absolute "
+        "value; above 1, such as 3; 0: not bounded.",
+        ge=0.0,
+    )
     normalization: Literal["token", "sequence", "fixed_length"] = setting(
         "token",
         "What the loss is divided by. token: the trained tokens of the global batch. sequence: the tokens of each trajectory, "

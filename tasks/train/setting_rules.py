@@ -32,7 +32,12 @@ def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> No
         raise ConfigError("train.loss_options", config.loss_options, remedy)
     parse_loss_options(config)
     ratio_rules = _importance_rules(config, HAS_RATIO.get(config.loss, has_ratio))
-    for field, value, is_wrong, remedy in [*ratio_rules, *_rate_rules(config), *_reference_rules(config)]:
+    for field, value, is_wrong, remedy in [
+        *_clip_rules(config),
+        *ratio_rules,
+        *_rate_rules(config),
+        *_reference_rules(config),
+    ]:
         if is_wrong:
             raise ConfigError(field, value, remedy)
 
@@ -83,6 +88,25 @@ def parse_loss_options(config: TrainConfig) -> dict[str, Any]:
 
 _Rule: TypeAlias = tuple[str, object, bool, str]
 """(field, value, is wrong, remedy)."""
+
+
+def _clip_rules(config: TrainConfig) -> list[_Rule]:
+    dual = config.clip_dual
+    return [
+        (
+            "train.clip_dual",
+            dual,
+            0.0 < dual <= 1.0,
+            "must be above 1, such as 3, or every token with a negative advantage is clipped; 0: no dual clip",
+        ),
+        (
+            "train.clip_dual",
+            dual,
+            dual > 0.0 and config.loss != "ppo_clip",
+            f"is for the loss ppo_clip, and train.loss is {config.loss}: set it to 0; train.importance.mode=masked leaves out "
+            "tokens with large ratios",
+        ),
+    ]
 
 
 def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule]:

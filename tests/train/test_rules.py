@@ -28,6 +28,11 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
             {"importance": {"bounds": (0.5, 2.0)}},
             "train.importance.bounds = (0.5, 2.0): a smallest ratio above 0 is for train.importance.mode masked",
         ),
+        ({"clip_dual": 1.0}, "train.clip_dual = 1.0: must be above 1"),
+        (
+            {"loss": "cispo", "clip_dual": 3.0},
+            "train.clip_dual = 3.0: is for the loss ppo_clip, and train.loss is cispo",
+        ),
         ({"kl": {"model": "models/a"}}, "train.kl.model = 'models/a': is the model of a frozen reference"),
         ({"kl": {"urls": ["http://a:1"]}}, "train.kl.urls = ['http://a:1']: are servers of a reference"),
     ],
@@ -45,6 +50,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
         {"importance": {"mode": "truncated"}, "old_logprobs": "trainer"},
         {"importance": {"mode": "truncated"}, "loss": "reinforce"},
         {"normalization": "fixed_length", "normalization_tokens": 24},
+        {"clip_dual": 3.0},
         {"lr_decay": "cosine", "lr_decay_updates": 40, "min_lr_ratio": 0.1},
     ],
 )

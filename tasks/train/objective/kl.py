@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 import torch
 
+from rollmill.tasks.train.objective.losses.token_loss import MAX_LOG_RATIO
+
 KLEstimator: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -33,9 +35,9 @@ def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
 def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """Estimate KL(policy || reference) of each token: [N] nats, exp(-x) - 1 + x; unbiased, >= 0.
 
-    x = logprobs - reference_logprobs.
+    x = logprobs - reference_logprobs, at least -20: below, where exp(-x) would soon overflow, the gradient is 0.
     """
-    log_ratio = reference_logprobs - logprobs
+    log_ratio = (reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     # expm1 keeps the digits that exp(x) - 1 loses when both policies are nearly equal.
     return torch.expm1(log_ratio) - log_ratio
 

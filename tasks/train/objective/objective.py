@@ -39,7 +39,9 @@ from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective, parse
 
 LOSSES: Mapping[str, Callable[[TrainConfig], Loss]] = {
     "reinforce": lambda _: reinforce,
-    "ppo_clip": lambda train: partial(ppo_clip, clip_low=train.clip_low, clip_high=train.clip_high),
+    "ppo_clip": lambda train: partial(
+        ppo_clip, clip_low=train.clip_low, clip_high=train.clip_high, clip_dual=train.clip_dual
+    ),
     "cispo": lambda train: partial(cispo, clip_low=train.clip_low, clip_high=train.clip_high),
     "gspo": lambda train: partial(gspo, clip_low=train.clip_low, clip_high=train.clip_high),
 }

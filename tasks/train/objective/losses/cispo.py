@@ -11,9 +11,7 @@ arXiv:2506.13585, equations 4 and 5; with an upper bound alone the truncated wei
 arXiv:1802.01561, section 4.2.) There is no denominator here: see normalization.
 """
 
-import torch
-
-from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio
 
 
 def cispo(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
@@ -24,6 +22,6 @@ def cispo(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
         clip_low: the ratio is clipped below at 1 - clip_low; with 1 it is not.
         clip_high: the ratio is clipped above at 1 + clip_high.
     """
-    ratio = torch.exp(tokens.logprobs.detach() - tokens.old_logprobs)
+    ratio = bounded_ratio(tokens.logprobs.detach() - tokens.old_logprobs)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, ratio, weight, weight != ratio)

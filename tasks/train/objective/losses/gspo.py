@@ -18,7 +18,7 @@ normalization.
 
 import torch
 
-from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio
 
 
 def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
@@ -29,7 +29,7 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
         clip_low: the ratio is clipped below at 1 - clip_low.
         clip_high: the ratio is clipped above at 1 + clip_high.
     """
-    ratio = torch.exp(tokens.row_means(tokens.logprobs.detach() - tokens.old_logprobs))[tokens.rows]
+    ratio = bounded_ratio(tokens.row_means(tokens.logprobs.detach() - tokens.old_logprobs))[tokens.rows]
     # exp of a difference that is 0 is 1, and its gradient that of log pi.
     with_gradient = ratio * torch.exp(tokens.logprobs - tokens.logprobs.detach())
     plain = with_gradient * tokens.advantages

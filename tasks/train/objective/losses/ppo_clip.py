@@ -4,26 +4,36 @@ For a token with probability ratio r = pi(token) / mu(token), mu the old policy,
 
     loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-(Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7; with two bounds:
-Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 10.) There is no denominator here: see normalization.
+and with a dual clip c > 1, for A < 0
+
+    loss = -max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), c A)
+
+since min alone leaves r A without a bound there. (Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7; with two bounds:
+Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 10; dual clip: Ye et al. 2020, "Mastering Complex Control in MOBA Games with
+Deep Reinforcement Learning", arXiv:1912.09729, equation 5.) There is no denominator here: see normalization.
 """
 
 import torch
 
-from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio
 
 
-def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """Compute each token's PPO loss: -min(r A, clip(r) A), of probability ratio r and advantage A.
+def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float, clip_dual: float = 0.0) -> TokenLoss:
+    """Compute each token's PPO loss: -min(r A, clip(r) A), of probability ratio r and advantage A; optionally with a dual clip.
 
     Args:
         tokens: the trained tokens of some rows.
         clip_low: the ratio is clipped below at 1 - clip_low.
         clip_high: the ratio is clipped above at 1 + clip_high.
+        clip_dual: the loss of a token with a negative advantage is at most clip_dual times -A; 0: not bounded.
     """
-    ratio = torch.exp(tokens.logprobs - tokens.old_logprobs)
+    ratio = bounded_ratio(tokens.logprobs - tokens.old_logprobs)
     plain = ratio * tokens.advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * tokens.advantages
-    clipped = (bounded < plain).detach()
+    objective, clipped = torch.minimum(plain, bounded), (bounded < plain).detach()
+    if clip_dual:
+        least = torch.where(tokens.advantages < 0.0, clip_dual * tokens.advantages, -torch.inf)
+        clipped |= (objective < least).detach()
+        objective = torch.maximum(objective, least)
     weight = ratio.detach().masked_fill(clipped, 0.0)
-    return TokenLoss(-torch.minimum(plain, bounded), ratio.detach(), weight, clipped)
+    return TokenLoss(-objective, ratio.detach(), weight, clipped)

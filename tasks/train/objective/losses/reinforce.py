@@ -12,12 +12,12 @@ It has no ratio: for tokens that another policy has sampled its gradient is righ
 
 import torch
 
-from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio
 
 
 def reinforce(tokens: Tokens) -> TokenLoss:
     """Compute each token's loss -A log pi(token), A the advantage; the probability ratio is reported, not used."""
-    ratio = torch.exp(tokens.logprobs.detach() - tokens.old_logprobs)
+    ratio = bounded_ratio(tokens.logprobs.detach() - tokens.old_logprobs)
     weight = torch.ones_like(ratio)
     unclipped = torch.zeros_like(ratio, dtype=torch.bool)
     return TokenLoss(-tokens.advantages * tokens.logprobs, ratio, weight, unclipped)

@@ -53,5 +53,17 @@ class TokenLoss(NamedTuple):
     clipped: torch.Tensor
 
 
+MAX_LOG_RATIO = 20.0
+"""Largest absolute logarithm of a probability ratio, in nats; verl has the same. Float32 overflows at 88."""
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Compute the probability ratio exp(log_ratio), with log_ratio clamped at +-20; NaN stays NaN.
+
+    Beyond the clamp the gradient is 0. Without it the gradient of a clipped token, 0 times an infinite ratio, would be NaN.
+    """
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
 Loss: TypeAlias = Callable[[Tokens], TokenLoss]
 """A loss: a function of Tokens. A loss of another package without a probability ratio declares `function.has_ratio = False`."""
