@@ -47,8 +47,10 @@ class ImportanceConfig(StageConfig):
         "truncated: multiply the loss by the importance ratio, at most the larger bound. masked: multiply, and leave out each "
         "ratio outside the bounds.",
     )
-    level: Literal["token", "sequence"] = setting(
-        "token", "Compute the ratio of each token, or of all trained tokens of a trajectory."
+    level: Literal["token", "sequence", "sequence_mean"] = setting(
+        "token",
+        "Compute the ratio of each token, or one for all trained tokens of a trajectory. sequence: their product. sequence_mean: "
+        "their geometric mean, which does not depend on the length.",
     )
     bounds: tuple[Ratio, Ratio] = setting(
         (0.0, 2.0), "Smallest and largest importance ratio; the smallest is for mode masked."

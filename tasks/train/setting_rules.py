@@ -17,6 +17,13 @@ HAS_RATIO: Mapping[str, bool] = {"reinforce": False, "ppo_clip": True, "cispo": 
 """The losses of this package; True for those whose gradient is weighted by pi / mu."""
 
 
+_PAPER_SETTINGS = {
+    "cispo": "train.clip_low=1 and train.clip_high=4",
+    "gspo": "train.clip_low=3e-4, train.clip_high=4e-4 and train.normalization=sequence",
+}
+"""What a loss is used with whose ratio the default bounds, those of ppo_clip, do not fit: docs/algorithms.md has the papers."""
+
+
 def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> None:
     """Refuse settings of the objective that contradict each other.
 
@@ -90,9 +97,26 @@ _Rule: TypeAlias = tuple[str, object, bool, str]
 """(field, value, is wrong, remedy)."""
 
 
+_DEFAULT_CLIPS = (TrainConfig().clip_low, TrainConfig().clip_high)
+
+
 def _clip_rules(config: TrainConfig) -> list[_Rule]:
-    dual = config.clip_dual
+    dual, clips = config.clip_dual, (config.clip_low, config.clip_high)
+    advice = f"set {_PAPER_SETTINGS.get(config.loss)}, as in its paper, or join the preset {config.loss}"
     return [
+        (
+            "train.loss",
+            config.loss,
+            config.loss in _PAPER_SETTINGS and clips == _DEFAULT_CLIPS,
+            f"train.clip_low and train.clip_high are the defaults {clips[0]:g} and {clips[1]:g}, which are bounds of ppo_clip; "
+            f"{advice}, or give other bounds",
+        ),
+        (
+            "train.normalization",
+            config.normalization,
+            config.loss == "gspo" and config.normalization == "token",
+            f"the loss gspo has one ratio for an answer, and normalization token weights an answer by its length; {advice}",
+        ),
         (
             "train.clip_dual",
             dual,

@@ -218,6 +218,8 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
             "checkpoint.every=2",
             "checkpoint.keep=3",
             "train.loss=cispo",
+            "train.clip_low=1",
+            "train.clip_high=4",
             "observe.tensorboard=true",
         ),
     )

@@ -33,11 +33,11 @@ def test_every_algorithm_joins_every_preset_and_sets_only_the_algorithm(algorith
 
 def test_of_a_setting_that_two_presets_have_the_later_ones_counts(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("train: {lr: 0.25, loss: gspo}")
+    mine.write_text("train: {lr: 0.25, loss: ppo_clip}")
 
     assert load(f"quickstart+{mine}+cispo").train.lr == 0.25
     assert load(f"quickstart+{mine}+cispo").train.loss == "cispo"
-    assert load(f"cispo+quickstart+{mine}").train.loss == "gspo"
+    assert load(f"cispo+quickstart+{mine}").train.loss == "ppo_clip"
     assert preset_name(f"quickstart+{mine}+cispo") == "quickstart-mine-cispo"
 
 

@@ -157,6 +157,12 @@ def test_the_weight_of_a_whole_row_is_the_product_of_its_ratios() -> None:
     assert weights_of(forward(), micro_batch(), importance=truncated) == pytest.approx([whole] * 3 + [1.05])
 
 
+def test_the_weight_of_a_whole_row_can_be_the_geometric_mean_of_its_ratios() -> None:
+    truncated = {"mode": "truncated", "level": "sequence_mean", "bounds": (0.0, 1.05)}
+    mean = math.exp((0.0 + 1.0 - 2.0) / 3.0)
+    assert weights_of(forward(), micro_batch(), importance=truncated) == pytest.approx([mean] * 3 + [1.05])
+
+
 def test_a_row_whose_ratio_overflows_is_truncated_or_masked_and_never_nan() -> None:
     far = forward(SAMPLER + 1000.0)
     for mode, expected in (("truncated", 2.0), ("masked", 0.0)):
@@ -201,14 +207,16 @@ def test_tokens_without_the_samplers_log_probability_are_trained_on_where_nothin
 
 
 @pytest.mark.parametrize("mode", ["none", "truncated", "masked"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
 @pytest.mark.parametrize("loss", HAS_RATIO)
 def test_a_row_without_an_advantage_has_no_gradient_in_any_loss_of_ours(
     loss: str, level: str, mode: str
 ) -> None:
     advantages = torch.tensor([0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     importance = {"mode": mode, "level": level, "bounds": (0.0, 100.0)}
-    what = objective(loss=loss, old_logprobs="trainer", importance=importance)
+    # Neither gspo nor cispo takes the bounds of ppo_clip, or gspo the mean over tokens.
+    bounds = {"clip_low": 0.1, "normalization": "sequence"}
+    what = objective(loss=loss, old_logprobs="trainer", importance=importance, **bounds)
     batch = micro_batch(advantages=advantages, old_logprobs=OLD)
 
     assert what.skips_without_advantage
@@ -234,7 +242,9 @@ def test_rows_without_an_advantage_are_computed_where_something_else_has_a_gradi
 def test_the_divergence_that_is_measured_is_by_token_when_the_ratio_is_an_answers() -> None:
     said = forward()
     batch = micro_batch(old_logprobs=OLD)
-    terms = objective(loss="gspo", old_logprobs="trainer")(batch, said)
+    terms = objective(loss="gspo", clip_high=4e-4, normalization="sequence", old_logprobs="trainer")(
+        batch, said
+    )
     found = token_metrics(batch, said, terms, None, is_first=False)["train/kl_nats"]
 
     log_ratio = (said.logprobs.detach() - OLD).numpy()

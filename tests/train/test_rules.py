@@ -28,9 +28,18 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
             {"importance": {"bounds": (0.5, 2.0)}},
             "train.importance.bounds = (0.5, 2.0): a smallest ratio above 0 is for train.importance.mode masked",
         ),
+        (
+            {"loss": "gspo"},
+            "train.loss = 'gspo': train.clip_low and train.clip_high are the defaults 0.2 and 0.28",
+        ),
+        ({"loss": "cispo"}, "train.loss = 'cispo': train.clip_low and train.clip_high are the defaults"),
+        (
+            {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+            "train.normalization = 'token': the loss gspo has one ratio for an answer",
+        ),
         ({"clip_dual": 1.0}, "train.clip_dual = 1.0: must be above 1"),
         (
-            {"loss": "cispo", "clip_dual": 3.0},
+            {"loss": "cispo", "clip_low": 1.0, "clip_dual": 3.0},
             "train.clip_dual = 3.0: is for the loss ppo_clip, and train.loss is cispo",
         ),
         ({"kl": {"model": "models/a"}}, "train.kl.model = 'models/a': is the model of a frozen reference"),
@@ -51,6 +60,8 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
         {"importance": {"mode": "truncated"}, "loss": "reinforce"},
         {"normalization": "fixed_length", "normalization_tokens": 24},
         {"clip_dual": 3.0},
+        {"loss": "cispo", "clip_low": 1.0},
+        {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "normalization": "sequence"},
         {"lr_decay": "cosine", "lr_decay_updates": 40, "min_lr_ratio": 0.1},
     ],
 )

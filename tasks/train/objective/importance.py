@@ -2,7 +2,7 @@
 
 With mu the sampler and p the policy that the loss takes for the sampler (the trainer's before the step where it was
 recomputed, else the trained policy itself, without a gradient), the ratio of a token is w = p(token) / mu(token), and on the
-level of sequences the product of w over the trained tokens of its row. With (floor, cap) = `bounds` the
+level of sequences the product of w over the trained tokens of its row, or with `sequence_mean` their geometric mean. With (floor, cap) = `bounds` the
 token's loss is multiplied by
 
     truncated   min(w, cap)
@@ -55,6 +55,8 @@ def importance_weights(
         return ImportanceWeights(torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool))
     if config.level == "sequence":
         log_ratio = tokens.row_sums(log_ratio)[tokens.rows]
+    elif config.level == "sequence_mean":
+        log_ratio = tokens.row_means(log_ratio)[tokens.rows]
     ratio, (floor, cap) = torch.exp(log_ratio), config.bounds
     if config.mode == "truncated":
         return ImportanceWeights(ratio.clamp(max=cap), torch.zeros_like(ratio, dtype=torch.bool))
