@@ -1,17 +1,21 @@
 """Servers that sleep while the trainer trains on their GPU: what they are asked, in which order; vLLM's CPU build cannot sleep."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_run import PlannedSampler, PlannedScoring, opened
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.checks.gpu_memory import RANK, VLLM, plan_needs
 from rollmill.flows.checks.memory_report import imagine_gpus
 from rollmill.flows.checks.preflight import check_vllm
 from rollmill.flows.config import RunConfig
+from rollmill.flows.policies.checkpointing import Checkpointing
+from rollmill.flows.policies.run_policy import RunPolicy
 from rollmill.flows.policies.server_parity import Openings, ServedRun
 from rollmill.flows.policies.weight_sync import WeightSync
 from rollmill.flows.rules import check_config
@@ -29,6 +33,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.engine.memory_plan import MODELS, plan_memory
+from rollmill.tasks.train.service.commands import StepResult, TrainStep
 from rollmill.tasks.train.service.control_api import ControlServer
 from tests.stubs.trainer import LOGPROB
 from tests.stubs.vllm_server import StubVllmServer
@@ -116,6 +121,49 @@ async def test_a_server_that_cannot_sleep_or_wake_is_marked_as_failed(fleet: Fle
     fleet.control.stop()
     assert await fleet.servers.update(AT[1]) == []
     assert list(fleet.servers.failed) == [fleet.service]
+
+
+class SleepingServers:
+    """Servers that record what a step asks of them, in the list of events that their trainer shares."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.parity = events, self
+
+    async def note_trainer_before(self, version: PolicyVersion) -> None:
+        self.events.append("trainer scores")
+
+    async def note_servers_before(self, version: PolicyVersion) -> None:
+        self.events.append("servers score")
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+
+class StepTrainer:
+    """A trainer that records its steps, as service and client."""
+
+    name = "trainer"
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.client = events, self
+
+    async def do(self, command: TrainStep, starts: dict[str, int]) -> StepResult:
+        self.events.append("train")
+        return StepResult(command.step + 1, updated=True, reason="", metrics=[], duration_s=0.0)
+
+
+async def test_servers_sleep_once_they_have_scored_and_before_the_trainer_trains(tmp_path: Path) -> None:
+    events = list[str]()
+    settings = {"steps": 1, "evaluate": {"every": 0}, "serve": SHARED}
+    async with opened(tmp_path, PlannedSampler(), PlannedScoring(), **settings) as run:
+        trainer = StepTrainer(events)
+        with disable_run_logger():
+            async with asyncio.TaskGroup() as tasks:
+                checkpointing = Checkpointing(run, trainer.client, tasks)
+                policy = RunPolicy(run, trainer, SleepingServers(events), checkpointing)
+                policy.trained.current = PolicyVersion(run.id, 1, 0)
+                await policy.train(0, "digest")
+    assert events == ["trainer scores", "servers score", "sleep", "train"]
 
 
 @pytest.mark.parametrize(
