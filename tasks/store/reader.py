@@ -62,10 +62,23 @@ def read(
 def read_trajectories(
     folder: RunFolder, step: int, ids: Sequence[str], columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Read the rollouts of a step with the given trajectory ids, in order of `ids`; raises ShardError, which names missing ones."""
-    names = list(columns) if columns is not None else dataset_schema("rollouts").names
-    stored = read(folder, "rollouts", columns=list(dict.fromkeys(["trajectory_id", *names])), step=step)
-    places = pc.index_in(pa.array(ids, pa.string()), value_set=stored["trajectory_id"])
+    """Read the rollouts of a step with the given trajectory ids, in order of `ids`.
+
+    Of shards without any of them, the ids alone are read.
+
+    Raises:
+        ShardError: a shard cannot be read, or trajectories are missing, which it names.
+    """
+    files, whole, wanted = open_files(folder), dataset_schema("rollouts"), pa.array(ids, pa.string())
+    names = list(columns) if columns is not None else whole.names
+    schema = _select_fields("rollouts", whole, list(dict.fromkeys(["trajectory_id", *names])))
+    tables = read_listed(
+        partial(_list_keys, files, "rollouts", {"step": step}),
+        lambda key: _read_shard(files, folder, key, whole, schema, wanted),
+        files.reads_at_once,
+    )
+    stored = pa.concat_tables(tables) if tables else schema.empty_table()
+    places = pc.index_in(wanted, value_set=stored["trajectory_id"])
     if places.null_count:
         missing = [
             each for each, is_stored in zip(ids, places.is_valid().to_pylist(), strict=True) if not is_stored
@@ -163,8 +176,18 @@ def read_shard(folder: RunFolder, key: str, columns: Sequence[str] | None = None
     return _read_shard(open_files(folder), folder, key, whole, _select_fields(dataset, whole, columns))
 
 
-def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, selected: pa.Schema) -> pa.Table:
-    """Read the columns `selected` of a shard, and check its schema and its hashes."""
+def _read_shard(
+    files: Files,
+    folder: RunFolder,
+    key: str,
+    whole: pa.Schema,
+    selected: pa.Schema,
+    wanted: pa.StringArray | None = None,
+) -> pa.Table:
+    """Read the columns `selected` of a shard, and check its schema and its hashes.
+
+    Without any of the `wanted` trajectory ids (None: all are wanted) it is an empty table.
+    """
     where = folder.path(key)
     try:
         source = files.open(key)
@@ -173,6 +196,10 @@ def _read_shard(files: Files, folder: RunFolder, key: str, whole: pa.Schema, sel
         check_version(stored)
         if not stored.equals(whole):
             raise ShardError(f"{where} has another schema than {key.split('/')[0]}")
+        if wanted is not None:
+            ids = shard.read([whole.get_field_index("trajectory_id")])["trajectory_id"]
+            if not pc.any(pc.is_in(ids, value_set=wanted), min_count=0).as_py():
+                return selected.empty_table()
         rows = shard.read([whole.get_field_index(each) for each in selected.names])
         table = pa.Table.from_arrays([rows[each] for each in selected.names], schema=selected)
         table.validate(full=True)

@@ -123,6 +123,16 @@ def read_policy_logprobs(folder: str, step: int, policy: OtherPolicy) -> dict[st
     return dict(zip(rows["trajectory_id"].to_pylist(), split_rows(rows["logprobs"]), strict=True))
 
 
+def list_policy_logprobs(folder: str, step: int, policy: OtherPolicy) -> set[str]:
+    """List the ids of the trajectories of a step that have stored log-probabilities under one policy.
+
+    Raises:
+        ShardError: a shard cannot be read.
+    """
+    rows = read(RunFolder(folder), "logprobs", ["trajectory_id"], policy=policy, step=step)
+    return set(rows["trajectory_id"].to_pylist())
+
+
 def check_stored_logprobs(samples: Samples, stored: StoredLogprobs, config: TrainConfig) -> None:
     """Refuse stored log-probabilities that do not fit the rows' tokens, and missing ones of a reference deployment.
 

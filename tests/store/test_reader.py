@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -10,7 +11,7 @@ from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
 from rollmill.tasks.store import schemas
 from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import read, read_listed, read_trajectories, scan
+from rollmill.tasks.store.reader import read, read_listed, read_shard, read_trajectories, scan
 from rollmill.tasks.store.schemas import dataset_schema
 from rollmill.tasks.store.shards.writer import RunWriter
 
@@ -59,6 +60,26 @@ def test_trajectories_have_the_order_of_the_given_ids_and_may_repeat(filled: Run
     assert table.to_pydict() == {"group": [11, 10, 11]}
     assert read_trajectories(filled, 1, [], ["group"]).num_rows == 0
     assert read_trajectories(filled, 1, ["r.1.0"]).schema.names == dataset_schema("rollouts").names
+
+
+async def test_rollouts_are_read_without_the_tokens_of_shards_that_have_none_of_them(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    files, tokens = open_files(folder), np.full(100_000, 7, np.int32)
+    async with RunWriter(files, epoch=1, flush_s=0.0) as writer:
+        for name in ("a", "b"):
+            made = rows("rollouts", 1, step=0, trajectory_id=[name], token_ids=[tokens.tolist()])
+            await writer.append("rollouts", made, step=0)
+    shards = files.keys("rollouts/step=000000/*.arrow")
+    assert len(shards) == 2
+    (damaged,) = (key for key in shards if read_shard(folder, key)["trajectory_id"].to_pylist() == ["a"])
+    content = bytearray(read_text(files, damaged))
+    # In the middle of the tokens: every reader checks a shard's first 128 KiB and its last bytes.
+    content[content.index(tokens.tobytes()) + tokens.nbytes // 2] ^= 1
+    publish_text(files, damaged, bytes(content))
+    assert read_trajectories(folder, 0, ["b"], ["token_ids"])["token_ids"].to_pylist() == [tokens.tolist()]
+    with pytest.raises(ShardError, match="is damaged"):
+        read_trajectories(folder, 0, ["a"], ["token_ids"])
 
 
 def test_missing_trajectories_are_named(filled: RunFolder) -> None:

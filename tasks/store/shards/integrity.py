@@ -129,6 +129,7 @@ class CheckedShard:
             source if self._whole is not None else pa.PythonFile(self._fetched, mode="r")
         )
         self._block_bytes, self._hashes = self._read_seal()
+        self._checked = set[int]()
 
     def schema(self) -> pa.Schema:
         """Return the schema of the shard's rows."""
@@ -208,9 +209,10 @@ class CheckedShard:
         whole, blocks = memoryview(self._whole), set[int]()
         for start, end in ranges:
             blocks.update(range(start // self._block_bytes, -(-min(end, self._tail_at) // self._block_bytes)))
-        for block in sorted(blocks):
+        for block in sorted(blocks - self._checked):
             start = block * self._block_bytes
             self._check(start, whole[start : min(start + self._block_bytes, self._tail_at)])
+            self._checked.add(block)
 
     def _fetch(self, start: int, end: int) -> tuple[int, bytes]:
         """Fetch the whole blocks around [start, end); returns the position of the first byte, and the checked bytes."""

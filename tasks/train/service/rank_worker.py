@@ -29,7 +29,7 @@ from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, check_model
 from rollmill.tasks.train.engine.reference_policy import FrozenPolicy, load_reference
-from rollmill.tasks.train.policy_logprobs import PolicyLogprobs, read_policy_logprobs
+from rollmill.tasks.train.policy_logprobs import PolicyLogprobs, list_policy_logprobs
 from rollmill.tasks.train.samples import read_rollouts
 from rollmill.tasks.train.service.commands import (
     CheckpointBegun,
@@ -197,7 +197,7 @@ class RankWorker:
 
     def compute_old_logprobs(self, command: ComputeOldLogprobs) -> StagedRows | None:
         """Compute and stage log-probabilities of stored rollouts that have none yet; a collective, None but on rank 0."""
-        stored = read_policy_logprobs(command.folder, command.step, "trainer")
+        stored = list_policy_logprobs(command.folder, command.step, "trainer")
         new = [each for each in command.trajectory_ids if each not in stored]
         samples = read_rollouts(command.folder, command.step, new, with_routing=self._config.replay_routing)
         place = StepRef(command.folder, command.run_id, command.step, self.incarnation)
