@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
+    NemotronConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3NextConfig,
@@ -154,3 +156,29 @@ def test_models_that_cannot_pack_sequences_are_padded_or_refused() -> None:
         assert choose_layout(model, TrainConfig(), CPU) == "padded"
         with pytest.raises(ConfigError, match=cause):
             choose_layout(model, TrainConfig(layout="varlen"), CPU)
+
+
+SINKS = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [(SINKS, "ask for s_aux"), (NemotronConfig(**SIZES), "do not get the rows' boundaries")],
+)
+def test_a_model_whose_attention_refuses_packed_rows_is_padded_at_load_and_logged(
+    config: Any, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(config)
+
+    assert choose_layout(model, TrainConfig(), CPU) == "padded"
+    assert cause in caplog.text
+    with pytest.raises(ConfigError, match=cause):
+        choose_layout(model, TrainConfig(layout="varlen"), CPU)
+    samples = rows_with_prompts()
+    found, _ = outcome(model, samples, [list(range(9))], TrainConfig())
+    assert all(torch.isfinite(each).all() for each in found.values())
+
+
+def test_a_model_whose_attention_takes_packed_rows_is_not_padded() -> None:
+    for config in CONFIGS.values():
+        assert choose_layout(model_of(config), TrainConfig(), CPU) == "varlen"
