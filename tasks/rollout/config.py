@@ -91,7 +91,8 @@ class RolloutConfig(StageConfig):
     max_completion_tokens: int = setting(
         1024, "Largest number of tokens of one completion.", ge=1, fixed=True, basic=True
     )
-    temperature: float = setting(1.0, "Sampling temperature.", gt=0.0, le=10.0, fixed=True, basic=True)
+    # vLLM raises lower temperatures to 0.01, and the trainer would divide the logits by another number than the sampler.
+    temperature: float = setting(1.0, "Sampling temperature.", ge=0.01, le=10.0, fixed=True, basic=True)
     max_staleness: int = setting(
         0,
         "Largest number of policy versions from the one that began a trajectory to the step that trains on it (also "

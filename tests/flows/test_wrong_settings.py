@@ -75,6 +75,7 @@ from rollmill.tasks.store.run.writable_run import OpenRun
             ["serve.extra_args=[--data_parallel_size, '2']"],
             r"serve\.extra_args = .*: --data-parallel-size: servers with data parallelism cannot take new weights",
         ),
+        (["rollout.temperature=0.005"], r"rollout\.temperature = 0\.005: .*greater than or equal to 0\.01"),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],
 )
