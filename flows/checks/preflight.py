@@ -172,6 +172,7 @@ def _check_model(config: RunConfig) -> None:
     reference = config.train.kl.model
     if reference and not config.train.url:
         check_architecture("train.kl.model", Path(reference))
+        check_rope("train.kl.model", Path(reference), config.serve.max_model_len)
     download_model(config)
     if config.train.replay_routing and not _has_experts(config):
         remedy = "the start model is not a mixture of experts; set it to false"
@@ -181,6 +182,7 @@ def _check_model(config: RunConfig) -> None:
         return
     folder = start_model_folder(config)
     check_architecture("model", folder)
+    check_rope("model", folder, config.serve.max_model_len)
     ChatTokenizer.load(folder)
 
 
@@ -210,6 +212,45 @@ def check_architecture(field: str, folder: Path) -> None:
     if "auto_map" in settings and not find_spec(f"transformers.models.{model_type.replace('-', '_')}"):
         remedy = f"model type {model_type!r} needs code of its folder (auto_map), which is never executed; give a model of transformers"
         raise ConfigError(field, str(folder), remedy)
+
+
+def check_rope(field: str, folder: Path, longest: int) -> None:
+    """Refuse a model whose position encoding would depend on the longest row of a micro-batch.
+
+    transformers chooses the factors of longrope and dynamic by the longest row of a forward pass, and vLLM by serve.max_model_len.
+    Up to the length at which they change, both have the same factors for every row.
+
+    Args:
+        field: the setting that names the model.
+        folder: the model's folder, with a config.json.
+        longest: serve.max_model_len.
+
+    Raises:
+        ConfigError: names the model, and the longest serve.max_model_len that it can be trained with.
+    """
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= settings.get("text_config", {})
+    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    # A model may have parameters for each kind of layer.
+    for rope in (given, *(each for each in given.values() if isinstance(each, dict))):
+        kind, limit = rope.get("rope_type") or rope.get("type"), settings.get("max_position_embeddings", 0)
+        if kind in _LONG_ROPES:
+            limit = rope.get("original_max_position_embeddings") or settings.get(
+                "original_max_position_embeddings", limit
+            )
+        elif kind != "dynamic":
+            continue
+        if longest > limit:
+            remedy = (
+                f"the factors of its position encoding ({kind}) change at {limit} tokens, so a row would depend on the longest of its "
+                f"micro-batch, and differ from the servers'; serve.max_model_len is {longest}: set it to at most {limit}, or give "
+                "another model"
+            )
+            raise ConfigError(field, str(folder), remedy)
+
+
+_LONG_ROPES = {"longrope", "su"}
+"""Names in config.json of the encoding that has one set of factors for short rows and one for long ones."""
 
 
 def _has_experts(config: RunConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.flows.checks.preflight import check_architecture, preflight
+from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
@@ -229,3 +229,38 @@ def test_an_error_says_what_to_write_instead(override: str, remedy: str) -> None
 
 def test_gpus_may_be_given_as_numbers() -> None:
     assert load("quickstart", ("serve.gpus=[0,1]",)).serve.gpus == ("0", "1")
+
+
+LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("settings", [LONGROPE, DYNAMIC])
+def test_a_position_encoding_that_changes_with_the_longest_row_is_refused_by_name(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+
+    check_rope("model", tmp_path, 4096)
+    with pytest.raises(
+        ConfigError, match=rf"model = '{tmp_path}': .* change at 4096 tokens.* is 4097: set it"
+    ):
+        check_rope("model", tmp_path, 4097)
+
+
+def test_position_encodings_that_do_not_depend_on_the_longest_row_pass(tmp_path: Path) -> None:
+    for rope in ({"rope_type": "llama3", "original_max_position_embeddings": 8}, {"type": "yarn"}, None):
+        (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": rope}))
+        check_rope("model", tmp_path, 4096)
+
+
+def test_the_start_model_is_checked_for_such_an_encoding(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["PhiForCausalLM"]} | LONGROPE))
+    settings = (
+        "start_model.steps=0",
+        f"model={tmp_path}",
+        "serve.max_model_len=4097",
+        "train.micro_batch_tokens=4097",
+    )
+    with pytest.raises(ConfigError, match="change at 4096 tokens"):
+        preflight(load("quickstart", settings))
