@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_run import PlannedSampler, PlannedScoring, opened
+from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.checks.gpu_memory import RANK, VLLM, plan_needs
@@ -155,7 +155,7 @@ class StepTrainer:
 async def test_servers_sleep_once_they_have_scored_and_before_the_trainer_trains(tmp_path: Path) -> None:
     events = list[str]()
     settings = {"steps": 1, "evaluate": {"every": 0}, "serve": SHARED}
-    async with opened(tmp_path, PlannedSampler(), PlannedScoring(), **settings) as run:
+    async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **settings) as run:
         trainer = StepTrainer(events)
         with disable_run_logger():
             async with asyncio.TaskGroup() as tasks:
