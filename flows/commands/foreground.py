@@ -36,14 +36,17 @@ def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
     nodes.check(config.train.ranks)
     check_trainer()
     check_port(port)
-    token = os.environ.get(TOKEN_ENV) or secrets.token_urlsafe(24)
+    given = os.environ.get(TOKEN_ENV)
+    token = given or secrets.token_urlsafe(24)
     port = port or free_port()
     logs = RunFolder(f"{config.store.root}/trainer").local / (
         f"node-{nodes.number}" if nodes.count > 1 else ""
     )
     # Flows connect to machine 0 only.
     if nodes.number == 0:
-        typer.echo(f"train.url=http://{host}:{port}\n{TOKEN_ENV}={token}")
+        # Whoever has set the token knows it, and this output may be a pod's log.
+        shown_token = "" if given else f"\n{TOKEN_ENV}={token}"
+        typer.echo(f"train.url=http://{host}:{port}{shown_token}")
     file = launch.write_config(config.train, config.sync, port, logs, host)
     # Without names rank i uses the i-th GPU that this terminal sees.
     gpus = _pick_gpus(config.train.gpus, ranks=config.train.ranks // nodes.count).trainer

@@ -133,13 +133,19 @@ def has_plugin_failure(log: str) -> bool:
 def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ, *, host: str = LOOPBACK) -> None:
     """Refuse an address at which other machines can reach a server that has no API key: `host`, or one in serve.extra_args.
 
+    vLLM accepts `--hos` for `--host`. With `--config` the address may be in a file.
+
     Raises:
         ConfigError: names the option or the setting.
     """
     words = [word for each in config.extra_args for word in each.split("=", 1)]
-    further = [("serve.extra_args", f"--host {after}") for word, after in pairwise(words) if word == "--host"]
-    for field, value in [("--host", host), *further]:
-        if value.removeprefix("--host ") != LOOPBACK and not base.get(API_KEY_ENV):
+    further = [
+        ("serve.extra_args", f"{word} {after}", after)
+        for word, after in pairwise(words)
+        if word == "--config" or (word.startswith("--ho") and "--host".startswith(word))
+    ]
+    for field, value, address in [("--host", host, host), *further]:
+        if address != LOOPBACK and not base.get(API_KEY_ENV):
             remedy = f"others reach its control routes there: put a key in the environment variable {API_KEY_ENV}, which they need"
             raise ConfigError(field, value, remedy)
 

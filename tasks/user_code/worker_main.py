@@ -6,6 +6,7 @@ request creates the handler of the following ones. A worker ends when the other 
 """
 
 import os
+import resource
 import socket
 import struct
 import sys
@@ -18,6 +19,9 @@ from rollmill.tasks.errors import RollmillError, describe_error
 
 # Not msgspec: importing it takes as long as starting the rest of a scorer's worker, and a replacement must start fast.
 HEADER = struct.Struct(">IIB")
+
+MEMORY_LIMIT_BYTES = 4 << 30
+"""How much memory a worker, or a process that it starts, may allocate: an answer such as 2^(10^11) must not take the machine's."""
 
 Created = TypeVar("Created")
 Handler: TypeAlias = Callable[[bytes], bytes]
@@ -65,7 +69,8 @@ def serve(create: Callable[[bytes], Handler]) -> None:
 
 
 def open_connection() -> socket.socket:
-    """Open the socket to the process that started this one, and redirect standard output to standard error."""
+    """Open the socket to the process that started this one, limit memory, and redirect standard output to standard error."""
+    limit_memory()
     # What user code prints must not appear in the output of a command, which may be JSON.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     connection = socket.socket(fileno=int(sys.argv[-1]))
@@ -73,6 +78,15 @@ def open_connection() -> socket.socket:
     # A child that user code forks would otherwise hold the connection open after this process is dead.
     os.register_at_fork(after_in_child=lambda: _close_in_child(connection))
     return connection
+
+
+def limit_memory() -> None:
+    """Make allocations beyond MEMORY_LIMIT_BYTES fail in this process and in those it starts: MemoryError, or its end."""
+    # Private writable memory. RLIMIT_AS would count what CUDA and mapped files reserve, too. The soft limit alone, so that
+    # user code that needs more may raise it.
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([MEMORY_LIMIT_BYTES, *limits]), hard))
 
 
 def _close_in_child(connection: socket.socket) -> None:

@@ -64,10 +64,10 @@ def test_another_site_may_link_to_the_ui(ui_url: str) -> None:
 @pytest.mark.service
 def test_another_site_opens_no_websocket(ui_url: str) -> None:
     address = f"ws://{urlsplit(ui_url).netloc}/api/events/out"
-    with connect(address, origin=ui_url, subprotocols=["prefect"]) as own:  # type: ignore[arg-type]
+    with connect(address, origin=ui_url, subprotocols=["prefect"]) as own:  # type: ignore[list-item]
         own.ping().wait(60.0)
     with (
         pytest.raises(InvalidStatus, match="403"),
-        connect(address, origin=OTHER_SITE, subprotocols=["prefect"]),  # type: ignore[arg-type]
+        connect(address, origin=OTHER_SITE, subprotocols=["prefect"]),  # type: ignore[list-item]
     ):
         pytest.fail("it was accepted")
