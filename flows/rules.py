@@ -4,6 +4,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
+from rollmill.tasks.serve.vllm_launch import has_float32_head
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import START_MODEL_POSITIONS
 from rollmill.tasks.train.setting_rules import check_objective, check_offload
@@ -54,6 +55,7 @@ def _model_rules(config: RunConfig) -> list[Rule]:
 def _rollout_rules(config: RunConfig) -> list[Rule]:
     """Return the rules for the settings of sampling and of the vLLM servers."""
     rollout, serve = config.rollout, config.serve
+    arguments = " ".join(serve.extra_args).replace("hf_overrides", "hf-overrides")
     return [
         (
             "rollout.max_in_flight",
@@ -79,6 +81,19 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             "rollout.max_completion_tokens",
             rollout.max_completion_tokens >= serve.max_model_len,
             f"must be below serve.max_model_len, which is {serve.max_model_len}",
+        ),
+        (
+            "serve.head_dtype",
+            not serve.urls and serve.head_dtype != config.train.head_dtype,
+            f"must be train.head_dtype, which is {config.train.head_dtype}: sampler and trainer would disagree",
+        ),
+        (
+            "serve.extra_args",
+            has_float32_head(serve)
+            and "--hf-overrides" in arguments
+            and "head_dtype" not in " ".join(serve.extra_args),
+            '--hf-overrides replaces that of serve.head_dtype: add "head_dtype": "float32" to it, or set serve.head_dtype and '
+            "train.head_dtype to model",
         ),
         (
             "serve.gpus",

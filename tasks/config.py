@@ -5,7 +5,7 @@ import importlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -44,6 +44,7 @@ VARIABLE = "^([A-Z_][A-Z0-9_]*)?$"
 # Start of a service's address, or no address.
 ADDRESS = "^(https?://|$)"
 Address = Annotated[str, Field(pattern=ADDRESS)]
+HeadDtype = Literal["float32", "model"]
 # A GPU by its position among the visible ones, or by UUID; YAML and `--set` read [0,1] as numbers.
 Gpu = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 _SECRET_ADDRESS = re.compile(

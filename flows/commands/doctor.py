@@ -194,7 +194,8 @@ async def _try_sync(config: RunConfig, folder: Path, report: Report) -> str:
             sync = partial(_sync, trainer, server, transport, folder)
             report(await try_trial(f"sync by {transport}", sync))
         report(await try_trial("parity", lambda: _check_parity(trainer, server, config)))
-    return "started, answered and stopped"
+        health = await trainer.client.health()
+    return f"started, answered and stopped; the trainer computes on {health.device}"
 
 
 def list_transports() -> tuple[str, ...]:

@@ -25,6 +25,8 @@ LOGPROBS_MODE = "processed_logprobs"
 LOOPBACK = "127.0.0.1"
 ROUTING_ARGUMENT = "--enable-return-routed-experts"
 """Has a server return, with every completion, which experts each token was routed to."""
+FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
+"""Has a server compute logits in float32."""
 PLUGIN = "rollmill"
 """Our plugin by its name; vLLM adds the routes of plugins that VLLM_PLUGINS names, and then loads no others."""
 PLUGIN_REMEDY = (
@@ -66,6 +68,7 @@ def vllm_command(
         *("--model", model, "--served-model-name", "policy"),
         *("--host", host, "--port", str(port)),
         *("--dtype", config.dtype),
+        *(FLOAT32_HEAD if has_float32_head(config) else ()),
         *("--max-model-len", str(config.max_model_len)),
         *("--max-num-seqs", _MAX_NUM_SEQS),
         *("--gpu-memory-utilization", str(config.gpu_memory_utilization)),
@@ -78,6 +81,11 @@ def vllm_command(
         *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]
+
+
+def has_float32_head(config: ServeConfig) -> bool:
+    """Return True if launched servers compute logits in float32 that they would round to bfloat16 by default."""
+    return config.dtype == "bfloat16" and config.head_dtype == "float32"
 
 
 def vllm_environment(

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.tasks.config import ADDRESS, Address, Gpu, StageConfig, choose_dtype, setting
+from rollmill.tasks.config import ADDRESS, Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
 
 Ratio = Annotated[float, Field(ge=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -96,6 +96,12 @@ class TrainConfig(StageConfig):
         choose_dtype,
         "Number format of the trained weights. Default: bfloat16 if the machine where the settings are read has a GPU, else "
         "float32.",
+        fixed=True,
+    )
+    head_dtype: HeadDtype = setting(
+        "float32",
+        "Number format of the logits. float32: those of a bfloat16 model are not rounded to bfloat16, so that sampler and trainer "
+        "agree more closely. model: that of the weights.",
         fixed=True,
     )
     micro_batch_tokens: int = setting(

@@ -103,6 +103,7 @@ def test_services_sync_and_parity_are_tried_for_real(workplace: Any) -> None:
     )
     assert {name: found[name] for name in tried} == dict.fromkeys(tried, "ok")
     assert report["ok"] is True
+    assert report["checks"][-1]["detail"].endswith("the trainer computes on cpu")
 
 
 @pytest.mark.service

@@ -55,6 +55,17 @@ def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
     assert vllm_launch.vllm_command(config, "model", 80)[-2:] == ["--max-num-seqs", "7"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dtype", "overrides"),
+    [("bfloat16", "float32", True), ("bfloat16", "model", False), ("float32", "float32", False)],
+)
+def test_a_bfloat16_server_computes_logits_in_float32_by_default(
+    config_of, dtype: str, head_dtype: str, overrides: bool
+) -> None:
+    words = vllm_launch.vllm_command(config_of("vllm", dtype=dtype, head_dtype=head_dtype), "model", 80)
+    assert ('{"head_dtype": "float32"}' in words) == overrides
+
+
 def test_a_server_knows_nothing_of_prefect_or_of_our_python(config_of) -> None:
     base = {"PREFECT_API_KEY": "secret", "PYTHONPATH": "here", "HOME": "/", "PATH": "bin"}
     environment = vllm_launch.vllm_environment(config_of("vllm"), base=base)

@@ -94,6 +94,7 @@ class StubTrainer:
             heartbeats=[0.0],
             busy="",
             settings=self.settings.model_dump(mode="json"),
+            device="cpu",
         )
 
     def _load(self, command: LoadPolicy) -> None:

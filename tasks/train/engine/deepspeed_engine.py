@@ -80,7 +80,9 @@ class Engine:
         self._replay = RoutingReplay(model) if config.replay_routing else None
         check_offload(config, device.type)
         self.packer = Packer(config, choose_layout(model, config, device), device)
-        self._policy = PolicyModel(model, is_partitioned=config.zero_stage == _ZERO_3)
+        self._policy = PolicyModel(
+            model, is_partitioned=config.zero_stage == _ZERO_3, head_dtype=config.head_dtype
+        )
         self._max_grad_norm = config.max_grad_norm
         # The host runs ahead of a GPU: without waiting, a part's seconds would be booked to later parts.
         self._waits_for_device = device.type == "cuda"

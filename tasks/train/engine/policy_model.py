@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from rollmill.tasks.config import HeadDtype
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
@@ -76,6 +77,51 @@ class _TokenLogprobs(torch.autograd.Function):
         return total, None, None
 
 
+class _Float32Logits(torch.autograd.Function):
+    """Logits in single precision of a head in bfloat16, hidden [N, H] times weight [V, H] transposed; not rounded to bfloat16.
+
+    Their gradient is rounded to bfloat16, as without this class, so that the backward pass needs no copy of the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # Under ZeRO-3 DeepSpeed fills the parameter again before the backward pass: it is saved as it is, not as a view of it.
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return hidden.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        rounded = grad.to(weight.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return rounded @ weight if needs_hidden else None, rounded.t() @ hidden if needs_weight else None
+
+
+def compute_float32_logits(model: PreTrainedModel) -> None:
+    """Make a bfloat16 model's head return logits in single precision, as vLLM does with head_dtype float32.
+
+    Raises:
+        ConfigError: the head is not a linear layer.
+    """
+    head = model.get_output_embeddings()
+    if head.weight.dtype != torch.bfloat16:
+        return
+    if not isinstance(head, torch.nn.Linear):
+        remedy = (
+            f"the head of {type(model).__name__} is no linear layer: set it and serve.head_dtype to model"
+        )
+        raise ConfigError("train.head_dtype", "float32", remedy)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = _Float32Logits.apply(hidden, head.weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no type
+        return logits if head.bias is None else logits + head.bias.float()
+
+    # On the instance: the layer stays what it is for adapters, DeepSpeed and exports.
+    head.forward = forward  # type: ignore[method-assign, assignment]
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOGIT_BYTES = 4
 
@@ -109,12 +155,20 @@ class PolicyModel:
     Args:
         model: a causal language model.
         is_partitioned: True when ranks hold the head's weight in parts (ZeRO-3), and must all run the same number of chunks.
+        head_dtype: format of the logits: "float32", or "model" for that of the weights.
         chunk_bytes: largest size of the logits.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, is_partitioned: bool, chunk_bytes: int = HEAD_CHUNK_BYTES
+        self,
+        model: PreTrainedModel,
+        *,
+        is_partitioned: bool,
+        head_dtype: HeadDtype = "model",
+        chunk_bytes: int = HEAD_CHUNK_BYTES,
     ) -> None:
+        if head_dtype == "float32":
+            compute_float32_logits(model)
         self._model, self._head, self._is_partitioned = model, HeadPositions(model), is_partitioned
         vocabulary_size = whole_shape(model.get_output_embeddings().weight)[0]
         self._chunk_tokens = max(1, chunk_bytes // (_LOGIT_BYTES * vocabulary_size))

@@ -67,7 +67,9 @@ class FrozenPolicy:
         self.folder = folder
         model = load_trained(config, folder)
         self.packer = Packer(config, choose_layout(model, config, device), device)
-        self._policy = PolicyModel(model, is_partitioned=config.zero_stage == _ZERO_3)
+        self._policy = PolicyModel(
+            model, is_partitioned=config.zero_stage == _ZERO_3, head_dtype=config.head_dtype
+        )
         model.requires_grad_(False)
         self._model: Any = (
             _partition(config, model) if config.zero_stage == _ZERO_3 else torch.nn.Module.to(model, device)

@@ -67,7 +67,7 @@ def _run(folder: Path, layout: str, device: torch.device, dtype: str) -> tuple[t
     samples = Samples.from_tokens(rows, [np.arange(len(row)) >= 2 for row in rows])
     packer = Packer(config, choose_layout(model, config, device), device)
     batch = packer.micro_batch(samples, list(range(len(rows))), [""])
-    policy = PolicyModel(model, is_partitioned=False)
+    policy = PolicyModel(model, is_partitioned=False, head_dtype="float32")
     logprobs, _ = policy.values(model, batch, entropy_gradient=False)
     logprobs.sum().backward()
     gradient = torch.cat(

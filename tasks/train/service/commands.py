@@ -118,6 +118,7 @@ class TrainerHealth:
         heartbeats: [W] seconds since the last heartbeat of each rank.
         busy: name of the command being carried out; empty when idle.
         settings: the TrainConfig that the trainer was started with.
+        device: what rank 0 computes on, such as "cpu" or "cuda:0 (NVIDIA H100 80GB HBM3)".
     """
 
     run: str
@@ -128,6 +129,7 @@ class TrainerHealth:
     heartbeats: list[float]
     busy: str
     settings: dict[str, Any]
+    device: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,6 @@ class RankWorker:
 
     Args:
         config: settings of training.
-        device: where this rank computes.
         transfer: sends the policy's weights.
         writer: writes checkpoints in the background.
         monitor: watches the event loop that serves the control API; a step's metrics report what it measured.
@@ -63,6 +62,7 @@ class RankWorker:
     Attributes:
         progress: run and version of the loaded policy; version -1 before the first load.
         incarnation: the run's count of trainer loads at the last load.
+        device: where this rank computes, as given.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RankWorker:
         self.progress = Progress(run="", version=-1)
         self.incarnation = -1
         self.transfer, self.writer, self.timeline = transfer, writer, timeline
-        self._config, self._device = config, device
+        self._config, self.device = config, device
         self._training = BatchTraining(config, timeline, monitor)
         self._policies: PolicyLogprobs | None = None
         self._frozen: FrozenPolicy | None = None
@@ -153,7 +153,7 @@ class RankWorker:
             if folder and not (Path(folder) / "config.json").is_file():
                 remedy = "there is no model folder (config.json and weights) at this path"
                 raise ConfigError(field, folder, remedy)
-        check_offload(self._config, self._device.type)
+        check_offload(self._config, self.device.type)
         check_model(self._config, command.model)
         # The checkpoint to load may be the one that is being written.
         self.writer.join()
@@ -169,7 +169,7 @@ class RankWorker:
             self._policies = None
         # A resumed run draws the same numbers as one that was never stopped.
         seed_random()
-        engine = Engine.load(self._config, command.model, self._device)
+        engine = Engine.load(self._config, command.model, self.device)
         progress = Progress(run=command.run_id, version=command.version)
         if command.checkpoint is not None:
             # One rank of each machine downloads; the others read its copy after the barrier.

@@ -207,6 +207,11 @@ def join_ranks(timeout_s: float) -> Ranks:
     return Ranks(rank, world_size, device, PrefixStore("rollmill", store))
 
 
+def describe_device(device: torch.device) -> str:
+    """Return a device with the name of its GPU. Example: "cuda:0 (NVIDIA H100 80GB HBM3)"."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
 def is_first_on_machine() -> bool:
     """Return True on exactly one rank of each machine, the one with LOCAL_RANK 0."""
     return int(os.environ["LOCAL_RANK"]) == 0

@@ -25,7 +25,7 @@ from rollmill.tasks.train.service.control_api import ControlServer, Operations, 
 from rollmill.tasks.train.service.launch import TOKEN_ENV
 from rollmill.tasks.train.service.rank_timeline import RankTimeline
 from rollmill.tasks.train.service.rank_worker import RankWorker
-from rollmill.tasks.train.service.ranks import CommandChannel, Heartbeats, join_ranks
+from rollmill.tasks.train.service.ranks import CommandChannel, Heartbeats, describe_device, join_ranks
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 
 
@@ -75,6 +75,7 @@ class LeadingRank:
             heartbeats=self._heartbeats.silences_s,
             busy=self._operations.busy,
             settings=self._config.model_dump(mode="json"),
+            device=describe_device(self._worker.device),
         )
 
     def answers_at_once(self, command: Command[Any]) -> bool:
