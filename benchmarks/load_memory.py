@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.trainer.peak import peak_mb, start_peak
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
-from rollmill.tasks.train.service.launch import torchrun_command
+from rollmill.tasks.train.service.launch import launch_command
 from rollmill.tasks.train.service.ranks import join_ranks
 
 RANKS = (2, 4)
@@ -63,7 +63,7 @@ def measure_rank(folder: Path) -> None:
 
 def measure(folder: Path, n_ranks: int) -> dict[str, float]:
     """Largest megabytes of a rank, by model."""
-    command = [*torchrun_command(n_ranks), "-m", "benchmarks.load_memory", "--folder", str(folder)]
+    command = [*launch_command(n_ranks), "-m", "benchmarks.load_memory", "--folder", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found = [json.loads(each.read_text()) for each in folder.glob(f"{n_ranks}-*.json")]

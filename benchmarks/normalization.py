@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.trainer.splits import TEMPERATURE, VOCABULARY, uneven_samples
 from rollmill.tasks.train.packing.packing_plan import TokenBudget, pack_padded
 from rollmill.tasks.train.samples import Samples
-from rollmill.tasks.train.service.launch import torchrun_command
+from rollmill.tasks.train.service.launch import launch_command
 
 RANKS, TIMEOUT_S = (1, 2, 4), 600.0
 WHOLE = 1 << 40
@@ -77,7 +77,7 @@ def split_gradients(model: Path, output: Path) -> dict[str, Gradient]:
     """The gradients of all splits by what they are."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     for n_ranks in RANKS:
-        words = [*torchrun_command(n_ranks), "-m", "benchmarks.trainer.splits", str(model), str(output)]
+        words = [*launch_command(n_ranks), "-m", "benchmarks.trainer.splits", str(model), str(output)]
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables, check=False
         )

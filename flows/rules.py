@@ -4,7 +4,6 @@ from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
-from rollmill.tasks.serve.vllm_launch import has_float32_head
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import START_MODEL_POSITIONS
 from rollmill.tasks.train.setting_rules import check_objective, check_offload
@@ -83,17 +82,11 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             f"must be below serve.max_model_len, which is {serve.max_model_len}",
         ),
         (
-            "serve.head_dtype",
-            not serve.urls and serve.head_dtype != config.train.head_dtype,
-            f"must be train.head_dtype, which is {config.train.head_dtype}: sampler and trainer would disagree",
-        ),
-        (
             "serve.extra_args",
-            has_float32_head(serve)
+            (serve.dtype, config.train.head_dtype) == ("bfloat16", "float32")
             and "--hf-overrides" in arguments
-            and "head_dtype" not in " ".join(serve.extra_args),
-            '--hf-overrides replaces that of serve.head_dtype: add "head_dtype": "float32" to it, or set serve.head_dtype and '
-            "train.head_dtype to model",
+            and "head_dtype" not in arguments,
+            '--hf-overrides replaces that of train.head_dtype: add "head_dtype": "float32" to it, or set train.head_dtype to model',
         ),
         (
             "serve.gpus",

@@ -1,4 +1,4 @@
-"""The gradient of one batch on some ranks; run by torchrun: python -m benchmarks.trainer.splits MODEL OUTPUT.
+"""The gradient of one batch on some ranks; run by the trainer's launcher: python -m benchmarks.trainer.splits MODEL OUTPUT.
 
 Every rank makes the same very uneven rows. Rank 0 leaves the gradients of this number of ranks in OUTPUT, one file for each
 way of splitting a rank's share.

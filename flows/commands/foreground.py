@@ -14,11 +14,12 @@ from rollmill.flows.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuAssignment, assign_gpus, list_visible_gpus
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.processes.network_interface import GLOO_INTERFACE_ENV
 from rollmill.tasks.serve import vllm_launch
 from rollmill.tasks.serve.vllm_launch import check_guarded, gpus_per_server
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.train.service import launch
-from rollmill.tasks.train.service.launch import GLOO_INTERFACE_ENV, TOKEN_ENV, Nodes
+from rollmill.tasks.train.service.launch import TOKEN_ENV, Nodes
 
 
 def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
@@ -78,7 +79,12 @@ def vllm_here(config: RunConfig, host: str, port: int) -> None:
     typer.echo(f"serve.urls=[http://{host}:{port}]")
     _run_service(
         vllm_launch.vllm_command(
-            config.serve, str(model), port, host=host, returns_routing=config.rollout.keep_routing
+            config.serve,
+            str(model),
+            port,
+            host=host,
+            head_dtype=config.train.head_dtype,
+            returns_routing=config.rollout.keep_routing,
         ),
         vllm_launch.vllm_environment(config.serve, gpus=gpus),
     )

@@ -149,7 +149,11 @@ class ServerService:
             self.process = LaunchedProcess.start(
                 self.name,
                 vllm_launch.vllm_command(
-                    serve, str(self._model), self._port, returns_routing=self._keeps_routing
+                    serve,
+                    str(self._model),
+                    self._port,
+                    head_dtype=self._config.train.head_dtype,
+                    returns_routing=self._keeps_routing,
                 ),
                 log=self._logs / f"vllm-{self._number}.log",
                 env=vllm_launch.vllm_environment(serve, api_key=self._key, gpus=self._gpus),

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import psutil
 
-# Kind of a child process, by a word in its command line or in that of an ancestor: a rank of the trainer is started by torchrun,
+# Kind of a child process, by a word in its command line or in that of an ancestor: a rank of the trainer is started by its launcher,
 # and a vLLM engine by its server.
 KINDS = {
     "rollmill.tasks.train.service.trainer_process": "trainer",
@@ -75,7 +75,7 @@ def rss_bytes_below() -> dict[tuple[str, int], int]:
 def rss_bytes_by_kind(below: Mapping[tuple[str, int], int]) -> dict[str, int]:
     """Sum the resident memory of descendant processes by kind; shared pages count once for each process.
 
-    Example: {"trainer": 900000000, "servers": 2100000000}; "trainer" covers supervisor, torchrun and all ranks.
+    Example: {"trainer": 900000000, "servers": 2100000000}; "trainer" covers supervisor, launcher and all ranks.
     """
     found: Counter[str] = Counter()
     for (kind, _), n_bytes in below.items():

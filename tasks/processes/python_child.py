@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH = "PYTHONSAFEPATH"
-"""Environment variable that keeps the working folder off `sys.path` in every Python below; for commands like torchrun,
-which start `python -m` themselves."""
+"""Environment variable that keeps the working folder off `sys.path` in every Python below; for commands
+that start `python -m` themselves."""
 USER_PATH = "ROLLMILL_USER_PATH"
 """Environment variable with the folders that a child appends to `sys.path`."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
+from rollmill.tasks.config import Address, Gpu, StageConfig, choose_dtype, setting
 
 # Arguments of vLLM that hold a key or a token, and the abbreviations that argparse accepts for them.
 _SECRET_ARGUMENT = re.compile(
@@ -49,11 +49,6 @@ class ServeConfig(StageConfig):
         choose_dtype,
         "Number format of the served weights. Default: bfloat16 if the machine where the settings are read has a GPU, else "
         "float32.",
-        fixed=True,
-    )
-    head_dtype: HeadDtype = setting(
-        "float32",
-        "Number format of the logits of launched servers, as train.head_dtype; of no effect with serve.dtype: float32.",
         fixed=True,
     )
     extra_args: tuple[str, ...] = setting(

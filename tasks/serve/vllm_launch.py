@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
+from rollmill.tasks.config import HeadDtype
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import VISIBLE
 from rollmill.tasks.processes.python_child import SAFE_PATH
@@ -54,9 +55,17 @@ _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def vllm_command(
-    config: ServeConfig, model: str, port: int, *, host: str = LOOPBACK, returns_routing: bool = False
+    config: ServeConfig,
+    model: str,
+    port: int,
+    *,
+    host: str = LOOPBACK,
+    head_dtype: HeadDtype = "float32",
+    returns_routing: bool = False,
 ) -> list[str]:
     """Return the command line that starts a vLLM server of the model folder `model` on a port of the address `host`.
+
+    `head_dtype` is that of the trainer's settings; `returns_routing` adds routed experts to completions.
 
     The module is run rather than the `vllm` command: that one needs a distribution called vllm, which the
     CPU build is not. Log-probabilities are those the tokens were sampled by (temperature applied). Start it with
@@ -68,7 +77,7 @@ def vllm_command(
         *("--model", model, "--served-model-name", "policy"),
         *("--host", host, "--port", str(port)),
         *("--dtype", config.dtype),
-        *(FLOAT32_HEAD if has_float32_head(config) else ()),
+        *(FLOAT32_HEAD if config.dtype == "bfloat16" and head_dtype == "float32" else ()),
         *("--max-model-len", str(config.max_model_len)),
         *("--max-num-seqs", _MAX_NUM_SEQS),
         *("--gpu-memory-utilization", str(config.gpu_memory_utilization)),
@@ -81,11 +90,6 @@ def vllm_command(
         *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]
-
-
-def has_float32_head(config: ServeConfig) -> bool:
-    """Return True if launched servers compute logits in float32 that they would round to bfloat16 by default."""
-    return config.dtype == "bfloat16" and config.head_dtype == "float32"
 
 
 def vllm_environment(

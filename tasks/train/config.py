@@ -100,8 +100,8 @@ class TrainConfig(StageConfig):
     )
     head_dtype: HeadDtype = setting(
         "float32",
-        "Number format of the logits. float32: those of a bfloat16 model are not rounded to bfloat16, so that sampler and trainer "
-        "agree more closely. model: that of the weights.",
+        "Number format of the logits, in the trainer and in launched servers. float32: those of a bfloat16 model are not rounded to "
+        "bfloat16, so that both agree more closely. model: that of the weights.",
         fixed=True,
     )
     micro_batch_tokens: int = setting(

@@ -77,12 +77,8 @@ from rollmill.tasks.store.run.writable_run import OpenRun
         ),
         (["rollout.temperature=0.005"], r"rollout\.temperature = 0\.005: .*greater than or equal to 0\.01"),
         (
-            ["serve.head_dtype=model"],
-            r"serve\.head_dtype = 'model': must be train\.head_dtype, which is float32",
-        ),
-        (
             ["serve.dtype=bfloat16", "serve.extra_args=['--hf-overrides.rope_theta', '1e6']"],
-            r"serve\.extra_args = .*: --hf-overrides replaces that of serve\.head_dtype: add \"head_dtype\"",
+            r"serve\.extra_args = .*: --hf-overrides replaces that of train\.head_dtype: add \"head_dtype\"",
         ),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],

@@ -62,7 +62,7 @@ def test_more_arguments_come_last_so_that_they_win(config_of) -> None:
 def test_a_bfloat16_server_computes_logits_in_float32_by_default(
     config_of, dtype: str, head_dtype: str, overrides: bool
 ) -> None:
-    words = vllm_launch.vllm_command(config_of("vllm", dtype=dtype, head_dtype=head_dtype), "model", 80)
+    words = vllm_launch.vllm_command(config_of("vllm", dtype=dtype), "model", 80, head_dtype=head_dtype)
     assert ('{"head_dtype": "float32"}' in words) == overrides
 
 

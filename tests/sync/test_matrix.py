@@ -88,7 +88,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     process = LaunchedProcess.start(
         "trainer",
         [
-            *launch.torchrun_command(config.ranks),
+            *launch.launch_command(config.ranks),
             str(script),
             str(launch.write_config(config, SYNC, port, logs, bucket_bytes=1 << 20)),
         ],

@@ -1,4 +1,4 @@
-"""Ranks under torchrun that train, save and load states: `python checkpoint_ranks.py JOB.json`; see test_checkpoints.
+"""Ranks that train, save and load states: `python checkpoint_ranks.py JOB.json`; see test_checkpoints.
 
 JOB.json is {"model", "steps": [...]}; a step is {"config": TrainConfig, "load": folder or "", "updates": n, "save":
 folder or "", "digests": path}: an engine is made, loads, trains, saves, and its tensors' digests are written.

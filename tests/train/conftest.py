@@ -153,12 +153,12 @@ def batches() -> Batches:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[[str, int, dict[str, object]], None]:
-    """Run a script from this folder on ranks that torchrun starts; fails with its last output."""
+    """Run a script from this folder on ranks; fails with its last output."""
 
     def run(script: str, n_ranks: int, job: dict[str, object]) -> None:
         path = tmp_path / f"{script}-{n_ranks}.json"
         path.write_text(json.dumps(job))
-        words = [*launch.torchrun_command(n_ranks), str(Path(__file__).with_name(script)), str(path)]
+        words = [*launch.launch_command(n_ranks), str(Path(__file__).with_name(script)), str(path)]
         done = subprocess.run(
             words,
             env=launch.build_environment(TrainConfig(), "-") | {"PYTHONPATH": str(Path(__file__).parent)},

@@ -1,4 +1,4 @@
-"""Run by torchrun: the gradient and the metrics of one stored batch, split in given ways, written by rank 0.
+"""Run by the trainer's launcher: the gradient and the metrics of one stored batch, split in given ways, written by rank 0.
 
 JOB.json: {"folder", "output", "shift_nats", "eps", "cases": [{"model", "order", "annotated", "rank_by_rank", "head_chunk_bytes",
 "config"}]}. Of case n are n.safetensors, and in facts.json at place n the metrics and how many chunks each rank's largest micro-batch has.

@@ -1,4 +1,4 @@
-"""Run by torchrun: a step with adapters under every ZeRO stage: the reference's log-probabilities and gradients before it,
+"""Run by the trainer's launcher: a step with adapters under every ZeRO stage: the reference's log-probabilities and gradients before it,
 whole weights after, by rank 0.
 
 JOB.json: {"model", "folder", "output", "lora", "cases": [{"name", "zero_stage", "dtype"}]}

@@ -1,4 +1,4 @@
-"""Run by torchrun: an update whose gradient is not finite on one rank, for every case of JOB.json.
+"""Run by the trainer's launcher: an update whose gradient is not finite on one rank, for every case of JOB.json.
 
 JOB.json: {"model", "output", "skipped", "cases": [{"name", "zero_stage", "dtype"}]}. Rank 0 writes {name: facts} to output.
 Last, under the name "skipped", a step whose loss is not finite on one rank.

@@ -1,4 +1,4 @@
-"""Run by torchrun: models loaded by parts under ZeRO-3, compared with the same models loaded whole.
+"""Run by the trainer's launcher: models loaded by parts under ZeRO-3, compared with the same models loaded whole.
 
 JOB.json: {"models": [folder], "dtypes": [dtype]}
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun: steps of a mixture of experts that replay stored routing, for every case of JOB.json.
+"""Run by the trainer's launcher: steps of a mixture of experts that replay stored routing, for every case of JOB.json.
 
 Asserts that the experts were given the stored choice at every token and layer, in every forward pass and every one that
 is made again for the backward pass. Rank 0 writes the gradient of the first update.

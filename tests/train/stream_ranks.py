@@ -1,4 +1,4 @@
-"""Ranks under torchrun that send: `python stream_ranks.py JOB.json`; see test_weight_stream.
+"""Ranks that send: `python stream_ranks.py JOB.json`; see test_weight_stream.
 
 JOB.json is {"cases": [{"model": folder, "zero_stage", "dtype", "lora": "" | "merged" | "adapters"}], "folder"}. In each case
 an engine sends after its load and again after an update; what arrives, what is written into files, and the digests are

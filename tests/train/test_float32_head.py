@@ -95,6 +95,6 @@ def test_a_head_that_is_no_linear_layer_is_refused() -> None:
     model.set_output_embeddings(Scaled())
     with pytest.raises(
         ConfigError,
-        match=r"head of Qwen2ForCausalLM is no linear layer: set it and serve\.head_dtype to model",
+        match=r"head of Qwen2ForCausalLM is no linear layer: set it to model",
     ):
         compute_float32_logits(model)

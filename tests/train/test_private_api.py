@@ -28,7 +28,6 @@ SYMBOLS = [
     ("peft.tuners.tuners_utils", "BaseTunerLayer.enable_adapters"),
     ("torch.distributed.distributed_c10d", "Store.clone"),
     ("torch.distributed.distributed_c10d", "PrefixStore"),
-    ("torch.distributed.rendezvous", "rendezvous"),
     ("torch._C._distributed_c10d", "Backend.Options._timeout"),
 ]
 ATTRIBUTES = [

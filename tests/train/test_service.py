@@ -1,4 +1,4 @@
-"""The trainer service as a whole: real ranks under torchrun, called by its client."""
+"""The trainer service as a whole: real ranks, called by its client."""
 
 import asyncio
 import dataclasses

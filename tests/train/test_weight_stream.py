@@ -1,4 +1,4 @@
-"""What the ranks send, put together, is the checkpoint: in one process here, under torchrun below."""
+"""What the ranks send, put together, is the checkpoint: in one process here, with several ranks below."""
 
 import itertools
 from collections.abc import Callable

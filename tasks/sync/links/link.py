@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch.distributed import Store, TCPStore
 
+from rollmill.tasks.processes.network_interface import listen_at
+
 CPU = torch.device("cpu")
 
 # 50 ms. A shorter silence is due to the link's speed and does not count as a wait for the other end.
@@ -108,16 +110,13 @@ class Rendezvous:
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
-    """Start the store through which links are opened, at a free port of one address; its `host` is that address.
+    """Start the store through which links are opened, at a free port of one address of this machine (`listen_at`)."""
+    return serve_store_at(listen_at(host), timeout_s)
 
-    `host` is a name or an address of this machine. A name may have addresses of other machines too, as that of a headless
-    service with several pods has.
 
-    Raises:
-        OSError: `host` has no address of this machine.
-    """
+def serve_store_at(listener: socket.socket, timeout_s: float) -> TCPStore:
+    """Start a store at a listening socket, which it takes over; its `host` is the socket's address."""
     # TCPStore itself would listen at all addresses of the machine, and it has no password.
-    listener = _listen_at_own_address(host)
     address, port, *_ = listener.getsockname()
     return TCPStore(
         address,
@@ -127,17 +126,6 @@ def serve_store(host: str, timeout_s: float) -> TCPStore:
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
-
-
-def _listen_at_own_address(host: str) -> socket.socket:
-    """Listen at a free port of the first address of `host` that this machine has; raises OSError if it has none of them."""
-    failure = OSError()
-    for family, _, _, _, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-        try:
-            return socket.create_server((address, 0), family=family)
-        except OSError as error:
-            failure = error
-    raise failure
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:

@@ -109,9 +109,7 @@ def compute_float32_logits(model: PreTrainedModel) -> None:
     if head.weight.dtype != torch.bfloat16:
         return
     if not isinstance(head, torch.nn.Linear):
-        remedy = (
-            f"the head of {type(model).__name__} is no linear layer: set it and serve.head_dtype to model"
-        )
+        remedy = f"the head of {type(model).__name__} is no linear layer: set it to model"
         raise ConfigError("train.head_dtype", "float32", remedy)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

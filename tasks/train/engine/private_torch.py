@@ -2,7 +2,6 @@
 
 | undocumented | for | public alternative |
 |---|---|---|
-| `torch.distributed.rendezvous.rendezvous` | the store of torchrun's agent, before the process group | `TCPStore`, which needs to know who serves it |
 | `torch.distributed.distributed_c10d.Store`, `PrefixStore` | keys that ranks share | the same names in `torch.distributed`, which have no types |
 """
 
@@ -14,8 +13,7 @@ SEEN_IN = "2.13.0"
 
 try:
     from torch.distributed.distributed_c10d import PrefixStore, Store
-    from torch.distributed.rendezvous import rendezvous
 except ImportError as error:
     raise LibraryError("torch", torch.__version__, SEEN_IN, str(error)) from error
 
-__all__ = ["PrefixStore", "Store", "rendezvous"]
+__all__ = ["PrefixStore", "Store"]

@@ -14,7 +14,6 @@ from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service.commands import ServiceConfig
 
 TOKEN_ENV = "ROLLMILL_TRAINER_TOKEN"
-GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 """Network interface of gloo's connections between ranks; unset: that of the machine's own name, which may be loopback."""
 _LOOPBACK = "127.0.0.1"
 
@@ -99,25 +98,17 @@ class Nodes:
 def build_command(train: TrainConfig, config: Path, nodes: Nodes = Nodes()) -> list[str]:
     """Return the command line that starts a trainer service, or one node's part of it, with a configuration file."""
     return [
-        *torchrun_command(train.ranks, nodes),
+        *launch_command(train.ranks, nodes),
         *("-m", "rollmill.tasks.processes.python_child", "rollmill.tasks.train.service.trainer_process"),
         str(config),
     ]
 
 
-def torchrun_command(n_ranks: int, nodes: Nodes = Nodes()) -> list[str]:
-    """Return torchrun's command line for this machine, by which a failed rank ends all ranks without a restart.
-
-    Several nodes meet by torchrun's static rendezvous, where each node has a fixed number: so node 0, which flows connect to, is
-    known beforehand.
-    """
-    counts = ("--nnodes", str(nodes.count), "--nproc-per-node", str(n_ranks // nodes.count))
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.rendezvous, "--local-addr", _LOOPBACK]
-    if nodes.count > 1:
-        host, _, port = nodes.rendezvous.rpartition(":")
-        meeting = ["--node-rank", str(nodes.number), "--master-addr", host, "--master-port", port]
-    # No restarts by torchrun: the flow starts the whole service again, and brings it back to the run's step.
-    return [*python_command("torch.distributed.run", *counts, "--max-restarts", "0"), *meeting]
+def launch_command(n_ranks: int, nodes: Nodes = Nodes()) -> list[str]:
+    """Return the command line that starts this machine's ranks, by which a failed rank ends all ranks without a restart."""
+    host, _, port = nodes.rendezvous.rpartition(":")
+    here = (str(nodes.count), str(nodes.number), str(n_ranks // nodes.count), host, port)
+    return python_command("rollmill.tasks.train.service.rank_launcher", *here)
 
 
 def build_environment(
@@ -129,7 +120,7 @@ def build_environment(
     """
     return {
         **child_environment(base),
-        # torchrun starts the ranks with `python -m`, which would put the working folder before the standard library.
+        # The ranks are started with `python -m`, which would put the working folder before the standard library.
         SAFE_PATH: "1",
         TOKEN_ENV: token,
         **({VISIBLE: gpus} if gpus else {}),

@@ -6,6 +6,7 @@ a deadline, for hours if need be: a collective would time out, and would spin on
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,9 +21,11 @@ import torch.distributed as dist
 
 from rollmill.tasks.errors import RollmillError, SyncError, TrainError
 from rollmill.tasks.processes.gpus import VISIBLE, list_visible_gpus
+from rollmill.tasks.sync.links.link import join_store, serve_store_at
 from rollmill.tasks.train.collectives import times
-from rollmill.tasks.train.engine.private_torch import PrefixStore, Store, rendezvous
+from rollmill.tasks.train.engine.private_torch import PrefixStore, Store
 from rollmill.tasks.train.service.commands import AnyCommand, Command
+from rollmill.tasks.train.service.rank_launcher import STORE_FD_ENV
 
 # A few late heartbeats are no death.
 _BEATS_PER_TIMEOUT = 6
@@ -120,7 +123,7 @@ class Heartbeats:
                 sys.stderr.write(f"trainer: rank {rank} has been silent for {self.silences_s[rank]:.0f} s\n")
                 sys.stderr.flush()
                 # The main thread may be in a collective with the dead rank: only the end of the process gets it out,
-                # after which torchrun ends the other ranks, whatever they wait for.
+                # after which the launcher ends the other ranks, whatever they wait for.
                 os._exit(_DEAD_RANK_STATUS)
 
 
@@ -196,7 +199,11 @@ def join_ranks(timeout_s: float) -> Ranks:
         device, backend = torch.device("cpu"), "gloo"
     timeout = timedelta(seconds=timeout_s)
     # One store serves the process group, commands and heartbeats.
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        store = serve_store_at(socket.socket(fileno=int(os.environ.pop(STORE_FD_ENV))), timeout_s)
+    else:
+        store = join_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
     dist.init_process_group(
         backend,
         store=PrefixStore("collectives", store),

@@ -1,7 +1,6 @@
-"""The trainer service: what each rank of `torchrun -m rollmill.tasks.train.service.trainer_process CONFIG.json` runs.
+"""The trainer service: what each rank runs, started by `rank_launcher`.
 
-Rank 0 serves the control API; all ranks carry out the commands. A rank that fails ends the service, and torchrun
-prints its traceback last.
+Rank 0 serves the control API; all ranks carry out the commands. A rank that fails ends the service.
 """
 
 import os
@@ -14,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from rollmill.tasks.errors import ConfigError, RollmillError
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
@@ -29,7 +27,6 @@ from rollmill.tasks.train.service.ranks import CommandChannel, Heartbeats, descr
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 
 
-@record
 def main() -> None:
     """Run one rank of the trainer service until the service is shut down."""
     config = ServiceConfig.model_validate_json(Path(sys.argv[1]).read_text())
