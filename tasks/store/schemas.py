@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from rollmill.tasks.errors import SchemaError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 2
 # Statuses of rollouts that are scored.
 SCORABLE_STATUSES = ("complete", "truncated")
 # Statuses of rollouts without a result; they are sampled again only when a user asks for it.
@@ -287,8 +287,6 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("cause", pa.string(), "for a wait, the name of what it waited for; else empty"),
         _column("started_at", pa.timestamp("us", tz="UTC"), "when it began", unit="us, UTC"),
         _DURATION,
-        _column("intervals", pa.int32(), "number of intervals that the row adds up; 1 for a single one"),
-        _column("longest_s", pa.float64(), "duration of the longest of these intervals", unit="s"),
     ),
     "shards": _schema(
         "shards",

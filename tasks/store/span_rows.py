@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollmill.tasks.observe.metrics import ALL, Metric
-from rollmill.tasks.observe.spans import NS, OpenSpan, Span, current_lane, recording
+from rollmill.tasks.observe.spans import OpenSpan, Span, current_lane, recording
 from rollmill.tasks.observe.step_clock import current_recorder
 from rollmill.tasks.store.schemas import make_batch
 from rollmill.tasks.store.shards.writer import RunWriter
@@ -84,12 +84,11 @@ def rows_by_step(run: str, spans: Sequence[Span], step: int) -> Mapping[int, pa.
 
 
 def _span_rows(run: str, step: int, spans: Sequence[Span]) -> pa.RecordBatch:
-    processes, lanes, names, _, started, durations, causes, intervals, longest_ns = zip(*spans, strict=True)
+    processes, lanes, names, _, started, durations, causes, *_ = zip(*spans, strict=True)
     started_ns = np.array(started, np.int64)
     # Both ends are truncated: rounding the duration could make a nested span end after the span around it.
     started_us = started_ns // _NS_IN_US
     ended_us = (started_ns + np.array(durations, np.int64)) // _NS_IN_US
-    duration_s = (ended_us - started_us) / _US_IN_S
     return make_batch(
         "spans",
         {
@@ -100,8 +99,6 @@ def _span_rows(run: str, step: int, spans: Sequence[Span]) -> pa.RecordBatch:
             "name": names,
             "cause": causes,
             "started_at": pa.array(started_us).cast(pa.timestamp("us", tz="UTC")),
-            "duration_s": duration_s,
-            "intervals": np.array(intervals, np.int32),
-            "longest_s": np.where(np.array(intervals) > 1, NS * np.array(longest_ns, np.int64), duration_s),
+            "duration_s": (ended_us - started_us) / _US_IN_S,
         },
     )

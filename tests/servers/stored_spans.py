@@ -17,8 +17,7 @@ def store_spans(folder: RunFolder, run: str, *rows: Row) -> None:
     for step in sorted({row[0] for row in rows}):
         table = spans_of(*(row for row in rows if row[0] == step)).to_dicts()
         made = pa.RecordBatch.from_pylist(
-            [{"run": run, "intervals": 1, "longest_s": row["duration_s"]} | row for row in table],
-            schema=dataset_schema("spans"),
+            [{"run": run} | row for row in table], schema=dataset_schema("spans")
         )
         number = len(open_files(folder).keys(f"spans/step={step:06d}/*"))
         write = partial(write_shard, name=ShardName(1, number), dataset="spans", appended=[made])

@@ -54,10 +54,9 @@ def main() -> None:
     finally:
         _end(ranks)
     if status:
-        number = next(number for number, each in enumerate(ranks) if each.returncode == status)
-        sys.stderr.write(
-            f"trainer: rank {int(node) * int(n_ranks) + number} ended with exit status {status}\n"
-        )
+        local_rank = [each.returncode for each in ranks].index(status)
+        how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        sys.stderr.write(f"trainer: rank {int(node) * int(n_ranks) + local_rank} ended with {how}\n")
     sys.exit(status if status >= 0 else 128 - status)
 
 
