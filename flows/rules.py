@@ -1,5 +1,7 @@
 """The rules that settings of several stages must keep together."""
 
+import re
+
 from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import environment_library
@@ -54,7 +56,6 @@ def _model_rules(config: RunConfig) -> list[Rule]:
 def _rollout_rules(config: RunConfig) -> list[Rule]:
     """Return the rules for the settings of sampling and of the vLLM servers."""
     rollout, serve = config.rollout, config.serve
-    arguments = " ".join(serve.extra_args).replace("hf_overrides", "hf-overrides")
     return [
         (
             "rollout.max_in_flight",
@@ -84,9 +85,9 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
         (
             "serve.extra_args",
             (serve.dtype, config.train.head_dtype) == ("bfloat16", "float32")
-            and "--hf-overrides" in arguments
-            and "head_dtype" not in arguments,
-            '--hf-overrides replaces that of train.head_dtype: add "head_dtype": "float32" to it, or set train.head_dtype to model',
+            and any(re.match("--hf[-_]overrides(=|$)", each) for each in serve.extra_args),
+            "--hf-overrides with all its values replaces the head_dtype that train.head_dtype sets: give each value by itself, as "
+            "--hf-overrides.NAME and VALUE",
         ),
         (
             "serve.gpus",

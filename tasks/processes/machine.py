@@ -1,5 +1,6 @@
 """The machine that a process runs on."""
 
+import socket
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -14,3 +15,21 @@ def machine_id() -> str:
     """
     # Containers of one machine share its boot, but see neither each other's processes nor their memory.
     return f"{_BOOT.read_text().strip()}/{_PROCESSES.stat().st_ino}"
+
+
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """Listen at one address of this machine, at a free port if `port` is 0.
+
+    `host` is a name or an address of this machine. A name may have addresses of other machines too, as that of a headless
+    service with several pods has.
+
+    Raises:
+        OSError: `host` has no address of this machine, or the port is taken.
+    """
+    failure = OSError()
+    for family, _, _, _, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_server((address, port), family=family)
+        except OSError as error:
+            failure = error
+    raise failure

@@ -1,4 +1,4 @@
-"""Addresses and network interfaces by which machines reach each other."""
+"""The network interface by which machines reach each other."""
 
 import socket
 from typing import Any
@@ -27,21 +27,3 @@ def find_interface(host: str, port: int) -> str:
         if any(each.address.partition("%")[0] == address for each in every):
             return name
     raise OSError(f"no network interface has the address {address}")
-
-
-def listen_at(host: str, port: int = 0) -> socket.socket:
-    """Listen at one address of this machine, at a free port if `port` is 0.
-
-    `host` is a name or an address of this machine. A name may have addresses of other machines too, as that of a headless
-    service with several pods has.
-
-    Raises:
-        OSError: `host` has no address of this machine, or the port is taken.
-    """
-    failure = OSError()
-    for family, _, _, _, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-        try:
-            return socket.create_server((address, port), family=family)
-        except OSError as error:
-            failure = error
-    raise failure

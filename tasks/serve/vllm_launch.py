@@ -26,7 +26,7 @@ LOGPROBS_MODE = "processed_logprobs"
 LOOPBACK = "127.0.0.1"
 ROUTING_ARGUMENT = "--enable-return-routed-experts"
 """Has a server return, with every completion, which experts each token was routed to."""
-FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
+FLOAT32_HEAD = ("--hf-overrides.head_dtype", "float32")
 """Has a server compute logits in float32."""
 PLUGIN = "rollmill"
 """Our plugin by its name; vLLM adds the routes of plugins that VLLM_PLUGINS names, and then loads no others."""

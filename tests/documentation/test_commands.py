@@ -33,7 +33,7 @@ PAGES = [
 LANGUAGES = {"sh", "bash", "console", "python", "yaml", "text", "mermaid", "json", "toml"}
 PROGRAMS = {
     "rollmill", "make", "prefect", "docker", "kubectl", "python", "pip", "apt", "git", "cd", "export", "aws",
-    "tensorboard", "hf", "openssl", "cp", "kill", "mkdir", "curl", "while",
+    "tensorboard", "hf", "openssl", "cp", "kill", "mkdir", "curl", "while", "umask",
 }  # fmt: skip
 PLACEHOLDERS = {
     "PRESET": "quickstart",

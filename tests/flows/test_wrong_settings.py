@@ -77,8 +77,8 @@ from rollmill.tasks.store.run.writable_run import OpenRun
         ),
         (["rollout.temperature=0.005"], r"rollout\.temperature = 0\.005: .*greater than or equal to 0\.01"),
         (
-            ["serve.dtype=bfloat16", "serve.extra_args=['--hf-overrides.rope_theta', '1e6']"],
-            r"serve\.extra_args = .*: --hf-overrides replaces that of train\.head_dtype: add \"head_dtype\"",
+            ["serve.dtype=bfloat16", "serve.extra_args=['--hf-overrides={\"a\": 1}']"],
+            r"serve\.extra_args = .*: --hf-overrides with all its values replaces the head_dtype",
         ),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],

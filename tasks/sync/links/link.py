@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch.distributed import Store, TCPStore
 
-from rollmill.tasks.processes.network_interface import listen_at
+from rollmill.tasks.processes.machine import listen_at
 
 CPU = torch.device("cpu")
 

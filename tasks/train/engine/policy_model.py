@@ -117,7 +117,7 @@ def compute_float32_logits(model: PreTrainedModel) -> None:
         return logits if head.bias is None else logits + head.bias.float()
 
     # On the instance: the layer stays what it is for adapters, DeepSpeed and exports.
-    head.forward = forward  # type: ignore[method-assign, assignment]
+    head.forward = forward  # type: ignore[method-assign, assignment]  # of one instance
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 
-from rollmill.tasks.processes.network_interface import GLOO_INTERFACE_ENV, find_interface, listen_at
+from rollmill.tasks.processes.machine import listen_at
+from rollmill.tasks.processes.network_interface import GLOO_INTERFACE_ENV, find_interface
 
 STORE_FD_ENV = "ROLLMILL_STORE_FD"
 """Environment variable with the number of the open listening socket of rank 0's store; unset for other ranks."""
