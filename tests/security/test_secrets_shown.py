@@ -67,9 +67,9 @@ def test_passwords_of_the_documented_command_are_readable_for_their_owner_only(t
     (tmp_path / "deploy").mkdir()
     shutil.copy(ROOT / "deploy" / "secrets.example", tmp_path / "deploy")
     (command,) = re.findall(
-        r"^.*openssl rand.*> \.env.*$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE
+        r"^umask.*\n.*openssl rand.*> \.env$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE
     )
-    subprocess.run(["bash", "-c", f"umask 022; {command}"], cwd=tmp_path, check=True)
+    subprocess.run(["bash", "-c", f"umask 022\n{command}"], cwd=tmp_path, check=True)
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
     assert len((tmp_path / ".env").read_text().splitlines()) == len(
         (ROOT / "deploy" / "secrets.example").read_text().splitlines()
