@@ -1,17 +1,16 @@
 """Steps of this trainer: its engine and its step, on one rank that is this process."""
 
 import os
-import socket
 from pathlib import Path
 
 import torch
 
 from benchmarks.trainer.work import SETTINGS, samples_of
+from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.train.batch_training import UpdateLoop
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Update
 from rollmill.tasks.train.objective.objective import Objective
-from rollmill.tasks.train.service.rank_launcher import STORE_FD_ENV
 from rollmill.tasks.train.service.ranks import join_ranks
 
 Gradient = dict[str, torch.Tensor]
@@ -37,13 +36,8 @@ class Ours:
     """This trainer with the settings of `work`, and those given."""
 
     def __init__(self, folder: Path, settings: dict[str, object]) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ |= {
-            **rank,
-            "MASTER_PORT": str(listener.getsockname()[1]),
-            STORE_FD_ENV: str(listener.detach()),
-        }
+        os.environ |= {**rank, "MASTER_PORT": str(free_port())}
         self._config = TrainConfig.model_validate(SETTINGS | settings)
         self._samples, self._objective = samples_of(folder), Objective(self._config)
         device = join_ranks(60.0).device

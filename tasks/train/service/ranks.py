@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from rollmill.tasks.errors import RollmillError, SyncError, TrainError
 from rollmill.tasks.processes.gpus import VISIBLE, list_visible_gpus
+from rollmill.tasks.processes.machine import listen_at
 from rollmill.tasks.sync.links.link import join_store, serve_store_at
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.private_torch import PrefixStore, Store
@@ -200,10 +201,16 @@ def join_ranks(timeout_s: float) -> Ranks:
     timeout = timedelta(seconds=timeout_s)
     # One store serves the process group, commands and heartbeats.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port, opened = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        os.environ.get(STORE_FD_ENV),
+    )
     if rank == 0:
-        store = serve_store_at(socket.socket(fileno=int(os.environ.pop(STORE_FD_ENV))), timeout_s)
+        listener = socket.socket(fileno=int(opened)) if opened else listen_at(host, port)
+        store = serve_store_at(listener, timeout_s)
     else:
-        store = join_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
+        store = join_store(host, port, timeout_s)
     dist.init_process_group(
         backend,
         store=PrefixStore("collectives", store),
