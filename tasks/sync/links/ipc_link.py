@@ -62,7 +62,7 @@ def open_bucket(exported: ExportedBucket, device: torch.device) -> torch.Tensor:
             *(device.index or 0, e.handle, e.storage_bytes, e.storage_offset, False),
             *(e.counter, e.counter_offset, e.event, e.must_sync),
         )
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise SyncError(f"the trainer's GPU memory cannot be opened: {error}") from error
     return opened
 

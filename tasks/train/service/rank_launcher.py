@@ -21,7 +21,6 @@ STORE_FD_ENV = "ROLLMILL_STORE_FD"
 """Environment variable with the number of the open listening socket of rank 0's store; unset for other ranks."""
 # After SIGTERM; a rank that is in a collective does not react to it.
 _GRACE_S = 5.0
-_LOOK_S = 0.1
 
 
 def main() -> None:
@@ -77,7 +76,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
             return failed
         if None not in statuses:
             return 0
-        time.sleep(_LOOK_S)
+        # Until another one has ended; it is left for `poll` to read.
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
