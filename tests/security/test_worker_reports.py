@@ -14,8 +14,12 @@ import os, socket, sys
 os.setuid(65534)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect("\0" + sys.argv[1])
-connection.sendall(b'{"error": "forged"}\n')
-assert connection.recv(1) == b""
+try:
+    connection.sendall(b'{"error": "forged"}\n')
+    refused = connection.recv(1) == b""
+except ConnectionError:  # closed before the line was sent, or with the line unread
+    refused = True
+assert refused
 """
 
 
@@ -25,8 +29,7 @@ async def test_report_of_another_user_is_not_heard() -> None:
         command = sys.executable, "-c", FORGE, reports.address
         other = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         _, error = await other.communicate()
-        # The kernel resets a connection that is closed with unread bytes.
-        assert other.returncode == 0 or b"ConnectionResetError" in error, error.decode()
+        assert other.returncode == 0, error.decode()
         ReportSender(reports.address).send(WorkerReport(bytes=7))
         assert [each.bytes for each in await reports.all()] == [7]
 
