@@ -78,7 +78,7 @@ CONSTANTS = {
     "observe.exit_timeout_s": "3 s",
     "observe.hold_back_timeout_s": "60 s",
     "observe.leftovers_timeout_s": "30 s",
-    "observe.max_lag_p99_ms": "100 ms",
+    "observe.max_lag_p99_ms": "250 ms",
     "observe.max_rss_growth": "0.25",
     "observe.max_stall_ms": "500 ms",
     "observe.max_unrecorded_task_runs": "2000",

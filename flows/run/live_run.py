@@ -224,6 +224,8 @@ async def open_run(
         store = opened.store
         # The second one scores held-out trajectories.
         scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
+        # Its import and files take a second, in which the event loop would stand still.
+        tokenizer = await asyncio.to_thread(ChatTokenizer.load, opened.model)
         scorings = [
             await stack.enter_async_context(Scoring(config.score, opened.id, scorer=scorer))
             for scorer in scorers
@@ -239,7 +241,7 @@ async def open_run(
             environment=environment,
             scoring=scorings[0],
             held_out_scoring=scorings[-1],
-            player=_player(opened, environment, pool),
+            player=_player(opened, environment, tokenizer, pool),
             admission=Admission(config.rollout.max_in_flight),
             pool=pool,
             task_runs=TaskRunRecorder(config.observe, opened.recording),
@@ -255,9 +257,11 @@ async def open_run(
                 await stack.aclose()
 
 
-def _player(run: TrainingRun, environment: Environment, pool: ServerPool) -> EpisodePlayer:
+def _player(
+    run: TrainingRun, environment: Environment, tokenizer: ChatTokenizer, pool: ServerPool
+) -> EpisodePlayer:
     """Make the player that runs the environment's episodes, with completions from the vLLM servers of `pool`."""
-    config, tokenizer = run.config, ChatTokenizer.load(run.model)
+    config = run.config
     stop = tokenizer.stop_ids(environment.stop)
     return EpisodePlayer(
         environment=environment,

@@ -131,7 +131,7 @@ class Vitals:
         *,
         diagnostics: bool = False,
         max_stall_ms: float = 500.0,
-        max_lag_p99_ms: float = 100.0,
+        max_lag_p99_ms: float = 250.0,
         max_rss_growth: float = 0.25,
     ) -> None:
         self._loop = LoopMonitor(

@@ -16,6 +16,8 @@ from rollmill.tasks.observe.stack_sites import StallSampler
 TICK_S = 0.01
 # A beat that is later counts as late, and its cause is sampled at this interval. Shorter delays are common and harmless.
 LATE_S = 0.05
+# Beats of a step below which its p99 is not judged: it would be the mean of a few beats. These are 10 s.
+MIN_JUDGED_BEATS = 1000
 # Distinct stack sites between two reports; all further ones count as `elsewhere`, so that memory does not grow.
 MOST_SITES = 50
 ELSEWHERE = "elsewhere"
@@ -75,7 +77,7 @@ class LoopMonitor:
 
     Args:
         max_stall_ms: warn of a beat that is later than this; 0: never.
-        max_lag_p99_ms: warn of a report whose p99 lag is above this; 0: never.
+        max_lag_p99_ms: warn of a report with at least `MIN_JUDGED_BEATS` beats whose p99 lag is above this; 0: never.
         warn: receives the warning; called on the loop.
         prefix: prefix of the metrics' names.
         get_phase: returns what the step is doing, which warnings name; empty if unknown.
@@ -113,7 +115,7 @@ class LoopMonitor:
             yield
 
     def report(self) -> Sequence[Metric]:
-        """Return the metrics since the last report; empty without a beat. Warns if the p99 lag is above its bound."""
+        """Return the metrics since the last report; empty without a beat. Warns of a p99 lag above its bound."""
         lags, self._lag.lags = self._lag.lags, LagHistogram()
         if not lags.n:
             return []
@@ -125,7 +127,8 @@ class LoopMonitor:
         self._garbage_before_s = 0.0
         values |= {"gc_s": total_s, "gc_max_ms": 1000.0 * longest_s}
         phase = max(self._phases_s, key=self._phases_s.__getitem__, default="")
-        self._warnings.warn_of_step(values["lag_p99_ms"], self._late, self._sites_s, phase)
+        if lags.n >= MIN_JUDGED_BEATS:
+            self._warnings.warn_of_step(values["lag_p99_ms"], self._late, self._sites_s, phase)
         self._n_stalls = 0
         self._late = Beat(0.0, 0.0, 0.0)
         self._sites_s.clear()

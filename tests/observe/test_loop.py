@@ -10,7 +10,14 @@ from collections import Counter
 import pytest
 
 from rollmill.tasks.observe.loop_lag import Beat, LoopLag
-from rollmill.tasks.observe.loop_monitor import ELSEWHERE, MOST_SITES, NO_PROCESSOR, GarbageTimer, LoopMonitor
+from rollmill.tasks.observe.loop_monitor import (
+    ELSEWHERE,
+    MIN_JUDGED_BEATS,
+    MOST_SITES,
+    NO_PROCESSOR,
+    GarbageTimer,
+    LoopMonitor,
+)
 from rollmill.tasks.observe.stack_sites import StallSampler
 
 STALL_S = 0.4
@@ -88,6 +95,7 @@ async def test_a_step_names_the_sites_with_most_of_its_lag_and_forgets_them_for_
     said: list[str] = []
     monitor = LoopMonitor(max_stall_ms=0.0, max_lag_p99_ms=1e-9, warn=said.append)
     with monitor.watch():
+        monitor._lag.lags.add(1000.0 * MIN_JUDGED_BEATS, 1.0)
         for number in range(2 * MOST_SITES):
             monitor.record(Beat(60.0 + number, 50.0, 0.0), Counter({f"site {number}": 1}))
         while not said:
@@ -96,6 +104,16 @@ async def test_a_step_names_the_sites_with_most_of_its_lag_and_forgets_them_for_
         assert ELSEWHERE in said[0]
         assert "0.1 s site 49" in said[0]
         assert monitor._sites_s == {}
+
+
+@pytest.mark.parametrize(("n_beats", "is_judged"), [(MIN_JUDGED_BEATS - 1, False), (MIN_JUDGED_BEATS, True)])
+async def test_step_of_few_beats_is_not_judged_by_its_p99(n_beats: int, is_judged: bool) -> None:
+    said: list[str] = []
+    monitor = LoopMonitor(max_stall_ms=0.0, max_lag_p99_ms=100.0, warn=said.append)
+    with monitor.watch():
+        monitor._lag.lags.add(10.0 * n_beats, 10.0)
+        assert monitor.report()
+    assert bool(said) is is_judged
 
 
 async def test_a_sampling_thread_sees_the_task_that_holds_the_loop_and_its_code() -> None:
