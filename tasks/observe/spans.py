@@ -36,8 +36,6 @@ class Span(NamedTuple):
         started_ns: nanoseconds since 1970, by the clock of that process's machine.
         duration_ns: nanoseconds, by that process's monotonic clock.
         cause: for a wait, the name of the work or the process waited for; otherwise empty.
-        intervals: number of intervals that it adds up; 1 for a single one.
-        longest_ns: nanoseconds of the longest of several intervals; 0 for a single one.
 
     In the flow's lane `step`, each step has one span `step` that encloses all others and ends where the next one
     begins. The steps therefore leave no gap, and the seconds of a step add up.
@@ -50,8 +48,6 @@ class Span(NamedTuple):
     started_ns: int
     duration_ns: int
     cause: str = ""
-    intervals: int = 1
-    longest_ns: int = 0
 
 
 class Recorder:

@@ -11,6 +11,7 @@ import torch
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import current_lane, time_items
 from rollmill.tasks.sync.bucket_writer import (
+    AwaitTaken,
     BucketWriter,
     CopyToBucket,
     Piece,
@@ -127,17 +128,11 @@ class WeightSender:
             plan.streams, buckets, targets, ready, ended.put, pressure.notify
         )
 
-        def keep(memory: str) -> CopyToBucket:
-            if memory == "shared" and shared is not None:
-                return copy_into_stream(shared)
-            by_memory = {
-                each.server: transfers[each.server]
-                for each in targets
-                if SOURCE_MEMORY[each.transport] == memory
-            }
-            return self._staging[memory].keeper(buckets, partial(pressure.await_taken, by_memory))
-
-        writers = [BucketWriter(buckets, keep(memory), each) for memory, each in ready.items()]
+        writers = list[BucketWriter]()
+        for memory, each in ready.items():
+            readers = [target.server for target in targets if SOURCE_MEMORY[target.transport] == memory]
+            await_taken = partial(pressure.await_taken, {server: transfers[server] for server in readers})
+            writers.append(BucketWriter(buckets, self._copier(memory, buckets, await_taken, shared), each))
         try:
             for transfer in transfers.values():
                 transfer.start()
@@ -158,6 +153,17 @@ class WeightSender:
             SendResult(server, each.sent_bytes, each.ended_at - started, each.error)
             for server, each in transfers.items()
         ]
+
+    def _copier(
+        self,
+        memory: str,
+        buckets: Sequence[Bucket],
+        await_taken: AwaitTaken,
+        shared: torch.Tensor | None,
+    ) -> CopyToBucket:
+        if memory == "shared" and shared is not None:
+            return copy_into_stream(shared)
+        return self._staging[memory].keeper(buckets, await_taken)
 
     def _check(self, targets: Sequence[SendTarget], shared: torch.Tensor | None) -> None:
         for each in targets:

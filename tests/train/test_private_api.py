@@ -29,6 +29,8 @@ SYMBOLS = [
     ("torch.distributed.distributed_c10d", "Store.clone"),
     ("torch.distributed.distributed_c10d", "PrefixStore"),
     ("torch._C._distributed_c10d", "Backend.Options._timeout"),
+    ("torch.multiprocessing.reductions", "reduce_tensor"),
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
 ]
 ATTRIBUTES = [
     (f"{ZERO}.stage3", "self.fp32_partitioned_groups_flat ="),
@@ -50,7 +52,7 @@ def test_a_library_has_every_registered_name(module: str, name: str) -> None:
     found = importlib.import_module(module)
     for part in name.split("."):
         assert hasattr(found, part), (
-            f"{module} has no {name} any more: see tasks/train/engine/private_*.py, links/nccl_link.py"
+            f"{module} has no {name} any more: see tasks/train/engine/private_*.py, links/nccl_link.py, ipc_link.py"
         )
         found = getattr(found, part)
 

@@ -78,7 +78,6 @@ def test_a_step_of_512_ranks_has_fewer_than_10_000_spans() -> None:
 def test_merged_spans_own_the_same_time_by_rank_and_name(n_ranks: int, seed: int, limit: int) -> None:
     own, waits = simulate_step(n_ranks, seed, micro_batches=2)
     single, merged = limit_spans(own, waits, 1 << 30), limit_spans(own, waits, limit)
-    assert sum(each.intervals for each in single) == len(single)
     expected, found = owned(single), owned(merged)
     assert found.keys() == expected.keys()
     # Rows have whole microseconds.
@@ -91,7 +90,7 @@ def test_merged_spans_own_the_same_time_by_rank_and_name(n_ranks: int, seed: int
         assert after == pytest.approx(before, abs=1e-9)
 
 
-def test_merged_waits_have_number_sum_and_maximum_by_the_slowest_rank() -> None:
+def test_merged_waits_have_the_sum_by_the_slowest_rank() -> None:
     own, waits = simulate_step(3, micro_batches=8)
     single = [each for each in limit_spans(own, waits, 1 << 30) if each.process == "trainer/1"]
     merged = [each for each in limit_spans(own, waits, 1500) if each.process == "trainer/1"]
@@ -101,11 +100,7 @@ def test_merged_waits_have_number_sum_and_maximum_by_the_slowest_rank() -> None:
             for spans in (single, merged)
         )
         assert len(after) < len(before)
-        assert sum(each.intervals for each in after) == len(before)
         assert sum(each.duration_ns for each in after) == sum(each.duration_ns for each in before)
-        assert max(each.longest_ns or each.duration_ns for each in after) == max(
-            each.duration_ns for each in before
-        )
 
 
 def test_the_longest_waits_stay_where_they_were() -> None:
@@ -123,9 +118,9 @@ def test_the_longest_waits_stay_where_they_were() -> None:
 
 def test_waits_for_too_many_ranks_have_one_cause_for_the_rest() -> None:
     own, waits = simulate_step(16, micro_batches=4)
-    merged = limit_spans(own, waits, 1)
-    causes = {each.cause for each in merged if each.name == "waiting_for_rank" and each.intervals > 1}
-    assert causes == {OTHER_RANKS}
+    single, merged = limit_spans(own, waits, 1 << 30), limit_spans(own, waits, 1)
+    new = {*merged} - {*single}
+    assert {each.cause for each in new if each.name == "waiting_for_rank"} == {OTHER_RANKS}
 
 
 def test_starts_and_metrics_of_a_step_are_those_of_its_single_spans() -> None:
@@ -152,9 +147,9 @@ def test_spans_of_the_command_before_are_not_those_of_the_last_one() -> None:
     none = np.empty(0, np.int64)
     merged = limit_spans(own, [RankWaits(none, none, none)], 0)
     assert [each.name for each in merged] == ["loading", "idle", "waiting_for_rank", "forward"]
-    assert [(each.name, each.intervals) for each in spans_since_idle(merged)] == [
-        ("waiting_for_rank", 1),
-        ("forward", 2),
+    assert [(each.name, each.duration_ns) for each in spans_since_idle(merged)] == [
+        ("waiting_for_rank", MS),
+        ("forward", 3 * MS),
     ]
 
 
@@ -164,5 +159,5 @@ def test_spans_in_the_open_span_around_the_exchange_stay_after_those_that_have_e
     waits = [RankWaits(started, started + MS // 50, np.ones(153, np.int64))]
     forward, before, after = limit_spans(own, waits, 0)
     assert (forward.name, forward.started_ns, forward.duration_ns) == ("forward", 0, 7 * MS)
-    assert (before.started_ns, before.duration_ns, before.intervals) == (7 * MS, 3 * MS, 150)
-    assert (after.started_ns, after.duration_ns, after.intervals) == (12 * MS, 3 * MS // 50, 3)
+    assert (before.started_ns, before.duration_ns) == (7 * MS, 3 * MS)
+    assert (after.started_ns, after.duration_ns) == (12 * MS, 3 * MS // 50)

@@ -2,6 +2,9 @@
 
 The sender exports the memory of each bucket of its staging ring once; a TCP link carries the handles and the receiver's
 confirmations. The first exchange, when the link opens, shows whether the two processes can share memory at all.
+
+Handles are made and opened by `torch.multiprocessing.reductions`, which torch does not document; seen in torch 2.13. Where a torch
+lacks them, the link fails and another transport takes its place.
 """
 
 from collections.abc import Sequence
@@ -44,7 +47,7 @@ def export_bucket(memory: torch.Tensor) -> ExportedBucket:
         _, given = reductions.reduce_tensor(memory)
         _, _, _, offset, _, _, _, handle, storage_bytes, storage_offset, _, *counters = given
         return ExportedBucket(memory.numel(), offset, handle, storage_bytes, storage_offset, *counters)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise SyncError(f"the trainer's GPU memory cannot be shared: {error}") from error
 
 
@@ -54,15 +57,14 @@ def open_bucket(exported: ExportedBucket, device: torch.device) -> torch.Tensor:
     Raises:
         SyncError: CUDA refuses.
     """
-    kind = torch.empty(0, dtype=torch.uint8)
     e = exported
     try:
         opened: torch.Tensor = reductions.rebuild_cuda_tensor(
-            *(torch.Tensor, (e.size,), (1,), e.offset, type(kind._typed_storage()), torch.uint8),
+            *(torch.Tensor, (e.size,), (1,), e.offset, torch.TypedStorage, torch.uint8),
             *(device.index or 0, e.handle, e.storage_bytes, e.storage_offset, False),
             *(e.counter, e.counter_offset, e.event, e.must_sync),
         )
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise SyncError(f"the trainer's GPU memory cannot be opened: {error}") from error
     return opened
 

@@ -4,6 +4,7 @@ There are about ranks x collectives waits: millions a step on hundreds of ranks.
 by name and cause. What is merged becomes one span as long as all of them, so that the sum of each name stays the same.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -31,7 +32,7 @@ def limit_spans(
     """Return the spans of all ranks and their waits for each other, merged if they are more than `limit`.
 
     Idle time, waits for a command and the `SINGLE_WAITS` longest waits for a rank stay single. Between two of them, a rank's
-    spans become one for each name and cause, with their number and the longest of them, one after another without nesting.
+    spans become one for each name and cause, one after another without nesting.
     Waits are merged by the rank that they were for, as long as the limit allows, and have the cause OTHER_RANKS beyond it.
 
     Args:
@@ -40,7 +41,7 @@ def limit_spans(
         limit: number of spans above which they are merged.
 
     Example: forward from 0 to 9 ms with waits for rank 1 from 2 to 3 and from 5 to 7 ms becomes forward from 0 to 6 ms and
-    a wait from 6 to 9 ms, two waits of which the longest took 2 ms.
+    a wait from 6 to 9 ms.
     """
     if sum(map(len, own)) + sum(len(each.started_ns) for each in waits) <= limit:
         every = (_list_single(rank, *each) for rank, each in enumerate(zip(own, waits, strict=True)))
@@ -62,33 +63,28 @@ def limit_spans(
 
 
 class _Total(NamedTuple):
-    """Time of one name, step and cause within a segment; `longest_ns` is the longest of the `intervals`."""
+    """Time of one name, step and cause within a segment."""
 
     name: str
     step: int
     cause: str
     total_ns: int
-    intervals: int
-    longest_ns: int
 
 
 class _WaitTotals(NamedTuple):
-    """Waits within a segment by the rank they were for: arrays of the ranks, and of the sum, number and maximum for each."""
+    """Waits within a segment by the rank they were for: arrays of the ranks, and of the sum for each."""
 
     slowest: Ints
     total_ns: Ints
-    intervals: Ints
-    longest_ns: Ints
 
     @classmethod
     def add_up(cls, waits: RankWaits) -> "_WaitTotals":
         """Add up waits by the rank that they were for."""
         durations = waits.ended_ns - waits.started_ns
-        slowest, place, intervals = np.unique(waits.slowest, return_inverse=True, return_counts=True)
-        total_ns, longest_ns = np.zeros_like(slowest), np.zeros_like(slowest)
+        slowest, place = np.unique(waits.slowest, return_inverse=True)
+        total_ns = np.zeros_like(slowest)
         np.add.at(total_ns, place, durations)
-        np.maximum.at(longest_ns, place, durations)
-        return cls(slowest, total_ns, intervals, longest_ns)
+        return cls(slowest, total_ns)
 
 
 class _Piece(NamedTuple):
@@ -126,28 +122,25 @@ class _Segment:
         edges = np.array([(each.started_ns, each.ended_ns) for each in inside], np.int64).reshape(-1, 2)
         waited = _waited_until(waits, edges)
         work_ns = (edges[:, 1] - edges[:, 0]) - (waited[:, 1] - waited[:, 0])
-        totals: dict[tuple[str, int, str], list[int]] = {}
+        totals = Counter[tuple[str, int, str]]()
         for (_, _, span), each in zip(inside, work_ns.tolist(), strict=True):
-            totals.setdefault((span.name, span.step, span.cause), []).append(each)
-        work = [_Total(*key, sum(each), len(each), max(each)) for key, each in totals.items()]
+            totals[span.name, span.step, span.cause] += each
+        work = [_Total(*key, each) for key, each in totals.items()]
         return cls(rank, min(starts), _last_step(own), work, _WaitTotals.add_up(waits))
 
     def lay_out(self, least_ns: int) -> Iterator[Span]:
         """Yield a span for each total, one after another; waits for ranks with less than `least_ns` become one."""
         at = self.started_ns
         for each in (*self.work, *self._name_waits(least_ns)):
-            place = rank_process(self.rank), LANE, each.name, each.step, at, each.total_ns
+            yield Span(rank_process(self.rank), LANE, each.name, each.step, at, each.total_ns, each.cause)
             at += each.total_ns
-            yield Span(*place, each.cause, each.intervals, each.longest_ns)
 
     def _name_waits(self, least_ns: int) -> Iterator[_Total]:
         named = self.waits.total_ns >= least_ns
-        for slowest, *figures in zip(*(each[named].tolist() for each in self.waits), strict=True):
-            yield _Total(WAITING, self.step, rank_process(slowest), *figures)
+        for slowest, total_ns in zip(*(each[named].tolist() for each in self.waits), strict=True):
+            yield _Total(WAITING, self.step, rank_process(slowest), total_ns)
         if not named.all():
-            _, total_ns, intervals, longest_ns = (each[~named] for each in self.waits)
-            others = int(total_ns.sum()), int(intervals.sum()), int(longest_ns.max())
-            yield _Total(WAITING, self.step, OTHER_RANKS, *others)
+            yield _Total(WAITING, self.step, OTHER_RANKS, int(self.waits.total_ns[~named].sum()))
 
 
 def _list_single(rank: int, own: Sequence[Span], waits: RankWaits) -> list[Span]:
