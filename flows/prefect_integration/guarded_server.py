@@ -6,7 +6,6 @@ page of another site two ways: CORS and CSRF tokens do not apply to WebSockets, 
 """
 
 import sys
-from urllib.parse import urlsplit
 
 import uvicorn
 from prefect.server.api.server import create_app
@@ -17,9 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from rollmill.flows.prefect_integration.local_server import HOST
-
-# Any port: a tunnel (ssh -L) may give the server another one.
-NAMES = (HOST, "localhost")
+from rollmill.tasks.processes.browser_requests import find_refusal
 
 
 class BrowserGuard:
@@ -30,7 +27,7 @@ class BrowserGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it to the application."""
-        if scope["type"] == "lifespan" or not (reason := find_refusal(scope)):
+        if scope["type"] == "lifespan" or not (reason := _find_refusal(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await WebSocketClose(reason=reason)(scope, receive, send)
@@ -38,20 +35,8 @@ class BrowserGuard:
             await PlainTextResponse(f"{reason}\n", 403)(scope, receive, send)
 
 
-def find_refusal(scope: Scope) -> str:
-    """Return why a request is refused; empty if it is allowed. Programs, which send neither Origin nor Sec-Fetch-Site, are."""
-    headers = Headers(scope=scope)
-    host = headers.get("host", "")
-    if urlsplit(f"//{host}").hostname not in NAMES:
-        return f"this Prefect server answers at {' and '.join(NAMES)} only"
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
-        return "this Prefect server accepts requests only from its own pages"
-    # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
-    is_link = scope.get("method") == "GET" and headers.get("sec-fetch-mode") == "navigate"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
-        return "this Prefect server accepts requests only from its own pages"
-    return ""
+def _find_refusal(scope: Scope) -> str:
+    return find_refusal("this Prefect server", scope.get("method", ""), Headers(scope=scope))
 
 
 def main() -> None:

@@ -186,7 +186,9 @@ def test_pages_change_nothing_below_the_run(small_run: RunFolder, source: RunDat
         ({}, True),
         ({"Host": f"localhost:{PORT}"}, True),
         ({"Host": f"rebound.example:{PORT}"}, False),
-        ({"Host": "127.0.0.1:80"}, False),
+        ({"Host": "127.0.0.1:80"}, True),  # a tunnel may have another port
+        ({"Host": f"127.0.0.1:{PORT}", "Origin": "http://127.0.0.1:80"}, False),
+        ({"Host": "[", "Origin": "http://["}, False),
         ({"Origin": f"http://127.0.0.1:{PORT}", "Sec-Fetch-Site": "same-origin"}, True),
         ({"Origin": "http://elsewhere.example"}, False),
         ({"Origin": "null"}, False),

@@ -150,7 +150,7 @@ def make_app(source: RunData, port: int, refresh_s: float) -> Dash:
     _paint(app)
     _downloads(app, source)
     # Last, because the hashes are of the inline scripts that Dash has by then.
-    install_guard(app.server, port, app.csp_hashes())
+    install_guard(app.server, app.csp_hashes())
     return app
 
 

@@ -1,28 +1,27 @@
 """Restrict who may call the viewer, and what its pages may load.
 
-The viewer listens on loopback only, but a page of another site in a local browser could still call it. Such requests are
-refused by the Host header, which the page cannot choose if its own name resolves to 127.0.0.1 (DNS rebinding), and by Origin and
-Sec-Fetch-Site, which name the other site. Links from other sites may open pages, and nothing else.
+The viewer listens on loopback only, but a page of another site in a local browser could still call it. Links from other sites may
+open pages, and nothing else.
 """
 
 from collections.abc import Sequence
 
 from flask import Flask, Request, Response, abort, request
 
+from rollmill.tasks.processes.browser_requests import find_refusal
+
 LOOPBACK = "127.0.0.1"
-NAMES = (LOOPBACK, "localhost")
 CALLBACKS = "/_dash-update-component"
 """The only address that accepts POST requests: Dash callbacks, none of which writes."""
 
 
-def install_guard(server: Flask, port: int, script_hashes: Sequence[str]) -> None:
+def install_guard(server: Flask, script_hashes: Sequence[str]) -> None:
     """Make the server refuse requests of other sites, and send headers that let its pages load only its own files."""
-    hosts = {f"{name}:{port}" for name in NAMES}
     policy = _policy(script_hashes)
 
     @server.before_request
     def refuse() -> None:
-        if reason := check_request(request, hosts):
+        if reason := check_request(request):
             abort(Response(f"{reason}\n", 403, mimetype="text/plain"))
 
     @server.after_request
@@ -36,22 +35,12 @@ def install_guard(server: Flask, port: int, script_hashes: Sequence[str]) -> Non
         return response
 
 
-def check_request(asked: Request, hosts: set[str]) -> str:
+def check_request(asked: Request) -> str:
     """Return why a request is refused; empty if it is allowed."""
-    # A page whose own name resolves to 127.0.0.1 sends that name.
-    if asked.host not in hosts:
-        return f"this viewer answers at {' and '.join(sorted(hosts))} alone"
     if asked.method not in ("GET", "HEAD") and asked.path != CALLBACKS:
         return "this viewer changes nothing"
-    origin = asked.headers.get("Origin")
-    if origin is not None and origin not in {f"http://{host}" for host in hosts}:
-        return "this viewer accepts requests from its own pages only"
-    site = asked.headers.get("Sec-Fetch-Site", "none")
-    # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
-    is_link = asked.method == "GET" and asked.headers.get("Sec-Fetch-Mode") == "navigate"
-    if site not in ("none", "same-origin") and not is_link:
-        return "this viewer accepts requests from its own pages only"
-    return ""
+    headers = {name.lower(): value for name, value in asked.headers.items()}
+    return find_refusal("this viewer", asked.method, headers)
 
 
 def _policy(script_hashes: Sequence[str]) -> str:
