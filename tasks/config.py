@@ -3,14 +3,15 @@
 import difflib
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, error_text
 
 UNITS = {"s": "seconds", "env": "environment variable"}
 # Abbreviations in names of settings, as a form's titles have them.
@@ -166,10 +167,8 @@ def import_named(field: str, name: str, registered: Mapping[str, str]) -> Any:
         ConfigError: nothing can be imported under that name.
     """
     module, _, attribute = registered.get(name, name).partition(":")
-    try:
+    with guard_named(field, name, registered):
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise _unmakeable(field, name, registered, error) from error
 
 
 def create_named(field: str, name: str, registered: Mapping[str, str]) -> Any:
@@ -179,13 +178,19 @@ def create_named(field: str, name: str, registered: Mapping[str, str]) -> Any:
         ConfigError: nothing can be imported under that name, or the call fails.
     """
     factory = import_named(field, name, registered)
-    try:
+    with guard_named(field, name, registered):
         return factory()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise _unmakeable(field, name, registered, error) from error
 
 
-def _unmakeable(field: str, name: str, registered: Mapping[str, str], error: Exception) -> ConfigError:
-    names = ", ".join(sorted(registered))
-    remedy = f"give a registered name ({names}) or an import path package.module:Class ({error}){suggest(name, registered)}"
-    return ConfigError(field, name, remedy)
+@contextmanager
+def guard_named(field: str, name: str, registered: Mapping[str, str]) -> Iterator[None]:
+    """Convert what the module or the class that a setting names raises to a ConfigError, SystemExit too."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        # Foreign code: whatever it raises.
+        names, why = ", ".join(sorted(registered)), f"{type(error).__name__}: {error_text(error)}"
+        remedy = f"give a registered name ({names}) or an import path package.module:Class ({why}){suggest(name, registered)}"
+        raise ConfigError(field, name, remedy) from error

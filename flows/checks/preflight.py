@@ -16,8 +16,8 @@ from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import check_gpus
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import START_MODELS, download_model, start_model_folder
+from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError
-from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.processes.python_child import child_environment, python_command
@@ -29,7 +29,7 @@ from rollmill.tasks.rollout.environment import (
     environment_library,
     make_environment,
 )
-from rollmill.tasks.rollout.environment_calls import state_columns
+from rollmill.tasks.rollout.environment_calls import check_environment, check_environment_name, state_columns
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.terms import check_scorer
@@ -101,25 +101,18 @@ def _check_stages(config: RunConfig) -> None:
     check_scorer(config.score, config.evaluate.scorer)
     # Only worker processes import such a library, so its prompts are not checked here.
     if environment_library(config.rollout):
-        _check_environment_name(config.rollout.environment.rpartition(":")[2])
+        given = config.rollout.environment
+        check_environment_name(given, given.rpartition(":")[2])
         _check_library(config)
         return
     environment = make_environment(config.rollout)
-    _check_environment_name(environment.name)
+    check_environment(environment, config.rollout)
     state_columns(environment)
     check_prompts(environment, config.rollout, config.evaluate.n_prompts)
     _check_overlong(config, environment)
     if config.start_model.steps and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.steps", config.start_model.steps, remedy)
-
-
-def _check_environment_name(name: str) -> None:
-    if name == ALL:
-        remedy = (
-            "this name is reserved for metrics of all environments together; give the environment another"
-        )
-        raise ConfigError("rollout.environment", ALL, remedy)
 
 
 def _check_loss(train: TrainConfig, timeout_s: float) -> None:
@@ -129,16 +122,30 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
     """
     if train.loss in HAS_RATIO:
         return
+    package = train.loss.partition(":")[0].partition(".")[0]
+    if ":" not in train.loss or not package or not find_spec(package):
+        remedy = (
+            f"give a loss of Rollmill's ({', '.join(HAS_RATIO)}) or an import path package.module:function "
+            f"(there is no module {package!r}){suggest(train.loss, HAS_RATIO)}"
+        )
+        raise ConfigError("train.loss", train.loss, remedy)
     # The program prints null, or the arguments of a ConfigError.
     command = python_command("rollmill.tasks.train.objective.objective", train.model_dump_json())
-    environment = child_environment()
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
-    )
-    if done.returncode:
-        remedy = f"the process that tried it failed: {done.stderr.strip()[-500:]}"
-        raise ConfigError("train.loss", train.loss, remedy)
-    if wrong := json.loads(done.stdout.splitlines()[-1]):
+    try:
+        done = subprocess.run(
+            command, env=child_environment(), capture_output=True, text=True, check=True, timeout=timeout_s
+        )
+        wrong = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        remedy = f"it was not tried on three tokens within start_timeout_s = {timeout_s:g} s"
+        raise ConfigError("train.loss", train.loss, remedy) from None
+    except subprocess.CalledProcessError as error:
+        remedy = f"the process that tried it failed: {error.stderr.strip()[-500:]}"
+        raise ConfigError("train.loss", train.loss, remedy) from None
+    except (ValueError, IndexError):
+        remedy = "the process that tried it ended without a result: the loss may not end its process"
+        raise ConfigError("train.loss", train.loss, remedy) from None
+    if wrong:
         raise ConfigError(*wrong)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from rollmill.tasks.config import create_named, import_named
+from rollmill.tasks.config import create_named, guard_named, import_named
 from rollmill.tasks.rollout.config import RolloutConfig
 
 Split = Literal["train", "held_out"]
@@ -165,6 +165,7 @@ def make_environment(config: RolloutConfig) -> Environment:
     field, name = "rollout.environment", config.environment
     factory = import_named(field, LIBRARIES.get(environment_library(config), name), ENVIRONMENTS)
     if isinstance(factory, Configurable):
-        return factory.from_config(config)
+        with guard_named(field, name, ENVIRONMENTS):
+            return factory.from_config(config)
     made: Environment = create_named(field, name, ENVIRONMENTS)
     return made

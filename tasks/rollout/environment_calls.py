@@ -2,10 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from numbers import Integral
+from typing import Protocol, get_args, runtime_checkable
+from urllib.parse import quote
 
 from rollmill.tasks.errors import (
     ConfigError,
@@ -16,6 +18,8 @@ from rollmill.tasks.errors import (
     ServiceError,
     describe_error,
 )
+from rollmill.tasks.observe.metrics import ALL
+from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Environment, Episode, Example, Message, Split
 from rollmill.tasks.store.environment_states import check_columns
 
@@ -104,6 +108,96 @@ async def fetch_problem(
 
 
 FIELD = "rollout.environment"
+# The name is a column of every row and part of a folder's name, where one that is not ASCII is much longer.
+LONGEST_NAME, LONGEST_QUOTED_NAME = 100, 240
+
+
+def check_environment(environment: Environment, config: RolloutConfig) -> None:
+    """Refuse an environment that lacks something, or fails at its first problem or the opening of its episode.
+
+    It is tried in this process, within `rollout.trajectory_timeout_s` seconds, without a policy.
+
+    Raises:
+        ConfigError: names the setting and what is wrong.
+    """
+    try:
+        with guard_environment_code():
+            check_environment_name(config.environment, environment.name)
+            fault = _find_wrong_attribute(environment) or asyncio.run(
+                _try_opening(environment, config.trajectory_timeout_s)
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - environments are foreign code: whatever it raises
+        kind, text = describe_error(error)
+        fault = f"{kind}: {text}"
+    if fault:
+        raise ConfigError(FIELD, config.environment, f"{fault}; docs/environments.md has the interface")
+
+
+def check_environment_name(given: str, name: object) -> None:
+    """Refuse a name that rows, metrics or folders cannot have, of the environment that the setting gives; raises ConfigError."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+        remedy = f"its name is {name!r:.100}; give a text of 1 to {LONGEST_NAME} printable characters"
+        raise ConfigError(FIELD, given, remedy)
+    if len(quote(name, safe="")) > LONGEST_QUOTED_NAME:
+        raise ConfigError(FIELD, given, f"its name is {name!r}, too long for a folder; give a shorter one")
+    if name == ALL:
+        remedy = (
+            "this name is reserved for metrics of all environments together; give the environment another"
+        )
+        raise ConfigError(FIELD, ALL, remedy)
+
+
+def _find_wrong_attribute(environment: Environment) -> str:
+    """Return what is wrong about an environment's `size`, `tools`, `stop` or `states`; empty if nothing is."""
+    for split in get_args(Split):
+        size: object = environment.size(split)
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
+            return f"size({split!r}) must return a number of problems, and returned {size!r:.100}"
+    tools: object = environment.tools
+    if not _are_all(tools, Mapping):
+        return f"its tools must be a sequence of JSON schemas, and are {tools!r:.100}"
+    _check_json("a tool", tools)
+    if not _are_all(environment.stop, str):
+        return f"its stop must be a sequence of texts, and is {environment.stop!r:.100}"
+    states: object = _state_types(environment)
+    if not isinstance(states, Mapping):
+        return f"its states must be a mapping of column types by name, and are {states!r:.100}"
+    return ""
+
+
+def _are_all(given: object, kind: type) -> bool:
+    return (
+        isinstance(given, Collection)
+        and not isinstance(given, str | bytes)
+        and all(isinstance(each, kind) for each in given)
+    )
+
+
+async def _try_opening(environment: Environment, timeout_s: float) -> str:
+    """Return what fails about the first training problem or the opening of its episode; empty if nothing does.
+
+    Raises:
+        Exception: whatever the environment raises when it makes the opening.
+    """
+    if not environment.size("train"):
+        return "it has no training problem"
+    example, error = await fetch_problem(environment, "train", 0, timeout_s)
+    if error is not None:
+        return f'example("train", 0) failed: {": ".join(describe_error(error))}'
+    async with asyncio.timeout(timeout_s):
+        with guard_environment_code():
+            episode = environment.episode(example, 0)
+            try:
+                opening = check_messages(await episode.reply(()))
+            finally:
+                # Without an answer of the policy it may fail, as it may in a run.
+                with suppress(Exception):
+                    await episode.close()
+    if not callable(getattr(episode, "close", None)):
+        return "its episode has no method close"
+    return "" if opening else "the opening of its first episode has no message"
 
 
 @runtime_checkable

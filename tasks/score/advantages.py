@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import ConfigError, ScoreError
+from rollmill.tasks.errors import ConfigError, ScoreError, error_text
 from rollmill.tasks.score.score_function import load_object
 
 OfGroup: TypeAlias = Callable[[np.ndarray], Any]
@@ -127,9 +127,9 @@ def resolve_advantage(name: str) -> Advantage:
         return ADVANTAGES[name]
     try:
         found = load_object(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The module is foreign code: whatever it raises.
-        raise _unknown_advantage(name, f"{type(error).__name__}: {error}") from error
+        raise _unknown_advantage(name, f"{type(error).__name__}: {error_text(error)}") from error
     if not isinstance(found, Advantage):
         if not callable(found):
             raise _unknown_advantage(name, f"it is a {type(found).__name__}")
@@ -145,8 +145,10 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
     try:
         # Copies: user code may change its arguments, which the caller still needs.
         advantages = np.asarray(function(*(each.copy() for each in arrays)), np.float64)
-    except Exception as error:
-        raise ScoreError(f"score.advantage {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ScoreError(
+            f"score.advantage {name} raised {type(error).__name__}: {error_text(error)}"
+        ) from error
     if advantages.shape != arrays[0].shape:
         raise ScoreError(
             f"score.advantage {name}: expected {len(arrays[0])} advantages, got the shape {advantages.shape}"

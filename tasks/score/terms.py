@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError
+from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError, error_text
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.score_function import ScoreFunction, load_function, settings_version
@@ -94,12 +94,12 @@ def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> 
         function = load_function(path, lambda: config)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The module and the class are foreign code: whatever they raise.
         names = ", ".join(sorted(SCORERS))
         remedy = (
             f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
-            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error})"
+            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error_text(error)})"
             f"{suggest(name, SCORERS)}"
         )
         raise ConfigError(field, name, remedy) from error

@@ -1,5 +1,6 @@
 """The presets in conf/ load, and say what they need that is not there."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -67,15 +68,15 @@ def gsm8k(folder: Path, name: str, n_rows: int) -> str:
 
 
 async def test_gsm8k_says_which_file_is_missing_then_which_model(tmp_path: Path) -> None:
-    def missing(*overrides: str) -> str:
+    async def missing(*overrides: str) -> str:
         with pytest.raises(ConfigError) as raised:
-            preflight(load("gsm8k", overrides))
+            await asyncio.to_thread(preflight, load("gsm8k", overrides))
         return str(raised.value)
 
-    assert "rollout.prompts.path = 'data/gsm8k" in missing()
+    assert "rollout.prompts.path = 'data/gsm8k" in await missing()
     train, held_out = gsm8k(tmp_path, "path", 600), gsm8k(tmp_path, "held_out_path", 600)
-    assert "rollout.prompts.held_out_path = 'data/gsm8k" in missing(train)
-    assert "model = 'models/Qwen2.5-1.5B-Instruct': not a model folder" in missing(train, held_out)
+    assert "rollout.prompts.held_out_path = 'data/gsm8k" in await missing(train)
+    assert "model = 'models/Qwen2.5-1.5B-Instruct': not a model folder" in await missing(train, held_out)
     environment = make_environment(load("gsm8k", (train, held_out)).rollout)
     example = await environment.example("held_out", 4)
     assert example.content == {"problem": "what is 4 + 1?", "answer": "5"}

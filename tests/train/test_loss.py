@@ -55,7 +55,7 @@ def test_options_are_read_as_yaml() -> None:
         ({"loss": "ppo"}, "train.loss = 'ppo': give a loss of Rollmill's (reinforce, ppo_clip"),
         ({"loss": "planted_losses:absent"}, "train.loss = 'planted_losses:absent'"),
         ({"loss": "planted_losses:__doc__"}, "it is a str"),
-        ({"loss": "planted_losses:raises"}, "it raised KeyError('rows')"),
+        ({"loss": "planted_losses:raises"}, "it raised KeyError: 'rows'"),
         ({"loss": "planted_losses:a_number"}, "it must give a TokenLoss"),
         ({"loss": "planted_losses:too_few"}, "it must give a TokenLoss of four tensors [N]"),
         ({"loss": "planted_losses:detached"}, "its loss has no gradient"),

@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
 from typing import Any
 
 import torch
 
 from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import BatchRefusedError, ConfigError
+from rollmill.tasks.errors import BatchRefusedError, ConfigError, error_text
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Forward
 from rollmill.tasks.train.objective.importance import ImportanceWeights, importance_weights
@@ -58,10 +58,13 @@ def build_loss(config: TrainConfig) -> tuple[Loss, bool]:
     if config.loss in LOSSES:
         return LOSSES[config.loss](config), HAS_RATIO[config.loss]
     function, options = _import_loss(config.loss), parse_loss_options(config)
+    takes: Signature | None = None
     try:
-        signature(function).bind(None, **options)
-    except TypeError as error:
-        remedy = f"{config.loss}{signature(function)} is called with Tokens and these by name ({error})"
+        takes = signature(function)
+        takes.bind(None, **options)
+    except (TypeError, ValueError) as error:
+        # ValueError: a function of a C extension may have no signature.
+        remedy = f"{config.loss}{takes or ''} is called with Tokens and these by name ({error})"
         raise ConfigError("train.loss_options", config.loss_options, remedy) from error
     loss: Loss = partial(function, **options)
     _try_loss(config.loss, loss)
@@ -71,12 +74,12 @@ def build_loss(config: TrainConfig) -> tuple[Loss, bool]:
 def _import_loss(path: str) -> Callable[..., Any]:
     """Return the function at an import path package.module:function; ConfigError if there is none."""
     module, _, attribute = path.partition(":")
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         why = "" if callable(function) else f"it is a {type(function).__name__}"
-    except Exception as error:  # noqa: BLE001 - the module is foreign code: whatever it raises
-        why, cause = f"{type(error).__name__}: {error}", error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the module is foreign code: whatever it raises
+        why, cause = f"{type(error).__name__}: {error_text(error)}", error
     if why:
         names = ", ".join(LOSSES)
         remedy = f"give a loss of Rollmill's ({names}) or an import path package.module:function ({why}){suggest(path, LOSSES)}"
@@ -91,9 +94,13 @@ def _try_loss(path: str, loss: Loss) -> None:
     tokens = Tokens(logprobs, old, old, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1]), 2)
     try:
         given: object = loss(tokens)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Foreign code: whatever it raises.
-        raise ConfigError("train.loss", path, f"tried on three tokens, it raised {error!r}") from error
+        raise ConfigError(
+            "train.loss",
+            path,
+            f"tried on three tokens, it raised {type(error).__name__}: {error_text(error)}",
+        ) from error
     if not isinstance(given, TokenLoss) or any(
         not torch.is_tensor(each) or each.shape != logprobs.shape for each in given
     ):

@@ -1,0 +1,113 @@
+"""Code of the user that a setting names by import path: whatever is wrong with it is one ConfigError before the start."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.settings import load
+from rollmill.tasks.errors import ConfigError
+
+ENVIRONMENTS = Path(__file__).parents[1] / "rollout"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raising", "(RuntimeError: no data)"),
+        ("Ending", "(SystemExit: 0)"),
+        ("LongName", "its name is 'xxx"),
+        ("ControlName", r"its name is '\x1b[31m'; give a text of 1 to 100 printable"),
+        ("HalfName", r"its name is '\ud800'"),
+        ("NumberName", "its name is 3"),
+        ("EmptyName", "its name is ''"),
+        ("NoName", "AttributeError: 'NoName' object has no attribute 'name'"),
+        ("AsyncSize", "size('train') must return a number of problems, and returned <coroutine"),
+        ("TextSize", "size('train') must return a number of problems, and returned 'many'"),
+        ("RaisingSize", "OSError: no disk"),
+        ("NoTraining", "it has no training problem"),
+        ("NumberTools", "its tools must be a sequence of JSON schemas, and are 3"),
+        ("TextStop", "its stop must be a sequence of texts, and is 'abc'"),
+        ("NumberStates", "its states must be a mapping of column types by name, and are 3"),
+        ("RaisingExample", "example(\"train\", 0) failed: KeyError: 'question'"),
+        ("NoExample", 'example("train", 0) failed: EpisodeError: expected an Example'),
+        ("BlockingExample", 'example("train", 0) failed: TypeError: object dict can'),
+        ("NoEpisode", "AttributeError: 'NoneType' object has no attribute 'reply'"),
+        ("EndingOpening", "SystemExit: the environment would end the process"),
+        ("TextOpening", "EpisodeError: expected a sequence of Message"),
+        ("EmptyOpening", "the opening of its first episode has no message"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_an_environment_that_cannot_give_an_opening_is_refused(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    with pytest.raises(ConfigError) as refused:
+        preflight(load("quickstart", (f"rollout.environment=faulty_environments:{name}",)))
+
+    assert str(refused.value).startswith(f"rollout.environment = 'faulty_environments:{name}': ")
+    assert message in str(refused.value)
+
+
+MODULES = {
+    "SyntaxError": "def f(:",
+    "KeyError": "{}['VARIABLE']",
+    "FileNotFoundError": "open('/nowhere/problems.jsonl')",
+    "RuntimeError": "raise RuntimeError('no GPU')",
+    "SystemExit": "import sys; sys.exit()",
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("field", ["rollout.environment", "score.scorer", "score.advantage"])
+def test_a_module_that_cannot_be_imported_is_refused(
+    field: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"own_{kind.lower()}"
+    (tmp_path / f"{module}.py").write_text(MODULES[kind])
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ConfigError, match=rf"{re.escape(field)} = '{module}:f': .*{kind}"):
+        preflight(load("quickstart", (f"{field}={module}:f",)))
+
+
+@pytest.mark.parametrize("field", ["rollout.environment", "score.advantage"])
+def test_a_function_that_ends_the_process_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(field)} = 'sys:exit': .*SystemExit"):
+        preflight(load("quickstart", (f"{field}=sys:exit",)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"), [("nosuch:f", "no module 'nosuch'"), ("gspo2", "did you mean gspo?")]
+)
+def test_a_loss_without_a_module_is_refused_without_trying_it(loss: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.loss = '{loss}': .*{re.escape(message)}"):
+        # No process starts within this time.
+        preflight(load("quickstart", (f"train.loss={loss}", "start_timeout_s=1e-9")))
+
+
+def test_a_loss_that_cannot_be_tried_in_time_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train\.loss = 'math:sqrt': it was not tried .* start_timeout_s = 0\.01"
+    ):
+        preflight(load("quickstart", ("train.loss=math:sqrt", "start_timeout_s=0.01")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit()", r"SystemExit: "),
+        ("import os; os._exit(0)", r"ended without a result"),
+        ("def f(tokens): raise SystemExit(0)", r"tried on three tokens, it raised SystemExit: 0"),
+    ],
+)
+def test_a_loss_that_ends_its_process_is_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_loss.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"train\.loss = 'own_loss:f': .*{message}"):
+        preflight(load("quickstart", ("train.loss=own_loss:f",)))
