@@ -1,14 +1,16 @@
 """Convert text to token ids and back in the flow's process, without a deep-learning framework."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
@@ -23,6 +25,8 @@ PAD, EOS = "<pad>", "<eos>"
 BYTE_LEVEL_SPACE = "Ġ"
 PLACEHOLDER = "rollmill"
 """Written in place of the policy's message where only what follows it is wanted."""
+# Templates may write a message's text as JSON or trimmed, but keep such a word as it is.
+_WORD = re.compile("[A-Za-z0-9]+")
 
 Tools: TypeAlias = Sequence[Mapping[str, object]]
 """JSON schemas of what the policy may call."""
@@ -31,18 +35,31 @@ Tools: TypeAlias = Sequence[Mapping[str, object]]
 class ChatTokenizer:
     """A model's tokenizer, with the chat template that formats its conversations, if the model has one."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", eos_ids: frozenset[int]) -> None:
-        self._chat = tokenizer
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        eos_ids: frozenset[int],
+        template_name: str = "",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._chat, self._template_name, self._arguments = tokenizer, template_name, arguments
         self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
         self.eos_ids = eos_ids
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = eos_ids | {each for each, token in added.items() if token.special}
         self._end_texts = [text for each in sorted(eos_ids) if (text := self._tokenizer.id_to_token(each))]
 
     @classmethod
-    def load(cls, model: Path) -> "ChatTokenizer":
+    def load(cls, model: Path, chat_template: str = "", chat_template_kwargs: str = "") -> Self:
         """Read the tokenizer, its chat templates and the end-of-sequence ids of a model folder.
 
+        Args:
+            model: the folder.
+            chat_template: rollout.chat_template; empty: the model's.
+            chat_template_kwargs: rollout.chat_template_kwargs, a JSON object; empty: none.
+
         Raises:
-            ConfigError: the folder has no fast tokenizer (tokenizer.json), or a broken one.
+            ConfigError: the folder has no fast tokenizer (tokenizer.json), or a broken one; or a chat template cannot be read.
         """
         if not (model / "tokenizer.json").is_file():
             remedy = "not a model folder with a fast tokenizer (tokenizer.json is missing)"
@@ -58,7 +75,12 @@ class ChatTokenizer:
             raise ConfigError(
                 "model", str(model), f"not a model folder with a fast tokenizer ({error})"
             ) from error
-        return cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id))
+        if chat_template:
+            tokenizer.chat_template = read_chat_template(chat_template)
+        arguments = json.loads(chat_template_kwargs or "{}")
+        loaded = cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id), chat_template, arguments)
+        loaded._check_syntax(model)
+        return loaded
 
     @property
     def has_template(self) -> bool:
@@ -67,7 +89,7 @@ class ChatTokenizer:
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """Return [T] int32 token ids of a conversation, up to where the policy's next message begins."""
-        return self._ids(self._render(messages, tools, ask=True))
+        return self._ids(self._render(messages, tools))
 
     def encode_reply(
         self,
@@ -75,27 +97,42 @@ class ChatTokenizer:
         reply: Sequence[Message],
         tools: Tools = (),
         *,
-        is_ended: bool = True,
+        last_token: int,
     ) -> np.ndarray:
         """Return [T] int32 token ids that the environment's reply adds after the policy's last token.
 
-        Sampled tokens are never re-tokenized: the template renders a placeholder in their place, and the text after it is used.
-        The policy's message is the last of `messages`; `is_ended` is True if its last token is an end of sequence, False if it is a
-        stop text.
+        Sampled tokens are never re-tokenized: the template renders a placeholder in place of the policy's messages, and what follows
+        the last one is used. If the template writes the end mark `last_token` there too, the ids begin after it.
+
+        Args:
+            messages: the conversation so far; the policy's message is the last one.
+            reply: the environment's messages that follow it.
+            tools: what the policy may call.
+            last_token: id of the last token that was sampled.
 
         Raises:
-            EpisodeError: the chat template renders earlier messages differently than before.
+            EpisodeError: the chat template refuses the conversation, or leaves out a message.
         """
-        said = (*messages[:-1], replace(messages[-1], content=PLACEHOLDER))
-        before, after = self._render(said, tools, ask=False), self._render((*said, *reply), tools, ask=True)
-        start = before.rfind(PLACEHOLDER) + len(PLACEHOLDER)
-        if not after.startswith(before) or start < len(PLACEHOLDER):
-            raise EpisodeError(
-                "the chat template rewrites earlier turns, so turns cannot be joined by token ids"
-            )
-        added = after[start:]
-        end = next((text for text in self._end_texts if added.startswith(text)), "") if is_ended else ""
-        return self._ids(added[len(end) :])
+        if not self.has_template:
+            return self._ids("".join(message.content for message in reply))
+        ids = self._ids(self._text_after(messages, reply, tools))
+        return ids[self._count_closing_tokens(ids, last_token) :]
+
+    def check_turns(self, role: Literal["user", "tool"], tools: Tools = ()) -> None:
+        """Refuse a chat template that cannot join the turns of a conversation in which `role` answers the policy.
+
+        Raises:
+            ConfigError: names the setting for another template.
+        """
+        messages = (Message("user", "question"), Message("assistant", "policy"))
+        function = tools[0].get("function", tools[0]) if tools else {}
+        name = str(function.get("name", "tool")) if isinstance(function, Mapping) else "tool"
+        reply = Message(role, "answer", name=name if role == "tool" else "")
+        try:
+            self.encode_reply(messages, (reply,), tools, last_token=-1)
+        except EpisodeError as error:
+            remedy = f"{error}; give a template that renders messages of role {role} after the policy's, or another environment"
+            raise ConfigError("rollout.chat_template", self._template_name, remedy) from error
 
     def encode_answer(self, answer: str, stop: Sequence[str] = ()) -> np.ndarray:
         """Return [T] int32 token ids of a policy's turn, with an end of sequence unless a stop text ends it."""
@@ -130,20 +167,128 @@ class ChatTokenizer:
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def _render(self, messages: Sequence[Message], tools: Tools, *, ask: bool) -> str:
+    def _check_syntax(self, model: Path) -> None:
+        """Raise ConfigError if the chat template is no Jinja template; `model` is the folder that it is from by default."""
+        try:
+            self._render((Message("user", "question"),), ())
+        except EpisodeError as error:
+            # A template may refuse this conversation for other reasons.
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                field, value = (
+                    ("rollout.chat_template", self._template_name)
+                    if self._template_name
+                    else ("model", str(model))
+                )
+                at = f"line {error.__cause__.lineno}: {error.__cause__}"
+                raise ConfigError(field, value, f"its chat template is not valid Jinja ({at})") from error
+
+    def _text_after(self, messages: Sequence[Message], reply: Sequence[Message], tools: Tools) -> str:
+        """Return the text that the template writes after the policy's last message, up to where its next one begins."""
+        try:
+            return self._text_after_placeholder(messages, reply, tools, calls=False)
+        except EpisodeError as error:
+            answers = [message for message in (*messages, *reply) if message.role == "tool"]
+            if not answers:
+                raise
+            if not all(message.name for message in answers):
+                raise EpisodeError(f"{error}; a message of role tool has no name") from error
+            refused = error
+        try:
+            # Some templates write a tool's message only after a message with a call.
+            return self._text_after_placeholder(messages, reply, tools, calls=True)
+        except EpisodeError:
+            raise refused from None
+
+    def _text_after_placeholder(
+        self, messages: Sequence[Message], reply: Sequence[Message], tools: Tools, *, calls: bool
+    ) -> str:
+        whole = (*messages, *reply)
+        known = json.dumps([[message.as_json() for message in whole], [dict(tool) for tool in tools]])
+        placeholder = PLACEHOLDER
+        while placeholder in known:
+            placeholder += "0"
+        text = self._render(_replace_policy(whole, placeholder, calls=calls), tools)
+        start = text.rfind(placeholder)
+        if start < 0:
+            raise EpisodeError("the chat template leaves out the policy's messages")
+        added = text[start + len(placeholder) :]
+        if calls and reply[0].role == "tool":
+            # The rest of the call is the policy's text; the template closes it with an end of sequence.
+            ends = [at for end in self._end_texts if (at := added.find(end)) >= 0]
+            if not ends:
+                raise EpisodeError("the chat template ends no call with an end of sequence of the model")
+            added = added[min(ends) :]
+        for message in reply:
+            word = _WORD.search(message.content)
+            if word and word[0] not in added:
+                raise EpisodeError(f"the chat template leaves out a message of role {message.role}")
+        return added
+
+    def _count_closing_tokens(self, ids: np.ndarray, last_token: int) -> int:
+        """Return how many of the first `ids` close the policy's turn up to `last_token`, which it sampled; 0 without it there."""
+        for i, each in enumerate(ids.tolist()):
+            if each in self._special_ids:
+                if each == last_token:
+                    return i + 1
+            elif self._tokenizer.decode([each]).strip():
+                break
+        return 0
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Return the text of a conversation and the header of the policy's next message."""
         if not self.has_template:
             return "".join(message.content for message in messages)
         turns: list[Any] = [message.as_json() for message in messages]
         offered: list[Any] | None = [dict(tool) for tool in tools] or None
         try:
             text = self._chat.apply_chat_template(
-                turns, tools=offered, add_generation_prompt=ask, tokenize=False
+                turns, tools=offered, add_generation_prompt=True, tokenize=False, **self._arguments
             )
         except (TemplateError, TypeError, ValueError) as error:
             # The latter two are errors of a template's expressions, and of a model with no template for this use.
             roles = ", ".join(message.role for message in messages)
             raise EpisodeError(f"the chat template refuses a conversation of {roles}: {error}") from error
         return str(text)
+
+
+def _replace_policy(messages: Sequence[Message], placeholder: str, *, calls: bool) -> tuple[Message, ...]:
+    """Return a conversation with `placeholder` as the text of the policy's messages.
+
+    With `calls`, a message that tools answer calls each of them instead, with the placeholder as argument.
+    """
+    turns: list[Message] = []
+    for i, message in enumerate(messages):
+        if message.role != "assistant" or message.tool_calls:
+            turns.append(message)
+            continue
+        answers = takewhile(lambda each: each.role == "tool", messages[i + 1 :]) if calls else ()
+        called: tuple[dict[str, Any], ...] = tuple(
+            {
+                "id": each.tool_call_id,
+                "type": "function",
+                "function": {"name": each.name, "arguments": {placeholder: placeholder}},
+            }
+            for each in answers
+        )
+        turns.append(replace(message, content="" if called else placeholder, tool_calls=called))
+    return tuple(turns)
+
+
+def read_chat_template(setting: str) -> str:
+    """Return the chat template that rollout.chat_template gives, as its text or as the path of a file with it.
+
+    As for vLLM, a value with a brace or a line break is a text.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if any(each in setting for each in "{}\n"):
+        return setting
+    try:
+        return Path(setting).read_text()
+    except (OSError, ValueError) as error:
+        remedy = f"give the path of a readable file with a chat template, or the template itself ({error})"
+        raise ConfigError("rollout.chat_template", setting, remedy) from error
 
 
 def _eos_ids(model: Path, eos_id: int | None) -> frozenset[int]:
@@ -188,8 +333,7 @@ def tokenize_conversation(
         elif not done:
             part = tokenizer.encode(turn, tools)
         else:
-            is_ended = int(parts[-1][-1]) in tokenizer.eos_ids
-            part = tokenizer.encode_reply(done, turn, tools, is_ended=is_ended)
+            part = tokenizer.encode_reply(done, turn, tools, last_token=int(parts[-1][-1]))
         parts.append(part)
         masks.append(np.full(len(part), is_policy))
         done += turn

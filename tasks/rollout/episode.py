@@ -203,8 +203,7 @@ class EpisodePlayer:
             reply = await self._reply(episode, draft, deadline)
             if not reply:
                 return "complete"
-            is_ended = draft.last_token in self.tokenizer.eos_ids
-            added = self.tokenizer.encode_reply(draft.messages, reply, tools, is_ended=is_ended)
+            added = self.tokenizer.encode_reply(draft.messages, reply, tools, last_token=draft.last_token)
             draft.messages += reply
             if draft.n_tokens + len(added) >= self.max_tokens:
                 # No token could follow, so these are no part of what is trained on.

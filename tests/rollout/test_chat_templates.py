@@ -105,7 +105,7 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(
 def test_a_reply_continues_what_transformers_renders(save: SaveModel, family: str) -> None:
     folder = save(FAMILIES[family])
     tokenizer, answer = ChatTokenizer.load(folder), Message("assistant", "It is 6.")
-    added = tokenizer.encode_reply((ASKED, answer), (ASKED_AGAIN,), is_ended=False)
+    added = tokenizer.encode_reply((ASKED, answer), (ASKED_AGAIN,), last_token=-1)
     joined = [*tokenizer.encode((ASKED,)), *tokenizer._ids(answer.content), *added]
     text, _ = render(folder, (ASKED, answer, ASKED_AGAIN), ())
     assert "".join(tokenizer.pieces(joined)) == text
@@ -149,6 +149,27 @@ def test_templates_in_separate_files_are_found(save: SaveModel) -> None:
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
     assert compare(folder, (ASKED,), ()) == "in a file"
     assert compare(folder, (ASKED,), TOOLS) == "for tools"
+
+
+def test_a_template_that_is_not_valid_is_refused_with_its_line_where_it_is_from(save: SaveModel) -> None:
+    folder = save("{{ messages }}\n{% for %}")
+    with pytest.raises(ConfigError, match=r"model = .*not valid Jinja \(line 2: Expected an expression"):
+        ChatTokenizer.load(folder)
+    with pytest.raises(ConfigError, match=r"rollout\.chat_template = '{%'.*not valid Jinja \(line 1"):
+        ChatTokenizer.load(folder, "{%")
+
+
+def test_a_given_template_takes_the_place_of_the_models_with_its_arguments(
+    save: SaveModel, tmp_path: Path
+) -> None:
+    folder, file = save(chat_templates.QWEN3), tmp_path / "my.jinja"
+    file.write_text("{{ messages[0].content }}{{ tools | length }}{{ mood }}")
+    for given in (str(file), file.read_text()):
+        tokenizer = ChatTokenizer.load(folder, given, '{"mood": "Ä"}')
+        ids = tokenizer.encode((Message("user", "a"),), TOOLS).tolist()
+        assert "".join(tokenizer.pieces(ids)) == "a1Ä"
+    with pytest.raises(ConfigError, match=r"rollout\.chat_template = 'none\.jinja': give the path"):
+        ChatTokenizer.load(folder, "none.jinja")
 
 
 def test_an_error_in_a_templates_expression_fails_the_episode(save: SaveModel) -> None:

@@ -47,17 +47,22 @@ def text(tokenizer: ChatTokenizer, ids: np.ndarray) -> str:
 def test_a_reply_begins_with_what_the_template_writes_after_the_policys_turn(
     templated: ChatTokenizer,
 ) -> None:
-    ended = templated.encode_reply((ASKED, CALLED), (PRINTED,), is_ended=True)
+    (end,) = templated.eos_ids
+    ended = templated.encode_reply((ASKED, CALLED), (PRINTED,), last_token=end)
     assert text(templated, ended) == "|(tool calc)6#|(assistant)"
-    stopped = templated.encode_reply((ASKED, CALLED), (PRINTED,), is_ended=False)
+    (stop,) = templated.stop_ids((">",))
+    stopped = templated.encode_reply((ASKED, CALLED), (PRINTED,), last_token=stop)
     assert text(templated, stopped) == "#|(tool calc)6#|(assistant)"
 
 
 def test_a_reply_does_not_depend_on_how_the_template_would_write_the_policys_words(
     templated: ChatTokenizer,
 ) -> None:
-    trimmed = templated.encode_reply((ASKED, Message("assistant", "  spaced ")), (PRINTED,))
-    assert trimmed.tolist() == templated.encode_reply((ASKED, CALLED), (PRINTED,)).tolist()
+    spaced = Message("assistant", "  spaced ")
+    trimmed, usual = (
+        templated.encode_reply((ASKED, said), (PRINTED,), last_token=-1) for said in (spaced, CALLED)
+    )
+    assert trimmed.tolist() == usual.tolist()
 
 
 def test_tools_are_given_to_the_template_as_plain_json(templated: ChatTokenizer) -> None:
@@ -69,7 +74,7 @@ def test_tools_are_given_to_the_template_as_plain_json(templated: ChatTokenizer)
 
 def test_without_a_template_texts_are_joined(plain: ChatTokenizer) -> None:
     assert text(plain, plain.encode((ASKED,))) == "2*3?"
-    assert text(plain, plain.encode_reply((ASKED, CALLED), (PRINTED,))) == "6"
+    assert text(plain, plain.encode_reply((ASKED, CALLED), (PRINTED,), last_token=-1)) == "6"
 
 
 def test_a_template_that_refuses_a_conversation_fails_the_episode_with_its_words(
