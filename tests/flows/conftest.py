@@ -43,6 +43,9 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 STUB = """\
 #!{python}
 import json, sys, time
+if "-c" in sys.argv:
+    print(json.dumps({{"vllm": "0.32.0"}}))
+    sys.exit()
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.stubs import vllm_server

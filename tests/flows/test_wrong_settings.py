@@ -268,3 +268,26 @@ def test_the_start_model_is_checked_for_such_an_encoding(tmp_path: Path) -> None
     )
     with pytest.raises(ConfigError, match="change at 4096 tokens"):
         preflight(load("quickstart", settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("#!/bin/sh\n", r"it is not a Python that runs \(JSONDecodeError\)"),
+        ("#!/bin/sh\nexit 3\n", r"it is not a Python that runs \(CalledProcessError\)"),
+        ("no program", r"it is not a Python that runs \(OSError\)"),
+        (f'#!/bin/sh\nexec {sys.executable} "$@"\n', "this Python's environment has no vLLM"),
+    ],
+)
+def test_another_program_for_vllms_python_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(text)
+    python.chmod(0o700)
+    with pytest.raises(ConfigError, match=rf"serve\.python = '{python}': {message}"):
+        preflight(load("quickstart", (f"serve.python={python}",)))
+
+
+@pytest.mark.parametrize("python", ["/", "", "/dev/null", "setup.py"])
+def test_what_is_no_program_is_refused_as_vllms_python(python: str) -> None:
+    with pytest.raises(ConfigError, match=rf"serve\.python = '{python}': there is no Python; create"):
+        preflight(load("quickstart", (f"serve.python={python}",)))
