@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.checkpointing import Checkpointing
-from rollmill.flows.policies.server_parity import AT_START, ServedRun, ratio_warning
+from rollmill.flows.policies.server_parity import AT_START, AT_START_MEAN, ServedRun, ratio_warning
 from rollmill.flows.policies.server_watch import WatchLimits, watch_server
 from rollmill.flows.policies.services import ServerService, TrainerService, open_services, restart
 from rollmill.flows.policies.sync_report import SyncReport, sync_metrics
@@ -96,8 +96,10 @@ class RunPolicy:
             with span("sync"):
                 reports = await self._update_servers()
         if self.trained.version == 0 and reports:
+            found = [report.differences for report in reports]
             differences = [
-                Metric(AT_START, "all", "max", max(report.differences.largest for report in reports))
+                Metric(AT_START, "all", "max", max(each.largest for each in found)),
+                Metric(AT_START_MEAN, "all", "mean", max(each.mean for each in found)),
             ]
             await store_metrics(self._run, 0, differences)
         self._run.progress.begin(self.trained.version)

@@ -412,6 +412,7 @@ class WeightSync(PolicyServers):
         Raises:
             ChecksumError: weights differ.
             ParityError: log-probabilities look wrong, and the weights cannot be compared.
+            ConfigError: it computes another function of the start model.
             SyncError, RequestError: it reports another version, or the comparison was not done in time.
         """
         if response.differing:
@@ -429,6 +430,8 @@ class WeightSync(PolicyServers):
         if (reported := name.result()) != str(version):
             raise SyncError(f"server {server.url} reports version {reported} after a sync of {version}")
         result = parity.result()
+        if version.version == 0:
+            self.parity.check_start(server, result)
         if result.alarm:
             await self._explain_alarm(server, version, result.alarm, response.uncompared)
         self.parity.accept(result)

@@ -224,7 +224,7 @@ async def open_run(
         store = opened.store
         # The second one scores held-out trajectories.
         scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
-        # Its import and files take a second, in which the event loop would stand still.
+        # In a thread: its import and files take a second, which would block the event loop.
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, opened.model)
         scorings = [
             await stack.enter_async_context(Scoring(config.score, opened.id, scorer=scorer))

@@ -99,7 +99,7 @@ FLOAT32_LIMITS = LogprobDifferences(2e-5, 1e-4)
 """Accepted in single precision, where kernels of trainer and server differ by up to 3e-5 nats."""
 
 START_LIMITS = LogprobDifferences(0.1, 1.0)
-"""Accepted in half precision before any sync is known; servers with other weights differ by whole nats."""
+"""Accepted in any precision for the start model; servers that compute another function differ by whole nats."""
 
 WINDOW = 64
 """Comparisons that accepted differences follow, in half precision: some steps of several servers."""
@@ -140,19 +140,23 @@ class ParityWindow:
             self._recent.append(differences)
 
     def find_excess(self, differences: LogprobDifferences) -> str:
-        """Return which statistic is above its limit, as part of a message; empty if none is. NaN is above every limit."""
-        limits = self.limits
-        pairs = (
-            ("on average", differences.mean, limits.mean),
-            (f"at the {HIGH_QUANTILE:.0%} quantile", differences.high, limits.high),
-        )
-        found = (
-            f"its log-probabilities differ from the trainer's by {value:.3g} nats {what}; the limit is {limit:.3g}"
-            for what, value, limit in pairs
-            # Not `>`, which is false for NaN.
-            if not value <= limit
-        )
-        return next(found, "")
+        """Return which statistic is above its limit, as `find_excess` does."""
+        return find_excess(differences, self.limits)
+
+
+def find_excess(differences: LogprobDifferences, limits: LogprobDifferences) -> str:
+    """Return which statistic is above its limit, as part of a message; empty if none is. NaN is above every limit."""
+    pairs = (
+        ("on average", differences.mean, limits.mean),
+        (f"at the {HIGH_QUANTILE:.0%} quantile", differences.high, limits.high),
+    )
+    found = (
+        f"its log-probabilities differ from the trainer's by {value:.3g} nats {what}; the limit is {limit:.3g}"
+        for what, value, limit in pairs
+        # Not `>`, which is false for NaN.
+        if not value <= limit
+    )
+    return next(found, "")
 
 
 # Fewer tokens that the trainer scores differently say nothing about a server that scores all alike.

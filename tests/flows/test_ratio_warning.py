@@ -39,12 +39,16 @@ def test_rounding_is_no_reason_to_warn() -> None:
     [
         {"rollout": {"max_staleness": 1}},
         {"train": {"old_logprobs": "trainer"}},
-        {"serve": {"dtype": "bfloat16"}},
-        {"train": {"dtype": "bfloat16"}, "serve": {"dtype": "bfloat16"}},
     ],
 )
 def test_ratios_that_need_not_be_1_are_not_reported(sections: dict[str, dict[str, object]]) -> None:
     assert find_warning(config(**sections), 0.02) == ""
+
+
+@pytest.mark.parametrize(("deviation", "is_reported"), [(0.02, False), (0.859, True)])
+def test_in_half_precision_only_another_function_is_reported(deviation: float, is_reported: bool) -> None:
+    settings = config(train={"dtype": "bfloat16"}, serve={"dtype": "bfloat16"})
+    assert ("should be at most 0.1" in find_warning(settings, deviation)) is is_reported
 
 
 def test_a_step_that_trained_on_nothing_has_no_ratio_to_warn_of() -> None:

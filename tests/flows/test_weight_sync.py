@@ -20,7 +20,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.policies.server_parity import Openings, ServedRun
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, progress_line, sync_metrics
 from rollmill.flows.policies.weight_sync import WeightSync
-from rollmill.tasks.errors import RequestError, RequestsHeldError, TransientRequestError
+from rollmill.tasks.errors import ConfigError, RequestError, RequestsHeldError, TransientRequestError
 from rollmill.tasks.observe.spans import Recorder, recording, span
 from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -402,14 +402,14 @@ async def test_a_server_with_the_trainers_weights_is_never_ended_for_its_log_pro
     summed, verified = fleet.services
     summed.shift = verified.shift = 5.0
     verified.uncompared = ("layers.0",)
-    (*reports,) = await fleet.servers.update(AT[0])
+    (*reports,) = await fleet.servers.update(AT[1])
     assert fleet.admitted == {"http://0", "http://1"}
     assert [each.alarmed for each in reports] == [True, True]
     said = capsys.readouterr().err
     assert "differ from the trainer's by 5 nats on average" in said
     assert "every layer of its live model has the trainer's weights" in said
     assert "all its weights were compared" in said
-    assert [each.verified for each in fleet.services] == [[], [(str(AT[0]), len(TENSORS))]]
+    assert [each.verified for each in fleet.services] == [[], [(str(AT[1]), len(TENSORS))]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -420,8 +420,22 @@ async def test_a_server_whose_weights_cannot_be_compared_is_ended_in_single_prec
     (server,) = fleet.services
     server.shift, server.uncompared = 5.0, ("layers.0",)
     server.unverifiable = RequestError("500 a second copy of the model needs up to 9 MiB")
-    await fleet.servers.update(AT[0])
+    await fleet.servers.update(AT[1])
     assert (fleet.admitted == {"http://0"}) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_server_that_computes_another_function_of_the_start_model_ends_the_start(
+    fleet_of, dtype: str
+) -> None:
+    fleet = fleet_of(1, dtype)
+    (server,) = fleet.services
+    server.shift = 0.2
+    with pytest.raises(
+        ConfigError, match=r"http://0.* by 0\.2 nats on average; the limit is 0\.1.*serve\.extra_args"
+    ):
+        await fleet.servers.update(AT[0])
+    assert not fleet.admitted
 
 
 async def test_a_server_whose_log_probabilities_did_not_change_is_checked(

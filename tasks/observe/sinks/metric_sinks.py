@@ -18,6 +18,7 @@ APART = frozenset(
         "train/checkpoint_written_s",
         "train/checkpoint_bytes",
         "sync/logprob_difference_at_start",
+        "sync/logprob_difference_at_start_mean",
     }
 )
 """Metrics that are stored before a step's others, or after them: each is a separate point."""
