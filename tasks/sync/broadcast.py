@@ -1,8 +1,8 @@
 """The flow's part in a weight sync: sends one policy version from the trainer to its servers."""
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -67,8 +67,8 @@ class LogprobSource(Protocol):
 
 
 def create_prefix() -> str:
-    """Create a random prefix for the names of the links to a server, so that its next transfer opens new links."""
-    return uuid.uuid4().hex
+    """Create a random prefix, which names the links to a server and is their secret: its next transfer opens new links."""
+    return secrets.token_hex(16)
 
 
 REPORT_S = 10.0

@@ -98,7 +98,7 @@ class SendTarget:
     Attributes:
         server: its address.
         transport: tcp, nccl, ipc or shm, by which the trainer sends, or files, which the server reads.
-        prefix: names the links. They are opened at the first transfer with a prefix and kept for later ones.
+        prefix: names the links, and is their secret. They are opened at the first transfer with a prefix and kept for later ones.
         workers: worker processes of the server, each of which receives all weights.
     """
 

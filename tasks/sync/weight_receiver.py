@@ -61,7 +61,7 @@ def open_links(
             for stream in range(plan.streams):
                 name = link_name(request.prefix, rank, worker, stream)
                 limits = request.timeout_s, request.stall_timeout_s
-                rendezvous = Rendezvous(store, name, address, *limits, device)
+                rendezvous = Rendezvous(store, name, address, *limits, device, request.prefix)
                 links.append(RECEIVERS[request.transport](rendezvous))
                 started = time.perf_counter_ns()
                 links[-1].open()

@@ -249,6 +249,7 @@ class WeightSender:
                     self._address,
                     *limits,
                     self._device,
+                    target.prefix,
                 )
             )
             for worker in range(target.workers)

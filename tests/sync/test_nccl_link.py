@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Backend
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.config import SyncConfig
-from rollmill.tasks.sync.links.link import Rendezvous, join_store, serve_store
+from rollmill.tasks.sync.links.link import Rendezvous, join_store, link_name, serve_store
 from rollmill.tasks.sync.links.nccl_link import ERROR_HANDLING, NcclReceiver, NcclSender, set_timeout
 from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import SendTarget
@@ -128,7 +128,11 @@ def test_a_rank_opens_the_links_of_all_servers_on_its_own_device(
     plan = TransferPlan(tensors, share_evenly(tensors, 1))
     links = sender._links_to(SendTarget("http://a", "nccl", "prefix", 2), plan.streams)
     others = [
-        NcclReceiver(Rendezvous(join_store(HOST, store.port, 10.0), f"prefix/0/{worker}/0", HOST, 10.0, 10.0))
+        NcclReceiver(
+            Rendezvous(
+                join_store(HOST, store.port, 10.0), link_name("prefix", 0, worker, 0), HOST, 10.0, 10.0
+            )
+        )
         for worker in range(2)
     ]
     threads = [threading.Thread(target=each.open) for each in [*links, *others]]

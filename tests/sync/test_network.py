@@ -1,7 +1,6 @@
 """Real servers whose weights come through a relay that loses bytes, stops or hangs up, and one that is killed half way."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.sync.broadcast import Broadcast, create_prefix
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import join_store, link_name, serve_store
+from rollmill.tasks.sync.links.tcp_link import decode_address, encode_address
 from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer
 from tests.stubs.parity import largest_difference
 
@@ -46,13 +46,15 @@ class Relay:
         route, are_open = SendTarget(server.url, "tcp", create_prefix()), threading.Barrier(self._streams)
         for stream in range(self._streams):
             name = link_name(route.prefix, 0, 0, stream)
-            threading.Thread(target=self._carry, args=(name, spoil, are_open), daemon=True).start()
+            threading.Thread(
+                target=self._carry, args=(name, route.prefix, spoil, are_open), daemon=True
+            ).start()
         return route
 
-    def _carry(self, name: str, spoil: Spoil | None, are_open: threading.Barrier) -> None:
-        address = json.loads(join_store(*self._trainer, TIMEOUT_S).get(name))
+    def _carry(self, name: str, secret: str, spoil: Spoil | None, are_open: threading.Barrier) -> None:
+        address = decode_address(join_store(*self._trainer, TIMEOUT_S).get(name), secret)
         with socket.create_server((HOST, 0)) as listener:
-            self._store.set(name, json.dumps(listener.getsockname()))
+            self._store.set(name, encode_address(listener.getsockname(), secret))
             receiver, _ = listener.accept()
         # Whoever is at an end may hang up, or be killed.
         with suppress(OSError), receiver, socket.create_connection(address) as sender:

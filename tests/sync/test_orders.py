@@ -70,7 +70,10 @@ def opened(order: WeightUpdateRequest) -> list[TcpSender]:
     """A sender's links, which the server has joined: it takes the order."""
     store = join_store(order.host, order.port, TIMEOUT_S)
     names = [link_name(order.prefix, 0, 0, stream) for stream in range(order.decode_plan().streams)]
-    links = [TcpSender(Rendezvous(store, name, order.host, TIMEOUT_S, TIMEOUT_S)) for name in names]
+    links = [
+        TcpSender(Rendezvous(store, name, order.host, TIMEOUT_S, TIMEOUT_S, secret=order.prefix))
+        for name in names
+    ]
     for link in links:
         link.open()
     return links

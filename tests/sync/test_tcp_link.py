@@ -1,6 +1,5 @@
 """A TCP link whose bytes go through a relay that loses some, changes some, or stops."""
 
-import json
 import socket
 import threading
 from collections.abc import Callable
@@ -15,7 +14,13 @@ from hypothesis import strategies as st
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.links.link import Rendezvous, join_store, serve_store
-from rollmill.tasks.sync.links.tcp_link import TcpReceiver, TcpSender, checksum
+from rollmill.tasks.sync.links.tcp_link import (
+    TcpReceiver,
+    TcpSender,
+    checksum,
+    decode_address,
+    encode_address,
+)
 
 HOST, TIMEOUT_S, STALL_S, AT = "127.0.0.1", 20.0, 0.5, 100_000
 SIZE = 1 << 20
@@ -28,10 +33,12 @@ class Relayed:
         self._store, self._spoil = store, spoil
         self._listener = socket.create_server((HOST, 0))
 
-    def get(self, name: str) -> str:
+    def get(self, name: str) -> bytes:
         """The relay's address; it has begun."""
-        threading.Thread(target=self._relay, args=json.loads(self._store.get(name)), daemon=True).start()
-        return json.dumps(self._listener.getsockname())
+        threading.Thread(
+            target=self._relay, args=decode_address(self._store.get(name), ""), daemon=True
+        ).start()
+        return encode_address(self._listener.getsockname(), "").encode()
 
     def _relay(self, host: str, port: int) -> None:
         with self._listener, socket.create_connection((host, port)) as sender:

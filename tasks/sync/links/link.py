@@ -1,5 +1,6 @@
 """Interface of a link, which carries weights from one trainer rank to one worker of a server, and how both ends meet."""
 
+import hashlib
 import os
 import socket
 import time
@@ -99,6 +100,7 @@ class Rendezvous:
         timeout_s: seconds that opening may take.
         stall_timeout_s: seconds within which some byte must be sent or received.
         device: of this end's weights; NCCL connects GPUs.
+        secret: which both ends know from their orders. It never goes through the store, which everybody in reach can read.
     """
 
     store: Store
@@ -107,6 +109,7 @@ class Rendezvous:
     timeout_s: float
     stall_timeout_s: float
     device: torch.device = CPU
+    secret: str = ""
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
@@ -142,8 +145,11 @@ def local_address(host: str, port: int, timeout_s: float) -> str:
 
 
 def link_name(prefix: str, rank: int, worker: int, stream: int) -> str:
-    """Return the key of a link in the rendezvous store, by which a trainer rank and a server's worker meet, one for each stream."""
-    return f"{prefix}/{rank}/{worker}/{stream}"
+    """Return the key of a link in the rendezvous store, by which a trainer rank and a server's worker meet, one for each stream.
+
+    The prefix is the links' secret, so the key has its digest.
+    """
+    return f"{hashlib.sha256(prefix.encode()).hexdigest()}/{rank}/{worker}/{stream}"
 
 
 @contextmanager

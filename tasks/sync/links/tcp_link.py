@@ -2,8 +2,12 @@
 
 A frame is a head and the parts of a bucket. The head has the frame's number on this connection, its size and a checksum,
 so that bytes which a network loses, repeats or changes are noticed.
+
+Both ends prove that they know the rendezvous's secret: the sender signs its address in the store, the receiver its greeting.
+What follows is neither signed nor encrypted.
 """
 
+import hmac
 import json
 import math
 import select
@@ -128,10 +132,10 @@ class TcpSender(_TcpConnection):
         with socket.create_server((rendezvous.address, 0), family=family) as listener:
             # Stored before the check, so that `close` either ends the wait for a receiver or is noticed here.
             self._socket = listener
-            rendezvous.store.set(rendezvous.name, json.dumps(listener.getsockname()[:2]))
+            rendezvous.store.set(rendezvous.name, encode_address(listener.getsockname(), rendezvous.secret))
             if self._is_closed:
                 raise ConnectionAbortedError("the link is closed")
-            connection = _accept_greeting(listener, rendezvous.name, deadline)
+            connection = _accept_greeting(listener, rendezvous, deadline)
             rendezvous.store.delete_key(rendezvous.name)
             return connection
 
@@ -143,10 +147,10 @@ class TcpReceiver(_TcpConnection):
         """Connect to the sender, as `ReceivingLink.open`."""
         rendezvous = self._rendezvous
         try:
-            host, port = json.loads(rendezvous.store.get(rendezvous.name))
-            connection = socket.create_connection((host, port), rendezvous.timeout_s)
+            address = decode_address(rendezvous.store.get(rendezvous.name), rendezvous.secret)
+            connection = socket.create_connection(address, rendezvous.timeout_s)
             self._use(connection)
-            connection.sendall(_greeting(rendezvous.name))
+            connection.sendall(_greeting(rendezvous))
         except (OSError, RuntimeError) as error:
             raise SyncError(
                 f"the trainer was not there for {rendezvous.name} in {rendezvous.timeout_s:g} s (sync.timeout_s): {error}"
@@ -212,23 +216,46 @@ def receive_some(connection: socket.socket, views: Sequence[memoryview]) -> int:
     return n_bytes
 
 
-def _greeting(name: str) -> bytes:
-    return len(name).to_bytes(4) + name.encode()
+def encode_address(address: Sequence[str | int], secret: str) -> str:
+    """Return the store's entry for a sender's address (host, port): JSON, signed with the secret."""
+    host, port, *_ = address
+    return json.dumps([host, port, _sign(secret, f"sender {host} {port}").hex()])
 
 
-def _accept_greeting(listener: socket.socket, name: str, deadline: float) -> socket.socket:
-    """Accept connections until one sends the link's name as greeting, and return that one; others are closed."""
-    expected = _greeting(name)
+def decode_address(entry: bytes, secret: str) -> tuple[str, int]:
+    """Return the address in an entry of the store; raises ConnectionRefusedError unless `encode_address` made it with the secret."""
+    try:
+        host, port, _ = json.loads(entry)
+        expected = encode_address((host, port), secret).encode()
+    except (ValueError, TypeError) as error:
+        raise ConnectionRefusedError(f"the store has no address: {error}") from error
+    if not hmac.compare_digest(entry, expected):
+        raise ConnectionRefusedError("the address in the store is not the trainer's")
+    return host, port
+
+
+def _sign(secret: str, text: str) -> bytes:
+    """Return the HMAC-SHA256 of a text, 32 bytes."""
+    return hmac.digest(secret.encode(), text.encode(), "sha256")
+
+
+def _greeting(rendezvous: Rendezvous) -> bytes:
+    return _sign(rendezvous.secret, f"receiver {rendezvous.name}")
+
+
+def _accept_greeting(listener: socket.socket, rendezvous: Rendezvous, deadline: float) -> socket.socket:
+    """Accept connections until one greets with the link's secret, and return that one; others are closed."""
+    expected = _greeting(rendezvous)
     while True:
         # A timeout of 0 would make the socket non-blocking.
         listener.settimeout(max(deadline - time.monotonic(), 0.001))
         connection, _ = listener.accept()
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        # Anyone who reaches the port can connect; a receiver knows the link's name, which has a random prefix.
+        # Anyone who reaches the port can connect; only the receiver knows the secret.
         found = bytearray(len(expected))
         with suppress(OSError):
             # It went away, or says nothing.
             exchange(partial(receive_some, connection), [memoryview(found)])
-        if found == expected:
+        if hmac.compare_digest(found, expected):
             return connection
         connection.close()
