@@ -156,7 +156,10 @@ async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncItera
     quiet_task_runs()
     store = await asyncio.to_thread(OpenRun.extend, folder, config_of=config.store)
     try:
-        async with Scoring(config.score, store.manifest.run) as scoring, store.writer:
+        # A scorer of stored rollouts has the variables that the run's scorers had.
+        variables = store.manifest.config.get("rollout", {}).get("env_variables", [])
+        scoring = Scoring(config.score, store.manifest.run, env_variables=variables)
+        async with scoring, store.writer:
             yield Rescoring(store, config, scoring)
     finally:
         await asyncio.to_thread(store.close)

@@ -15,12 +15,16 @@ from pydantic_core import ErrorDetails
 from rollmill.flows.config import FOREIGN, RunConfig
 from rollmill.flows.presets import are_algorithms, preset_values
 from rollmill.flows.rules import check_config
-from rollmill.tasks.config import ADDRESS, VARIABLE, StageConfig, suggest
-from rollmill.tasks.errors import ConfigError, mask_credentials
+from rollmill.tasks.config import ADDRESS, VARIABLE, VARIABLES, StageConfig, suggest
+from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.run.immutable_settings import get_setting
 
 HIDDEN = "***"
-NAMES_VARIABLE = "give the name of the environment variable that holds the secret (capital letters, digits and _), not the secret"
+NAMES_VARIABLE = (
+    "give the name of the environment variable that holds the secret (ROLLMILL_*, *_KEY or *_TOKEN, in capital letters, digits and "
+    "_), not the secret"
+)
+NAMES_VARIABLES = "give names of environment variables, or beginnings of names as NAME_*, without values"
 
 UNREAD_BY_COLLECT = frozenset({"train", "checkpoint", "evaluate", "sync", "retrain"})
 """Sections that the flow collect does not read: its form does not show them, resuming its runs does not compare them."""
@@ -91,11 +95,11 @@ def _mask_refused(error: ErrorDetails) -> tuple[object, str]:
     """Return the refused value, masked if it may be a secret, and what is allowed in its place."""
     value = error["input"]
     if error["type"] == "secret":
-        hidden = mask_credentials(str(value))
-        return hidden if hidden != str(value) else HIDDEN, error["msg"]
-    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == VARIABLE:
-        return HIDDEN, NAMES_VARIABLE
-    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == ADDRESS:
+        return HIDDEN, error["msg"]
+    pattern = error.get("ctx", {}).get("pattern")
+    if pattern in (VARIABLE, VARIABLES):
+        return HIDDEN, NAMES_VARIABLE if pattern == VARIABLE else NAMES_VARIABLES
+    if pattern == ADDRESS:
         return value, "write the address with its scheme, as http://host:port or https://host/path"
     return value, _REMEDIES.get(error["type"], error["msg"])
 

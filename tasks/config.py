@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.errors import ConfigError, error_text
@@ -40,8 +40,16 @@ NO_SECRET = (
     "an address may hold no user name, password or key: settings are stored and shown; leave them out, and give them by "
     "the environment variables that docs/security.md names"
 )
-# Pattern of an environment variable's name; a key given instead of a name does not match it.
-VARIABLE = "^([A-Z_][A-Z0-9_]*)?$"
+NO_SECRET_MEMBER = (
+    "holds a key, password or token, and settings are stored and shown: have the environment read it from an environment "
+    'variable, named by rollout.env_variables (some take the name as an argument, such as {"api_key_var": "NAME"})'
+)
+# Pattern of the name of an environment variable with a secret; a key given instead of a name does not match it.
+VARIABLE = "^(ROLLMILL_[A-Z0-9_]+|[A-Z][A-Z0-9_]*_(KEY|TOKEN))?$"
+# Pattern of an environment variable's name, or of the beginning of several names.
+VARIABLES = r"^([A-Za-z_][A-Za-z0-9_]*\*?|\*)$"
+# Secrets of services that Rollmill itself uses: no setting may have them sent to an address.
+RESERVED_VARIABLES = ("AWS_", "MLFLOW_", "PREFECT_", "ROLLMILL_TRAINER_")
 # Start of a service's address, or no address.
 ADDRESS = "^(https?://|$)"
 Address = Annotated[str, Field(pattern=ADDRESS)]
@@ -50,6 +58,12 @@ HeadDtype = Literal["float32", "model"]
 Gpu = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 _SECRET_ADDRESS = re.compile(
     r"://[^/\s@]+@|://[^@]*:[^@]*@|[?&][^=&]*(?:key|token|password|secret|signature)=", re.IGNORECASE
+)
+# A member of a JSON object with a secret as its value; the name of a variable ("api_key_var") or a special token is none.
+_SECRET_MEMBER = re.compile(
+    r"""["'](?:[\w-]*(?:api[_-]?key|(?:secret|access|private)[_-]?key|password|passwd|secret|credentials?|authorization)
+    |(?:[\w-]*(?:access|api|auth|bearer|github|hf|refresh|session)[_-]?)?token)["']\s*:\s*["'][^"']""",
+    re.IGNORECASE | re.VERBOSE,
 )
 
 
@@ -84,11 +98,15 @@ class StageConfig(BaseModel):
     @field_validator("*")
     @classmethod
     def _holds_no_secret(cls, value: Any) -> Any:
-        """Return the setting's value; raise an error if it is an address with a password or a key."""
+        """Return the setting's value; raise an error if it is an address, or a JSON object, with a password or a key."""
         # Settings are shown in logs and in Prefect, and stored in run.json.
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and "://" in text and _SECRET_ADDRESS.search(text):
+            if not isinstance(text, str):
+                continue
+            if "://" in text and _SECRET_ADDRESS.search(text):
                 raise PydanticCustomError("secret", NO_SECRET)
+            if text.lstrip().startswith("{") and _SECRET_MEMBER.search(text):
+                raise PydanticCustomError("secret", "{remedy}", {"remedy": NO_SECRET_MEMBER})
         return value
 
 
@@ -124,6 +142,18 @@ def choose_dtype(devices: Path = Path("/dev")) -> str:
 def env_variable_setting(default: str, description: str) -> Any:
     """Declare a setting whose value is the name of an environment variable with a secret; errors hide a wrong value."""
     return setting(default, description, pattern=VARIABLE)
+
+
+def refuse_reserved_variable(name: str) -> str:
+    """Return the name of an environment variable with a secret; raise an error if it is one of RESERVED_VARIABLES."""
+    if name.startswith(RESERVED_VARIABLES):
+        remedy = f"variables {', '.join(f'{each}*' for each in RESERVED_VARIABLES)} are never sent to an address; give another"
+        raise PydanticCustomError("reserved_variable", "{remedy}", {"remedy": remedy})
+    return name
+
+
+SecretVariable = Annotated[str, AfterValidator(refuse_reserved_variable)]
+VariablePattern = Annotated[str, Field(pattern=VARIABLES)]
 
 
 def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]:

@@ -267,7 +267,8 @@ def _log_file(home: Path) -> Path:
 def _lock_home(home: Path) -> Iterator[None]:
     """Hold the lock of a home folder in the block, so that one command at a time starts or stops its server."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        # Its database has all runs' parameters, logs and artifacts.
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (home / "server.lock").open("w")
     except OSError as error:
         remedy = f"{error.strerror}; run in a folder that this user may write to"

@@ -226,8 +226,11 @@ async def open_run(
         scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
         # In a thread: its import and files take a second, which would block the event loop.
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, opened.model)
+        variables = config.rollout.env_variables
         scorings = [
-            await stack.enter_async_context(Scoring(config.score, opened.id, scorer=scorer))
+            await stack.enter_async_context(
+                Scoring(config.score, opened.id, scorer=scorer, env_variables=variables)
+            )
             for scorer in scorers
         ]
         environment = await stack.enter_async_context(

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rollmill.tasks.config import StageConfig, setting
+from rollmill.tasks.config import StageConfig, VariablePattern, setting
 
 
 class PromptsConfig(StageConfig):
@@ -145,6 +145,11 @@ class RolloutConfig(StageConfig):
     )
     env_worker_max_episodes: int = setting(
         0, "Episodes after which a worker process is replaced, against memory leaks; 0: never.", ge=0
+    )
+    env_variables: tuple[VariablePattern, ...] = setting(
+        (),
+        "Further environment variables for worker processes of environments and scorers, such as [MY_API_KEY,MY_*]; they have "
+        "PATH, HOME, LANG, CUDA_*, HF_*, PYTHON*, ROLLMILL_* and the like without secrets (docs/security.md). [*]: all.",
     )
     trajectory_timeout_s: float = setting(
         900.0,

@@ -22,7 +22,7 @@ from rollmill.tasks.processes.python_child import python_command
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment_messages import DescribeRequest, EnvironmentDescription
 from rollmill.tasks.user_code.worker_main import MessageKind
-from rollmill.tasks.user_code.worker_process import WorkerProcess
+from rollmill.tasks.user_code.worker_process import WorkerProcess, select_user_variables
 
 Answer = TypeVar("Answer")
 
@@ -70,6 +70,7 @@ class EnvironmentWorker:
             config.model_dump_json().encode(),
             log=logs / f"environment-{number}.log",
             stop_grace_s=stop_grace_s,
+            variables=select_user_variables(config.env_variables),
         )
         worker = cls(process, config, changed)
         try:

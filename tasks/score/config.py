@@ -1,6 +1,6 @@
 """Settings of scoring and advantages."""
 
-from rollmill.tasks.config import ADDRESS, StageConfig, env_variable_setting, setting
+from rollmill.tasks.config import ADDRESS, SecretVariable, StageConfig, env_variable_setting, setting
 
 RUBRIC = """\
 - An attempt that reaches its goal scores well above every attempt that does not.
@@ -13,7 +13,9 @@ RUBRIC = """\
 class EndpointConfig(StageConfig):
     """A model served over HTTP."""
 
-    api_key_env: str = env_variable_setting("", "Environment variable that holds the API key; empty: no key.")
+    api_key_env: SecretVariable = env_variable_setting(
+        "", "Environment variable that holds the API key, ROLLMILL_*, *_KEY or *_TOKEN; empty: no key."
+    )
 
 
 class JudgeConfig(EndpointConfig):

@@ -24,7 +24,7 @@ from rollmill.tasks.processes.python_child import python_command
 from rollmill.tasks.score.call_slots import CallSlots
 from rollmill.tasks.score.scorer import CandidateText
 from rollmill.tasks.score.verdict import ScoreVerdict, set_duration, verdict_from_error
-from rollmill.tasks.user_code.worker_process import WorkerProcess
+from rollmill.tasks.user_code.worker_process import WorkerProcess, select_user_variables
 
 WORKER_COMMAND = tuple(python_command("rollmill.tasks.score.score_worker"))
 
@@ -38,13 +38,20 @@ class ScoreWorkerPool:
         n_workers: number of processes, and of concurrent calls.
         start_timeout_s: seconds until a new worker must have imported the scorers.
         load: slots, as many as workers; counts restarts and timeouts.
+        env_variables: `rollout.env_variables`, see `select_user_variables`.
     """
 
     def __init__(
-        self, paths: Sequence[str], settings: bytes, n_workers: int, start_timeout_s: float, load: CallSlots
+        self,
+        paths: Sequence[str],
+        settings: bytes,
+        n_workers: int,
+        start_timeout_s: float,
+        load: CallSlots,
+        env_variables: Sequence[str] = (),
     ) -> None:
         self._start = pickle.dumps((list(paths), settings))
-        self._start_timeout_s, self._load = start_timeout_s, load
+        self._start_timeout_s, self._load, self._env_variables = start_timeout_s, load, env_variables
         self._workers: list[WorkerProcess | None] = [None] * n_workers
         self._idle = list(range(n_workers))
 
@@ -145,7 +152,12 @@ class ScoreWorkerPool:
     async def _start_worker(self, lane: int) -> WorkerProcess:
         # Killed without a grace period: a hanging scorer does not end, and has nothing to save.
         worker = self._workers[lane] = await WorkerProcess.start(
-            "the worker process", WORKER_COMMAND, self._start, log=None, stop_grace_s=0.0
+            "the worker process",
+            WORKER_COMMAND,
+            self._start,
+            log=None,
+            stop_grace_s=0.0,
+            variables=select_user_variables(self._env_variables),
         )
         return worker
 

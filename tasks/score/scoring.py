@@ -188,7 +188,7 @@ class Scoring:
     """Runs the configured scorers: asynchronous ones on the event loop, others in processes that end with this context.
 
     `scorer`, if given, takes the place of the configured one, for evaluation. A new worker process must have imported its scorers
-    within `start_timeout_s`.
+    within `start_timeout_s`; it has the environment variables of `select_user_variables`, and those that `env_variables` names.
 
     Attributes:
         key: NAME@VERSION of the scorer.
@@ -199,8 +199,14 @@ class Scoring:
     """
 
     def __init__(
-        self, config: ScoreConfig, run: str, scorer: str = "", start_timeout_s: float = START_TIMEOUT_S
+        self,
+        config: ScoreConfig,
+        run: str,
+        scorer: str = "",
+        start_timeout_s: float = START_TIMEOUT_S,
+        env_variables: Sequence[str] = (),
     ) -> None:
+        self._env_variables = env_variables
         self._config, self._run, self._start_timeout_s = config, run, start_timeout_s
         self._scorer = resolve_terms(config, scorer)
         self.key = f"{self._scorer.name}@{self._scorer.version}"
@@ -260,7 +266,8 @@ class Scoring:
             return None
         config = self._config
         settings = config.model_dump_json().encode()
-        pool = ScoreWorkerPool(paths, settings, config.workers, self._start_timeout_s, self._loads[False])
+        limits = (config.workers, self._start_timeout_s, self._loads[False])
+        pool = ScoreWorkerPool(paths, settings, *limits, self._env_variables)
         return await self._open.enter_async_context(pool)
 
     def _create_calls(self, part: ScorerTerm, pool: ScoreWorkerPool | None) -> LoopCalls | WorkerCalls:

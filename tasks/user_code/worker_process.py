@@ -5,22 +5,58 @@ when a worker is replaced, because an environment's worker has many open episode
 """
 
 import asyncio
+import os
+import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from typing import Self
 
-from rollmill.tasks.errors import ForeignError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollmill.tasks.errors import (
+    ForeignError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    mask_credentials,
+)
 from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.processes.python_child import child_environment
 from rollmill.tasks.processes.supervisor import SIGNALLED
 from rollmill.tasks.user_code.worker_main import HEADER, MessageKind, make_frame
 
+USER_VARIABLES = re.compile(
+    r"""PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_.*|TMPDIR|XDG_.*|LD_.*
+    |PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|ROLLMILL_.*|HF_.*|TRANSFORMERS_.*|TOKENIZERS_PARALLELISM|NLTK_DATA
+    |(CUDA|NVIDIA|ROCR|HIP|TORCH|PYTORCH|OMP|MKL|OPENBLAS|NUMEXPR|POLARS|RAYON)_.*
+    |SSL_CERT_.*|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|.*_PROXY|.*_proxy""",
+    re.VERBOSE,
+)
+"""Environment variables that workers of environments and scorers have, unless a name is a secret's or a value has a password."""
+_SECRET_NAME = re.compile("(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)")
 EXIT_GRACE_S = 1.0
 """Seconds between the end of a connection and that of its process, before it is stopped."""
+
+
+def select_user_variables(further: Sequence[str], base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of `base` for a worker that runs an environment or a scorer, which may run what a model wrote.
+
+    These are USER_VARIABLES, and those that `further` names, secrets included; a name that ends with * is the beginning of names.
+    """
+
+    def is_user_variable(name: str, value: str) -> bool:
+        if not USER_VARIABLES.fullmatch(name) or _SECRET_NAME.search(name):
+            return False
+        return mask_credentials(value) == value
+
+    return {
+        name: value
+        for name, value in base.items()
+        if is_user_variable(name, value) or any(fnmatchcase(name, each) for each in further)
+    }
 
 
 class WorkerProcess:
@@ -55,7 +91,14 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, name: str, command: Sequence[str], settings: bytes, *, log: Path | None, stop_grace_s: float
+        cls,
+        name: str,
+        command: Sequence[str],
+        settings: bytes,
+        *,
+        log: Path | None,
+        stop_grace_s: float,
+        variables: Mapping[str, str] = os.environ,
     ) -> Self:
         """Start a worker without waiting until it has created its handler.
 
@@ -65,6 +108,7 @@ class WorkerProcess:
             settings: body of the first request, from which the worker creates its handler.
             log: file for its output; None: this process's standard error.
             stop_grace_s: seconds between SIGTERM and SIGKILL.
+            variables: its environment variables; those that Python needs to find modules are added.
 
         Raises:
             WorkerError: no process can be started.
@@ -76,7 +120,7 @@ class WorkerProcess:
                 [*command, str(theirs.fileno())],
                 log=log,
                 # Unbuffered: what a worker printed before it was killed must be in its log.
-                env=child_environment() | {"PYTHONUNBUFFERED": "1"},
+                env=child_environment(variables) | {"PYTHONUNBUFFERED": "1"},
                 stop_grace_s=stop_grace_s,
                 pass_fds=(theirs.fileno(),),
             )

@@ -60,7 +60,7 @@ class PlantedEpisode:
 
 def block() -> None:
     """Block, and leave a file first that shows it."""
-    Path(os.environ["PLANTED_BLOCKS"]).touch()
+    Path(os.environ["ROLLMILL_PLANTED_BLOCKS"]).touch()
     time.sleep(600)
 
 

@@ -32,7 +32,7 @@ TIMEOUT_S, PATIENCE_S = 2.0, 60.0
 def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("PLANTED_BLOCKS", str(tmp_path / "blocks"))
+    monkeypatch.setenv("ROLLMILL_PLANTED_BLOCKS", str(tmp_path / "blocks"))
 
 
 def open_remote(

@@ -264,7 +264,7 @@ JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m"}
         ({"scorer": "ruler", "judge": {"model": "m"}}, "score.judge.url"),
         ({"scorer": "reward_model"}, "score.reward_model.url"),
         (
-            {"scorer": "judge", "judge": JUDGE | {"api_key_env": "NOT_SET_ANYWHERE"}},
+            {"scorer": "judge", "judge": JUDGE | {"api_key_env": "NOT_SET_ANYWHERE_KEY"}},
             "score.judge.api_key_env",
         ),
         ({"scorer": "judge", "judge": JUDGE | {"prompt_file": "absent"}}, "score.judge.prompt_file"),

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.flows.prefect_integration import local_server
+from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.score.config import EndpointConfig
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.vllm_launch import check_guarded
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.lock import lock_run
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "planted-token-of-the-trainer"
@@ -61,6 +68,63 @@ def test_arguments_that_open_a_server_need_a_key(arguments: tuple[str, ...]) -> 
         check_guarded(ServeConfig(extra_args=arguments), {})
     assert refused.value.field == "serve.extra_args"
     check_guarded(ServeConfig(extra_args=arguments), {"ROLLMILL_VLLM_API_KEY": "key"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"taskset": {"api_key": "planted-secret"}}',
+        '{"url": "http://me:planted-secret@host", "judge_apiKey" : "planted-secret"}',
+        '{"headers": {"Authorization": "planted-secret"}}',
+        '{"client_secret": "planted-secret"',
+        '{"hf_token": "planted-secret"}',
+    ],
+)
+@pytest.mark.parametrize("field", ["rollout.environment_args", "serve.extra_args"])
+def test_a_secret_in_a_json_object_is_refused_unshown(arguments: str, field: str) -> None:
+    section, name = field.split(".")
+    with pytest.raises(ConfigError) as refused:
+        validate({section: {name: [arguments] if name == "extra_args" else arguments}})
+    assert refused.value.field == field
+    assert "planted-secret" not in str(refused.value)
+    assert "environment variable" in str(refused.value)
+
+
+def test_arguments_about_secrets_are_none() -> None:
+    arguments = '{"api_key_var": "MY_KEY", "max_tokens": 5, "eos_token": "</s>", "api_key": "", "token": 3}'
+    assert RolloutConfig(environment_args=arguments).environment_args == arguments
+
+
+@pytest.mark.parametrize("name", ["JUDGE_API_KEY", "HF_TOKEN", "ROLLMILL_JUDGE", "ROLLMILL_VLLM_API_KEY", ""])
+def test_a_variable_for_an_endpoints_key_is_accepted(name: str) -> None:
+    assert EndpointConfig(api_key_env=name).api_key_env == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PATH", "HOME", "DATABASE_PASSWORD", "AWS_SECRET_ACCESS_KEY", "PREFECT_API_KEY"),
+        *("MLFLOW_TRACKING_TOKEN", "ROLLMILL_TRAINER_TOKEN"),
+    ],
+)
+def test_no_endpoint_is_sent_another_services_secret(name: str) -> None:
+    for section in ("judge", "reward_model"):
+        with pytest.raises(ConfigError, match="give") as refused:
+            validate({"score": {section: {"api_key_env": name}}})
+        assert refused.value.field == f"score.{section}.api_key_env"
+
+
+def test_other_users_can_neither_lock_a_run_nor_read_the_servers_database(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        lock_run(RunFolder(str(tmp_path / "run")), StoreConfig()).release()
+        with pytest.raises(ConfigError):
+            # No such port, but the server's folder is made first.
+            local_server.up(tmp_path / "made" / "home", port=65536)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run" / "lock").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "made" / "home").stat().st_mode) == 0o700
 
 
 def test_passwords_of_the_documented_command_are_readable_for_their_owner_only(tmp_path: Path) -> None:

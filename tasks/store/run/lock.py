@@ -130,7 +130,8 @@ class FolderLock:
         try:
             folder.local.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as on_failure:
-                descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+                # Whoever can read a file can lock it.
+                descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
                 on_failure.callback(os.close, descriptor)
                 _wait_for_lock(descriptor, folder, timeout_s)
                 # For the error of a process that finds the run locked; the lock itself is the kernel's.
