@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "conf").symlink_to(Path(__file__).parents[2] / "conf")
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\necho '{\"vllm\": \"0.32.0\"}'\n")
+    python.write_text('#!/bin/sh\necho \'{"vllm": "0.32.0"}\'\n')
     python.chmod(stat.S_IRWXU)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
