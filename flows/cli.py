@@ -4,7 +4,9 @@ flows/commands has a module for each panel of `rollmill --help`. Each command im
 is fast.
 """
 
+import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated
@@ -12,7 +14,7 @@ from typing import Annotated
 import typer
 
 from rollmill.flows.commands import again_commands, look_commands, run_commands, service_commands
-from rollmill.tasks.errors import ConfigError, RollmillError, mask_credentials
+from rollmill.tasks.errors import ConfigError, RollmillError, mask_credentials, show_value
 from rollmill.tasks.processes.python_child import append_user_path
 
 app = typer.Typer(
@@ -52,7 +54,18 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):
+            # What was not written must not be tried again when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        file = f": {show_value(error.filename)}" if error.filename else ""
+        typer.echo(f"rollmill: {error.strerror or str(error) or type(error).__name__}{file}", err=True)
+        sys.exit(1)
     except RollmillError as error:
         from rollmill.tasks.look.tables.view import escape_controls
 

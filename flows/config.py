@@ -190,6 +190,9 @@ FOREIGN = {
 """Settings for what TRL, verl and prime-rl call otherwise, by the last part of its name there; docs/glossary.md has all."""
 
 
+DEEPEST_SECTION = 3
+
+
 def find_moved_setting(values: object, prefix: str = "") -> tuple[str, object, str] | None:
     """Find the first renamed or removed setting in nested values; None if there is none.
 
@@ -197,7 +200,8 @@ def find_moved_setting(values: object, prefix: str = "") -> tuple[str, object, s
 
     Example: {"train": {"min_lr_share": 0.1}} gives ("train.min_lr_share", 0.1, "use train.min_lr_ratio instead").
     """
-    if not isinstance(values, Mapping):
+    # Sections are nested three deep; YAML's aliases can nest a million values in ten lines.
+    if not isinstance(values, Mapping) or prefix.count(".") > DEEPEST_SECTION:
         return None
     for name, value in values.items():
         field = f"{prefix}{name}"

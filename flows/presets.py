@@ -1,5 +1,7 @@
 """Settings by name: what the YAML files in conf/ say, several of them joined."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,45 @@ def preset_values(preset: str) -> dict[str, Any]:
     for part in _split(preset):
         values = merge_settings(values, _read_preset(part))
     return values
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse settings; raises ValueError, in one line, if they are not YAML, or YAML reads them otherwise than they look.
+
+    So are two values of one setting, of which the last would count, and the numbers 012 (10) and 1:30 (90).
+    """
+    try:
+        return yaml.load(text, _SettingsLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{error.problem} (line {line})") from error
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+class _SettingsLoader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise _refuse(f"{twice[0]} is given twice", node)
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        if ":" in text or re.match("[-+]?0[0-9_]", text):
+            raise _refuse(
+                f"{text} would be read as {super().construct_yaml_int(node)}: write that, or quote it", node
+            )
+        return int(super().construct_yaml_int(node))
+
+
+_SettingsLoader.add_constructor("tag:yaml.org,2002:int", _SettingsLoader.construct_yaml_int)
+
+
+def _refuse(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def merge_settings(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,8 +107,8 @@ def _name(part: str) -> str:
 def _read_preset(part: str) -> dict[str, Any]:
     path = _find_preset(part)
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = parse_yaml(path.read_text()) or {}
+    except (ValueError, OSError) as error:
         raise ConfigError("preset", part, f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("preset", part, f"{path} must contain settings as a mapping, such as `steps: 40`")

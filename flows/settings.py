@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rollmill.flows.config import FOREIGN, RunConfig
-from rollmill.flows.presets import are_algorithms, preset_values
+from rollmill.flows.presets import are_algorithms, parse_yaml, preset_values
 from rollmill.flows.rules import check_config
 from rollmill.tasks.config import ADDRESS, VARIABLE, VARIABLES, StageConfig, suggest
 from rollmill.tasks.errors import ConfigError
@@ -156,8 +155,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _value(text: str) -> Any:
     """Parse an override's value as YAML; a text that Python reads as a number, such as 1e-6, becomes a float."""
     try:
-        value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
+        value = parse_yaml(text) if text else ""
+    except ValueError as error:
         raise ConfigError("--set", text, f"the value is not YAML: {error}") from error
     if isinstance(value, str):
         try:

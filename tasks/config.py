@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.errors import ConfigError, error_text
@@ -56,6 +64,9 @@ Address = Annotated[str, Field(pattern=ADDRESS)]
 HeadDtype = Literal["float32", "model"]
 # A GPU by its position among the visible ones, or by UUID; YAML and `--set` read [0,1] as numbers.
 Gpu = Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
+LARGEST_INTEGER = 2**63 - 1
+# NUL ends a path, and a lone surrogate is no character of UTF-8.
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _SECRET_ADDRESS = re.compile(
     r"://[^/\s@]+@|://[^@]*:[^@]*@|[?&][^=&]*(?:key|token|password|secret|signature)=", re.IGNORECASE
 )
@@ -107,6 +118,19 @@ class StageConfig(BaseModel):
                 raise PydanticCustomError("secret", NO_SECRET)
             if text.lstrip().startswith("{") and _SECRET_MEMBER.search(text):
                 raise PydanticCustomError("secret", "{remedy}", {"remedy": NO_SECRET_MEMBER})
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_storable(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return the setting's value; raise an error for one that cannot be stored, or that YAML and pydantic would reinterpret."""
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, str) and _UNSTORABLE.search(each):
+                raise PydanticCustomError("text", "a text may hold no NUL and no half of a character")
+            if isinstance(each, int) and abs(each) > LARGEST_INTEGER:
+                raise PydanticCustomError("integer", "the number is too large for an integer of 64 bits")
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise PydanticCustomError("number", "give a number, not true or false")
         return value
 
 

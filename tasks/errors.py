@@ -16,10 +16,16 @@ All of them are picklable. `printable` and `error_text` turn errors of user code
 """
 
 import re
+from reprlib import Repr
 
 # Errors are columns of rows: a scorer whose message has a whole conversation must not fill the data set.
 MAX_ERROR_CHARACTERS = 2000
 MAX_NAMED_TENSORS = 8
+# A wrong value may be a whole file, or YAML whose aliases repeat a list a million times.
+MAX_VALUE_CHARACTERS = 200
+_VALUES = Repr()
+_VALUES.maxlevel, _VALUES.maxdict, _VALUES.maxlist, _VALUES.maxtuple = 3, 20, 20, 20
+_VALUES.maxstring = _VALUES.maxother = _VALUES.maxlong = MAX_VALUE_CHARACTERS
 _CREDENTIALS = re.compile(
     r"""://(?:
         [^/\s@]+                      # me:secret, or a token
@@ -42,7 +48,7 @@ class ConfigError(RollmillError):
         self.field, self.value, self.remedy = field, value, remedy
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.remedy}"
+        return f"{self.field} = {show_value(self.value)}: {self.remedy}"
 
 
 class LibraryError(RollmillError):
@@ -258,6 +264,12 @@ def printable(text: str) -> str:
     # Masked before it is cut: half of an address may no longer look like one.
     text = mask_credentials(text[: 2 * MAX_ERROR_CHARACTERS])
     return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
+
+
+def show_value(value: object) -> str:
+    """Return a value as Python writes it, cut to about MAX_VALUE_CHARACTERS."""
+    shown = _VALUES.repr(value)
+    return shown if len(shown) <= MAX_VALUE_CHARACTERS else f"{shown[:MAX_VALUE_CHARACTERS]}..."
 
 
 def mask_credentials(text: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from rollmill.flows.checks.gpu_memory import check_gpus
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import START_MODELS, download_model, start_model_folder
 from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import MAX_VALUE_CHARACTERS, ConfigError
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.processes.python_child import child_environment, python_command
@@ -271,11 +272,12 @@ def _has_experts(config: RunConfig) -> bool:
 
 def check_store(root: str) -> None:
     """Refuse a `store.root` that runs cannot be stored in; ConfigError gives the reason."""
-    if "://" not in root:
+    if not root or root.startswith("~") or (re.match(r"\w+:/", root) and not root.startswith(S3_SCHEME)):
+        remedy = "give a folder on a local disk, without ~, or s3://bucket/prefix"
+        raise ConfigError("store.root", root, remedy)
+    if not root.startswith(S3_SCHEME):
         _check_folder("store.root", root)
         return
-    if not root.startswith(S3_SCHEME):
-        raise ConfigError("store.root", root, "give a folder on a local disk, or s3://bucket/prefix")
     # s3fs and botocore are slow to import.
     from rollmill.tasks.store.s3.s3_files import check_s3
 
@@ -287,13 +289,13 @@ def _check_folder(field: str, value: str) -> None:
     """Refuse a folder that cannot be created or written to."""
     # The folder is created later, below the first folder that exists.
     nearest = Path(value).absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
     try:
+        while not nearest.exists():
+            nearest = nearest.parent
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        remedy = f"cannot write to {nearest} ({error.strerror}); give a folder that this user may write to"
+        remedy = f"cannot write to {str(nearest)[:MAX_VALUE_CHARACTERS]} ({error.strerror}); give a folder that this user may write to"
         raise ConfigError(field, value, remedy) from None
 
 

@@ -58,7 +58,10 @@ def inspect(
     ] = False,
     sort: SortColumn = "",
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Maximum number of rows; 0: all; default for trajectories: 100.")
+        int | None,
+        typer.Option(
+            min=0, max=2**31 - 1, help="Maximum number of rows; 0: all; default for trajectories: 100."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -37,7 +37,10 @@ def doctor(
 @commands.command(rich_help_panel=PANEL)
 def up(
     port: Annotated[
-        int | None, typer.Option(help="Loopback port of the server; default: 4200.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Loopback port of the server; default: 4200.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Start the local Prefect server in the background."""

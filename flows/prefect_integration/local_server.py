@@ -170,6 +170,9 @@ def environment(home: Path, ours: Mapping[str, str]) -> dict[str, str]:
     return SETTINGS | kept | {"PREFECT_HOME": str(home)}
 
 
+LARGEST_PORT = 65535
+
+
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -178,7 +181,7 @@ def _check_free(port: int) -> None:
         except (OSError, OverflowError) as error:
             remedy = (
                 f"the Prefect server cannot listen there ({error}): stop the process that does, choose another port with "
-                f"`rollmill up --port {port + 1}`, or set PREFECT_API_URL to a running Prefect server"
+                f"`rollmill up --port {min(port + 1, LARGEST_PORT - 1)}`, or set PREFECT_API_URL to a running Prefect server"
             )
             raise ConfigError("port", port, remedy) from error
 

@@ -16,7 +16,9 @@ from rollmill.tasks.store.run.manifest import has_manifest, list_dependents, rea
 from rollmill.tasks.store.run.resume import list_done_steps
 from rollmill.tasks.store.run.writable_run import check_run_kind
 
-RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}$"
+
+MAX_NAMED_RUNS = 10
 
 # A run's name as a flow's parameter; the form of Prefect's UI refuses other characters.
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
@@ -26,7 +28,9 @@ def run_folder(name: str, config: RunConfig | RescoreConfig) -> RunFolder:
     """Return the folder `store.root`/NAME of a run; ConfigError if the name has characters that a folder may not have."""
     if not re.fullmatch(RUN_NAME, name):
         raise ConfigError(
-            "run name", name, "use only letters, digits and . _ -, and begin with a letter or digit"
+            "run name",
+            name,
+            "use only letters, digits and . _ -, begin with a letter or digit, and at most 200 characters",
         )
     return RunFolder(f"{config.store.root}/{name}")
 
@@ -67,7 +71,8 @@ def _list_runs(root: str) -> str:
     """Return the end of an error message that lists the runs below the local folder `root`; empty without any."""
     # For runs on S3 none are found: listing a bucket may take minutes.
     known = sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST}"))
-    return f"; runs in {root}/ are {', '.join(known)}" if known else ""
+    more = f" and {len(known) - MAX_NAMED_RUNS} more" if len(known) > MAX_NAMED_RUNS else ""
+    return f"; runs in {root}/ are {', '.join(known[:MAX_NAMED_RUNS])}{more}" if known else ""
 
 
 def _candidate_folders(run: str) -> list[RunFolder]:
