@@ -61,7 +61,7 @@ async def attribute(run: str, step: int, n_traffic: int = 0, with_trainer: bool 
         async with AsyncExitStack() as stack:
             trainer = None
             if with_trainer and manifest.trains:
-                opened = open_replay_trainer(folder, manifest.run, config, model, scratch)
+                opened = open_replay_trainer(folder, manifest, config, model, scratch)
                 trainer = await stack.enter_async_context(opened)
             attribution = StepAttribution(folder, manifest, config, sampled, model, trainer)
             return await attribution.measure(n_traffic, scratch)

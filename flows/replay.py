@@ -46,7 +46,7 @@ async def replay(run: str, first: int, last: int) -> str:
     choose_versions(await asyncio.to_thread(list_complete_checkpoints, folder), first, last)
     with end_in_order(), one_error(), make_scratch(folder) as scratch:
         model = await ensure_start_model(config)
-        async with open_replay_trainer(folder, manifest.run, config, model, scratch) as trainer:
+        async with open_replay_trainer(folder, manifest, config, model, scratch) as trainer:
             results = await trainer.replay(first, last)
             replayed = await trainer.client.do(DigestState())
             # The digests of the checkpoint are computed by the same trainer, so both have the same form.

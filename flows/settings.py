@@ -17,6 +17,7 @@ from rollmill.flows.rules import check_config
 from rollmill.tasks.config import ADDRESS, VARIABLE, VARIABLES, StageConfig, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.run.immutable_settings import get_setting
+from rollmill.tasks.train.config import TrainConfig, settings_by_step
 
 HIDDEN = "***"
 NAMES_VARIABLE = (
@@ -27,6 +28,9 @@ NAMES_VARIABLES = "give names of environment variables, or beginnings of names a
 
 UNREAD_BY_COLLECT = frozenset({"train", "checkpoint", "evaluate", "sync", "retrain"})
 """Sections that the flow collect does not read: its form does not show them, resuming its runs does not compare them."""
+
+SETTINGS_BY_STEP = settings_by_step(TrainConfig())
+"""Defaults, by dotted name, of the settings that a step is trained under and that may change between two steps."""
 
 # Of two names, from 0 to 1, for one to be suggested for the other.
 LEAST_LIKENESS = 0.75

@@ -133,6 +133,6 @@ async def _load_last_version(store: OpenRun, client: TrainerClient, model: Path)
     """Bring the trainer to the run's last version: load the last checkpoint, and apply the stored batches after it."""
     point = await asyncio.to_thread(find_resume_point, store.folder)
     incarnation = await asyncio.to_thread(store.next_incarnation)
-    trainer = ReplayTrainer(store.folder, store.manifest.run, client, model, incarnation)
+    trainer = ReplayTrainer(store.folder, store.manifest, client, model, incarnation)
     await trainer.replay(point.checkpoint_version or 0, point.stored_batches)
     return PolicyVersion(store.manifest.run, incarnation, point.stored_batches)

@@ -268,9 +268,10 @@ def verify(run: RunLocation, as_json: AsJson = False) -> None:
     from rollmill.flows.run.folder import find_run
     from rollmill.tasks.errors import StoreError
     from rollmill.tasks.look.terminal.output import verify_and_print
+    from rollmill.tasks.train.settings_verification import find_wrong_settings
 
     try:
-        is_right = verify_and_print(find_run(run), as_json=as_json)
+        is_right = verify_and_print(find_run(run), as_json=as_json, more=[find_wrong_settings])
     except StoreError as error:
         typer.echo(f"rollmill: {error}", err=True)
         raise typer.Exit(2) from error

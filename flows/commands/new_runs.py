@@ -10,7 +10,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, find_source_steps
 from rollmill.flows.recipe import start_model_folder
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
-from rollmill.flows.settings import apply_overrides, find_fixed_settings, validate
+from rollmill.flows.settings import SETTINGS_BY_STEP, apply_overrides, find_fixed_settings, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.observe.step_clock import record_command
@@ -132,7 +132,8 @@ def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[st
         StoreError: something could not be read or written.
     """
     config = fork_config(source, overrides)
-    fork_run(source, step, run_folder(name, config), config.model_dump(mode="json"), config.store)
+    values = config.model_dump(mode="json")
+    fork_run(source, step, run_folder(name, config), values, config.store, SETTINGS_BY_STEP)
     return config
 
 

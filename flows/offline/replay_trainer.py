@@ -9,8 +9,10 @@ from pathlib import Path
 from rollmill.flows.config import RunConfig
 from rollmill.flows.policies.services import open_services
 from rollmill.flows.policies.trainer_state import load_policy
+from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
+from rollmill.tasks.store.run.manifest import Manifest
 from rollmill.tasks.store.stored_batch import read_batch_digest
 from rollmill.tasks.train.service.commands import StepResult, TrainStep
 from rollmill.tasks.train.service.trainer_client import TrainerClient
@@ -20,19 +22,29 @@ from rollmill.tasks.train.task import train_step
 class ReplayTrainer:
     """Has a trainer train on a run's stored batches again, and stores nothing of what the steps produce.
 
-    `run` is the run's id, `model` the folder of its start model; `incarnation` is in the name of the version that is loaded.
+    Args:
+        folder: of the run.
+        manifest: content of its run.json; each step is trained under the settings that it was trained under.
+        client: client of the trainer.
+        model: folder of the start model.
+        incarnation: in the name of the version that is loaded.
     """
 
     def __init__(
-        self, folder: RunFolder, run: str, client: TrainerClient, model: Path, incarnation: int = 0
+        self,
+        folder: RunFolder,
+        manifest: Manifest,
+        client: TrainerClient,
+        model: Path,
+        incarnation: int = 0,
     ) -> None:
         self.client = client
-        self._folder, self._run, self._model = folder, run, model
+        self._folder, self._manifest, self._model = folder, manifest, model
         self._incarnation = incarnation
 
     async def load(self, version: int) -> None:
         """Load a policy version: one with a checkpoint, or 0 for the start model."""
-        policy = PolicyVersion(self._run, self._incarnation, version)
+        policy = PolicyVersion(self._manifest.run, self._incarnation, version)
         await load_policy(self.client, self._folder, self._model, policy)
 
     async def replay(self, first: int, last: int) -> list[StepResult]:
@@ -47,23 +59,28 @@ class ReplayTrainer:
     async def train(self, step: int, digest: str) -> StepResult:
         """Apply the stored batch of a step; the rows that the trainer stages are not stored."""
         command = TrainStep(
-            folder=self._folder.location, run_id=self._run, step=step, digest=digest, stages_rows=False
+            folder=self._folder.location,
+            run_id=self._manifest.run,
+            step=step,
+            digest=digest,
+            settings=self._manifest.settings_of(step, SETTINGS_BY_STEP),
+            stages_rows=False,
         )
         return await self.client.do(command)
 
 
 @asynccontextmanager
 async def open_replay_trainer(
-    folder: RunFolder, run: str, config: RunConfig, model: Path, scratch: Path
+    folder: RunFolder, manifest: Manifest, config: RunConfig, model: Path, scratch: Path
 ) -> AsyncIterator[ReplayTrainer]:
     """Launch a trainer with a run's settings for the block, even if the run itself attached to one.
 
-    `run` is the run's id, `model` the folder of its start model, and `scratch` a folder from `make_scratch`.
+    `manifest` is the content of its run.json, `model` the folder of its start model, and `scratch` a folder from `make_scratch`.
     """
     async with open_services(
         use_own_trainer(config), model, scratch, with_servers=False, variables=scratch_variables(scratch)
     ) as (trainer, _):
-        yield ReplayTrainer(folder, run, trainer.client, model)
+        yield ReplayTrainer(folder, manifest, trainer.client, model)
 
 
 @contextmanager

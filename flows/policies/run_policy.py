@@ -21,7 +21,7 @@ from rollmill.flows.policies.weight_sync import WeightSync
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.step.held_out import evaluate_version, is_due, is_evaluated
-from rollmill.flows.step.report import has_metrics, store_metrics, train_metrics
+from rollmill.flows.step.report import count_skipped_steps, has_metrics, store_metrics, train_metrics
 from rollmill.flows.step.step_space import is_checkpoint_due
 from rollmill.tasks.errors import RequestError, ServiceDiedError, SkippedStepsError
 from rollmill.tasks.observe.metrics import Metric
@@ -108,6 +108,7 @@ class RunPolicy:
             if not await asyncio.to_thread(has_metrics, self._run, step):
                 await store_metrics(self._run, step, train_metrics(result))
         await self._run.store.writer.note()
+        self._skipped = await asyncio.to_thread(count_skipped_steps, self._run, self.trained.version)
         if self.trained.version:
             await self.checkpoint_if_due()
             await self.export_if_due()

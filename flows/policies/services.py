@@ -11,6 +11,7 @@ from typing import Any
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.settings import SETTINGS_BY_STEP, settings
 from rollmill.tasks.errors import ConfigError, ServiceDiedError, ServiceStartError
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.processes.gpus import GpuAssignment
@@ -18,6 +19,7 @@ from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.serve import vllm_launch
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service import launch
 from rollmill.tasks.train.service.rank_spans import rank_process
@@ -29,9 +31,13 @@ HEALTH_INTERVAL_S = 2.0
 # Seconds within which an attached service that failed must be back: enough for an operator to replace it.
 RETURN_TIMEOUT_S = 1800.0
 # Settings of `train` that the flow uses, not the trainer, so that an attached trainer may have others.
-FLOW_SETTINGS = {
-    *("url", "gpus", "command_timeout_s", "max_skipped_steps", "recompute_rows"),
-}
+FLOW_SETTINGS = (
+    "train.url",
+    "train.gpus",
+    "train.command_timeout_s",
+    "train.max_skipped_steps",
+    "train.kl.urls",
+)
 
 
 class TrainerService:
@@ -100,11 +106,18 @@ class TrainerService:
 
 
 def check_settings(ours: TrainConfig, theirs: dict[str, Any]) -> None:
-    """Raise ConfigError, which names a setting, if a trainer was started with other training settings than the run's."""
-    for name, value in ours.model_dump(mode="json", exclude=FLOW_SETTINGS).items():
-        if theirs.get(name) != value:
-            remedy = f"the trainer at train.url was started with {theirs.get(name)!r}: start it with the run's settings"
-            raise ConfigError(f"train.{name}", value, remedy)
+    """Raise ConfigError, which names a setting, if a trainer was started with other training settings than the run's.
+
+    Settings that each step is sent with, such as the learning rate, may differ.
+    """
+    values = {"train": ours.model_dump(mode="json")}
+    for name in settings():
+        if not name.startswith("train.") or name in {*FLOW_SETTINGS, *SETTINGS_BY_STEP}:
+            continue
+        value, other = get_setting(values, name, None), get_setting({"train": theirs}, name, None)
+        if value != other:
+            remedy = f"the trainer at train.url was started with {other!r}: start it with the run's settings"
+            raise ConfigError(name, value, remedy)
 
 
 class ServerService:

@@ -9,6 +9,7 @@ from rollmill.flows.policies.checkpointing import other_ranks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import TrainingRun
 from rollmill.flows.run.submission import Submission
+from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import RunFolder, checkpoint_key
 from rollmill.tasks.store.run.resume import find_resume_point
@@ -96,7 +97,13 @@ class TrainerState:
         """
         submitted = Submission("ranks")
         starts_ns = dict[str, int]()
-        command = TrainStep(folder=self._run.folder.location, run_id=self._run.id, step=step, digest=digest)
+        command = TrainStep(
+            folder=self._run.folder.location,
+            run_id=self._run.id,
+            step=step,
+            digest=digest,
+            settings=self._run.store.manifest.settings_of(step, SETTINGS_BY_STEP),
+        )
         result = await self._client.do(command, starts=starts_ns)
         for rank, started_ns in starts_ns.items():
             submitted.note_start(rank, started_ns)

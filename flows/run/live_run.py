@@ -19,7 +19,7 @@ from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
 from rollmill.flows.run.vitals import Vitals
-from rollmill.flows.settings import UNREAD_BY_COLLECT, find_fixed_settings
+from rollmill.flows.settings import SETTINGS_BY_STEP, UNREAD_BY_COLLECT, find_fixed_settings
 from rollmill.tasks.observe.process_memory import keep_for_good
 from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, span
@@ -37,6 +37,7 @@ from rollmill.tasks.store.environment_states import check_stored_columns
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.step_settings import describe_setting_changes
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.compactor import Compactor
 
@@ -131,6 +132,7 @@ def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> Op
         git_commit=_git_commit(),
         config_of=config.store,
         trains=trains,
+        by_step=SETTINGS_BY_STEP if trains else {},
     )
 
 
@@ -171,6 +173,10 @@ async def open_offline_run(
         await mark_leftovers(store.folder, store.files)
         if store.changes is not None:
             say(describe_resumption(store.folder.location, store.changes))
+            for line in describe_setting_changes(
+                store.manifest.earlier_settings, config.model_dump(mode="json")
+            ):
+                say(line)
         quiet_task_runs()
         # Modules imported so far live as long as the process; the garbage collector need not scan them.
         keep_for_good()

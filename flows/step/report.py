@@ -156,6 +156,16 @@ def has_metrics(run: TrainingRun, step: int) -> bool:
     return stored.limit(1).collect().height > 0
 
 
+def count_skipped_steps(run: TrainingRun, version: int) -> int:
+    """Count the consecutive steps without an update that led to a policy version, by their metrics."""
+    for step in reversed(range(version)):
+        stored = scan(run.folder, "metrics", ["name", "value"], step=step)
+        updated = stored.filter(pl.col("name") == "train/updated").collect()["value"]
+        if not len(updated) or updated[-1]:
+            return version - 1 - step
+    return version
+
+
 @record_span("report")
 async def report_run(run: TrainingRun) -> None:
     """End a finished run: store its last spans, print a summary, compact its data sets, and mark run.json finished."""

@@ -2,7 +2,9 @@
 
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_arra
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
 from rollmill.tasks.train.checkpoints.trainer_checkpoints import Progress
 from rollmill.tasks.train.collectives import times
-from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.config import TrainConfig, with_settings
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
 from rollmill.tasks.train.lr_schedule import learning_rate
 from rollmill.tasks.train.objective.losses.token_loss import TokenLoss
@@ -288,14 +290,25 @@ class BatchTraining:
     """Makes the updates of the batches that a trainer applies; every rank has such an object.
 
     Args:
-        config: settings of training.
+        config: settings of training that the trainer was started with.
         timeline: records this rank's spans.
         monitor: of the control API's loop.
     """
 
     def __init__(self, config: TrainConfig, timeline: RankTimeline, monitor: LoopMonitor) -> None:
-        self._config, self._timeline, self._monitor = config, timeline, monitor
-        self._objective = Objective(config)
+        self._started_with, self._timeline, self._monitor = config, timeline, monitor
+        self._config, self._objective = config, Objective(config)
+
+    def choose_settings(self, settings: Mapping[str, Any]) -> None:
+        """Train later steps under these settings, by name; others are those that the trainer was started with.
+
+        Raises:
+            ConfigError: they contradict each other, or there is no such loss; nothing has changed.
+        """
+        config = with_settings(self._started_with, settings)
+        # A loss of another package is imported and tried again only when settings change.
+        if config != self._config:
+            self._config, self._objective = config, Objective(config)
 
     def apply(
         self, command: TrainStep, policies: PolicyLogprobs, progress: Progress, incarnation: int
@@ -306,6 +319,8 @@ class BatchTraining:
             BatchRefusedError: the stored batch is another than the requested one, or cannot be trained on; on every rank.
             ShardError: a part of it cannot be read or is not there; on every rank.
         """
+        self.choose_settings(command.settings)
+        policies.engine.choose_settings(self._config)
         samples, stored = self._read_on_all_ranks(command, policies.engine)
         table, n_updates, staged = MetricTable(), progress.n_updates, tuple[StagedRows, ...]()
         with span("packing"):

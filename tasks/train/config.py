@@ -1,10 +1,12 @@
 """Settings of the trainer and of the start model."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from rollmill.tasks.config import ADDRESS, Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
+from rollmill.tasks.errors import ConfigError
 
 Ratio = Annotated[float, Field(ge=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -186,6 +188,65 @@ class TrainConfig(StageConfig):
     command_timeout_s: float = setting(
         3600.0, "Time limit of one command of the trainer (a step, a load, a checkpoint), in seconds.", gt=0.0
     )
+
+
+# Settings of `train` that no update depends on, except for rounding, or that a loaded trainer cannot change.
+NOT_BY_STEP = {
+    *(
+        "ranks",
+        "gpus",
+        "zero_stage",
+        "offload",
+        "dtype",
+        "head_dtype",
+        "lora",
+        "replay_routing",
+        "threads",
+        "url",
+    ),
+    *("micro_batch_tokens", "gradient_checkpointing", "layout", "command_timeout_s", "max_skipped_steps"),
+    *("kl.reference", "kl.model", "kl.urls"),
+}
+
+
+def settings_by_step(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that an update depends on and that may change between two steps, by name, as {"train.lr": 1e-6}."""
+    return {
+        f"train.{name}": value
+        for name, value in _flatten(config.model_dump(mode="json"))
+        if name not in NOT_BY_STEP
+    }
+
+
+def _flatten(values: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and name not in NOT_BY_STEP:
+            yield from _flatten(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value
+
+
+def with_settings(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with other values of settings that may change between two steps, by name, as {"train.lr": 1e-6}.
+
+    Raises:
+        ConfigError: names a setting that cannot change between two steps, or its invalid value.
+    """
+    values, known = config.model_dump(mode="json"), settings_by_step(config)
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(name, value, "no setting of this name can change between two steps")
+        *sections, last = name.removeprefix("train.").split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        place[last] = value
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(["train", *(str(part) for part in first["loc"])])
+        raise ConfigError(field, first["input"], first["msg"]) from None
 
 
 class CheckpointConfig(StageConfig):

@@ -1,6 +1,6 @@
 """`rollmill run` or `rollmill collect` again and again, each in a forked child: what it imports is imported once.
 
-A line in, COMMAND NAME, begins the run of that name. A line out is the child's process id, the next one its exit status.
+A line in, COMMAND NAME KEY=VALUE ..., begins the run of that name, with other settings for those that are given. A line out is the child's process id, the next one its exit status.
 """
 
 import os
@@ -11,6 +11,7 @@ import rollmill.flows.collect
 import rollmill.flows.post_train  # noqa: F401 - as well
 from rollmill.flows.commands.new_runs import collect_here, run_here
 from rollmill.flows.config import RunConfig
+from rollmill.flows.settings import apply_overrides, validate
 
 
 def main() -> None:
@@ -29,12 +30,13 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def run(config: RunConfig, command: str, name: str) -> None:
+def run(config: RunConfig, command: str, name: str, *overrides: str) -> None:
     """What the command does; its output goes to this process's error stream."""
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    (collect_here if command == "collect" else run_here)(config, name, again=False)
+    given = validate(apply_overrides(config.model_dump(mode="json"), overrides)) if overrides else config
+    (collect_here if command == "collect" else run_here)(given, name, again=False)
 
 
 if __name__ == "__main__":

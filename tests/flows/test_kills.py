@@ -35,6 +35,7 @@ from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.train.service import launch
 from rollmill.tasks.train.service.commands import ExportPolicy
 from rollmill.tasks.train.service.trainer_client import TrainerClient
+from rollmill.tasks.train.settings_verification import find_wrong_settings
 from tests.stubs.toy_settings import validate_toy
 from tests.stubs.vllm_server import Asked, StubVllmServer
 
@@ -44,6 +45,13 @@ STEPS, GROUPS, GROUP_SIZE, N_HELD_OUT = 10, 6, 4, 3
 N_REFILLS = 2
 ROLLOUT_S, SLOTS = 0.06, 4
 TOKEN = "kills"
+KILLED_AT = 5
+CHANGED = (
+    *("train.loss=reinforce", "train.lr=0.02", "train.normalization=sequence", "train.max_grad_norm=0.0"),
+    *("train.betas=[0.8,0.9]", "train.weight_decay=0.1", "train.kl.coef=0.3", "train.kl.estimator=k2"),
+    *("train.old_logprobs=sampler", "train.importance.mode=truncated", "train.warmup_steps=8"),
+)
+MEASURED = ("train/loss", "train/gradient_norm", "train/learning_rate", "train/kl", "train/updates")
 KEPT = ("rollouts", "scores", "groups", "batches", "evaluations", "logprobs", "annotations")
 SAME = [
     "step",
@@ -75,9 +83,9 @@ class Place:
         async with TrainerClient(self.config.train.url, TOKEN, timeout_s=DEADLINE_S) as client:
             return await act(client)
 
-    def finish(self, name: str) -> None:
-        """Start or resume a run, and wait for its end."""
-        self.runs.start(name)
+    def finish(self, name: str, *overrides: str) -> None:
+        """Start or resume a run, with other settings for those in `overrides`, and wait for its end."""
+        self.runs.start(name, overrides=overrides)
         assert self.runs.ended() == 0, self.runs.log.read_text()[-3000:]
 
     def weights(self, path: Path) -> bytes:
@@ -286,9 +294,9 @@ def run_with_kills(place: Place, name: str, n_kills: int, chance: random.Random)
         assert not again, f"generated twice: {again}"
 
 
-def check_same(place: Place, name: str) -> None:
+def check_same(place: Place, name: str, other: str = "whole") -> None:
     """A run's rollouts and batches are those of the run that was never killed, but for the run's id."""
-    both = [place.folder(each) for each in ("whole", name)]
+    both = [place.folder(each) for each in (other, name)]
     for dataset, columns, key in (
         ("rollouts", SAME, ["step", "group", "sample"]),
         ("batches", ["step", "order", "group", "sample", "advantage", "reward"], ["step", "order"]),
@@ -319,6 +327,38 @@ def test_an_attached_trainer_that_dies_is_awaited_and_loads_what_the_folder_has(
     assert place.runs.ended() == 0, place.runs.log.read_text()[-3000:]
     check_same(place, "awaited")
     assert place.weights(tmp_path) == whole
+
+
+def read_training(folder: RunFolder) -> pl.DataFrame:
+    """What is measured of each step's updates, the last values of a step that was applied again."""
+    stored = rows(folder, "metrics").filter(pl.col("name").is_in(MEASURED)).drop("run")
+    return stored.unique(["step", "name", "env", "stat"], keep="last").sort("step", "name", "env", "stat")
+
+
+def test_a_run_killed_and_resumed_with_other_settings_is_one_that_changed_them_at_the_same_step(
+    place: Place, tmp_path: Path
+) -> None:
+    killed, changed = place.folder("killed-changed"), place.folder("changed")
+    pid = place.runs.start("killed-changed")
+    # After a checkpoint, so that some batches are applied again, and before the next one.
+    wait_for(lambda: n_trained(killed) >= KILLED_AT, pid)
+    os.kill(pid, signal.SIGKILL)
+    assert place.runs.ended() == -signal.SIGKILL
+    step = n_trained(killed)
+    place.finish("killed-changed", f"steps={step + 3}", *CHANGED)
+    weights = place.weights(tmp_path / "killed")
+    log = place.runs.log.read_text()
+
+    place.finish("changed", f"steps={step}")
+    place.finish("changed", f"steps={step + 3}", *CHANGED)
+
+    assert place.weights(tmp_path / "changed") == weights
+    check_same(place, "killed-changed", "changed")
+    assert read_training(killed).equals(read_training(changed))
+    assert f"from step {step} on: train.loss: 'ppo_clip' -> 'reinforce', train.lr: 0.001 -> 0.02" in log
+    for folder in (killed, changed):
+        assert not verify_run(folder, more=[find_wrong_settings]).findings
+        assert [each.until_step for each in read_manifest(folder).earlier_settings] == [step]
 
 
 def test_a_fork_under_the_same_settings_ends_where_its_source_did(

@@ -4,14 +4,22 @@ import io
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from rollmill.tasks.look.tables.run_tables import make_run_view
 from rollmill.tasks.look.tables.view import Column, View
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.run.step_settings import EarlierSettings
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 Command = Callable[..., str]
 
@@ -31,6 +39,18 @@ def test_a_run_is_shown_by_step_with_its_totals(rollmill: Command) -> None:
         {"step": 0, "reward": 0.55, "greedy_accuracy": 1.0},
         {"step": 3, "reward": 1.0, "greedy_accuracy": 1.0},
     ]
+
+
+def test_changes_of_settings_are_listed_with_their_first_step(tmp_path: Path) -> None:
+    folder, given = RunFolder(tmp_path), {"fixed": {}, "versions": {}, "git_commit": ""}
+    config = {"steps": 9, "train": {"lr": 0.2}}
+    OpenRun.open(folder, config=config, config_of=StoreConfig(), **given).close()
+    stored = read_manifest(folder)
+    changed = replace(stored, earlier_settings=(EarlierSettings(4, {"train.lr": 0.1}),))
+    write_manifest(open_files(folder), changed, stored)
+    view = make_run_view(folder)
+    assert view.notes[-1:] == ["from step 4 on: train.lr: 0.1 -> 0.2"]
+    assert view.values["setting_changes"] == [{"step": 4, "changes": ["train.lr: 0.1 -> 0.2"]}]
 
 
 def test_of_a_trajectory_that_was_sampled_again_the_last_attempt_is_shown_and_counted(

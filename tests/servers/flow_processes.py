@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
@@ -28,10 +29,10 @@ class Runs:
                 text=True,
             )
 
-    def start(self, name: str, command: str = "run") -> int:
-        """Start or resume a run; returns the process's id."""
+    def start(self, name: str, command: str = "run", overrides: Sequence[str] = ()) -> int:
+        """Start or resume a run, with other settings for those in `overrides` (KEY=VALUE); returns the process's id."""
         assert self._process.stdin
-        self._process.stdin.write(f"{command} {name}\n")
+        self._process.stdin.write(" ".join([command, name, *overrides]) + "\n")
         self._process.stdin.flush()
         while (line := self._line()) == "ready":
             pass

@@ -15,6 +15,7 @@ from rollmill.flows.prefect_integration.progress import RunProgress
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
 from rollmill.flows.run.live_run import Run
+from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.rollout.admission import Admission
@@ -154,6 +155,7 @@ async def open_planned_run(
         versions={},
         git_commit="",
         config_of=StoreConfig(),
+        by_step=SETTINGS_BY_STEP,
     )
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
     environment, recording = environment or Addition(), Recording()

@@ -8,6 +8,7 @@ import pytest
 from rollmill.tasks.errors import SchemaError
 from rollmill.tasks.look.export.dataset_docs import insert_tables
 from rollmill.tasks.store.verify.run_verification import RUN_CHECKS, SHARD_CHECKS, STEP_CHECKS, VERSION_CHECKS
+from rollmill.tasks.train.settings_verification import find_wrong_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "datasets.md").read_text()
@@ -25,7 +26,7 @@ def test_a_data_set_without_a_section_is_named() -> None:
 def test_the_checks_of_verify_are_described_as_their_docstrings_are() -> None:
     listed = {
         "file": SHARD_CHECKS,
-        "run": RUN_CHECKS,
+        "run": [*RUN_CHECKS, find_wrong_settings],
         "policy version": VERSION_CHECKS,
         "step": STEP_CHECKS,
     }

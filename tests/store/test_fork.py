@@ -114,6 +114,41 @@ async def test_a_fork_of_a_fork_lists_the_origins_of_its_rows(tmp_path: Path, ro
     assert manifest.run_at_step(0) == read_manifest(first).run
 
 
+async def test_a_fork_has_the_settings_that_the_steps_before_it_were_trained_under(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    first, second, third = (RunFolder(tmp_path / name) for name in ("first", "second", "third"))
+    (await train_run(first, rows)).close()
+    by_step = {"train.lr": 0.0}
+    changed, last = CONFIG | {"train": {"lr": 0.2}}, CONFIG | {"train": {"lr": 0.3}}
+    OpenRun.open(
+        first, config=changed, fixed={}, versions={}, git_commit="", config_of=CONFIG_OF, by_step=by_step
+    ).close()
+    fork_run(first, 3, second, last, CONFIG_OF, by_step)
+    fork_run(second, 2, third, changed, CONFIG_OF, by_step)
+    for folder, rates in (
+        (first, [0.0] * 4 + [0.2]),
+        (second, [0.0] * 3 + [0.3] * 2),
+        (third, [0.0] * 2 + [0.2] * 3),
+    ):
+        manifest = read_manifest(folder)
+        assert [manifest.settings_of(step, by_step)["train.lr"] for step in range(5)] == rates, folder.name
+
+
+async def test_a_fork_without_recorded_settings_has_those_of_its_source_before_its_step(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
+    (await train_run(source, rows)).close()
+    fork_run(source, 3, target, CONFIG | {"train": {"lr": 0.2}}, CONFIG_OF)
+    by_step = {"train.lr": 0.1}
+    manifest = read_manifest(target)
+    assert [manifest.settings_of(step, by_step)["train.lr"] for step in (2, 3)] == [0.1, 0.2]
+    given = {"train": {"lr": 0.5}}
+    kept = manifest.keep_earlier_settings(4, given, by_step)
+    assert [(each.until_step, each.settings["train.lr"]) for each in kept] == [(3, 0.1), (4, 0.2)]
+
+
 async def test_a_step_that_is_not_trained_cannot_be_forked_at(tmp_path: Path, rows: RowMaker) -> None:
     source = RunFolder(tmp_path / "source")
     (await train_run(source, rows)).close()

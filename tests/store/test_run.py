@@ -23,10 +23,14 @@ from rollmill.tasks.store.run import writable_run
 from rollmill.tasks.store.run.immutable_settings import list_changes
 from rollmill.tasks.store.run.lock import lock_run, unwritable_error
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.step_settings import list_setting_changes
 from rollmill.tasks.store.run.writable_run import OpenRun
 
 RowMaker = Callable[..., pa.RecordBatch]
 CONFIG = {"seed": 0, "steps": 4, "train": {"lr": 1e-3, "dtype": "fp32"}}
+
+
+BY_STEP = {"train.lr": 1e-6, "train.loss": "ppo_clip"}
 
 
 def open_run(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
@@ -37,6 +41,7 @@ def open_run(root: str | Path, config: dict[str, Any] = CONFIG) -> OpenRun:
         versions={"rollmill": "0.1"},
         git_commit="abc",
         config_of=StoreConfig(root=str(root)),
+        by_step=BY_STEP,
     )
 
 
@@ -216,3 +221,64 @@ def test_changed_settings_are_listed_by_their_dotted_name_and_those_of_other_ver
     given = {"steps": 40, "train": {"lr": 1e-6, "clip": {"low": 0.1}, "new": 2}, "seed": 0}
     assert list_changes(stored, given) == ["steps: 2 -> 40", "train.clip.low: 0.2 -> 0.1"]
     assert list_changes(given, given) == []
+
+
+async def train_under(root: str, rows: RowMaker, rate: float, *steps: int) -> OpenRun:
+    """Open the run with a learning rate, and store the batches of some steps."""
+    with open_run(root, CONFIG | {"train": {"lr": rate, "dtype": "fp32"}}) as run:
+        async with run.writer:
+            for step in steps:
+                run.writer.append("batches", rows("batches", step=step), step=step)
+    return run
+
+
+def rates_of(run: OpenRun) -> list[tuple[int, float]]:
+    """Until which step the run had which earlier learning rate."""
+    stored = read_manifest(run.folder)
+    assert stored == run.manifest
+    return [(each.until_step, each.settings["train.lr"]) for each in stored.earlier_settings]
+
+
+async def test_changed_settings_hold_from_the_first_step_without_a_batch(root: str, rows: RowMaker) -> None:
+    run = await train_under(root, rows, 0.1, 0, 1)
+    assert rates_of(run) == []
+    run = await train_under(root, rows, 0.2, 2)
+    assert rates_of(run) == [(2, 0.1)]
+    run = await train_under(root, rows, 0.3)
+    assert rates_of(run) == [(2, 0.1), (3, 0.2)]
+    assert [run.manifest.settings_of(step, BY_STEP)["train.lr"] for step in range(5)] == [
+        0.1,
+        0.1,
+        0.2,
+        0.3,
+        0.3,
+    ]
+    assert list_setting_changes(run.manifest.earlier_settings, run.manifest.config) == {
+        2: ["train.lr: 0.1 -> 0.2"],
+        3: ["train.lr: 0.2 -> 0.3"],
+    }
+
+
+async def test_settings_that_no_step_was_trained_under_are_not_recorded(root: str, rows: RowMaker) -> None:
+    await train_under(root, rows, 0.3)
+    assert rates_of(await train_under(root, rows, 0.1, 0, 1)) == []
+    await train_under(root, rows, 0.2)
+    assert rates_of(await train_under(root, rows, 0.3)) == [(2, 0.1)]
+    assert rates_of(await train_under(root, rows, 0.1)) == []
+
+
+async def test_a_setting_that_is_newer_than_a_run_had_its_default(root: str, rows: RowMaker) -> None:
+    await train_under(root, rows, 0.1, 0)
+    given = CONFIG | {"train": {"lr": 0.1, "dtype": "fp32", "loss": "cispo"}}
+    with open_run(root, given) as run:
+        (kept,) = run.manifest.earlier_settings
+    assert (kept.until_step, kept.settings) == (1, {"train.lr": 0.1, "train.loss": "ppo_clip"})
+
+
+async def test_the_run_json_of_a_run_without_records_is_read(root: str, rows: RowMaker) -> None:
+    run = await train_under(root, rows, 0.1, 0)
+    stored = json.loads(read_text(open_files(run.folder), "run.json"))
+    del stored["earlier_settings"]
+    publish_text(open_files(run.folder), "run.json", json.dumps(stored).encode())
+    assert read_manifest(run.folder).settings_of(0, BY_STEP)["train.lr"] == 0.1
+    assert rates_of(await train_under(root, rows, 0.2)) == [(1, 0.1)]

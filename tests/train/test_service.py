@@ -28,7 +28,7 @@ from rollmill.tasks.errors import (
 )
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_messages import SendTarget
-from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.config import TrainConfig, settings_by_step, with_settings
 from rollmill.tasks.train.service.commands import (
     AwaitCheckpoint,
     BeginCheckpoint,
@@ -126,6 +126,55 @@ async def test_resumed_trainer_reaches_the_same_bytes(
     assert loaded_again == at_checkpoint != straight
     assert [without_times(each) for each in again] == [without_times(each) for each in results[2:]]
     assert [each.version for each in results] == [1, 2, 3, 4]
+
+
+BEFORE = {"train.lr": 1e-3, "train.warmup_steps": 0}
+AFTER = BEFORE | {
+    "train.loss": "reinforce",
+    "train.lr": 2e-2,
+    "train.betas": [0.8, 0.9],
+    "train.weight_decay": 0.3,
+    "train.max_grad_norm": 1e-3,
+    "train.normalization": "sequence",
+    "train.entropy_coef": 0.1,
+    "train.epochs": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage"),
+    [(2, 3), *[pytest.param(ranks, stage, marks=pytest.mark.long) for ranks, stage in [(1, 0), (2, 1)]]],
+)
+async def test_a_step_is_trained_under_the_settings_that_it_is_sent_with(
+    ranks: int, zero_stage: int, tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    other, run = {"lr": 0.5, "max_grad_norm": 7.0, "clip_high": 0.9, "epochs": 3}, tmp_path / "run"
+    digests = [batches.write_step(run, step, batches.uneven_rows(8, seed=step)) for step in range(2)]
+    plain = TrainConfig(ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=512)
+
+    async def train(client: TrainerClient, step: int, settings: dict[str, Any]) -> StepResult:
+        command = TrainStep(folder=str(run), run_id="r", step=step, digest=digests[step], settings=settings)
+        return await client.do(command)
+
+    whole = settings_by_step(plain)
+    async with run_trainer(TrainConfig(**plain.model_dump() | other)) as (client, _):
+        await load(client, tiny_model, run)
+        results = [await train(client, 0, whole | BEFORE)]
+        with pytest.raises(RequestError, match=r"train\.dtype = 'bfloat16': no setting of this name"):
+            await train(client, 1, {"train.dtype": "bfloat16"})
+        with pytest.raises(RequestError, match=r"train\.loss = 'nothing'"):
+            await train(client, 1, whole | {"train.loss": "nothing"})
+        results.append(await train(client, 1, whole | AFTER))
+        switched = await exported(client, tmp_path / "switched")
+
+    for step, settings in enumerate((BEFORE, AFTER)):
+        async with run_trainer(with_settings(plain, settings)) as (client, _):
+            await load(client, tiny_model, run, version=step, incarnation=step + 1)
+            assert without_times(await train(client, step, {})) == without_times(results[step])
+            await client.do(BeginCheckpoint(folder=str(run), version=step + 1))
+            await client.do(AwaitCheckpoint(version=step + 1))
+            last = await exported(client, tmp_path / f"started-with-{step}")
+    assert switched == last
 
 
 async def check_weights_arrive(client: TrainerClient, receive: Receive, tmp_path: Path) -> None:

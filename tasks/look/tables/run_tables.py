@@ -11,6 +11,7 @@ from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import Scan, scan
 from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.step_settings import describe_setting_changes, list_setting_changes
 
 FULL_REWARD = 1.0
 TRAINED = "trained"
@@ -65,7 +66,8 @@ def select_view(folder: RunFolder, selection: Selection) -> View:
 def make_run_view(folder: RunFolder, selection: Selection | None = None, scan: Scan = scan) -> View:
     """Return the table of steps with totals of the run; columns measured over all environments are left out for a single one."""
     selection = selection or Selection()
-    trains = read_manifest(folder).trains
+    manifest = read_manifest(folder)
+    trains, changes = manifest.trains, list_setting_changes(manifest.earlier_settings, manifest.config)
     metrics = _read_step_metrics(folder, scan, trains=trains)
     env = selection.env
     rows = last_attempts(scan(folder, "rollouts", ["group", "sample", "attempt", "status", "env"]))
@@ -85,13 +87,17 @@ def make_run_view(folder: RunFolder, selection: Selection | None = None, scan: S
         "by_status": by_status,
         "held_out": read_held_out(folder, env, scan=scan).to_dicts(),
         "policy_version": n_done if trains else 0,
+        "setting_changes": [{"step": step, "changes": lines} for step, lines in changes.items()],
         "by_step": shown,
     }
     counts = ", ".join(f"{n} {status}" for status, n in by_status.items())
     n_sampled = count_noun(sum(by_status.values()), "trajectory", "trajectories")
     of_env = env and f" of {env}"
     title = f"{folder.location}: {count_noun(n_done, 'step')} {'trained' if trains else 'collected'}, {n_sampled}{of_env}"
-    notes = limit_notes(len(shown), len(steps))
+    notes = [
+        *limit_notes(len(shown), len(steps)),
+        *describe_setting_changes(manifest.earlier_settings, manifest.config),
+    ]
     return View(values, f"{title}{counts and f' ({counts})'}", columns, shown, notes)
 
 

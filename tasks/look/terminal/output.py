@@ -14,7 +14,8 @@ from rich.text import Text
 from rollmill.tasks.look.export.dataset_export import ExportedFile
 from rollmill.tasks.look.tables.view import Column, View, count_noun
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.verify.run_verification import VerificationReport, verify_run
+from rollmill.tasks.store.verify.run_verification import Check, VerificationReport, verify_run
+from rollmill.tasks.store.verify.run_views import RunView
 
 UNBOUNDED = 100_000
 """Line width that no table exceeds."""
@@ -63,13 +64,18 @@ def has_colours(console: Console) -> bool:
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
-def verify_and_print(folder: RunFolder, *, as_json: bool) -> bool:
-    """Verify a run and print the findings; returns True if there are none, raises StoreError if it could not be checked."""
+def verify_and_print(folder: RunFolder, *, as_json: bool, more: Sequence[Check[RunView]] = ()) -> bool:
+    """Verify a run and print the findings; returns True if there are none, raises StoreError if it could not be checked.
+
+    `more` are checks of the whole run beyond those of `verify_run`.
+    """
     console = Console(stderr=True)
     # Without a terminal Rich would print an empty line in place of the bar.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("verify", total=None)
-        found = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))
+        found = verify_run(
+            folder, lambda done, total: bar.update(task, completed=done, total=total), more=more
+        )
     if as_json:
         print_json({"run": folder.location, "ok": not found.findings, **asdict(found)})
     else:

@@ -3,7 +3,7 @@
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -41,12 +41,18 @@ CHUNK_BYTES = 1 << 24
 
 
 def fork_run(
-    source: RunFolder, step: int, target: RunFolder, config: dict[str, Any], config_of: StoreConfig
+    source: RunFolder,
+    step: int,
+    target: RunFolder,
+    config: dict[str, Any],
+    config_of: StoreConfig,
+    by_step: Mapping[str, Any] = {},
 ) -> None:
     """Begin a run at policy version `step` of another run, with copies of its earlier rows and last checkpoint.
 
     A second call, also after a kill, copies what is missing. A run that is forked completely is not changed. The source may be
-    running; `config` is the resolved configuration of the new run, JSON values, `config_of` that of its data sets.
+    running; `config` is the resolved configuration of the new run, JSON values, `config_of` that of its data sets. `by_step` is as
+    for `OpenRun.open`: the settings of the source's steps are recorded in the new run.
 
     Raises:
         ConfigError: the source has not trained so many steps, or the target is another run.
@@ -63,7 +69,7 @@ def fork_run(
     try:
         files = open_files(target, lock.check)
         stored = read_manifest(target) if has_manifest(target) else None
-        manifest = _target_manifest(origin, source, step, target, stored, config)
+        manifest = _target_manifest(origin, source, step, target, stored, config, by_step)
         if manifest.status == "forking":
             # A run that is "forking" cannot be resumed: a kill never leaves half a fork that looks like a run.
             write_manifest(files, manifest, stored)
@@ -90,6 +96,7 @@ def _target_manifest(
     target: RunFolder,
     found: Manifest | None,
     config: dict[str, Any],
+    by_step: Mapping[str, Any],
 ) -> Manifest:
     """Return the target's stored manifest, or a new one whose epochs continue those of the source; ConfigError if it is not of this fork."""
     last = ForkOrigin(origin.run, source.absolute, step, origin.config)
@@ -109,6 +116,7 @@ def _target_manifest(
         status="forking",
         origins=(*before, last),
         trains=True,
+        earlier_settings=origin.keep_earlier_settings(step, config, by_step),
     )
 
 

@@ -1,6 +1,6 @@
 """run.json: id, configuration, status and counters of a run, and the runs whose rollouts it trains on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollmill.tasks.errors import ConfigError, ManifestError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
+from rollmill.tasks.store.run.step_settings import EarlierSettings, keep_earlier, select_settings
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 
 
@@ -60,6 +61,8 @@ class Manifest:
         origins: the runs that it was forked from, oldest first.
         sources: the runs whose rollouts it trains on; empty for a run that samples.
         trains: False for a run of the flow collect, whose steps are done when they have metrics.
+        earlier_settings: settings of training that changed, as earlier steps were trained under them, oldest first; later steps
+            have those of `config`.
     """
 
     run: str
@@ -74,6 +77,7 @@ class Manifest:
     origins: tuple[ForkOrigin, ...] = ()
     sources: tuple[TrainingSource, ...] = ()
     trains: bool = True
+    earlier_settings: tuple[EarlierSettings, ...] = ()
 
     @property
     def first_step(self) -> int:
@@ -83,6 +87,24 @@ class Manifest:
     def run_at_step(self, step: int) -> str:
         """Return the id of the run that wrote the rows of a step: this run, or one that it was forked from."""
         return next((origin.run for origin in self.origins if step < origin.step), self.run)
+
+    def settings_of(self, step: int, by_step: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that a step is trained under, by dotted name.
+
+        `by_step` has the defaults of these settings, which count for one that is not recorded.
+        """
+        for each in self.earlier_settings:
+            if step < each.until_step:
+                return {**by_step, **each.settings}
+        copied = (each.config for each in self.origins if step < each.step and each.config)
+        return select_settings(next(copied, self.config), by_step)
+
+    def keep_earlier_settings(
+        self, n_steps: int, given: Mapping[str, Any], by_step: Mapping[str, Any]
+    ) -> tuple[EarlierSettings, ...]:
+        """Return the records of the first `n_steps` steps, for a run whose later steps have the configuration `given`."""
+        copied = [(each.step, each.config) for each in self.origins if each.config]
+        return keep_earlier(self.earlier_settings, [*copied, (n_steps, self.config)], given, by_step)
 
 
 _ADAPTER = TypeAdapter(Manifest)

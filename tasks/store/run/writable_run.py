@@ -20,6 +20,7 @@ from rollmill.tasks.store.run.manifest import (
     read_manifest,
     write_manifest,
 )
+from rollmill.tasks.store.run.resume import find_resume_point
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 from rollmill.tasks.store.shards.inventory import Inventory
 from rollmill.tasks.store.shards.writer import RunWriter
@@ -73,6 +74,7 @@ class OpenRun:
         git_commit: str,
         config_of: StoreConfig,
         trains: bool = True,
+        by_step: Mapping[str, Any] = {},
     ) -> Self:
         """Begin a run, or resume one: its id stays, its epoch rises by one, its configuration becomes `config`.
 
@@ -84,6 +86,7 @@ class OpenRun:
             git_commit: of the checkout; empty outside of one.
             config_of: settings of the data sets.
             trains: False for a run that only collects.
+            by_step: defaults, by dotted name, of the settings that are recorded for the steps that were trained under them.
 
         Raises:
             ConfigError, RunLockedError: it cannot be locked; see `lock_run`.
@@ -99,7 +102,7 @@ class OpenRun:
             stored = read_manifest(folder) if has_manifest(folder) else None
             if stored:
                 check_run_kind(folder, stored, trains=trains)
-                manifest = _resume_manifest(folder, stored, fixed, now)
+                manifest = _resume_manifest(folder, stored, fixed, now, by_step)
             else:
                 manifest = _begin_manifest(folder, now | {"trains": trains})
             write_manifest(files, manifest, stored)
@@ -180,7 +183,11 @@ def _begin_manifest(folder: RunFolder, now: dict[str, Any]) -> Manifest:
 
 
 def _resume_manifest(
-    folder: RunFolder, stored: Manifest, fixed: Mapping[str, Any], now: dict[str, Any]
+    folder: RunFolder,
+    stored: Manifest,
+    fixed: Mapping[str, Any],
+    now: dict[str, Any],
+    by_step: Mapping[str, Any],
 ) -> Manifest:
     if stored.status == "forking":
         raise StoreError(f"{folder.location} is an unfinished fork; run the same `rollmill fork` again")
@@ -188,7 +195,10 @@ def _resume_manifest(
     steps = stored.config.get("steps", 0)
     if stored.status == "finished" and now["config"].get("steps", 0) <= steps:
         raise RunFinishedError(f"{folder.location} has done all its {steps} steps; raise steps to resume it")
-    return replace(stored, epoch=stored.epoch + 1, status="running", **now)
+    # A stored batch is applied again under the settings of its step; the new ones hold from the first step without a batch.
+    n_stored = find_resume_point(folder).stored_batches
+    earlier = stored.keep_earlier_settings(n_stored, now["config"], by_step)
+    return replace(stored, epoch=stored.epoch + 1, status="running", earlier_settings=earlier, **now)
 
 
 def check_run_kind(folder: RunFolder, manifest: Manifest, *, trains: bool) -> None:

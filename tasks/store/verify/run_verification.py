@@ -317,8 +317,15 @@ class VerificationReport:
                 self.notes += [note] if note not in self.notes else []
 
 
-def verify_run(folder: RunFolder, advance: ReportProgress = lambda done, total: None) -> VerificationReport:
+def verify_run(
+    folder: RunFolder,
+    advance: ReportProgress = lambda done, total: None,
+    *,
+    more: Sequence[Check[RunView]] = (),
+) -> VerificationReport:
     """Verify everything that is stored of a run, which may be running; memory is bounded by one step.
+
+    `more` are checks of the whole run by those who know what its rows mean.
 
     Raises:
         StoreError: it could not be verified: there is no run, or its storage does not answer.
@@ -334,7 +341,7 @@ def verify_run(folder: RunFolder, advance: ReportProgress = lambda done, total: 
     for number, key in enumerate(run.keys, 1):
         report.apply(SHARD_CHECKS, ShardView(run, key), key)
         advance(number, total)
-    report.apply(RUN_CHECKS, run, "the run")
+    report.apply([*RUN_CHECKS, *more], run, "the run")
     for version in run.versions:
         report.apply(VERSION_CHECKS, VersionView(run, version), f"version {version}")
     lacks = "has no batch yet" if run.manifest.trains else "is not all collected yet"

@@ -16,7 +16,7 @@ from rollmill.tasks.train.engine.lora import add_adapters
 from rollmill.tasks.train.engine.optimizer_state import OptimizerState
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
 from rollmill.tasks.train.engine.policy_model import PolicyModel, recompute_activations
-from rollmill.tasks.train.engine.private_deepspeed import deepspeed
+from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
 from rollmill.tasks.train.packing.packer import Packer, choose_layout
@@ -152,6 +152,14 @@ class Engine:
         # From ZeRO 2 on gradients are partitioned, so that every backward pass ends with a reduction.
         with times.reduction() if is_last or self._reduces_always else nullcontext():
             self._engine.backward(loss, scale_wrt_gas=False)
+
+    def choose_settings(self, config: TrainConfig) -> None:
+        """Make later updates with the settings of AdamW and of the gradient's norm of a configuration."""
+        for group in self._engine.optimizer.param_groups:
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+        self._max_grad_norm = config.max_grad_norm
+        if not self._is_plain:
+            set_max_norm(self._engine.optimizer, config.max_grad_norm)
 
     def update(self, lr: float) -> Update:
         """Apply the accumulated gradient with learning rate `lr`, or drop it if it is not finite; a collective."""

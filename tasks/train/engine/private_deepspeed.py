@@ -6,6 +6,7 @@
 | `ds_shape`, `ds_numel`, `ds_tensor`, `partition_numel` | a parameter's shard under ZeRO-3 | none without a gather |
 | `_hp_mapping` | a parameter's range of a rank's cut under ZeRO 1 and 2 | `deepspeed.utils.safe_get_full_*`, below |
 | `fp32_partitioned_groups_flat`, `fp16_groups` | single-precision weights under ZeRO-3 | `safe_get_local_*`, one copy each |
+| `clip_grad` | another limit of the gradient's norm between two steps | a new engine |
 | `checkpoint_event_prologue`, `..._epilogue`, `update_lp_params` | weights set from outside reach the model | none |
 
 `safe_get_full_*` adds up what the ranks hold, which makes +0 of -0 and gathers each parameter on every rank: checkpoints
@@ -131,3 +132,9 @@ def publish_cuts(wrapper: Any) -> None:
     """Under ZeRO 1 and 2: copy the single-precision weights into the model on all ranks. A collective."""
     update: Callable[[], None] = _private(wrapper, "update_lp_params")
     update()
+
+
+def set_max_norm(wrapper: Any, max_norm: float) -> None:
+    """Set the global norm to which ZeRO's optimizer scales gradients down; 0: no limit."""
+    _private(wrapper, "clip_grad")
+    wrapper.clip_grad = max_norm

@@ -243,6 +243,8 @@ class TrainStep(Command[StepResult]):
     """Command that trains on the stored batch of a step, once: repeated, it returns the first result.
 
     Attributes:
+        settings: settings that the step is trained under, by name, as {"train.lr": 1e-6}; others are those that the trainer
+            was started with.
         stages_rows: False to write neither annotations nor computed log-probabilities.
     """
 
@@ -251,6 +253,7 @@ class TrainStep(Command[StepResult]):
     run_id: str
     step: int
     digest: str
+    settings: dict[str, Any] = {}
     stages_rows: bool = True
 
     def prepare(self, rank: "RankWorker") -> StepResult | None:
@@ -263,6 +266,7 @@ class TrainStep(Command[StepResult]):
                 f"the trainer is at step {at.version} of run {at.run}, after the batch {at.digest or 'of no step'}; "
                 f"requested was step {self.step} of run {self.run_id} with the batch {self.digest}"
             )
+        rank.check_settings(self.settings)
         return None
 
     def run(self, rank: "RankWorker") -> StepResult:

@@ -1,6 +1,6 @@
 """A rank of the trainer: its loaded policy, and the commands on it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,10 @@ class RankWorker:
         self.writer.join()
         if command.checkpoint is not None:
             read_progress(fetch_checkpoint(command.checkpoint), command.run_id, command.version)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError if no step can be trained under these settings, by name."""
+        self._training.choose_settings(settings)
 
     def load(self, command: LoadPolicy) -> None:
         """Load the command's model, and its checkpoint's state if it has one, in place of the current policy; a collective."""
