@@ -68,6 +68,11 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             f"must not exceed rollout.group_size, which is {rollout.group_size}; 0 is the whole group",
         ),
         (
+            "rollout.chat_template",
+            bool(rollout.chat_template) and config.start_model.steps > 0,
+            "is for a given model: a start model made here learns conversations without a template; set start_model.steps=0",
+        ),
+        (
             "rollout.keep_states",
             bool(rollout.keep_states) and not environment_library(rollout),
             f"is for library environments only; {rollout.environment} declares its states itself (docs/environments.md)",

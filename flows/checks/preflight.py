@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,12 +73,13 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     Raises:
         ConfigError: the first thing that is missing.
     """
-    if samples:
-        _check_stages(config)
+    environment = _check_stages(config) if samples else None
     # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:
         _check_loss(config.train, config.start_timeout_s)
-    _check_model(config)
+    tokenizer = _check_model(config)
+    if environment and tokenizer:
+        _check_turns(environment, tokenizer)
     check_store(config.store.root)
     check_sinks(config.observe)
     if samples and not config.serve.urls:
@@ -98,14 +100,19 @@ def _check_trainer(config: RunConfig) -> None:
         raise ConfigError(TOKEN_ENV, "", remedy)
 
 
-def _check_stages(config: RunConfig) -> None:
+def _check_stages(config: RunConfig) -> Environment | None:
+    """Check environment and scorer; returns the environment, None for one of a library.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     check_scorer(config.score, config.evaluate.scorer)
     # Only worker processes import such a library, so its prompts are not checked here.
     if environment_library(config.rollout):
         given = config.rollout.environment
         check_environment_name(given, given.rpartition(":")[2])
         _check_library(config)
-        return
+        return None
     environment = make_environment(config.rollout)
     check_environment(environment, config.rollout)
     state_columns(environment)
@@ -114,6 +121,20 @@ def _check_stages(config: RunConfig) -> None:
     if config.start_model.steps and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.steps", config.start_model.steps, remedy)
+    return environment
+
+
+def _check_turns(environment: Environment, tokenizer: ChatTokenizer) -> None:
+    """Raise ConfigError if the chat template cannot join the turns of an environment that has tools or several turns."""
+    if environment.tools:
+        tokenizer.check_turns("tool", environment.tools)
+        return
+    episode = environment.episode(asyncio.run(environment.example("train", 0)), seed=0)
+    # It may fail, since it was not played.
+    with suppress(Exception):
+        asyncio.run(episode.close())
+    if not isinstance(episode, SingleTurn):
+        tokenizer.check_turns("user")
 
 
 def _check_loss(train: TrainConfig, timeout_s: float) -> None:
@@ -176,7 +197,12 @@ def _check_library(config: RunConfig) -> None:
         raise ConfigError("start_model.steps", config.start_model.steps, remedy)
 
 
-def _check_model(config: RunConfig) -> None:
+def _check_model(config: RunConfig) -> ChatTokenizer | None:
+    """Check the models that the settings name; returns the tokenizer of the policy, None for a start model made here.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     reference = config.train.kl.model
     if reference and not config.train.url:
         check_architecture("train.kl.model", Path(reference))
@@ -187,11 +213,11 @@ def _check_model(config: RunConfig) -> None:
         raise ConfigError("train.replay_routing", True, remedy)
     if config.start_model.steps:
         _check_folder("working folder", str(START_MODELS.absolute().parent))
-        return
+        return None
     folder = start_model_folder(config)
     check_architecture("model", folder)
     check_rope("model", folder, config.serve.max_model_len)
-    ChatTokenizer.load(folder)
+    return ChatTokenizer.load(folder, config.rollout.chat_template, config.rollout.chat_template_kwargs)
 
 
 def check_architecture(field: str, folder: Path) -> None:

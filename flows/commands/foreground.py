@@ -85,6 +85,8 @@ def vllm_here(config: RunConfig, host: str, port: int) -> None:
             host=host,
             head_dtype=config.train.head_dtype,
             returns_routing=config.rollout.keep_routing,
+            chat_template=config.rollout.chat_template,
+            chat_template_kwargs=config.rollout.chat_template_kwargs,
         ),
         vllm_launch.vllm_environment(config.serve, gpus=gpus),
     )

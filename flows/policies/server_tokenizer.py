@@ -10,8 +10,8 @@ from rollmill.tasks.serve.vllm_client import VllmClient
 QUOTED = 60
 
 TEMPLATE_REMEDY = (
-    "start it on the run's model folder without --chat-template and --default-chat-template-kwargs, "
-    "or put its template into that folder (chat_template.jinja)"
+    "start it on the run's model folder, with --chat-template and --default-chat-template-kwargs as rollout.chat_template and "
+    "rollout.chat_template_kwargs are, and without them where these are empty"
 )
 TOKENIZER_REMEDY = "start it with the tokenizer of the run's model folder"
 

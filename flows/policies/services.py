@@ -167,6 +167,8 @@ class ServerService:
                     self._port,
                     head_dtype=self._config.train.head_dtype,
                     returns_routing=self._keeps_routing,
+                    chat_template=self._config.rollout.chat_template,
+                    chat_template_kwargs=self._config.rollout.chat_template_kwargs,
                 ),
                 log=self._logs / f"vllm-{self._number}.log",
                 env=vllm_launch.vllm_environment(serve, api_key=self._key, gpus=self._gpus),

@@ -231,8 +231,10 @@ async def open_run(
         # The second one scores held-out trajectories.
         scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
         # In a thread: its import and files take a second, which would block the event loop.
-        tokenizer = await asyncio.to_thread(ChatTokenizer.load, opened.model)
-        variables = config.rollout.env_variables
+        rollout, variables = config.rollout, config.rollout.env_variables
+        tokenizer = await asyncio.to_thread(
+            ChatTokenizer.load, opened.model, rollout.chat_template, rollout.chat_template_kwargs
+        )
         scorings = [
             await stack.enter_async_context(
                 Scoring(config.score, opened.id, scorer=scorer, env_variables=variables)
@@ -272,6 +274,9 @@ def _player(
     """Make the player that runs the environment's episodes, with completions from the vLLM servers of `pool`."""
     config = run.config
     stop = tokenizer.stop_ids(environment.stop)
+    if environment.tools:
+        # Of an environment in worker processes, the tools are known only now.
+        tokenizer.check_turns("tool", environment.tools)
     return EpisodePlayer(
         environment=environment,
         tokenizer=tokenizer,

@@ -1,8 +1,18 @@
 """Settings of sampling."""
 
+import json
 from typing import Literal
 
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
+
 from rollmill.tasks.config import StageConfig, VariablePattern, setting
+
+# Arguments of rendering that are no arguments of a template.
+_RENDERING = (
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens", "tokenize", "tools"),
+)
 
 
 class PromptsConfig(StageConfig):
@@ -78,6 +88,17 @@ class RolloutConfig(StageConfig):
         fixed=True,
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "The data set of the environment `prompts`.")
+    chat_template: str = setting(
+        "",
+        "Chat template (Jinja): the path of a file or, with a brace, the template itself; launched vLLM servers get it too. Empty: the "
+        "model's.",
+        fixed=True,
+    )
+    chat_template_kwargs: str = setting(
+        "",
+        'Arguments of the chat template: a JSON object, such as {"enable_thinking": false}; launched vLLM servers get them too.',
+        fixed=True,
+    )
     groups_per_step: int = setting(
         32,
         "Prompts (groups) of one step; for training from stored rollouts, the stored groups that a step draws.",
@@ -156,3 +177,23 @@ class RolloutConfig(StageConfig):
         "Time limit of one trajectory, in seconds, including waits for a server; then it is cancelled.",
         gt=0.0,
     )
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _write_template_arguments(cls, given: object) -> object:
+        # YAML, and so --set, reads a JSON object as one.
+        return json.dumps(given) if isinstance(given, dict) else given
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_arguments(cls, text: str) -> str:
+        try:
+            arguments = json.loads(text or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise PydanticCustomError("json", 'give a JSON object, such as {"enable_thinking": false}')
+        if found := next((each for each in _RENDERING if each in arguments), ""):
+            remedy = f"{found} is no argument of a template: Rollmill renders with its own; remove it"
+            raise PydanticCustomError("reserved", "{remedy}", {"remedy": remedy})
+        return text

@@ -72,10 +72,13 @@ def vllm_command(
     host: str = LOOPBACK,
     head_dtype: HeadDtype = "float32",
     returns_routing: bool = False,
+    chat_template: str = "",
+    chat_template_kwargs: str = "",
 ) -> list[str]:
     """Return the command line that starts a vLLM server of the model folder `model` on a port of the address `host`.
 
-    `head_dtype` is that of the trainer's settings; `returns_routing` adds routed experts to completions.
+    `head_dtype` is that of the trainer's settings; `returns_routing` adds routed experts to completions. `chat_template` and
+    `chat_template_kwargs` are the settings of rollout.
 
     The module is run rather than the `vllm` command: that one needs a distribution called vllm, which the
     CPU build is not. Log-probabilities are those the tokens were sampled by (temperature applied). Start it with
@@ -97,6 +100,8 @@ def vllm_command(
         "--disable-uvicorn-access-log",
         *([ROUTING_ARGUMENT] if returns_routing else []),
         *(["--enable-sleep-mode"] if config.sleep else []),
+        *(["--chat-template", chat_template] if chat_template else []),
+        *(["--default-chat-template-kwargs", chat_template_kwargs] if chat_template_kwargs else []),
         *(_CPU_ARGUMENTS if is_cpu_build(config.python) else ()),
         *config.extra_args,
     ]

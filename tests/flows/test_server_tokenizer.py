@@ -19,8 +19,10 @@ from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.environment import Example, Message, SingleTurn
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.serve.vllm_launch import vllm_command
 
 PLANTED = chat_templates.QWEN3.replace("tool | tojson", "tool | tojson(indent=4)")
+NO_THINKING = '{"enable_thinking": false}'
 TOOL = {
     "function": {"parameters": {"type": "object", "properties": {}}, "name": "now", "returns": "a time"},
     "type": "function",
@@ -57,10 +59,10 @@ def url(
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
-    """A server of the model with another chat template, which writes tools differently."""
-    template = tmp_path_factory.mktemp("template") / "planted.jinja"
-    template.write_text(PLANTED)
-    with run_server(model, extra_args=("--chat-template", str(template))) as served:
+    """A server of the model with another chat template, which writes tools differently, and an argument of it."""
+    command = vllm_command(ServeConfig(), "", 0, chat_template=PLANTED, chat_template_kwargs=NO_THINKING)
+    at = command.index("--chat-template")
+    with run_server(model, extra_args=tuple(command[at : at + 4])) as served:
         yield served.url
 
 
@@ -68,9 +70,15 @@ def url(
 def check(url: str) -> Callable[..., None]:
     """Compare the server with a model folder, for an environment with these tools."""
 
-    def checked(folder: Path, tools: Sequence[Mapping[str, object]] = ()) -> None:
+    def checked(
+        folder: Path,
+        tools: Sequence[Mapping[str, object]] = (),
+        template: str = "",
+        arguments: str = NO_THINKING,
+    ) -> None:
         async def compare() -> None:
-            openings = Openings(Asking(tools), ChatTokenizer.load(folder), max_tokens=512, timeout_s=60.0)
+            tokenizer = ChatTokenizer.load(folder, template, arguments)
+            openings = Openings(Asking(tools), tokenizer, max_tokens=512, timeout_s=60.0)
             async with VllmClient(url, ServeConfig()) as client:
                 await check_tokenizer(openings, client)
 
@@ -90,17 +98,23 @@ def test_a_server_with_another_template_for_tools_is_refused_where_there_are_too
     assert "its chat template is not the model's: after '<|im_start|>system\\nBe brief." in message
     assert '<tools>\\n{\' it renders \'\\n    "type": "function"' in message
     assert ', not \'"type": "function", "function": {"name": "now"' in message
-    assert "without --chat-template" in message
+    assert "with --chat-template and --default-chat-template-kwargs as rollout.chat_template" in message
 
 
 @pytest.mark.service
-def test_a_server_with_the_models_template_passes_whatever_the_form_of_the_tools(
-    check: Callable[..., None], model: Path, tmp_path: Path
+def test_a_server_with_other_arguments_of_the_template_is_refused(
+    check: Callable[..., None], model: Path
 ) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text(PLANTED)
-    check(folder, (TOOL,))
-    check(folder, ({"name": "none that vLLM takes"},))
+    with pytest.raises(ConfigError, match=r"it renders '<think>.*', not ''; start it"):
+        check(model, arguments="")
+
+
+@pytest.mark.service
+def test_a_server_with_the_runs_template_passes_whatever_the_form_of_the_tools(
+    check: Callable[..., None], model: Path
+) -> None:
+    check(model, (TOOL,), PLANTED)
+    check(model, ({"name": "none that vLLM takes"},), PLANTED)
 
 
 @pytest.mark.service

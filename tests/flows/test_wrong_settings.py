@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import chat_templates
 import pytest
+from model_families import save_byte_tokenizer
 
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config
@@ -80,6 +82,22 @@ from rollmill.tasks.store.run.writable_run import OpenRun
             ["serve.dtype=bfloat16", "serve.extra_args=['--hf-overrides={\"a\": 1}']"],
             r"serve\.extra_args = .*: --hf-overrides with all its values replaces the head_dtype",
         ),
+        (
+            ["rollout.chat_template_kwargs=[1]"],
+            r"rollout\.chat_template_kwargs = \[1\]: Input should be a valid string",
+        ),
+        (
+            ["rollout.chat_template_kwargs='{1}'"],
+            r"rollout\.chat_template_kwargs = '\{1\}': give a JSON object, such as \{\"enable_thinking\": false\}",
+        ),
+        (
+            ['rollout.chat_template_kwargs={"tools": []}'],
+            r"rollout\.chat_template_kwargs = .*: tools is no argument of a template",
+        ),
+        (
+            ["rollout.chat_template=my.jinja"],
+            r"rollout\.chat_template = 'my\.jinja': is for a given model: .* set start_model\.steps=0",
+        ),
         (["train.dtype=bfloat"], r"train\.dtype = 'bfloat': .*; did you mean bfloat16\?"),
     ],
 )
@@ -120,6 +138,35 @@ def test_contradictions_are_refused_with_what_to_change(settings: list[str], mes
 def test_errors_that_the_stages_find_are_raised_before_the_start(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preflight(load("quickstart", tuple(settings)))
+
+
+def test_arguments_of_a_template_may_be_written_as_a_mapping() -> None:
+    given = load("quickstart", ('rollout.chat_template_kwargs={"enable_thinking": false}',))
+    assert given.rollout.chat_template_kwargs == '{"enable_thinking": false}'
+
+
+@pytest.mark.parametrize(
+    ("template", "environment", "message"),
+    [
+        (chat_templates.PHI3, "Tools", "leaves out a message of role tool; give a template that renders"),
+        (chat_templates.GEMMA3, "Tools", "roles must alternate; give a template that renders"),
+        ("{{ messages[-1].content }}", "Turns", "leaves out the policy's messages; give a template"),
+        ("{{ messages[-1].content }}", "Addition", ""),
+        (chat_templates.PHI3, "Turns", ""),
+        ("{% if %}", "Addition", "its chat template is not valid Jinja (line 1: "),
+    ],
+)
+def test_a_template_that_cannot_join_the_turns_of_the_environment_is_refused_before_the_start(
+    template: str, environment: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "rollout")
+    folder = save_byte_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text("{}")
+    given = load("quickstart", ("start_model.steps=0", f"model={folder}", "serve.python=nowhere/bin/python"))
+    chosen = {"chat_template": template, "environment": f"faulty_environments:{environment}"}
+    # Of what is right, the next check fails: that for vLLM.
+    with pytest.raises(ConfigError, match=re.escape(message) if message else "serve.python"):
+        preflight(given.model_copy(update={"rollout": given.rollout.model_copy(update=chosen)}))
 
 
 @pytest.mark.parametrize(

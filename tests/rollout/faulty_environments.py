@@ -1,7 +1,9 @@
 """Environments that fail in one way each; tests name them by import path."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from rollmill.tasks.rollout.environment import Episode, Example, Message
 from rollmill.tasks.rollout.environments.addition import Addition
 
 
@@ -125,3 +127,27 @@ class TextOpening(Addition):
 class EmptyOpening(Addition):
     def episode(self, *args: Any) -> Any:
         return _Episode(())
+
+
+class Tools(Addition):
+    """Offers a tool, whose messages some chat templates leave out."""
+
+    tools: Any = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+
+
+class Turns(Addition):
+    """Has episodes of several turns, which some chat templates cannot write."""
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        return TwoTurns(super().episode(example, seed))
+
+
+class TwoTurns:
+    def __init__(self, asked: Episode) -> None:
+        self.asked = asked
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return await self.asked.reply(messages) or (Message("user", "again"),) * (len(messages) < 3)
+
+    async def close(self) -> dict[str, object]:
+        return {}

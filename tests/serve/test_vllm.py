@@ -121,6 +121,13 @@ def test_our_plugin_is_named_beside_those_that_a_user_names(config_of) -> None:
     )
 
 
+def test_a_server_renders_with_the_runs_template_and_its_arguments(config_of) -> None:
+    config, arguments = config_of("vllm"), {"chat_template": "my.jinja", "chat_template_kwargs": '{"a": 1}'}
+    words = vllm_launch.vllm_command(config, "model", 80, **arguments)
+    assert words[-4:] == ["--chat-template", "my.jinja", "--default-chat-template-kwargs", '{"a": 1}']
+    assert not any("template" in word for word in vllm_launch.vllm_command(config, "model", 80))
+
+
 def test_a_server_returns_routed_experts_when_they_are_kept(config_of) -> None:
     config = config_of("vllm")
     words = [vllm_launch.vllm_command(config, "model", 80, returns_routing=each) for each in (True, False)]
