@@ -18,7 +18,7 @@ from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.flows.step.held_out import finish_evaluation, is_evaluated
-from rollmill.tasks.look.tables.run_tables import read_held_out
+from rollmill.tasks.look.tables.run_tables import format_with_interval, read_held_out
 from rollmill.tasks.serve.policy_version import PolicyVersion
 
 # A policy version as a parameter of the flow; the run form of Prefect's UI refuses smaller numbers.
@@ -62,6 +62,7 @@ def _summary(run: Run, version: int) -> str:
     """Return a line with the held-out reward and accuracy of an evaluated policy version."""
     (row,) = read_held_out(run.folder, version=version).to_dicts()
     return (
-        f"version {version} of {run.folder.location}: held-out reward {row['reward']:z.3f} (sampled), "
-        f"accuracy {row['greedy_accuracy']:.3f} (greedy), {run.config.evaluate.n_prompts} prompts"
+        f"version {version} of {run.folder.location}, {row['n']} held-out problems, 95 % intervals: "
+        f"reward {format_with_interval(row, 'reward')} sampled, "
+        f"accuracy {format_with_interval(row, 'greedy_accuracy')} greedy"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
-from rollmill.tasks.look.tables.run_tables import make_run_view, read_held_out
+from rollmill.tasks.look.tables.run_tables import format_with_interval, make_run_view, read_held_out
 from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun
@@ -100,7 +100,8 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
         viewer: address of the viewer; empty: no links to it.
     """
     evaluations = [
-        f"| {each['step']} | {each['reward']:z.3f} | {each['greedy_accuracy']:.3f} |"
+        f"| {each['step']} | {each['n']} | {format_with_interval(each, 'reward')} | "
+        f"{format_with_interval(each, 'greedy_accuracy')} |"
         for each in read_held_out(folder).to_dicts()
     ]
     view = make_run_view(folder)
@@ -108,7 +109,10 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
     lines = [f"# {escape_inline(folder.name)}", "", escape_inline(view.title, MOST_LINE), ""]
     lines += [f"![curves](data:image/png;base64,{base64.b64encode(picture).decode()})", ""]
     if evaluations:
-        lines += ["| policy version | held-out reward, sampled | accuracy, greedy |", "|---|---|---|"]
+        lines += [
+            "| policy version | held-out problems | reward, sampled (95 %) | accuracy, greedy (95 %) |",
+            "|---|---|---|---|",
+        ]
         lines += [*evaluations[:1], *evaluations[1:][-LAST_STEPS:], ""]
     shown = steps[-LAST_STEPS:]
     which = "steps" if len(shown) == len(steps) else f"the last {len(shown)} of {len(steps)} steps"

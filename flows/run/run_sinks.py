@@ -99,7 +99,7 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
 def evaluation_points(folder: RunFolder, version: int | None = None) -> Iterator[Point]:
     """Yield a point for each complete evaluation, with its finite mean reward and greedy accuracy: one version, or all."""
     for row in read_held_out(folder, version=version).to_dicts():
-        values = {f"evaluation/{name}": value for name, value in row.items() if name != "step"}
+        values = {f"evaluation/{name}": row[name] for name in ("reward", "greedy_accuracy")}
         # TensorBoard and MLflow refuse numbers that are not finite.
         yield Point(
             EVALUATION, row["step"], {name: value for name, value in values.items() if math.isfinite(value)}

@@ -16,7 +16,7 @@ from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import CollectedStep
-from rollmill.tasks.look.tables.run_tables import read_held_out
+from rollmill.tasks.look.tables.run_tables import format_with_interval, read_held_out
 from rollmill.tasks.look.tables.view import count_noun
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.sinks.metric_sinks import make_points
@@ -51,12 +51,13 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
 
 
 def _before_and_after(before: dict[str, object], after: dict[str, object]) -> Table:
-    table = Table(title="held-out problems", title_justify="left")
+    table = Table(title="held-out problems, with 95 % intervals", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("policy version", str(before["step"]), str(after["step"]))
+    table.add_row("problems", str(before["n"]), str(after["n"]))
     for name, key in (("reward, sampled", "reward"), ("accuracy, greedy", "greedy_accuracy")):
-        table.add_row(name, f"{before[key]:z.3f}", f"{after[key]:z.3f}")
+        table.add_row(name, format_with_interval(before, key), format_with_interval(after, key))
     return table
 
 

@@ -28,7 +28,7 @@ def test_a_model_is_evaluated_without_a_trainer_and_what_is_stored_is_kept(
 
     evaluated = workplace.run("evaluate", "small", "--name", "candidate", *servers)
     assert evaluated.returncode == 0, evaluated.stdout
-    assert "version 0 of runs/candidate: held-out reward" in evaluated.stdout
+    assert "version 0 of runs/candidate, 8 held-out problems, 95 % intervals: reward" in evaluated.stdout
     rows = evaluations(run)
     assert (len(rows), rows["greedy"].sum()) == (16, 8)
     assert rows["policy_version"].unique().to_list() == [0]

@@ -127,7 +127,7 @@ def check_evaluable(workplace: Any, run: Path, stub_python: str) -> None:
     assert "has checkpoints of 6, 8; give one of them" in there_is_none.stdout
     evaluated = workplace.run(*words, "6")
     assert evaluated.returncode == 0, evaluated.stdout
-    assert "version 6 of runs/small: held-out reward" in evaluated.stdout
+    assert "version 6 of runs/small, 8 held-out problems, 95 % intervals: reward" in evaluated.stdout
     rows = pl.scan_ipc(run / "evaluations/**/*.arrow").collect()
     assert sorted(rows["policy_version"].unique()) == [0, 4, 6, 8]
     assert json.loads((run / "run.json").read_text())["status"] == "finished"

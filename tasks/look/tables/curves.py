@@ -25,7 +25,7 @@ class Curves:
         groups: reward, tokens (means over the step's groups), and reward_low, reward_high, tokens_low, tokens_high
             (quantiles over the groups).
         by_env: env, reward.
-        held_out: reward (sampled), greedy_accuracy; step is the policy version.
+        held_out: reward (sampled), greedy_accuracy, and the bounds of their 95 % intervals; step is the policy version.
         entropy: entropy in nats.
         staleness: mean and max over the step's trajectories: policy versions between the start of a trajectory and its
             training.
@@ -155,7 +155,11 @@ class Chart:
 def list_charts(curves: Curves) -> list[Chart]:
     """Return the six charts of a run: reward, length, entropy, staleness, drops and time."""
     groups, held_out, staleness = curves.groups, curves.held_out, curves.staleness
-    reward = [_band(groups, "reward", BLUE), *_rewards_by_env(curves.by_env)]
+    reward = [
+        _band(groups, "reward", BLUE),
+        _band(held_out, "reward", ORANGE, "held out, 95 %"),
+        *_rewards_by_env(curves.by_env),
+    ]
     reward.append(_series("training", BLUE, groups, "reward"))
     reward.append(_series("held out", ORANGE, held_out, "reward", "marked"))
     reward.append(_series("greedy accuracy", GREEN, held_out, "greedy_accuracy", "dotted"))
@@ -181,9 +185,9 @@ def _series(label: str, colour: str, rows: pl.DataFrame, column: str, form: Form
     return Series(label, colour, rows.select("step", value), form)
 
 
-def _band(rows: pl.DataFrame, name: str, colour: str) -> Series:
+def _band(rows: pl.DataFrame, name: str, colour: str, label: str = "10 to 90 %") -> Series:
     ends = [pl.col(f"{name}_{end}").cast(pl.Float64).fill_nan(None).alias(end) for end in ("low", "high")]
-    return Series("10 to 90 %", colour, rows.select("step", *ends), "band")
+    return Series(label, colour, rows.select("step", *ends), "band")
 
 
 def _rewards_by_env(by_env: pl.DataFrame) -> list[Series]:

@@ -1,6 +1,7 @@
 """The tables of `rollmill inspect`: a run's data sets, aggregated with Polars."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
@@ -42,10 +43,17 @@ GROUP_COLUMNS = (
     Column("reason", is_text=True),
 )
 VERSION_COLUMNS = (
-    Column("step", header="policy version"),
+    Column("step", header="version"),
+    Column("n", rank=1, header="problems"),
     Column("reward", header="reward, sampled"),
+    Column("reward_low", rank=2, header="from"),
+    Column("reward_high", rank=2, header="to"),
     Column("greedy_accuracy", header="accuracy, greedy"),
+    Column("greedy_accuracy_low", rank=2, header="from"),
+    Column("greedy_accuracy_high", rank=2, header="to"),
 )
+_Z = 1.959963984540054
+"""Quantile 0.975 of the standard normal distribution: intervals are of 95 %."""
 
 
 def select_view(folder: RunFolder, selection: Selection) -> View:
@@ -144,17 +152,18 @@ def make_versions_view(folder: RunFolder, selection: Selection) -> View:
     if asked := select_partitions(folder, "evaluations", "version", selection.steps):
         frame = frame.filter(pl.col("step").is_in(asked))
     shown = _order_and_limit(frame, VERSION_COLUMNS, selection)
-    title = f"{folder.location}: held out{selection.env and f', {selection.env}'}"
+    title = f"{folder.location}: held out{selection.env and f', {selection.env}'}, with 95 % intervals"
     return View({"held_out": shown}, title, VERSION_COLUMNS, shown, limit_notes(len(shown), len(frame)))
 
 
 def read_held_out(
     folder: RunFolder, env: str = "", version: int | None = None, scan: Scan = scan
 ) -> pl.DataFrame:
-    """Read each complete evaluation, oldest first: columns step (policy version), reward (sampled mean), greedy_accuracy.
+    """Read each complete evaluation, oldest first: columns step (policy version), n (problems), reward (sampled mean), greedy_accuracy.
 
-    They are of one or all versions and environments. A trajectory that could not be scored counts as reward 0; accuracy is the share of
-    full rewards (1).
+    Both values have the bounds of a 95 % interval, `_low` and `_high`: the mean's by its standard error, null with one problem, and the
+    share's by Wilson's score (Wilson, Probable Inference, 1927). They are of one or all versions and environments. A trajectory that
+    could not be scored counts as reward 0; accuracy is the share of full rewards (1).
     """
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
     # A full reward that is a sum of parts may be a little less than 1.
@@ -168,12 +177,33 @@ def read_held_out(
         .filter((pl.col("n") == 2 * n_prompts) & (pl.lit(not env) | (pl.col("env") == env)))
         .group_by(pl.col("policy_version").cast(pl.Int64).alias("step"))
         .agg(
-            pl.col("reward").filter(sampled).fill_nan(0.0).mean().alias("reward"),
-            is_right.filter(greedy).mean().alias("greedy_accuracy"),
+            sampled.sum().cast(pl.Int64).alias("n"),
+            *_mean_with_interval(pl.col("reward").filter(sampled).fill_nan(0.0)),
+            *_share_with_interval(is_right.filter(greedy)),
         )
         .sort("step")
         .collect()
     )
+
+
+def _mean_with_interval(rewards: pl.Expr) -> list[pl.Expr]:
+    mean, half = rewards.mean(), _Z * rewards.std() / rewards.len().sqrt()
+    return [mean.alias("reward"), (mean - half).alias("reward_low"), (mean + half).alias("reward_high")]
+
+
+def _share_with_interval(is_right: pl.Expr) -> list[pl.Expr]:
+    share, n = is_right.mean(), is_right.len().cast(pl.Float64)
+    centre, scale = share + _Z**2 / (2 * n), 1 + _Z**2 / n
+    half = _Z * (share * (1 - share) / n + _Z**2 / (4 * n**2)).sqrt()
+    name = "greedy_accuracy"
+    bounds = [((centre - half) / scale).alias(f"{name}_low"), ((centre + half) / scale).alias(f"{name}_high")]
+    return [share.alias(name), *bounds]
+
+
+def format_with_interval(row: Mapping[str, Any], name: str) -> str:
+    """Format a value of `read_held_out` with its interval. Example: "0.463 (0.410 to 0.515)"."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return f"{row[name]:z.3f}" + ("" if low is None else f" ({low:z.3f} to {high:z.3f})")
 
 
 def _read_steps(folder: RunFolder, selection: Selection, scan: Scan) -> pl.DataFrame:

@@ -153,10 +153,19 @@ def _join_held_out(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
     return joined.with_columns(pl.format("{} {}", number, kind).alias("prompt"))
 
 
+def _difference(both: pl.DataFrame) -> str:
+    """Return the mean difference of pairs with its 95 % interval, as part of a line; empty for one pair."""
+    mean, error = both.select(
+        pl.col("difference").mean().alias("mean"),
+        (pl.col("difference").std() / pl.len().sqrt()).alias("error"),
+    ).row(0)
+    return "" if error is None else f", difference {mean:z.3f} ± {1.96 * error:.3f} (95 %)"
+
+
 def _summary(rows: pl.DataFrame, a: str, b: str) -> str:
     """Summarize the compared rows in one line: number of rows, mean rewards, counts of differences, rank correlation.
 
-    Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2; 12 higher by addition@2, 9
+    Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2, difference 0.027 ± 0.012 (95 %); 12 higher by addition@2, 9
     lower; rank correlation 0.31".
     """
     noun = ("prompt", "") if is_version(a) else ("trajectory", "trajectories")
@@ -165,7 +174,7 @@ def _summary(rows: pl.DataFrame, a: str, b: str) -> str:
         return f"{count_noun(len(rows), *noun)} in both, none with both rewards"
     first, second = (float(both.select(pl.col(name).mean()).item()) for name in ("a", "b"))
     said = "of" if is_version(a) else "by"
-    means = f"mean reward {first:z.3f} {said} {a} and {second:z.3f} {said} {b}"
+    means = f"mean reward {first:z.3f} {said} {a} and {second:z.3f} {said} {b}{_difference(both)}"
     rank = both.select(pl.corr("a", "b", method="spearman")).item()
     correlation = "" if rank is None or math.isnan(rank) else f"; rank correlation {rank:z.2f}"
     better = both.filter(pl.col("difference") > 0).height
