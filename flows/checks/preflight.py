@@ -92,9 +92,15 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
 
 
 def _check_trainer(config: RunConfig) -> None:
-    """Raise ConfigError if a C++ compiler is missing to launch a trainer, or the access token of the one at train.url."""
+    """Raise ConfigError for what a launched trainer lacks here, or for the missing access token of the one at train.url."""
     if not config.train.url:
         check_trainer()
+        if config.sync.host in ("", "0.0.0.0", "::"):
+            raise ConfigError("sync.host", config.sync.host, "give one address, which servers can connect to")
+        check_address("sync.host", config.sync.host)
+        if config.sync.transport in ("nccl", "ipc") and not read_gpus():
+            remedy = "it sends weights between GPUs, and this machine has none; give auto"
+            raise ConfigError("sync.transport", config.sync.transport, remedy)
     elif not os.environ.get(TOKEN_ENV):
         remedy = "set this environment variable to the access token of the trainer at train.url"
         raise ConfigError(TOKEN_ENV, "", remedy)
@@ -345,6 +351,19 @@ def check_trainer() -> None:
             "DeepSpeed builds an extension at first use: install a C++ compiler (Debian: apt-get install g++)"
         )
         raise ConfigError("C++ compiler", compiler, remedy)
+
+
+def check_address(field: str, host: str) -> None:
+    """Raise ConfigError, which names a setting or an option, if this machine cannot listen at an address or a host's name."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            field, host, f"it is no address of this machine ({reason}); give one that is"
+        ) from None
 
 
 def check_port(port: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from rollmill.flows.checks.preflight import check_port, check_trainer, check_vllm
+from rollmill.flows.checks.preflight import check_address, check_port, check_trainer, check_vllm
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError
@@ -36,6 +36,7 @@ def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
     """
     nodes.check(config.train.ranks)
     check_trainer()
+    check_address("--host", host)
     check_port(port)
     given = os.environ.get(TOKEN_ENV)
     token = given or secrets.token_urlsafe(24)
@@ -70,6 +71,7 @@ def vllm_here(config: RunConfig, host: str, port: int) -> None:
     """
     check_vllm(config)
     check_guarded(config.serve, host=host)
+    check_address("--host", host)
     check_port(port)
     model = start_model_folder(config)
     if not (model / "config.json").is_file():

@@ -116,6 +116,12 @@ def run_in_folder(
         run_flow(call, before=make_room, is_done=lambda: is_finished(folder))
 
 
+def fork_here(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> None:
+    """Create the run `name` as `prepare_fork` does, and run it; nothing is created if something that it needs is missing."""
+    preflight(fork_config(source, overrides))
+    run_here(prepare_fork(source, step, name, overrides), name, again=False)
+
+
 def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:
     """Create the run `name` from the rows of `source` before `step` and its last checkpoint; returns the settings.
 

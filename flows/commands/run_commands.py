@@ -83,10 +83,10 @@ def fork(
     overrides: Overrides = None,
 ) -> None:
     """Begin a run at a step of another, with other settings, and run it; the same command resumes it."""
-    from rollmill.flows.commands.new_runs import prepare_fork, run_here
+    from rollmill.flows.commands.new_runs import fork_here
     from rollmill.flows.run.folder import find_run
 
-    run_here(prepare_fork(find_run(run), step, name, tuple(overrides or ())), name, again=False)
+    fork_here(find_run(run), step, name, tuple(overrides or ()))
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -95,7 +95,9 @@ def compact(
     grace: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="Seconds that superseded shards stay for readers; default: the run's setting."
+            min=0.1,
+            max=3600.0,
+            help="Seconds that superseded shards stay for readers; default: the run's setting.",
         ),
     ] = None,
 ) -> None:

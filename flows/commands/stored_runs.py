@@ -273,10 +273,9 @@ async def compact_run(folder: RunFolder, grace_s: float | None, say: Callable[[s
         StoreError: a partition could not be compacted; `say` got the reason.
     """
     manifest, before = read_manifest(folder), _count_shards(folder)
-    stored = StoreConfig.model_validate(manifest.config.get("store", {}))
-    grace = stored.compaction_grace_s if grace_s is None else grace_s
     # The command compacts even if the run's settings switch compaction off.
-    config = stored.model_copy(update={"compact": "after_grace", "compaction_grace_s": grace})
+    given = {"compact": "after_grace"} | ({} if grace_s is None else {"compaction_grace_s": grace_s})
+    config = parse_settings(StoreConfig, manifest.config.get("store", {}) | given)
     with OpenRun.extend(folder, config_of=config) as run:
         async with run.writer, Compactor(run.files, run.writer, config, say) as compactor:
             # Steps after the last checkpoint may still be replaced on resume.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.checks.preflight import check_store
+from rollmill.flows.checks.preflight import check_address, check_store
 from rollmill.flows.presets import parse_yaml
 from rollmill.flows.run.folder import find_run, run_folder
 from rollmill.flows.settings import load
@@ -126,3 +126,11 @@ def test_a_command_that_fails_says_so_in_one_message(words: str, message: str) -
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("host", ["999.9.9.9", "203.0.113.1", "nosuch.invalid", "x" * 300, "\udcff"])
+def test_an_address_of_another_machine_is_refused_for_listening(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host = .*: it is no address of this machine"):
+        check_address("--host", host)
+    for own in ("127.0.0.1", "localhost", "0.0.0.0"):
+        check_address("--host", own)

@@ -11,7 +11,7 @@ import pytest
 from model_families import save_byte_tokenizer
 
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
-from rollmill.flows.commands.new_runs import fork_config
+from rollmill.flows.commands.new_runs import fork_config, fork_here
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.store.config import StoreConfig
@@ -132,6 +132,10 @@ def test_contradictions_are_refused_with_what_to_change(settings: list[str], mes
             r"score\.advantage = 'math:sqrt': tried on the rewards \[0\.0, 1\.0\]",
         ),
         (["train.loss=gpso"], r"train\.loss = 'gpso': .* did you mean gspo\?"),
+        (["sync.host=203.0.113.1"], r"sync\.host = '203\.0\.113\.1': it is no address of this machine"),
+        (["sync.host=nosuch.invalid"], r"sync\.host = 'nosuch\.invalid': it is no address of this machine"),
+        (["sync.host="], r"sync\.host = '': give one address"),
+        (["sync.host=0.0.0.0"], r"sync\.host = '0\.0\.0\.0': give one address"),
         (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
     ],
 )
@@ -338,3 +342,12 @@ def test_another_program_for_vllms_python_is_refused(text: str, message: str, tm
 def test_what_is_no_program_is_refused_as_vllms_python(python: str) -> None:
     with pytest.raises(ConfigError, match=rf"serve\.python = '{python}': there is no Python; create"):
         preflight(load("quickstart", (f"serve.python={python}",)))
+
+
+def test_a_fork_that_lacks_something_leaves_nothing(tmp_path: Path) -> None:
+    settings = (f"store.root={tmp_path}", "model=nowhere", "start_model.steps=0")
+    with open_run(tmp_path / "run", load("quickstart", settings).model_dump(mode="json")) as run:
+        folder = run.folder
+    with pytest.raises(ConfigError, match="model = 'nowhere': not a model folder"):
+        fork_here(folder, 1, "forked", ())
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.run_tables import check_rollouts
 from rollmill.tasks.store.filesystem import describe_os_error, open_files, publish_path
 from rollmill.tasks.store.folders import PARTITION_KEYS, PartitionValue, RunFolder
 from rollmill.tasks.store.reader import read
@@ -64,6 +65,8 @@ def export_datasets(
         if name not in PARTITION_KEYS:
             known = ", ".join(PARTITION_KEYS)
             raise ConfigError("--dataset", name, f"unknown data set; the data sets are {known}")
+    if "rollouts" in (datasets or PARTITION_KEYS):
+        check_rollouts(folder)
     if output.exists():
         raise ConfigError("--output", str(output), "it exists already; give a new folder, or remove it")
     with contextlib.ExitStack() as publishing:

@@ -5,13 +5,15 @@ from typing import Any
 
 import polars as pl
 
+from rollmill.tasks.errors import ShardError
 from rollmill.tasks.look.tables.selection import Selection, check_known, scan_partitions, select_partitions
 from rollmill.tasks.look.tables.trajectory_table import make_trajectories_view
 from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_uniform, limit_notes, order_rows
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import Scan, scan
-from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.reader import Scan, list_steps, scan
+from rollmill.tasks.store.rows import name_first
+from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.step_settings import describe_setting_changes, list_setting_changes
 
 FULL_REWARD = 1.0
@@ -255,3 +257,17 @@ def _describe_steps(steps: list[int] | None) -> str:
     if steps is None:
         return ""
     return f" of step {steps[0]}" if len(steps) == 1 else f" of steps {steps[0]} to {steps[-1]}"
+
+
+def check_rollouts(folder: RunFolder) -> None:
+    """Refuse a run with groups of a step and no rollouts of it; ShardError names the steps.
+
+    A run that trains on the rollouts of others has none.
+    """
+    if not has_manifest(folder) or read_manifest(folder).sources:
+        return
+    if gone := sorted(set(list_steps(folder, "groups")) - set(list_steps(folder, "rollouts"))):
+        raise ShardError(
+            f"{folder.dataset('rollouts')}: the rollouts of {count_noun(len(gone), 'step')} are gone, whose groups are stored: "
+            f"{name_first(gone)}; restore them from a copy of the run (`rollmill verify` names everything that is missing)"
+        )

@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.curves import Chart, Curves, Series, list_charts, read_curves
+from rollmill.tasks.look.tables.run_tables import check_rollouts
 from rollmill.tasks.look.tables.view import count_noun
 from rollmill.tasks.store.folders import RunFolder
 
@@ -39,12 +40,15 @@ POINTS: dict[str, dict[str, Any]] = {
 def plot_run(folder: RunFolder, output: Path | None = None) -> Path:
     """Draw the charts of a run into an image file and return its path; by default plot.png in the run's local folder.
 
-    Raises ConfigError if the image cannot be written there, or its suffix is of no supported image format.
+    Raises:
+        ConfigError: the image cannot be written there, or its suffix is of no supported image format.
+        ShardError: the run's rollouts are gone.
     """
     path = output or folder.local / PICTURE
     form = path.suffix.removeprefix(".").lower()
     if form not in FORMATS:
         raise ConfigError("--output", str(path), f"give a name that ends in .{', .'.join(FORMATS)}")
+    check_rollouts(folder)
     figure = draw(folder.name, read_curves(folder))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
