@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from rollmill.flows.config import FOREIGN, RunConfig
 from rollmill.flows.presets import are_algorithms, parse_yaml, preset_values
 from rollmill.flows.rules import check_config
-from rollmill.tasks.config import ADDRESS, VARIABLE, VARIABLES, StageConfig, suggest
+from rollmill.tasks.config import ADDRESS, LINK, VARIABLE, VARIABLES, StageConfig, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import TrainConfig, settings_by_step
@@ -104,6 +104,8 @@ def _mask_refused(error: ErrorDetails) -> tuple[object, str]:
         return HIDDEN, NAMES_VARIABLE if pattern == VARIABLE else NAMES_VARIABLES
     if pattern == ADDRESS:
         return value, "write the address with its scheme, as http://host:port or https://host/path"
+    if pattern == LINK:
+        return value, "write the address as http://host:port, without spaces, quotes, brackets, | and \\"
     return value, _REMEDIES.get(error["type"], error["msg"])
 
 

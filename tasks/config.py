@@ -60,6 +60,8 @@ VARIABLES = r"^([A-Za-z_][A-Za-z0-9_]*\*?|\*)$"
 RESERVED_VARIABLES = ("AWS_", "MLFLOW_", "PREFECT_", "ROLLMILL_TRAINER_")
 # Start of a service's address, or no address.
 ADDRESS = "^(https?://|$)"
+# An address that pages link to: in Markdown nothing of it ends the link or is HTML.
+LINK = r"""^(https?://[^\s<>()\[\]{}"'`\\|]+)?$"""
 Address = Annotated[str, Field(pattern=ADDRESS)]
 HeadDtype = Literal["float32", "model"]
 # A GPU by its position among the visible ones, or by UUID; YAML and `--set` read [0,1] as numbers.

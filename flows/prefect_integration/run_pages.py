@@ -13,7 +13,7 @@ from rollmill.tasks.look.tables.run_tables import format_with_interval, make_run
 from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun
-from rollmill.tasks.look.terminal.markdown_escape import escape_block, escape_inline
+from rollmill.tasks.look.terminal.markdown_escape import escape_block, escape_inline, make_table
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, scan
 
@@ -105,7 +105,7 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
         for each in read_held_out(folder).to_dicts()
     ]
     view = make_run_view(folder)
-    heading, rule, *steps = view.markdown()
+    heading, rule, *steps = make_table(view)
     lines = [f"# {escape_inline(folder.name)}", "", escape_inline(view.title, MOST_LINE), ""]
     lines += [f"![curves](data:image/png;base64,{base64.b64encode(picture).decode()})", ""]
     if evaluations:
@@ -157,7 +157,7 @@ def _tables(views: Iterable[View]) -> str:
     for view in views:
         if view.rows and view.title != PATH:
             notes = (escape_inline(note, MOST_LINE) for note in view.notes)
-            lines += [f"**{escape_inline(view.title, MOST_LINE)}**", "", *view.markdown(), "", *notes, ""]
+            lines += [f"**{escape_inline(view.title, MOST_LINE)}**", "", *make_table(view), "", *notes, ""]
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rollmill.tasks.config import StageConfig, setting
+from rollmill.tasks.config import LINK, StageConfig, setting
 
 
 class ObserveConfig(StageConfig):
@@ -20,6 +20,7 @@ class ObserveConfig(StageConfig):
     viewer_url: str = setting(
         "http://127.0.0.1:4300",
         "Address that the pages link to for trajectories, where `rollmill view RUN` listens; empty: no links.",
+        pattern=LINK,
     )
     diagnostics: bool = setting(
         False,

@@ -16,6 +16,7 @@ from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View
+from rollmill.tasks.look.terminal.markdown_escape import make_table
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.store.folders import RunFolder
@@ -73,7 +74,7 @@ def has(page: str, views: list[View]) -> None:
     for view in views:
         if view.rows and view.title != PATH:
             at = lines.index(view.title)
-            shown = [plain(line)[0] for line in view.markdown()]
+            shown = [plain(line)[0] for line in make_table(view)]
             assert lines[at + 2 : at + 2 + len(shown)] == shown
             assert set(view.notes) <= set(lines)
 

@@ -97,12 +97,6 @@ class View:
             table.add_row(*(Text(_shorten_cell(column.cell(row), shown[column.name])) for column in columns))
         return table
 
-    def markdown(self) -> list[str]:
-        """Return the rows as lines of a markdown table."""
-        rows = [[column.cell(row).replace("|", "\\|") for column in self.columns] for row in self.rows]
-        headings = [column.heading for column in self.columns]
-        return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
-
     def _fitting(self, width: int | None) -> dict[str, int]:
         """Return the width in cells of each column that fits, by name."""
         natural = {

@@ -2,8 +2,9 @@
 
 import re
 import string
+from collections.abc import Mapping
 
-from rollmill.tasks.look.tables.view import count_noun, escape_controls
+from rollmill.tasks.look.tables.view import Column, View, count_noun, escape_controls
 
 JOINER = "\u2060"
 """Zero-width character; after an ampersand it keeps Prefect's older UI from decoding `&lt;` in code."""
@@ -30,6 +31,18 @@ def escape_block(text: str, most: int = MOST_BLOCK) -> list[str]:
     runs = [len(run) for run in re.findall(r"`+", shown)]
     fence = "`" * max(3, 1 + max(runs, default=0))
     return [f"{fence}text", *shown.split("\n"), fence]
+
+
+def make_table(view: View) -> list[str]:
+    """Return the rows of a view as lines of a Markdown table: heading, rule, rows. Texts are escaped."""
+
+    def cell(column: Column, row: Mapping[str, object]) -> str:
+        shown = column.cell(row)
+        return shown if isinstance(row[column.name], int | float | None) else escape_inline(shown)
+
+    headings = [column.heading for column in view.columns]
+    rows = [[cell(column, row) for column in view.columns] for row in view.rows]
+    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
 
 
 def shorten_text(text: str, most: int) -> str:

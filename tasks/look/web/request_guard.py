@@ -4,25 +4,47 @@ The viewer listens on loopback only, but a page of another site in a local brows
 open pages, and nothing else.
 """
 
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+import typer
 from flask import Flask, Request, Response, abort, request
+from werkzeug.exceptions import HTTPException
 
+from rollmill.tasks.errors import describe_error
+from rollmill.tasks.look.tables.view import escape_controls
 from rollmill.tasks.processes.browser_requests import find_refusal
 
 LOOPBACK = "127.0.0.1"
 CALLBACKS = "/_dash-update-component"
 """The only address that accepts POST requests: Dash callbacks, none of which writes."""
 
+MOST_REASON = 200
+"""Most characters shown of an error."""
+
 
 def install_guard(server: Flask, script_hashes: Sequence[str]) -> None:
-    """Make the server refuse requests of other sites, and send headers that let its pages load only its own files."""
+    """Make the server refuse requests of other sites and malformed ones, and send headers that let pages load only its own files."""
     policy = _policy(script_hashes)
 
     @server.before_request
     def refuse() -> None:
         if reason := check_request(request):
             abort(Response(f"{reason}\n", 403, mimetype="text/plain"))
+
+    @server.errorhandler(Exception)
+    def refuse_malformed(error: Exception) -> Response | HTTPException:
+        """Answer 400, and print one line, if a callback raises: the page shows errors in what it reads without raising."""
+        if isinstance(error, HTTPException):
+            return error
+        if request.path != CALLBACKS:
+            raise error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        kind, text = describe_error(error)
+        reason = escape_controls(f"{kind}: {' '.join(text[:MOST_REASON].split())}")
+        typer.echo(f"a request failed: {reason} ({Path(frame.filename).name}:{frame.lineno})", err=True)
+        return Response(f"the request is malformed: {reason}\n", 400, mimetype="text/plain")
 
     @server.after_request
     def restrict(response: Response) -> Response:
