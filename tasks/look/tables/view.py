@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from unicodedata import category
 
 import polars as pl
@@ -19,6 +20,9 @@ LEAST_TEXT = 14
 """Smallest width in cells at which a text column is shown."""
 GAP = 2
 """Spaces between two columns."""
+
+MOST_MARKS = 4
+"""Most combining marks on one character that are shown; languages need up to three or four."""
 
 _UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories of invisible characters: controls, formats, surrogates, line separators."""
@@ -135,10 +139,13 @@ def drop_uniform(
 def escape_controls(text: str) -> str:
     """Replace control, invisible and bidirectional characters of a text by visible symbols or codes.
 
-    Line ends and tabs stay, and so do joiners inside an emoji or a word that needs them.
+    Line ends and tabs stay, and so do joiners inside an emoji or a word that needs them. Of more than MOST_MARKS combining marks on
+    one character, which would be painted over other lines, the rest is counted.
 
-    Example: an escape character becomes ␛, a right-to-left override <U+202E>.
+    Example: an escape character becomes ␛, a right-to-left override <U+202E>, five acute accents four and <+1 mark>.
     """
+    if not text.isascii():
+        text = _compile_marks().sub(_count_marks, text)
     # Nearly every text is harmless, and two scans in C are quicker than a look at each character.
     if text.isprintable() and not _BLANK.search(text):
         return text
@@ -148,6 +155,20 @@ def escape_controls(text: str) -> str:
 def count_noun(n: int, noun: str, plural: str = "") -> str:
     """Format a count with its noun. Example: for "group" it gives "1 group" and "2 groups"."""
     return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+@cache
+def _compile_marks() -> re.Pattern[str]:
+    """Return the pattern of more than MOST_MARKS combining marks: those that stay, and the others."""
+    marks = [each for each in map(chr, range(0x300, 0x20000)) if category(each) in ("Mn", "Me")]
+    basic, others = ("".join(each for each in marks if (each > "\uffff") is high) for high in (False, True))
+    # Python searches a set of characters above U+FFFF one by one: the lookahead keeps all others from it.
+    mark = f"(?:[{basic}]|(?=[\U00010000-\U0001ffff])[{others}])"
+    return re.compile(f"({mark}{{{MOST_MARKS}}})({mark}+)")
+
+
+def _count_marks(found: re.Match[str]) -> str:
+    return f"{found[1]}<+{count_noun(len(found[2]), 'mark')}>"
 
 
 def _mark(character: str) -> str:

@@ -1,8 +1,14 @@
 """Output of commands that read runs: tables for the terminal's width, JSON for programs, findings with their remedies."""
 
+import json
+import math
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
+from typing import Literal
 
 import orjson
 import typer
@@ -22,8 +28,37 @@ UNBOUNDED = 100_000
 
 
 def print_json(values: Mapping[str, object]) -> None:
-    """Print one JSON object in UTF-8; NaN becomes null, times are ISO 8601."""
-    typer.echo(orjson.dumps(values, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+    """Print one JSON object in UTF-8; NaN becomes null, times are ISO 8601. For a terminal it has no control characters."""
+    text = encode_json(values, indent=2).decode()
+    typer.echo(text if not sys.stdout.isatty() else escape_json(text))
+
+
+def encode_json(values: Mapping[str, object], indent: Literal[0, 2] = 0) -> bytes:
+    r"""Return a JSON object in UTF-8; half a surrogate pair, which a model may write and UTF-8 lacks, is an escape: \ud83d."""
+    try:
+        option = orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
+        return orjson.dumps(values, default=str, option=option)
+    except orjson.JSONEncodeError:
+        return json.dumps(_prepare_json(values), default=str, indent=indent or None).encode()
+
+
+def _prepare_json(value: object) -> object:
+    """Return a value for the library `json` with NaN, infinity and times as orjson writes them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {str(name): _prepare_json(each) for name, each in value.items()}
+    return [_prepare_json(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def escape_json(text: str) -> str:
+    r"""Escape control, invisible and bidirectional characters in JSON text, which stays the same JSON: DEL becomes \u007f."""
+    # Line ends of the layout stay; within texts they are escaped already.
+    return re.sub(
+        r"[^ -~\n]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text
+    )
 
 
 def print_view(view: View) -> None:

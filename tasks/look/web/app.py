@@ -1,19 +1,17 @@
 """The viewer: its web server on loopback, and the routes and callbacks of its Dash application."""
 
 import importlib
-import json
 import logging
 import re
 import socket
 import threading
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import orjson
 import typer
 from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
 from dash.development.base_component import Component
@@ -23,6 +21,7 @@ from werkzeug.serving import make_server
 from rollmill.tasks.errors import ConfigError, RollmillError
 from rollmill.tasks.look.tables.trajectory_record import find_trajectory
 from rollmill.tasks.look.tables.view import Column, escape_controls
+from rollmill.tasks.look.terminal.output import encode_json
 from rollmill.tasks.look.terminal.trajectory_tokens import LoadTokenizer
 from rollmill.tasks.look.web.grid import ROWS_AT_ONCE, cells, parse_sort
 from rollmill.tasks.look.web.pages.compare_page import comparison_columns, read_comparison, render_comparison
@@ -333,14 +332,6 @@ def _downloads(app: Dash, source: RunData) -> None:
         # The id is part of the address, and must not inject a line break into a header.
         name = re.sub(r"[^\w.-]", "_", f"{source.folder.name}-{found.short}.json", flags=re.ASCII)
         head = {"Content-Disposition": f'attachment; filename="{name}"'}
-        return Response(_json(found.values()), mimetype="application/json", headers=head)
+        return Response(encode_json(found.values()), mimetype="application/json", headers=head)
 
     app.server.add_url_rule(f"/download{TRAJECTORY}<short>.json", view_func=download)
-
-
-def _json(values: Mapping[str, object]) -> bytes:
-    try:
-        return orjson.dumps(values, default=str, option=orjson.OPT_NON_STR_KEYS)
-    except orjson.JSONEncodeError:
-        # A model may write half a surrogate pair, which UTF-8 does not have: it stays the escape that it is stored as.
-        return json.dumps(values, default=str).encode()
