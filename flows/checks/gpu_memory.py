@@ -155,7 +155,7 @@ def _list_changes(
         if LEAST_SHARE <= share < config.serve.gpu_memory_utilization:
             yield "serve.gpu_memory_utilization", share
     if trains and train.offload == "none":
-        if train.zero_stage == 0 and train.dtype == "float32":
+        if train.zero_stage == 0:
             yield "train.zero_stage", 1
         yield "train.offload", "optimizer"
 

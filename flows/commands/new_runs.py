@@ -18,11 +18,14 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.fork_copy import fork_run
 from rollmill.tasks.store.run.immutable_settings import get_setting, list_differences
 from rollmill.tasks.store.run.manifest import check_sources, read_manifest
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
 
 # Fixed settings, or sections of them, that determine a checkpoint; a fork keeps its source's.
 WEIGHT_SETTINGS = ("model", "start_model.", "train.dtype", "train.lora.")
 # Fixed settings that determine the numbers of groups; a fork keeps its source's.
 NUMBERING_SETTINGS = ("rollout.groups_per_step",)
+# Fixed settings of training that hold for all steps of a trainer, also for the source's steps that a fork trains on again.
+REFERENCE_SETTINGS = ("train.kl.reference", "train.kl.model", "train.replay_routing")
 # It determines the numbers of groups too; a fork may raise it.
 REFILLS = "rollout.max_refill_groups"
 
@@ -139,6 +142,7 @@ def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[st
     """
     config = fork_config(source, overrides)
     values = config.model_dump(mode="json")
+    _check_reapplied(source, step, values)
     fork_run(source, step, run_folder(name, config), values, config.store, SETTINGS_BY_STEP)
     return config
 
@@ -169,6 +173,17 @@ def fork_config(source: RunFolder, overrides: Sequence[str]) -> RunConfig:
     model = start_model_folder(validate(stored))
     start_model = config.start_model.model_copy(update={"steps": 0})
     return config.model_copy(update={"model": str(Path(model).absolute()), "start_model": start_model})
+
+
+def _check_reapplied(source: RunFolder, step: int, values: dict[str, Any]) -> None:
+    """Raise RunMismatchError if a fork would train on stored steps again under settings that cannot change between two steps."""
+    version = max((each for each in list_complete_checkpoints(source) if each <= step), default=0)
+    fixed = {name: default for name, default in find_fixed_settings().items() if name in REFERENCE_SETTINGS}
+    if version < step and (lines := list_differences(read_manifest(source).config, values, fixed)):
+        raise RunMismatchError(
+            f"a fork of {source.location} at step {step} trains on its steps from {version} on again, which these settings "
+            "would change:\n" + "\n".join(lines) + f"\nfork it at step {version}, or give the source's values"
+        )
 
 
 def _check_refills(stored: dict[str, Any], config: RunConfig, source: RunFolder) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from rollmill.tasks.config import ADDRESS, Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
 from rollmill.tasks.errors import ConfigError
@@ -93,12 +93,19 @@ class TrainConfig(StageConfig):
         "GPUs of a launched trainer's ranks, by their position among the visible ones or by UUID, such as [0,1]; empty: the first "
         "ones.",
     )
-    zero_stage: int = setting(0, "DeepSpeed ZeRO stage.", ge=0, le=3, basic=True)
     dtype: Literal["float32", "bfloat16"] = setting(
         choose_dtype,
         "Number format of the trained weights. Default: bfloat16 if the machine where the settings are read has a GPU, else "
         "float32.",
         fixed=True,
+    )
+    zero_stage: int = setting(
+        0,
+        "DeepSpeed ZeRO stage. 0 becomes 1 in bfloat16, whose weights are kept in single precision by the optimizer of stage 1.",
+        ge=0,
+        le=3,
+        basic=True,
+        validate_default=True,
     )
     head_dtype: HeadDtype = setting(
         "float32",
@@ -188,6 +195,11 @@ class TrainConfig(StageConfig):
     command_timeout_s: float = setting(
         3600.0, "Time limit of one command of the trainer (a step, a load, a checkpoint), in seconds.", gt=0.0
     )
+
+    @field_validator("zero_stage")
+    @classmethod
+    def _raise_stage(cls, value: int, info: ValidationInfo) -> int:
+        return max(1, value) if info.data.get("dtype") == "bfloat16" else value
 
 
 # Settings of `train` that no update depends on, except for rounding, or that a loaded trainer cannot change.

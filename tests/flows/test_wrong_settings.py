@@ -11,12 +11,15 @@ import pytest
 from model_families import save_byte_tokenizer
 
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
-from rollmill.flows.commands.new_runs import fork_config, fork_here
+from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.store.config import StoreConfig
-from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.filesystem import publish_text
+from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import dataset_schema, make_batch
 
 
 @pytest.mark.parametrize(
@@ -246,6 +249,33 @@ def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
                 fork_config(run.folder, overrides)
         else:
             assert fork_config(run.folder, overrides).rollout.max_refill_groups == refills
+
+
+@pytest.mark.parametrize("checkpoint", [None, 1, 2])
+async def test_a_fork_with_another_reference_begins_at_a_checkpoint(
+    tmp_path: Path, checkpoint: int | None
+) -> None:
+    config = load("quickstart", (f"store.root={tmp_path}", "model=m", "start_model.steps=0"))
+    empty = make_batch("batches", {name: [] for name in dataset_schema("batches").names})
+    with open_run(tmp_path / "run", config.model_dump(mode="json")) as run:
+        async with run.writer as writer:
+            for step in range(2):
+                await writer.append("batches", empty, step=step)
+        if checkpoint is not None:
+            marker = {"run": run.manifest.run, "version": checkpoint, "digest": "d"}
+            key = f"checkpoints/version={checkpoint:06d}/{CHECKPOINT_MARKER}"
+            publish_text(run.files, key, json.dumps(marker).encode())
+    folder, overrides = RunFolder(tmp_path / "run"), ("train.kl.reference=frozen", "train.lr=0.5")
+    if checkpoint == 2:
+        assert prepare_fork(folder, 2, "fork", overrides).train.kl.reference == "frozen"
+        return
+    first = checkpoint or 0
+    message = rf"at step 2 trains on its steps from {first} on again, (?s:.*)train\.kl\.reference: .*\nfork it at step {first}"
+    with pytest.raises(RunMismatchError, match=message):
+        prepare_fork(folder, 2, "fork", overrides)
+    prepare_fork(folder, 2, "fork", ("train.lr=0.5",))
+    (kept,) = read_manifest(RunFolder(tmp_path / "fork")).earlier_settings
+    assert (kept.until_step, kept.settings["train.lr"]) == (2, config.train.lr)
 
 
 def open_run(folder: Path, config: dict[str, Any]) -> OpenRun:

@@ -115,3 +115,10 @@ async def test_records_out_of_order_are_found(tmp_path: Path) -> None:
         assert find(folder) == [
             f"its earlier_settings end at steps {', '.join(map(str, ends))}, and 4 steps are done"
         ]
+
+
+def test_stage_0_is_recorded_as_the_stage_1_that_bfloat16_trains_under() -> None:
+    assert TrainConfig(dtype="float32").zero_stage == 0
+    assert TrainConfig(dtype="bfloat16").zero_stage == 1
+    assert TrainConfig(zero_stage=0, dtype="bfloat16").zero_stage == 1
+    assert TrainConfig(zero_stage=3, dtype="bfloat16").zero_stage == 3

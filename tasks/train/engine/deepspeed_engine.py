@@ -86,7 +86,7 @@ class Engine:
         self._max_grad_norm = config.max_grad_norm
         # The host runs ahead of a GPU: without waiting, a part's seconds would be booked to later parts.
         self._waits_for_device = device.type == "cuda"
-        self._is_plain = config.zero_stage == 0 and config.dtype == "float32"
+        self._is_plain = config.zero_stage == 0
         optimizer = torch.optim.AdamW(
             [each for each in model.parameters() if each.requires_grad],
             lr=config.lr,
@@ -198,15 +198,13 @@ class Engine:
 
 
 def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration; bfloat16 needs stage 1 at least, which keeps the weights in single precision."""
-    is_plain = config.zero_stage == 0 and config.dtype == "float32"
-    stage = config.zero_stage if config.dtype == "float32" else max(1, config.zero_stage)
+    """DeepSpeed's configuration."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         # DeepSpeed divides by nothing but the ranks: the denominator of the loss is in `backward_scale`.
         "gradient_accumulation_steps": 1,
         # `_plain_update` clips itself: it must know the norm before DeepSpeed steps.
-        "gradient_clipping": 0.0 if is_plain else config.max_grad_norm,
+        "gradient_clipping": 0.0 if config.zero_stage == 0 else config.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         # bfloat16 hardly overflows, but a NaN must not reach the weights.
         "bf16": {"enabled": config.dtype == "bfloat16", "check_grad_overflow": True},
@@ -215,7 +213,7 @@ def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]
         # torch's AdamW is used with offloading too.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": stage,
+            "stage": config.zero_stage,
             **{part: {"device": "cpu", "pin_memory": True} for part in _OFFLOADED[config.offload]},
             "overlap_comm": False,
             "stage3_param_persistence_threshold": _PERSISTENT_VECTORS * hidden_size,

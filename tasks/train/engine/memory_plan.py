@@ -146,8 +146,7 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
     neither gradient nor moments. Offloading takes gradients along with what the optimizer keeps.
     """
     item = _item_bytes(config)
-    # bfloat16 runs at stage 1 at least, which keeps the weights in single precision.
-    stage = config.zero_stage if config.dtype == "float32" else max(1, config.zero_stage)
+    stage = config.zero_stage
     n = sizes.parameters
     adapters = sizes.adapter_parameters(config.lora.rank) if config.lora.rank else 0
     trained = adapters or n
