@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import StageConfig, setting
+from rollmill.tasks.config import YEAR_S, StageConfig, setting
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.score.config import ScoreConfig
@@ -305,7 +305,10 @@ class RunConfig(FlowConfig):
         ge=0,
     )
     start_timeout_s: float = setting(
-        600.0, "Time limit for a launched trainer or vLLM server to become healthy, in seconds.", gt=0.0
+        600.0,
+        "Time limit for a launched trainer or vLLM server to become healthy, in seconds.",
+        gt=0.0,
+        le=YEAR_S,
     )
     rollout: RolloutConfig = setting(RolloutConfig(), "Sampling.")
     score: ScoreConfig = setting(ScoreConfig(), "Scoring and advantages.")

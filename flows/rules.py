@@ -3,15 +3,17 @@
 import re
 
 from rollmill.flows.config import RunConfig
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, show_value
 from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
 from rollmill.tasks.store.run.immutable_settings import get_setting
-from rollmill.tasks.train.config import START_MODEL_POSITIONS
+from rollmill.tasks.train.config import START_MODEL_POSITIONS, CheckpointConfig, TrainConfig
 from rollmill.tasks.train.setting_rules import check_objective, check_offload
 
 # A setting's dotted name, whether its value is wrong, and what to do then.
 Rule = tuple[str, bool, str]
+# Policy versions; asynchronous training is rarely stable above some ten.
+MOST_STALENESS = 32
 
 
 def check_config(config: RunConfig) -> None:
@@ -23,6 +25,36 @@ def check_config(config: RunConfig) -> None:
     # The trainer checks its settings with these too, so they raise instead of returning errors.
     check_objective(config.train)
     check_offload(config.train)
+
+
+def list_doubts(config: RunConfig) -> list[str]:
+    """Return one line for each setting that is allowed and rarely meant."""
+    train, steps = config.train, config.steps
+    n_updates = steps * train.epochs * train.updates_per_step
+    doubts: list[Rule] = [
+        ("train.lr", train.lr == 0.0, "no weight changes"),
+        (
+            "rollout.max_staleness",
+            config.rollout.max_staleness > MOST_STALENESS,
+            f"trajectories more than {MOST_STALENESS} policy versions old rarely help",
+        ),
+        (
+            "train.warmup_steps",
+            train.warmup_steps >= n_updates and train.warmup_steps != TrainConfig().warmup_steps,
+            f"the run has {n_updates} updates, and the learning rate does not reach train.lr before its end",
+        ),
+        (
+            "checkpoint.every",
+            config.checkpoint.every > steps and config.checkpoint.every != CheckpointConfig().every,
+            f"the run has {steps} steps, and its only checkpoint is at the end",
+        ),
+    ]
+    values = config.model_dump(mode="json")
+    return [
+        f"{field} = {show_value(get_setting(values, field, None))}: {what}"
+        for field, is_doubtful, what in doubts
+        if is_doubtful
+    ]
 
 
 def _model_rules(config: RunConfig) -> list[Rule]:

@@ -44,6 +44,8 @@ TITLE_WORDS = {
 }
 LIMITS = {"ge": "At least", "gt": "Above", "le": "at most", "lt": "below"}
 LONGEST_DEFAULT = 40
+YEAR_S = 31_536_000.0
+"""Upper bound of time limits, in seconds: libraries overflow far above it."""
 NO_SECRET = (
     "an address may hold no user name, password or key: settings are stored and shown; leave them out, and give them by "
     "the environment variables that docs/security.md names"

@@ -4,11 +4,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, find_source_steps
 from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.rules import list_doubts
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from rollmill.flows.settings import SETTINGS_BY_STEP, apply_overrides, find_fixed_settings, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
@@ -49,6 +52,8 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
 
         return post_train(name, config, redo_failed)
 
+    for doubt in list_doubts(config):
+        typer.echo(f"rollmill: warning: {doubt}", err=True)
     preflight(config)
     run_in_folder(call, name, config, again=again)
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import StageConfig, VariablePattern, setting
+from rollmill.tasks.config import YEAR_S, StageConfig, VariablePattern, setting
 
 # Arguments of rendering that are no arguments of a template.
 _RENDERING = (
@@ -157,12 +157,14 @@ class RolloutConfig(StageConfig):
         0,
         "Worker processes of the environment; 0: it runs in the flow's process, a verifiers environment in one worker.",
         ge=0,
+        le=4096,
     )
     env_timeout_s: float = setting(
         60.0,
         "Time limit of one call of an environment in a worker process, in seconds; a worker that does not answer is "
         "restarted.",
         gt=0.0,
+        le=YEAR_S,
     )
     env_worker_max_episodes: int = setting(
         0, "Episodes after which a worker process is replaced, against memory leaks; 0: never.", ge=0
@@ -176,6 +178,7 @@ class RolloutConfig(StageConfig):
         900.0,
         "Time limit of one trajectory, in seconds, including waits for a server; then it is cancelled.",
         gt=0.0,
+        le=YEAR_S,
     )
 
     @field_validator("chat_template_kwargs", mode="before")

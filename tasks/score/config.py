@@ -1,6 +1,6 @@
 """Settings of scoring and advantages."""
 
-from rollmill.tasks.config import ADDRESS, SecretVariable, StageConfig, env_variable_setting, setting
+from rollmill.tasks.config import ADDRESS, YEAR_S, SecretVariable, StageConfig, env_variable_setting, setting
 
 RUBRIC = """\
 - An attempt that reaches its goal scores well above every attempt that does not.
@@ -76,8 +76,8 @@ class ScoreConfig(StageConfig):
     )
     judge: JudgeConfig = setting(JudgeConfig(), "The LLM of the scorers judge and ruler.")
     reward_model: RewardModelConfig = setting(RewardModelConfig(), "The model of the scorer reward_model.")
-    timeout_s: float = setting(60.0, "Time limit of one call of a scorer, in seconds.", gt=0.0)
-    workers: int = setting(1, "Worker processes for scorers that are not asynchronous.", ge=1)
+    timeout_s: float = setting(60.0, "Time limit of one call of a scorer, in seconds.", gt=0.0, le=YEAR_S)
+    workers: int = setting(1, "Worker processes for scorers that are not asynchronous.", ge=1, le=4096)
     max_in_flight: int = setting(64, "Largest number of concurrent calls of asynchronous scorers.", ge=1)
     overlong_tokens: tuple[int, ...] = setting(
         (),

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import Address, Gpu, StageConfig, choose_dtype, setting
+from rollmill.tasks.config import YEAR_S, Address, Gpu, StageConfig, choose_dtype, setting
 
 # Arguments of vLLM that hold a key or a token, and the abbreviations that argparse accepts for them.
 _SECRET_ARGUMENT = re.compile(
@@ -18,7 +18,7 @@ class ServeConfig(StageConfig):
     """Settings of the vLLM servers."""
 
     servers: int = setting(
-        1, "vLLM servers to launch on this machine, if serve.urls is empty.", ge=1, basic=True
+        1, "vLLM servers to launch on this machine, if serve.urls is empty.", ge=1, le=1024, basic=True
     )
     max_model_len: int = setting(
         4096, "Largest number of tokens of prompt and completions together.", ge=8, fixed=True, basic=True
@@ -61,7 +61,9 @@ class ServeConfig(StageConfig):
         (),
         "Addresses (http://host:port) of running vLLM servers to attach to; empty: launch serve.servers on this machine.",
     )
-    request_timeout_s: float = setting(300.0, "Time limit of one generation request, in seconds.", gt=0.0)
+    request_timeout_s: float = setting(
+        300.0, "Time limit of one generation request, in seconds.", gt=0.0, le=YEAR_S
+    )
 
     @field_validator("extra_args")
     @classmethod

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rollmill.tasks.config import StageConfig, setting
+from rollmill.tasks.config import YEAR_S, StageConfig, setting
 
 
 class SyncConfig(StageConfig):
@@ -24,9 +24,12 @@ class SyncConfig(StageConfig):
         "",
         "Folder or s3:// address, readable by all servers, for weights that travel by files; empty: the run's folder.",
     )
-    timeout_s: float = setting(120.0, "Time limit of the sync of one server, in seconds.", gt=0.0)
+    timeout_s: float = setting(120.0, "Time limit of the sync of one server, in seconds.", gt=0.0, le=YEAR_S)
     stall_timeout_s: float = setting(
-        20.0, "Time without any byte after which a server is removed from the pool, in seconds.", ge=0.1
+        20.0,
+        "Time without any byte after which a server is removed from the pool, in seconds.",
+        ge=0.1,
+        le=YEAR_S,
     )
     parity_sequences: int = setting(
         4,

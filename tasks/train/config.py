@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from rollmill.tasks.config import ADDRESS, Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
+from rollmill.tasks.config import ADDRESS, YEAR_S, Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
 from rollmill.tasks.errors import ConfigError
 
 Ratio = Annotated[float, Field(ge=0.0)]
@@ -62,7 +62,9 @@ class ImportanceConfig(StageConfig):
 class LoraConfig(StageConfig):
     """Settings of low-rank adapters (library peft)."""
 
-    rank: int = setting(0, "Rank of the adapters; 0: no adapters, all weights are trained.", ge=0, fixed=True)
+    rank: int = setting(
+        0, "Rank of the adapters; 0: no adapters, all weights are trained.", ge=0, le=65536, fixed=True
+    )
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0.0, fixed=True)
     targets: tuple[str, ...] = setting(
         (),
@@ -85,9 +87,9 @@ class TrainConfig(StageConfig):
         "package.module:function (docs/algorithms.md).",
         basic=True,
     )
-    lr: float = setting(1e-6, "Learning rate of AdamW.", ge=0.0, basic=True)
+    lr: float = setting(1e-6, "Learning rate of AdamW.", ge=0.0, le=1.0, basic=True)
     kl: KLConfig = setting(KLConfig(), "KL divergence of the policy from a reference policy.")
-    ranks: int = setting(1, "Trainer processes; one GPU for each.", ge=1, basic=True)
+    ranks: int = setting(1, "Trainer processes; one GPU for each.", ge=1, le=4096, basic=True)
     gpus: tuple[Gpu, ...] = setting(
         (),
         "GPUs of a launched trainer's ranks, by their position among the visible ones or by UUID, such as [0,1]; empty: the first "
@@ -186,14 +188,17 @@ class TrainConfig(StageConfig):
         "How trajectories share a forward pass. padded: trajectories of similar length, padded. varlen: one after another "
         "without padding, a common prompt computed once. auto: varlen where model and machine support it.",
     )
-    threads: int = setting(1, "CPU threads of each rank.", ge=1)
+    threads: int = setting(1, "CPU threads of each rank.", ge=1, le=4096)
     url: str = setting(
         "",
         "Address (http://host:port) of a running trainer to attach to; empty: launch one on this machine.",
         pattern=ADDRESS,
     )
     command_timeout_s: float = setting(
-        3600.0, "Time limit of one command of the trainer (a step, a load, a checkpoint), in seconds.", gt=0.0
+        3600.0,
+        "Time limit of one command of the trainer (a step, a load, a checkpoint), in seconds.",
+        gt=0.0,
+        le=YEAR_S,
     )
 
     @field_validator("zero_stage")

@@ -12,6 +12,7 @@ from model_families import save_byte_tokenizer
 
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
+from rollmill.flows.rules import list_doubts
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.store.config import StoreConfig
@@ -381,3 +382,52 @@ def test_a_fork_that_lacks_something_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model = 'nowhere': not a model folder"):
         fork_here(folder, 1, "forked", ())
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "start_timeout_s=1e30",
+        "rollout.env_timeout_s=1e9",
+        "rollout.trajectory_timeout_s=1e9",
+        "score.timeout_s=1e9",
+        "serve.request_timeout_s=1e9",
+        "sync.timeout_s=1e30",
+        "sync.stall_timeout_s=1e9",
+        "train.command_timeout_s=1e308",
+        "train.lr=2",
+        "train.threads=100000",
+        "train.ranks=100000",
+        "train.lora.rank=100000",
+        "rollout.env_workers=100000",
+        "score.workers=100000",
+        "serve.servers=100000",
+    ],
+)
+def test_numbers_that_nothing_can_have_are_refused(setting: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(setting.partition('=')[0])} = .*less than or equal to"
+    ):
+        load("quickstart", (setting,))
+
+
+@pytest.mark.parametrize(
+    ("setting", "doubt"),
+    [
+        ("train.lr=0", "train.lr = 0.0: no weight changes"),
+        (
+            "rollout.max_staleness=1000",
+            "rollout.max_staleness = 1000: trajectories more than 32 policy versions old",
+        ),
+        ("train.warmup_steps=1000000", "train.warmup_steps = 1000000: the run has 40 updates"),
+        ("checkpoint.every=1000000", "checkpoint.every = 1000000: the run has 40 steps"),
+    ],
+)
+def test_settings_that_are_rarely_meant_are_one_line_of_warning(setting: str, doubt: str) -> None:
+    (line,) = list_doubts(load("quickstart", (setting,)))
+    assert line.startswith(doubt)
+
+
+@pytest.mark.parametrize("preset", [each.stem for each in Path("conf").glob("*.yaml")])
+def test_no_preset_is_doubtful(preset: str) -> None:
+    assert list_doubts(load(preset)) == []

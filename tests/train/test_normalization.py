@@ -28,8 +28,9 @@ def test_each_normalization_is_the_mean_of_its_name(settings: dict[str, object],
 
 
 def rates(n_updates: int, **settings: object) -> list[float]:
-    config = TrainConfig.model_validate({"lr": 3.0, "warmup_steps": 3} | settings)
-    return [round(learning_rate(config, n), 6) for n in range(n_updates)]
+    """Learning rates of the first updates, in tenths."""
+    config = TrainConfig.model_validate({"lr": 0.3, "warmup_steps": 3} | settings)
+    return [round(10.0 * learning_rate(config, n), 5) for n in range(n_updates)]
 
 
 def test_rate_rises_over_the_first_updates_and_stays() -> None:
