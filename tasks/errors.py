@@ -110,7 +110,13 @@ class RunFinishedError(StoreError):
 
 
 class ServiceError(RollmillError):
-    """Base of the errors of services, which are vLLM servers and the trainer."""
+    """Base of the errors of services, such as a vLLM server, the trainer or an environment's worker.
+
+    Attributes:
+        service: name of the service.
+        reason: what happened.
+        log_tail: last lines of its log; empty if it has none here.
+    """
 
     def __init__(self, service: str, reason: str, log_tail: str = "") -> None:
         super().__init__(service, reason, log_tail)

@@ -20,10 +20,10 @@ GIB_PER_GB = 0.995
 def memory_lines(config: RunConfig, gpu_gb: float = 0.0) -> Iterator[str]:
     """Yield lines for the terminal: a trainer rank's memory by use, in GiB, and a server's weights and cache per token.
 
-    The last line says whether both fit in GPUs of `gpu_gb` GB, those of this machine if it is 0, and else what to change.
+    The last line says whether both fit in GPUs of `gpu_gb` GB, or if that is 0, in those of this machine; and if not, what to change.
 
     Raises:
-        ConfigError: there is no start model to read sizes from.
+        ConfigError: there is no start model to read sizes from, or its config.json is not that of a decoder like Llama.
     """
     path = start_model_folder(config) / "config.json"
     if not path.is_file():

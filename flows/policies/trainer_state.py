@@ -53,7 +53,13 @@ class TrainerState:
         return self.current.version
 
     async def load(self) -> None:
-        """Load the run's last checkpoint into the trainer, and train again on the batches stored since."""
+        """Load the run's last complete checkpoint, or the start model, and train again on every batch stored since.
+
+        Then `version` is the number of stored batches, and `replayed` has the results of the steps trained again.
+
+        Raises:
+            ServiceDiedError: the trainer is gone.
+        """
         end = await self.load_checkpoint()
         for step in range(self.version, end):
             await self.replay(step)

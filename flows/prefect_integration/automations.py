@@ -16,7 +16,7 @@ def read_automations() -> list[AutomationCore]:
 
 
 async def put_automations(automations: list[AutomationCore]) -> None:
-    """Create automations on the server of PREFECT_API_URL, or update those with the same names."""
+    """Create automations on the server of PREFECT_API_URL; one with the same name is updated, and further ones are deleted."""
     async with get_client() as client:
         for each in automations:
             await _put(client, each)

@@ -63,10 +63,10 @@ async def mark_leftovers(folder: RunFolder, files: Files, timeout_s: float = TIM
 
 
 async def mark_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State) -> None:
-    """Mark the task runs that ended with a cancelled flow run as Cancelled; Prefect has them as Crashed, or as unfinished.
+    """Mark as Cancelled the task runs that a cancel ended, which Prefect shows as Crashed or unfinished.
 
-    A hook of Prefect, which the worker calls when the run's process is gone. What that process sent to a slow server may be
-    recorded later still.
+    It is a hook: Prefect's worker calls it when the flow run's process has ended. A slow Prefect server may record task runs of
+    that process only later; they stay Running until the run is started again.
     """
     async with get_client() as client:
         began = await _find_last_start(client, flow_run.id)

@@ -66,7 +66,10 @@ class LogprobRecomputation:
         self._wake.set()
 
     async def end(self) -> float:
-        """Stop sending bundles before training starts; return the seconds waited for the bundle in progress."""
+        """Stop sending bundles, and wait for the one that the trainer computes; returns the seconds waited.
+
+        Call it before a step is trained. Trajectories that are still queued are left to the training step.
+        """
         self._step, started = NO_STEP, time.perf_counter()
         async with self._busy:
             return time.perf_counter() - started

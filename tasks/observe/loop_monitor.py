@@ -197,10 +197,13 @@ class LagWarnings:
         )
 
     def warn_of_step(self, p99_ms: float, late: Beat, sites_s: Mapping[str, float], phase: str = "") -> None:
-        """Warn of a step whose p99 lag is above its bound.
+        """Warn of a step if its p99 lag is above `max_lag_p99_ms` and was not reported yet; otherwise do nothing.
 
-        `late` is the sum of its late beats; `sites_s` has seconds of lag by stack site, "" for those that were not sampled; `phase` is
-        what the step was doing during most of the lag.
+        Args:
+            p99_ms: 99th percentile of the step's lag.
+            late: sum of the step's late beats.
+            sites_s: seconds of lag by stack site; "" has those that were not sampled.
+            phase: what the step was doing during most of the lag; empty if that is not known.
         """
         known = [each for each in sites_s.items() if each[0] not in ("", NO_PROCESSOR)]
         most = nlargest(NAMED_IN_A_WARNING, known, key=itemgetter(1))

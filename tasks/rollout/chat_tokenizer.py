@@ -33,7 +33,11 @@ Tools: TypeAlias = Sequence[Mapping[str, object]]
 
 
 class ChatTokenizer:
-    """A model's tokenizer, with the chat template that formats its conversations, if the model has one."""
+    """A model's tokenizer, with the chat template that formats its conversations, if the model has one. Made by `load`.
+
+    Attributes:
+        eos_ids: ids of the end-of-sequence tokens.
+    """
 
     def __init__(
         self,

@@ -40,8 +40,8 @@ def make_routing_row(run: str, step: int, trajectory_id: str, parts: Sequence[np
 def read_routing(folder: RunFolder, step: int, ids: Sequence[str]) -> list[np.ndarray]:
     """Read the routed experts of trajectories of a step: for each id [N, layers, experts per token], row i for token i.
 
-    The last token of a trajectory has no row, nor have tokens that were never computed. On a local disk the arrays are views of the
-    mapped shards.
+    The arrays have the stored integer type, such as uint8. The last token of a trajectory has no row, nor have tokens that were
+    never computed. On a local disk the arrays are read-only views of the mapped shards.
 
     Raises:
         ShardError: some trajectories have none stored: they were not kept, or store.keep_routing_steps removed them.

@@ -52,7 +52,10 @@ class TensorCut:
     shard_bytes: int
 
     def find_range(self, tensor: TensorPlan, rank: int) -> Range:
-        """Return the range of the stream that a rank sends of the tensor; empty (n, n) if none."""
+        """Return the part of `tensor` that rank `rank` sends: (first byte, byte after the last one) in the stream of all weights.
+
+        It is empty, (n, n), if the rank sends none of it.
+        """
         shard = rank * self.shard_bytes - self.start + tensor.offset
         return overlap((tensor.offset, tensor.offset + tensor.size_bytes), (shard, shard + self.shard_bytes))
 

@@ -92,7 +92,7 @@ class Reception:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start one thread for each link, which receives its buckets; returns at once, `join` waits for their end."""
         for link in self._links:
             link.stalls.take()
         with use_all_cores():

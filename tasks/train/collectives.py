@@ -42,7 +42,11 @@ class RankWaits(NamedTuple):
 
 
 class CollectiveTimes:
-    """Records when this process entered and left each collective; on a GPU by the device's clock."""
+    """Records when this process entered and left each collective since `begin`; on a GPU by the device's clock.
+
+    Put each collective in a `with times.collective():` block, and each backward pass that reduces gradients in
+    `with times.reduction():`. `visits` returns what was recorded. A process has one object, `times`.
+    """
 
     def __init__(self) -> None:
         self._visits: list[tuple[Moment, Moment]] = []

@@ -49,7 +49,10 @@ class Samples:
 
     @classmethod
     def from_tokens(cls, token_ids: list[np.ndarray], loss_masks: list[np.ndarray]) -> "Samples":
-        """Rows of known tokens without a sampler: temperature 1, advantage 0."""
+        """Make rows from [T] token ids and [T] loss masks alone, to compute log-probabilities of known tokens.
+
+        Temperatures are 1, advantages and the sampler's log-probabilities 0, ids and environments empty texts.
+        """
         n_rows = len(token_ids)
         return cls(
             trajectory_ids=[""] * n_rows,

@@ -60,7 +60,10 @@ class SendProgress:
 
     @contextmanager
     def report_periodically(self, sent: Sending) -> Iterator[None]:
-        """Store the result of `sent`, bytes by server, for rank 0 every `every_s` seconds of the `with` block."""
+        """Call `sent` every `every_s` seconds of the `with` block, and store its result for `total`; a thread does it.
+
+        The end of the block removes this rank's numbers from the total.
+        """
         ended = threading.Event()
 
         def report() -> None:

@@ -36,7 +36,12 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Upper bound of the seconds by which a remedy shortens the median step; something else may limit it earlier."""
+    """How much a remedy can shorten a step.
+
+    Attributes:
+        remedy: what is changed, in words.
+        seconds: upper bound of what the median step saves; something else may limit it earlier.
+    """
 
     remedy: str
     seconds: float

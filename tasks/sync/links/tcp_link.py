@@ -89,7 +89,10 @@ class _TcpConnection:
 
 
 class TcpSender(_TcpConnection):
-    """The trainer's end of a TCP link: listens at a separate port until the receiver has connected."""
+    """The trainer's end of a TCP link; `open` listens at a free port, which it publishes in the rendezvous, for one receiver.
+
+    See `SendingLink` for the interface. `Rendezvous` has the time limits and the secret.
+    """
 
     def open(self) -> None:
         """Wait until the receiver connects, as `SendingLink.open`."""

@@ -82,7 +82,11 @@ class InitInfo(_InitInfo):
 
 @dataclass
 class UpdateInfo(_UpdateInfo):
-    """Arguments to apply the weights received last; `reports` is the address for the worker's second report."""
+    """Arguments to load the weights received last into the live model.
+
+    Attributes:
+        reports: address of `WorkerReports`, to which the worker sends whether its live model has the weights.
+    """
 
     reports: str = ""
 

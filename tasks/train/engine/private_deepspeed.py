@@ -78,7 +78,10 @@ def local_tensor(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def shard_range(parameter: torch.nn.Parameter, rank: int) -> tuple[int, int]:
-    """Return the (first, end) numbers of a flat partitioned parameter that are on a rank, without padding; may be empty."""
+    """Return which elements of a ZeRO-3 parameter, flattened, are on a rank: (first index, index after the last), without padding.
+
+    Both are equal if the rank has none.
+    """
     size, numel = int(_private(parameter, "partition_numel")()), int(_private(parameter, "ds_numel"))
     start = min(rank * size, numel)
     return start, min(start + size, numel)

@@ -59,7 +59,11 @@ PartLoad: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 def model_class(folder: str) -> type[PreTrainedModel]:
-    """Return the class of the model in a folder."""
+    """Return the class that AutoModelForCausalLM chooses for a model folder, from its config.json; reads no weights.
+
+    Raises:
+        OSError, ValueError: there is no config.json, or transformers has no causal language model for it.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     return type(model)

@@ -220,7 +220,18 @@ class Command(msgspec.Struct, Generic[Answer], kw_only=True, forbid_unknown_fiel
 
 
 class LoadPolicy(Command[None]):
-    """Command that loads `version` of a run: the start model, and the state of a checkpoint if one is given."""
+    """Command that loads a policy version in place of the current one: the start model, and a checkpoint's state if one is given.
+
+    A command that is refused leaves the current policy loaded. Its errors are those of `RankWorker.check_load`.
+
+    Attributes:
+        run_id: random id of the run; the checkpoint must be of this run.
+        incarnation: number of this load, higher than that of any earlier one; with run and version it names the weights.
+        model: folder of the start model, from which the architecture is read.
+        folder: location of the run's folder.
+        checkpoint: location of the checkpoint's folder; None: version 0, the start model.
+        version: policy version to load, which the checkpoint must have.
+    """
 
     is_joined = True
     needs_policy = False

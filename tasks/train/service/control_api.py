@@ -66,7 +66,10 @@ class Operation:
     spans: list[Span] = field(default_factory=list)
 
     def run(self, run: Callable[[Command[Any]], Any]) -> None:
-        """Run the command and set its answer, or its RollmillError, as the outcome; other errors are raised."""
+        """Call `run` with the command, and set what it returns, or the RollmillError that it raises, as the outcome.
+
+        Other errors are raised, and leave the outcome open. Call it once.
+        """
         try:
             answer = run(self.command)
         except RollmillError as error:
