@@ -131,7 +131,10 @@ class ChatTokenizer:
         messages = (Message("user", "question"), Message("assistant", "policy"))
         function = tools[0].get("function", tools[0]) if tools else {}
         name = str(function.get("name", "tool")) if isinstance(function, Mapping) else "tool"
-        reply = Message(role, "answer", name=name if role == "tool" else "")
+        reply = Message(role, "answer")
+        if role == "tool":
+            # Mistral's templates require the id of a call, of nine characters.
+            reply = replace(reply, name=name, tool_call_id="000000000")
         try:
             self.encode_reply(messages, (reply,), tools, last_token=-1)
         except EpisodeError as error:

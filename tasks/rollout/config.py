@@ -184,15 +184,18 @@ class RolloutConfig(StageConfig):
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _write_template_arguments(cls, given: object) -> object:
-        # YAML, and so --set, reads a JSON object as one.
-        return json.dumps(given) if isinstance(given, dict) else given
+        # YAML, and so --set, reads a JSON object as a mapping; one with dates or cycles is none.
+        try:
+            return json.dumps(given) if isinstance(given, dict) else given
+        except (TypeError, ValueError):
+            return given
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_arguments(cls, text: str) -> str:
         try:
             arguments = json.loads(text or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise PydanticCustomError("json", 'give a JSON object, such as {"enable_thinking": false}')

@@ -13,6 +13,7 @@ from model_families import save_byte_tokenizer
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.rules import list_doubts
+from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.store.config import StoreConfig
@@ -89,6 +90,10 @@ from rollmill.tasks.store.schemas import dataset_schema, make_batch
         (
             ["rollout.chat_template_kwargs=[1]"],
             r"rollout\.chat_template_kwargs = \[1\]: Input should be a valid string",
+        ),
+        (
+            ["rollout.chat_template_kwargs={since: 2026-01-01}"],
+            r"rollout\.chat_template_kwargs = .*: Input should be a valid string",
         ),
         (
             ["rollout.chat_template_kwargs='{1}'"],
@@ -431,3 +436,20 @@ def test_settings_that_are_rarely_meant_are_one_line_of_warning(setting: str, do
 @pytest.mark.parametrize("preset", [each.stem for each in Path("conf").glob("*.yaml")])
 def test_no_preset_is_doubtful(preset: str) -> None:
     assert list_doubts(load(preset)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.5}, True),
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.5}, False),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, False),
+        ({}, False),
+    ],
+)
+def test_a_model_that_asks_for_a_load_balancing_loss_is_warned_about(
+    settings: dict[str, Any], warns: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    warning = describe_missing_loss(tmp_path)
+    assert ("router_aux_loss_coef = 0.5 has no effect" in warning) == bool(warning) == warns

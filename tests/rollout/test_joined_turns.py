@@ -343,6 +343,10 @@ def test_a_template_that_cannot_join_turns_is_refused_with_a_remedy(load: Load, 
         tokenizer.check_turns("tool", TOOLS)
 
 
+def test_a_template_that_needs_the_id_of_a_call_is_not_refused(load: Load) -> None:
+    load(Form(templates.MISTRAL, ("<|im_end|>",) * 2, "", "")).check_turns("tool", TOOLS)
+
+
 def test_a_template_that_leaves_out_earlier_messages_is_refused(load: Load) -> None:
     form = Form("{{ messages[-1].content }}", ("<|im_end|>",) * 2, "", "")
     with pytest.raises(ConfigError, match="leaves out the policy's messages"):
