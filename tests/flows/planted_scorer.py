@@ -1,5 +1,6 @@
-"""A scorer that misbehaves as a trajectory's number says; worker processes of the chaos test import it by path."""
+"""Scorers that worker processes import by path: one misbehaves as a trajectory's number says, one looks for a variable."""
 
+import os
 import time
 
 from rollmill.tasks.score.scorer import Candidate, Reward
@@ -21,3 +22,13 @@ class PlantedScorer:
         if number % RAISES == 0:
             raise RuntimeError(f"planted for number {number}")
         return Reward(sum(character.isdigit() for character in candidate.answer) / 8)
+
+
+def sees_variable(candidate: Candidate) -> float:
+    """Reward 1 if the worker has the variable that `rollout.env_variables` names, 0 otherwise."""
+    return float("PLANTED_VARIABLE" in os.environ)
+
+
+def sees_variable_too(candidate: Candidate) -> float:
+    """Return the same; it is another scorer for rescoring."""
+    return sees_variable(candidate)

@@ -1,14 +1,27 @@
 """Secrets do not come into settings, and what foreign text says is shown without them and without commands to a terminal."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rollmill.flows.cli import main
+from rollmill.flows.collect import collect
+from rollmill.flows.config import RescoreConfig
 from rollmill.flows.prefect_integration.progress import CONSOLE
+from rollmill.flows.rescore import rescore
 from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError, mask_credentials, printable
+from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.tables.view import escape_controls
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.vllm_launch import check_guarded
+from rollmill.tasks.store.folders import RunFolder
+from tests.stubs.toy_settings import validate_toy
+from tests.stubs.vllm_server import StubVllmServer
 
 SECRET = "planted-password"
 ADDRESS = f"http://me:{SECRET}@host:5000/path"
@@ -117,3 +130,36 @@ def test_the_output_of_a_run_commands_no_terminal(monkeypatch: pytest.MonkeyPatc
         progress.say(f"server: \x1b]0;title\x07 {ADDRESS} [bold]")
     assert "\x1b" not in captured.get()
     assert lines == [escape_controls("server: \x1b]0;title\x07 http://***@host:5000/path [bold]")]
+
+
+@pytest.mark.service
+def test_scorers_of_a_run_and_of_its_rescoring_have_the_variables_that_its_settings_name(
+    prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PLANTED_VARIABLE", SECRET)
+    model = save_character_tokenizer(tmp_path / "model")
+    (model / "config.json").write_text("{}")
+    port = free_port()
+    server = StubVllmServer(model, 0.01).serve(port)
+    store = {"root": str(tmp_path / "runs")}
+    config = validate_toy(
+        {
+            "steps": 1,
+            "model": str(model),
+            "rollout": {"groups_per_step": 1, "group_size": 2, "env_variables": ["PLANTED_VARIABLE"]},
+            "score": {"scorer": "planted_scorer:sees_variable"},
+            "serve": {"urls": [f"http://127.0.0.1:{port}"]},
+            "store": store,
+        }
+    )
+    again = RescoreConfig.model_validate(
+        {"score": {"scorer": "planted_scorer:sees_variable_too"}, "store": store}
+    )
+    try:
+        with temporary_settings({PREFECT_API_URL: prefect_api}):
+            folder = RunFolder(asyncio.run(collect("seen", config)))
+            asyncio.run(rescore("seen", again))
+    finally:
+        server.stop()
+    assert [each.reward for each in read_score_totals(folder)] == [1.0, 1.0]
