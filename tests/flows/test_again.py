@@ -228,13 +228,16 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
 
     kill_when(workplace, words, lambda: len(list(new.glob("batches/*/*.arrow"))) > 2)
     before = scan(new, "batches")
-    resumed = workplace.run(*words)
+    # Every step keeps the settings that it was trained under, also in the replay across the change.
+    changed = (*words, "--set", "train.lr=3e-3", "--set", "train.normalization=sequence")
+    resumed = workplace.run(*changed)
     lose_the_end(new)
-    ended_again = workplace.run(*words)
+    ended_again = workplace.run(*changed)
     replayed = workplace.run("replay", "new", "--from", "2")
     verified = workplace.run("verify", "new")
 
     assert resumed.returncode == 0, resumed.stdout
+    assert "on: train.lr: " in resumed.stdout
     assert ended_again.returncode == 0, ended_again.stdout
     assert (new / "checkpoints" / "version=000006" / "COMPLETE.json").is_file()
     assert read_manifest(RunFolder(new)).status == "finished"
