@@ -172,9 +172,19 @@ def test_a_given_template_takes_the_place_of_the_models_with_its_arguments(
         ChatTokenizer.load(folder, "none.jinja")
 
 
-def test_an_error_in_a_templates_expression_fails_the_episode(save: SaveModel) -> None:
-    tokenizer = ChatTokenizer.load(save("{{ messages[0].content + 1 }}"))
-    with pytest.raises(EpisodeError, match="refuses a conversation of user: can only concatenate"):
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("messages[0].content + 1", "can only concatenate"),
+        ("1 / 0", "division by zero"),
+        ("messages[9].content", "has no element 9"),
+    ],
+)
+def test_an_error_in_a_templates_expression_fails_the_episode(
+    save: SaveModel, expression: str, reason: str
+) -> None:
+    tokenizer = ChatTokenizer.load(save(f"{{{{ {expression} }}}}"))
+    with pytest.raises(EpisodeError, match=f"refuses a conversation of user: .*{reason}"):
         tokenizer.encode((ASKED,))
 
 
