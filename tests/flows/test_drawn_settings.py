@@ -195,11 +195,12 @@ def test_drawn_settings_are_refused_or_accepted(check: Check) -> None:
 
 @pytest.mark.long
 def test_settings_that_nobody_has_drawn_yet_are_refused_or_accepted(check: Check) -> None:
-    timed = within(240.0, check)
+    end = time.monotonic() + 240.0
 
-    @settings(max_examples=20_000, suppress_health_check=UNHURRIED, database=None)
+    @settings(max_examples=100, suppress_health_check=UNHURRIED, database=None)
     @given(changes())
     def draw(values: dict[str, Any]) -> None:
-        timed(values)
+        check(values)
 
-    draw()
+    while time.monotonic() < end:
+        draw()

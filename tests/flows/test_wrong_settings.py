@@ -16,6 +16,7 @@ from rollmill.flows.rules import list_doubts
 from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
+from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import publish_text
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
@@ -453,3 +454,12 @@ def test_a_model_that_asks_for_a_load_balancing_loss_is_warned_about(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     warning = describe_missing_loss(tmp_path)
     assert ("router_aux_loss_coef = 0.5 has no effect" in warning) == bool(warning) == warns
+
+
+@pytest.mark.skipif(bool(read_gpus()), reason="this machine has a GPU")
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_a_transport_between_gpus_is_refused_without_any(transport: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"sync\.transport = '{transport}': .* this machine has none; give auto"
+    ):
+        preflight(load("quickstart", (f"sync.transport={transport}",)))
