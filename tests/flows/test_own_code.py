@@ -100,8 +100,10 @@ def test_a_loss_that_cannot_be_tried_in_time_is_refused() -> None:
     ("text", "message"),
     [
         ("import sys; sys.exit()", r"SystemExit: "),
-        ("import os; os._exit(0)", r"ended without a result"),
-        ("def f(tokens): raise SystemExit(0)", r"tried on three tokens, it raised SystemExit: 0"),
+        pytest.param("import os; os._exit(0)", r"ended without a result", marks=pytest.mark.long),
+        pytest.param(
+            "def f(tokens): raise SystemExit(0)", r"it raised SystemExit: 0", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_loss_that_ends_its_process_is_refused(
