@@ -58,5 +58,5 @@ async def test_environment_that_takes_too_much_memory_is_an_error() -> None:
     worker = await WorkerProcess.start("worker", WORKER_COMMAND, settings, log=None, stop_grace_s=1.0)
     with pytest.raises(ForeignError) as raised:
         await worker.wait_until_ready(TIMEOUT_S)
-    assert raised.value.kind == "MemoryError"
+    assert "MemoryError" in str(raised.value)
     await worker.stop()
