@@ -36,7 +36,9 @@ def trainer_here(config: RunConfig, nodes: Nodes, host: str, port: int) -> None:
     """
     nodes.check(config.train.ranks)
     check_trainer()
-    check_address("--host", host)
+    if nodes.number == 0:
+        # The other machines do not listen there.
+        check_address("--host", host)
     check_port(port)
     given = os.environ.get(TOKEN_ENV)
     token = given or secrets.token_urlsafe(24)
