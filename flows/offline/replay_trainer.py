@@ -63,7 +63,7 @@ class ReplayTrainer:
             run_id=self._manifest.run,
             step=step,
             digest=digest,
-            settings=self._manifest.settings_of(step, SETTINGS_BY_STEP),
+            settings=self._manifest.find_settings(step, SETTINGS_BY_STEP),
             stages_rows=False,
         )
         return await self.client.do(command)

@@ -108,7 +108,7 @@ class TrainerState:
             run_id=self._run.id,
             step=step,
             digest=digest,
-            settings=self._run.store.manifest.settings_of(step, SETTINGS_BY_STEP),
+            settings=self._run.store.manifest.find_settings(step, SETTINGS_BY_STEP),
         )
         result = await self._client.do(command, starts=starts_ns)
         for rank, started_ns in starts_ns.items():

@@ -50,7 +50,7 @@ def _list_wrong_rates(run: RunView) -> Iterator[str]:
             return
         if (measured := found.get(RATE)) is None:
             continue
-        recorded = run.manifest.settings_of(step, defaults)
+        recorded = run.manifest.find_settings(step, defaults)
         config = with_settings(TrainConfig(), {name: recorded[name] for name in defaults})
         made = int(found.get(UPDATES, 0))
         # An update that was dropped has a rate too, and the next one the same.

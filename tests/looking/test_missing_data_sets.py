@@ -23,6 +23,8 @@ def run(
         shutil.copytree(small_run.local, folder)
         shutil.rmtree(folder / without)
         monkeypatch.chdir(tmp_path)
+        # Wide enough for a path of any length.
+        monkeypatch.setenv("COLUMNS", "400")
         monkeypatch.setattr("sys.argv", ["rollmill", command, str(folder), *words])
         with pytest.raises(SystemExit) as end:
             cli.main()

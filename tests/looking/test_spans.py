@@ -62,7 +62,7 @@ def test_one_steps_table_lists_its_critical_path(rollmill: Command, timed_run: R
 def test_a_steps_page_in_prefect_has_the_table(timed_run: RunFolder) -> None:
     page = StepPage(timed_run, 1, "").time()
     assert "| collect | generating | 3.500 | 35.0 |" in page
-    assert "| 2 ranks | waiting_for_rank | trainer/1 | 0.750 | 7.5 |" in page
+    assert r"| 2 ranks | waiting\_for\_rank | trainer\/1 | 0.750 | 7.5 |" in page
 
 
 def test_a_step_that_is_not_over_counts_for_no_mean(rollmill: Command, timed_run: RunFolder) -> None:

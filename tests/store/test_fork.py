@@ -132,7 +132,7 @@ async def test_a_fork_has_the_settings_that_the_steps_before_it_were_trained_und
         (third, [0.0] * 2 + [0.2] * 3),
     ):
         manifest = read_manifest(folder)
-        assert [manifest.settings_of(step, by_step)["train.lr"] for step in range(5)] == rates, folder.name
+        assert [manifest.find_settings(step, by_step)["train.lr"] for step in range(5)] == rates, folder.name
 
 
 async def test_a_fork_without_recorded_settings_has_those_of_its_source_before_its_step(
@@ -143,7 +143,7 @@ async def test_a_fork_without_recorded_settings_has_those_of_its_source_before_i
     fork_run(source, 3, target, CONFIG | {"train": {"lr": 0.2}}, CONFIG_OF)
     by_step = {"train.lr": 0.1}
     manifest = read_manifest(target)
-    assert [manifest.settings_of(step, by_step)["train.lr"] for step in (2, 3)] == [0.1, 0.2]
+    assert [manifest.find_settings(step, by_step)["train.lr"] for step in (2, 3)] == [0.1, 0.2]
     given = {"train": {"lr": 0.5}}
     kept = manifest.keep_earlier_settings(4, given, by_step)
     assert [(each.until_step, each.settings["train.lr"]) for each in kept] == [(3, 0.1), (4, 0.2)]

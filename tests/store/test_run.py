@@ -246,7 +246,7 @@ async def test_changed_settings_hold_from_the_first_step_without_a_batch(root: s
     assert rates_of(run) == [(2, 0.1)]
     run = await train_under(root, rows, 0.3)
     assert rates_of(run) == [(2, 0.1), (3, 0.2)]
-    assert [run.manifest.settings_of(step, BY_STEP)["train.lr"] for step in range(5)] == [
+    assert [run.manifest.find_settings(step, BY_STEP)["train.lr"] for step in range(5)] == [
         0.1,
         0.1,
         0.2,
@@ -280,5 +280,5 @@ async def test_the_run_json_of_a_run_without_records_is_read(root: str, rows: Ro
     stored = json.loads(read_text(open_files(run.folder), "run.json"))
     del stored["earlier_settings"]
     publish_text(open_files(run.folder), "run.json", json.dumps(stored).encode())
-    assert read_manifest(run.folder).settings_of(0, BY_STEP)["train.lr"] == 0.1
+    assert read_manifest(run.folder).find_settings(0, BY_STEP)["train.lr"] == 0.1
     assert rates_of(await train_under(root, rows, 0.2)) == [(1, 0.1)]

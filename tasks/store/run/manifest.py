@@ -88,7 +88,7 @@ class Manifest:
         """Return the id of the run that wrote the rows of a step: this run, or one that it was forked from."""
         return next((origin.run for origin in self.origins if step < origin.step), self.run)
 
-    def settings_of(self, step: int, by_step: Mapping[str, Any]) -> dict[str, Any]:
+    def find_settings(self, step: int, by_step: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that a step is trained under, by dotted name.
 
         `by_step` has the defaults of these settings, which count for one that is not recorded.
