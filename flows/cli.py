@@ -60,7 +60,8 @@ def main() -> None:
             if sys.stdout:
                 sys.stdout.flush()
     except OSError as error:
-        with suppress(OSError):
+        # Without a standard output there is nothing to close.
+        with suppress(OSError, AttributeError):
             # What was not written must not be tried again when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         file = f": {show_value(error.filename)}" if error.filename else ""

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +25,7 @@ from rollmill.tasks.processes.python_child import child_environment, python_comm
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.environment import (
     Environment,
+    Episode,
     SingleTurn,
     WarmUp,
     environment_library,
@@ -73,32 +73,35 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     Raises:
         ConfigError: the first thing that is missing.
     """
-    environment = _check_stages(config) if samples else None
+    tried = _check_stages(config) if samples else None
     # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:
         _check_loss(config.train, config.start_timeout_s)
     tokenizer = _check_model(config)
-    if environment and tokenizer:
-        _check_turns(environment, tokenizer)
+    if tried and tokenizer:
+        _check_turns(*tried, tokenizer)
     check_store(config.store.root)
     check_sinks(config.observe)
     if samples and not config.serve.urls:
         check_vllm(config)
     if trains:
-        _check_trainer(config)
+        _check_trainer(config, syncs=samples)
     check_gpus(config, assign_run_gpus(config, samples=samples, trains=trains), read_gpus())
     # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
 
 
-def _check_trainer(config: RunConfig) -> None:
-    """Raise ConfigError for what a launched trainer lacks here, or for the missing access token of the one at train.url."""
+def _check_trainer(config: RunConfig, *, syncs: bool) -> None:
+    """Raise ConfigError for what a launched trainer lacks here, or for the missing access token of the one at train.url.
+
+    `syncs` is False without servers, to which weights would be sent.
+    """
     if not config.train.url:
         check_trainer()
         if config.sync.host in ("", "0.0.0.0", "::"):
             raise ConfigError("sync.host", config.sync.host, "give one address, which servers can connect to")
         check_address("sync.host", config.sync.host)
-        if config.sync.transport in ("nccl", "ipc") and not read_gpus():
+        if syncs and config.sync.transport in ("nccl", "ipc") and not read_gpus():
             remedy = "it sends weights between GPUs, and this machine has none; give auto"
             raise ConfigError("sync.transport", config.sync.transport, remedy)
     elif not os.environ.get(TOKEN_ENV):
@@ -106,8 +109,8 @@ def _check_trainer(config: RunConfig) -> None:
         raise ConfigError(TOKEN_ENV, "", remedy)
 
 
-def _check_stages(config: RunConfig) -> Environment | None:
-    """Check environment and scorer; returns the environment, None for one of a library.
+def _check_stages(config: RunConfig) -> tuple[Environment, Episode] | None:
+    """Check environment and scorer; returns the environment and an episode that was tried, None for one of a library.
 
     Raises:
         ConfigError: names the setting.
@@ -120,26 +123,21 @@ def _check_stages(config: RunConfig) -> Environment | None:
         _check_library(config)
         return None
     environment = make_environment(config.rollout)
-    check_environment(environment, config.rollout)
+    episode = check_environment(environment, config.rollout)
     state_columns(environment)
     check_prompts(environment, config.rollout, config.evaluate.n_prompts)
-    _check_overlong(config, environment)
+    _check_overlong(config, environment, episode)
     if config.start_model.steps and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.steps", config.start_model.steps, remedy)
-    return environment
+    return environment, episode
 
 
-def _check_turns(environment: Environment, tokenizer: ChatTokenizer) -> None:
+def _check_turns(environment: Environment, episode: Episode, tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError if the chat template cannot join the turns of an environment that has tools or several turns."""
     if environment.tools:
         tokenizer.check_turns("tool", environment.tools)
-        return
-    episode = environment.episode(asyncio.run(environment.example("train", 0)), seed=0)
-    # It may fail, since it was not played.
-    with suppress(Exception):
-        asyncio.run(episode.close())
-    if not isinstance(episode, SingleTurn):
+    elif not isinstance(episode, SingleTurn):
         tokenizer.check_turns("user")
 
 
@@ -177,12 +175,11 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
         raise ConfigError(*wrong)
 
 
-def _check_overlong(config: RunConfig, environment: Environment) -> None:
+def _check_overlong(config: RunConfig, environment: Environment, episode: Episode) -> None:
     """Raise ConfigError if no answer of a single-turn environment can reach the largest of `score.overlong_tokens`."""
     lengths, longest = list(config.score.overlong_tokens), config.rollout.max_completion_tokens
     if max(lengths, default=0) <= longest:
         return
-    episode = environment.episode(asyncio.run(environment.example("train", 0)), seed=0)
     if isinstance(episode, SingleTurn):
         remedy = (
             f"an answer in environment {environment.name} has at most rollout.max_completion_tokens = {longest} tokens; "

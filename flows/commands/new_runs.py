@@ -33,7 +33,9 @@ REFERENCE_SETTINGS = ("train.kl.reference", "train.kl.model", "train.replay_rout
 REFILLS = "rollout.max_refill_groups"
 
 
-def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = False) -> None:
+def run_here(
+    config: RunConfig, name: str, *, again: bool, redo_failed: bool = False, is_checked: bool = False
+) -> None:
     """Run the flow post-train in this process.
 
     Args:
@@ -41,6 +43,7 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
         name: folder of the run below `store.root`.
         again: move a finished run of that name to NAME-N and start a new one.
         redo_failed: sample failed trajectories of the steps without a batch again.
+        is_checked: True if `preflight` has passed for this configuration.
 
     Raises:
         ConfigError: something is missing; nothing was started.
@@ -54,7 +57,8 @@ def run_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool = F
 
     for doubt in list_doubts(config):
         typer.echo(f"rollmill: warning: {doubt}", err=True)
-    preflight(config)
+    if not is_checked:
+        preflight(config)
     run_in_folder(call, name, config, again=again)
 
 
@@ -127,7 +131,8 @@ def run_in_folder(
 def fork_here(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> None:
     """Create the run `name` as `prepare_fork` does, and run it; nothing is created if something that it needs is missing."""
     preflight(fork_config(source, overrides))
-    run_here(prepare_fork(source, step, name, overrides), name, again=False)
+    # A second check would open another episode, which may be slow or paid for.
+    run_here(prepare_fork(source, step, name, overrides), name, again=False, is_checked=True)
 
 
 def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:

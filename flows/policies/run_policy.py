@@ -307,7 +307,7 @@ class RunPolicy:
         if self._skipped > allowed:
             raise SkippedStepsError(
                 f"{self._skipped} steps in a row made no update, train.max_skipped_steps allows {allowed}; "
-                f"the reason of the last one: {result.reason}"
+                f"the reason of the last one: {result.reason}; change what causes it, or raise train.max_skipped_steps, and resume"
             )
 
 

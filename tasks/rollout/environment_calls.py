@@ -112,10 +112,10 @@ FIELD = "rollout.environment"
 LONGEST_NAME, LONGEST_QUOTED_NAME = 100, 240
 
 
-def check_environment(environment: Environment, config: RolloutConfig) -> None:
+def check_environment(environment: Environment, config: RolloutConfig) -> Episode:
     """Refuse an environment that lacks something, or fails at its first problem or the opening of its episode.
 
-    It is tried in this process, within `rollout.trajectory_timeout_s` seconds, without a policy.
+    It is tried in this process, within `rollout.trajectory_timeout_s` seconds, without a policy. Returns the closed episode.
 
     Raises:
         ConfigError: names the setting and what is wrong.
@@ -123,16 +123,17 @@ def check_environment(environment: Environment, config: RolloutConfig) -> None:
     try:
         with guard_environment_code():
             check_environment_name(config.environment, environment.name)
-            fault = _find_wrong_attribute(environment) or asyncio.run(
-                _try_opening(environment, config.trajectory_timeout_s)
-            )
+            fault, episode = _find_wrong_attribute(environment), None
+            if not fault:
+                fault, episode = asyncio.run(_try_opening(environment, config.trajectory_timeout_s))
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - environments are foreign code: whatever it raises
         kind, text = describe_error(error)
-        fault = f"{kind}: {text}"
-    if fault:
+        fault, episode = f"{kind}: {text}", None
+    if fault or episode is None:
         raise ConfigError(FIELD, config.environment, f"{fault}; docs/environments.md has the interface")
+    return episode
 
 
 def check_environment_name(given: str, name: object) -> None:
@@ -175,17 +176,17 @@ def _are_all(given: object, kind: type) -> bool:
     )
 
 
-async def _try_opening(environment: Environment, timeout_s: float) -> str:
-    """Return what fails about the first training problem or the opening of its episode; empty if nothing does.
+async def _try_opening(environment: Environment, timeout_s: float) -> tuple[str, Episode | None]:
+    """Return what fails about the first training problem or the opening of its episode, empty if nothing does, and the episode.
 
     Raises:
         Exception: whatever the environment raises when it makes the opening.
     """
     if not environment.size("train"):
-        return "it has no training problem"
+        return "it has no training problem", None
     example, error = await fetch_problem(environment, "train", 0, timeout_s)
     if error is not None:
-        return f'example("train", 0) failed: {": ".join(describe_error(error))}'
+        return f'example("train", 0) failed: {": ".join(describe_error(error))}', None
     async with asyncio.timeout(timeout_s):
         with guard_environment_code():
             episode = environment.episode(example, 0)
@@ -196,8 +197,8 @@ async def _try_opening(environment: Environment, timeout_s: float) -> str:
                 with suppress(Exception):
                     await episode.close()
     if not callable(getattr(episode, "close", None)):
-        return "its episode has no method close"
-    return "" if opening else "the opening of its first episode has no message"
+        return "its episode has no method close", None
+    return "" if opening else "the opening of its first episode has no message", episode
 
 
 @runtime_checkable

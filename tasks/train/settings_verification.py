@@ -36,9 +36,11 @@ def find_wrong_settings(run: RunView) -> Iterator[Finding]:
         what = (
             f"the learning rate of {len(wrong)} steps is not the one of their settings: {name_first(wrong)}"
         )
-        yield Finding(
-            where, what, "restore run.json from a copy: these steps were trained under other settings"
+        remedy = (
+            "these steps were trained under other settings: restore run.json from a copy; a Rollmill that did not record changes of "
+            "settings left none of those before"
         )
+        yield Finding(where, what, remedy)
 
 
 def _list_wrong_rates(run: RunView) -> Iterator[str]:

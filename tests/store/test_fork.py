@@ -17,6 +17,7 @@ from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.fork_copy import fork_run
 from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 from rollmill.tasks.store.run.resume import ResumePoint, find_resume_point
+from rollmill.tasks.store.run.step_settings import list_setting_changes
 from rollmill.tasks.store.run.writable_run import OpenRun
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -133,6 +134,25 @@ async def test_a_fork_has_the_settings_that_the_steps_before_it_were_trained_und
     ):
         manifest = read_manifest(folder)
         assert [manifest.find_settings(step, by_step)["train.lr"] for step in range(5)] == rates, folder.name
+
+
+async def test_a_fork_with_the_first_settings_again_has_them_before_its_step(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
+    (await train_run(source, rows)).close()
+    by_step = {"train.lr": 0.0}
+    changed = CONFIG | {"train": {"lr": 0.2}}
+    OpenRun.open(
+        source, config=changed, fixed={}, versions={}, git_commit="", config_of=CONFIG_OF, by_step=by_step
+    ).close()
+    first = CONFIG | {"train": {"lr": 0.0}}
+    fork_run(source, 3, target, first, CONFIG_OF, by_step)
+    manifest = read_manifest(target)
+    assert [manifest.find_settings(step, by_step)["train.lr"] for step in range(5)] == [0.0] * 5
+    kept = manifest.keep_earlier_settings(3, first, by_step)
+    assert [(each.until_step, each.settings) for each in kept] == [(3, {"train.lr": 0.0})]
+    assert list_setting_changes(kept, first) == {}
 
 
 async def test_a_fork_without_recorded_settings_has_those_of_its_source_before_its_step(

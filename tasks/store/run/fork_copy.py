@@ -116,7 +116,7 @@ def _target_manifest(
         status="forking",
         origins=(*before, last),
         trains=True,
-        earlier_settings=origin.keep_earlier_settings(step, config, by_step),
+        earlier_settings=origin.keep_earlier_settings(step, None, by_step),
     )
 
 

@@ -100,11 +100,13 @@ class Manifest:
         return select_settings(next(copied, self.config), by_step)
 
     def keep_earlier_settings(
-        self, n_steps: int, given: Mapping[str, Any], by_step: Mapping[str, Any]
+        self, n_steps: int, given: Mapping[str, Any] | None, by_step: Mapping[str, Any]
     ) -> tuple[EarlierSettings, ...]:
-        """Return the records of the first `n_steps` steps, for a run whose later steps have the configuration `given`."""
+        """Return the records of the first `n_steps` steps, for later steps with the configuration `given`; None: for a fork."""
         copied = [(each.step, each.config) for each in self.origins if each.config]
-        return keep_earlier(self.earlier_settings, [*copied, (n_steps, self.config)], given, by_step)
+        return keep_earlier(
+            self.earlier_settings, [*copied, (n_steps, self.config)], None if copied else given, by_step
+        )
 
 
 _ADAPTER = TypeAdapter(Manifest)

@@ -28,16 +28,17 @@ def select_settings(config: Mapping[str, Any], by_step: Mapping[str, Any]) -> di
 def keep_earlier(
     earlier: Sequence[EarlierSettings],
     configs: Sequence[tuple[int, Mapping[str, Any]]],
-    given: Mapping[str, Any],
+    given: Mapping[str, Any] | None,
     by_step: Mapping[str, Any],
 ) -> tuple[EarlierSettings, ...]:
-    """Return the records of a run's trained steps, for later steps with the configuration `given`.
+    """Return the records of a run's trained steps, in which the last one is left out if later steps have the same settings.
 
     Args:
         earlier: the records so far, oldest first.
         configs: of the steps that no record is of: the first step after them, and their configuration, oldest first. The last one
             has the number of trained steps, which no record exceeds.
-        given: the configuration of all later steps.
+        given: the configuration of all later steps; None keeps the last record: in a fork, steps without a record have the
+            settings that run.json has of the source.
         by_step: defaults, by dotted name, of the settings that are recorded.
 
     Example: with "train.lr" in `by_step`, a change from 1e-6 to 1e-5 at step 4 gives one record, of 1e-6 until step 4.
@@ -56,7 +57,7 @@ def keep_earlier(
             kept.pop()
         kept.append(EarlierSettings(until, settings))
     # Changed back, or not changed at all.
-    if kept and kept[-1].settings == select_settings(given, by_step):
+    if given is not None and kept and kept[-1].settings == select_settings(given, by_step):
         kept.pop()
     return tuple(kept)
 
@@ -77,7 +78,7 @@ def list_setting_changes(
             for name, value in each.settings.items()
             if after.get(name, value) != value
         ]
-    return changes
+    return {step: lines for step, lines in changes.items() if lines}
 
 
 def describe_setting_changes(earlier: Sequence[EarlierSettings], config: Mapping[str, Any]) -> list[str]:
