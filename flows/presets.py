@@ -32,9 +32,11 @@ def preset_values(preset: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse settings; raises ValueError, in one line, if they are not YAML, or YAML reads them otherwise than they look.
+    """Parse settings.
 
-    So are two values of one setting, of which the last would count, and the numbers 012 (10) and 1:30 (90).
+    Raises:
+        ValueError: in one line: the text is not YAML, gives a setting twice (YAML would take the last value), or has a number that
+            YAML reads differently than it looks, such as 012 (10) and 1:30 (90).
     """
     try:
         return yaml.load(text, _SettingsLoader)

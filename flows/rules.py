@@ -28,7 +28,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def list_doubts(config: RunConfig) -> list[str]:
-    """Return one line for each setting that is allowed and rarely meant."""
+    """Return a warning, one line each, for settings that are valid but rarely intended."""
     train, steps = config.train, config.steps
     n_updates = steps * train.epochs * train.updates_per_step
     doubts: list[Rule] = [

@@ -37,8 +37,8 @@ def find_wrong_settings(run: RunView) -> Iterator[Finding]:
             f"the learning rate of {len(wrong)} steps is not the one of their settings: {name_first(wrong)}"
         )
         remedy = (
-            "these steps were trained under other settings: restore run.json from a copy; a Rollmill that did not record changes of "
-            "settings left none of those before"
+            "these steps were trained under other settings: restore run.json from a copy. If an older Rollmill, which did not record "
+            "changes, resumed this run with other settings, there is nothing to restore"
         )
         yield Finding(where, what, remedy)
 

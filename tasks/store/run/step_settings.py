@@ -37,8 +37,8 @@ def keep_earlier(
         earlier: the records so far, oldest first.
         configs: of the steps that no record is of: the first step after them, and their configuration, oldest first. The last one
             has the number of trained steps, which no record exceeds.
-        given: the configuration of all later steps; None keeps the last record: in a fork, steps without a record have the
-            settings that run.json has of the source.
+        given: the configuration of all later steps; None: of a fork, which keeps the last record, because it takes the source's
+            present settings for steps without a record.
         by_step: defaults, by dotted name, of the settings that are recorded.
 
     Example: with "train.lr" in `by_step`, a change from 1e-6 to 1e-5 at step 4 gives one record, of 1e-6 until step 4.
