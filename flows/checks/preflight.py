@@ -82,10 +82,11 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
         _check_turns(*tried, tokenizer)
     check_store(config.store.root)
     check_sinks(config.observe)
-    if samples and not config.serve.urls:
-        check_vllm(config)
     if trains:
         _check_trainer(config, syncs=samples)
+    # After what costs less, since it starts an interpreter.
+    if samples and not config.serve.urls:
+        check_vllm(config)
     check_gpus(config, assign_run_gpus(config, samples=samples, trains=trains), read_gpus())
     # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
