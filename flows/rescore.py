@@ -8,7 +8,7 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
-from rollmill.flows.checks.preflight import check_store
+from rollmill.flows.checks.machine_needs import check_store
 from rollmill.flows.config import RescoreConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.forms import RescoreSettings

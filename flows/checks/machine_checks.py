@@ -14,7 +14,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from rollmill.flows.checks.gpu_memory import LEAST_DRIVER, check_driver, check_torch
-from rollmill.flows.checks.preflight import check_store, check_trainer
+from rollmill.flows.checks.machine_needs import check_store, check_trainer
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import list_visible_gpus, read_gpus
 from rollmill.tasks.serve.vllm_launch import is_cpu_build

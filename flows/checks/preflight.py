@@ -3,11 +3,7 @@
 import asyncio
 import json
 import os
-import re
-import shutil
-import socket
 import subprocess
-import tempfile
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +11,17 @@ from pathlib import Path
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import check_gpus
+from rollmill.flows.checks.machine_needs import (
+    check_address,
+    check_folder,
+    check_store,
+    check_trainer,
+    check_vllm,
+)
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import START_MODELS, download_model, start_model_folder
 from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import MAX_VALUE_CHARACTERS, ConfigError
+from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.processes.python_child import child_environment, python_command
@@ -35,9 +38,6 @@ from rollmill.tasks.rollout.environment_calls import check_environment, check_en
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.terms import check_scorer
-from rollmill.tasks.serve.vllm_launch import check_guarded, check_python, is_cpu_build
-from rollmill.tasks.store.folders import S3_SCHEME, SCRATCH_ENV, RunFolder
-from rollmill.tasks.store.run.resume import list_complete_checkpoints
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import NUMBERS_OF_EXPERTS
 from rollmill.tasks.train.service.launch import TOKEN_ENV
@@ -216,7 +216,7 @@ def _check_model(config: RunConfig) -> ChatTokenizer | None:
         remedy = "the start model is not a mixture of experts; set it to false"
         raise ConfigError("train.replay_routing", True, remedy)
     if config.start_model.steps:
-        _check_folder("working folder", str(START_MODELS.absolute().parent))
+        check_folder("working folder", str(START_MODELS.absolute().parent))
         return None
     folder = start_model_folder(config)
     check_architecture("model", folder)
@@ -298,102 +298,3 @@ def _has_experts(config: RunConfig) -> bool:
         return False
     settings = json.loads(path.read_text())
     return any((settings | settings.get("text_config", {})).get(name) for name in NUMBERS_OF_EXPERTS)
-
-
-def check_store(root: str) -> None:
-    """Refuse a `store.root` that runs cannot be stored in; ConfigError gives the reason."""
-    if not root or root.startswith("~") or (re.match(r"\w+:/", root) and not root.startswith(S3_SCHEME)):
-        remedy = "give a folder on a local disk, without ~, or s3://bucket/prefix"
-        raise ConfigError("store.root", root, remedy)
-    if not root.startswith(S3_SCHEME):
-        _check_folder("store.root", root)
-        return
-    # s3fs and botocore are slow to import.
-    from rollmill.tasks.store.s3.s3_files import check_s3
-
-    check_s3(root)
-    _check_folder(SCRATCH_ENV, str(RunFolder(root).local))
-
-
-def _check_folder(field: str, value: str) -> None:
-    """Refuse a folder that cannot be created or written to."""
-    # The folder is created later, below the first folder that exists.
-    nearest = Path(value).absolute()
-    try:
-        while not nearest.exists():
-            nearest = nearest.parent
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        remedy = f"cannot write to {str(nearest)[:MAX_VALUE_CHARACTERS]} ({error.strerror}); give a folder that this user may write to"
-        raise ConfigError(field, value, remedy) from None
-
-
-def check_vllm(config: RunConfig) -> None:
-    """Check what launching vLLM servers needs, an environment with vLLM above all; ConfigError names what is missing."""
-    check_python(config.serve)
-    check_guarded(config.serve)
-    if config.rollout.keep_routing and is_cpu_build(config.serve.python):
-        remedy = "vLLM returns routed experts only on GPUs, and serve.python has its CPU build"
-        raise ConfigError("rollout.keep_routing", True, remedy)
-    if config.serve.sleep and is_cpu_build(config.serve.python):
-        raise ConfigError("serve.sleep", True, "vLLM sleeps only on GPUs, and serve.python has its CPU build")
-
-
-def check_trainer() -> None:
-    """Check what launching a trainer needs, a C++ compiler; ConfigError says how to get one."""
-    # DeepSpeed's build takes CXX, then c++ or g++.
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None and shutil.which("g++") is None:
-        remedy = (
-            "DeepSpeed builds an extension at first use: install a C++ compiler (Debian: apt-get install g++)"
-        )
-        raise ConfigError("C++ compiler", compiler, remedy)
-
-
-def check_address(field: str, host: str) -> None:
-    """Raise ConfigError, which names a setting or an option, if this machine cannot listen at an address or a host's name."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(
-            field, host, f"it is no address of this machine ({reason}); give one that is"
-        ) from None
-
-
-def check_port(port: int) -> None:
-    """Raise ConfigError, which names the option --port, if a loopback port is taken; 0 means any free port and passes."""
-    if not port:
-        return
-    with socket.socket() as probe:
-        # A port of connections that have just closed counts as free, as it does for servers.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            remedy = f"the port is taken ({error.strerror}); give another, or 0 for any"
-            raise ConfigError("--port", port, remedy) from None
-
-
-# Means the newest version that has a checkpoint.
-LAST_VERSION = -1
-
-
-def choose_version(folder: RunFolder, wanted: int) -> int:
-    """Return `wanted`, or, if it is negative, the last policy version with a checkpoint (0 if there is none).
-
-    Raises:
-        ConfigError: `wanted` is above 0 and has no checkpoint; names the versions that have one.
-    """
-    # Version 0 is the start model, which needs no checkpoint.
-    stored = sorted({0, *list_complete_checkpoints(folder)})
-    if wanted < 0:
-        return stored[-1]
-    if wanted not in stored:
-        there_are = ", ".join(map(str, stored[1:])) or "no version"
-        remedy = f"{folder.location} has checkpoints of {there_are}; give one of them, 0 for the start model, or -1 for the last"
-        raise ConfigError("version", wanted, remedy)
-    return wanted

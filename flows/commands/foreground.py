@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from rollmill.flows.checks.preflight import check_address, check_port, check_trainer, check_vllm
+from rollmill.flows.checks.machine_needs import check_address, check_port, check_trainer, check_vllm
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError

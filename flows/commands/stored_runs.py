@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from rollmill.flows.checks.preflight import LAST_VERSION, check_trainer, choose_version, preflight
+from rollmill.flows.checks.machine_needs import check_trainer
+from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import NOT_COMPARED, UNCHANGED, run_flow
 from rollmill.flows.config import RescoreConfig, RunConfig
 from rollmill.flows.offline.attribution_table import Attribution, attribution_page
@@ -15,7 +16,7 @@ from rollmill.flows.offline.replay_comparison import choose_versions
 from rollmill.flows.offline.stored_step import check_step
 from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.presets import preset_name, preset_values
-from rollmill.flows.run.folder import find_run, is_run, run_folder, store_root
+from rollmill.flows.run.folder import LAST_VERSION, choose_version, find_run, is_run, run_folder, store_root
 from rollmill.flows.settings import apply_overrides, find_fixed_settings, parse_settings, validate
 from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.terminal.output import open_console, print_json

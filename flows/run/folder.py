@@ -1,4 +1,4 @@
-"""A run's folder before it is opened: its location, whether the run can be resumed, and moving a finished run aside."""
+"""A run's folder before it is opened: where it is, whether the run can be resumed, and which version to load from it."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import has_manifest, list_dependents, read_manifest
-from rollmill.tasks.store.run.resume import list_done_steps
+from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
 from rollmill.tasks.store.run.writable_run import check_run_kind
 
 RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}$"
@@ -146,3 +146,24 @@ def move_aside(folder: RunFolder) -> None:
     while (moved := folder.local.with_name(f"{folder.name}-{n}")).exists():
         n += 1
     folder.local.rename(moved)
+
+
+# Means the newest version that has a checkpoint.
+LAST_VERSION = -1
+
+
+def choose_version(folder: RunFolder, wanted: int) -> int:
+    """Return `wanted`, or, if it is negative, the last policy version with a checkpoint (0 if there is none).
+
+    Raises:
+        ConfigError: `wanted` is above 0 and has no checkpoint; names the versions that have one.
+    """
+    # Version 0 is the start model, which needs no checkpoint.
+    stored = sorted({0, *list_complete_checkpoints(folder)})
+    if wanted < 0:
+        return stored[-1]
+    if wanted not in stored:
+        there_are = ", ".join(map(str, stored[1:])) or "no version"
+        remedy = f"{folder.location} has checkpoints of {there_are}; give one of them, 0 for the start model, or -1 for the last"
+        raise ConfigError("version", wanted, remedy)
+    return wanted

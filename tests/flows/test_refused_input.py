@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.checks.preflight import check_address, check_store
+from rollmill.flows.checks.machine_needs import check_address, check_store
 from rollmill.flows.presets import parse_yaml
 from rollmill.flows.run.folder import find_run, run_folder
 from rollmill.flows.settings import load

@@ -11,8 +11,8 @@ from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.checks.gpu_memory import RANK, VLLM, plan_needs
+from rollmill.flows.checks.machine_needs import check_vllm
 from rollmill.flows.checks.memory_report import imagine_gpus
-from rollmill.flows.checks.preflight import check_vllm
 from rollmill.flows.config import RunConfig
 from rollmill.flows.policies.checkpointing import Checkpointing
 from rollmill.flows.policies.run_policy import RunPolicy
