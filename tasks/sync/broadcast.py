@@ -24,6 +24,7 @@ from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_messages import (
     FIRST_RANK,
     REQUESTS_HELD,
+    SHARED_TRANSPORTS,
     WAITING_FOR_TRAINER,
     ProcessLocation,
     ProgressCallback,
@@ -219,7 +220,8 @@ async def find_route(
         )
     except ValueError as error:
         raise ConfigError("sync.transport", config.transport, f"server {server.url}: {error}") from error
-    return SendTarget(server.url, transport, create_prefix(), location.workers), reason
+    workers = 1 if transport in SHARED_TRANSPORTS else location.workers
+    return SendTarget(server.url, transport, create_prefix(), workers), reason
 
 
 def choose_transport(

@@ -22,6 +22,9 @@ REQUESTS_HELD = "requests stay held"
 DEVICE_TRANSPORTS = frozenset({"nccl", "ipc"})
 """Transports by which weights arrive in the memory of the server's device, and from there in its live model."""
 
+SHARED_TRANSPORTS = frozenset({"tcp", "files"})
+"""Transports by which one worker of a server receives the weights for all of them, into memory that they share."""
+
 ProgressCallback = Callable[[Mapping[str, int]], None]
 """Receives the number of bytes sent to each server so far, by its address."""
 
@@ -49,7 +52,7 @@ class ServerLocation(ProcessLocation):
     """Where a server runs, and how many workers it has.
 
     Attributes:
-        workers: its worker processes, each of which receives all weights.
+        workers: number of its worker processes.
     """
 
     workers: int = 1
@@ -99,7 +102,7 @@ class SendTarget:
         server: its address.
         transport: tcp, nccl, ipc or shm, by which the trainer sends, or files, which the server reads.
         prefix: names the links, and is their secret. They are opened at the first transfer with a prefix and kept for later ones.
-        workers: worker processes of the server, each of which receives all weights.
+        workers: worker processes of the server to which all weights are sent.
     """
 
     server: str
@@ -114,7 +117,7 @@ class SendResult:
 
     Attributes:
         server: its address.
-        bytes: bytes sent to each worker of the server, by all ranks together.
+        bytes: bytes sent to each of these workers, by all ranks together.
         seconds: time until the last byte was sent.
         error: why the trainer gave the server up and closed its links; empty on success.
     """

@@ -241,14 +241,19 @@ class WeightInbox:
         plan = request.decode_plan()
         return stream_tensors(self._open_links_for(request, plan), plan, self._device)
 
-    def receive(self, request: WeightUpdateRequest) -> list[tuple[str, torch.Tensor]]:
+    def receive(self, request: WeightUpdateRequest, memory: str = "") -> list[tuple[str, torch.Tensor]]:
         """Receive all tensors of a request; returns (name, tensor) of each, views of the buffer, once all have arrived.
+
+        The buffer is the shared memory at the path `memory`, or one of this process if that is empty.
 
         Raises:
             SyncError: the tensors did not arrive in time, or a file cannot be read.
         """
         plan = request.decode_plan()
-        buffer = self._choose_buffer(request, plan.total_bytes)
+        if memory:
+            buffer = open_shared(memory, plan.total_bytes, is_writable=True)
+        else:
+            buffer = self._choose_buffer(request, plan.total_bytes)
         if request.transport == "files":
             limits = {"timeout_s": request.timeout_s, "stall_timeout_s": request.stall_timeout_s}
             read_weight_files(request.files, plan, buffer, **limits)

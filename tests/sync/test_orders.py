@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from rollmill.tasks.errors import RequestError
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.sync.broadcast import create_prefix
+from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import Rendezvous, join_store, link_name
 from rollmill.tasks.sync.links.tcp_link import TcpSender
 from rollmill.tasks.sync.weight_messages import (
@@ -26,6 +27,7 @@ from rollmill.tasks.sync.weight_messages import (
     WeightUpdateResponse,
     encode_plan,
 )
+from tests.stubs.one_server_sync import send_to_server
 from tests.stubs.parity import largest_difference
 
 pytestmark = pytest.mark.service
@@ -264,16 +266,22 @@ def parallel_server(run_server, save_tiny) -> Iterator[Any]:
 
 
 @pytest.mark.long
-async def test_every_worker_of_a_tensor_parallel_server_takes_the_weights(
-    parallel_server, source_of, sequences
+async def test_the_workers_of_a_tensor_parallel_server_share_weights_that_one_of_them_receives(
+    parallel_server, source_of, sequences, tmp_path
 ):
     async with VllmClient(parallel_server.url, parallel_server.config) as client:
         source = source_of(parallel_server.model)
-        for number, mode in enumerate(("keep", "second_copy", "second_copy")):
+        for number, (mode, transport) in enumerate(
+            [("keep", "tcp"), ("keep", "shm"), ("second_copy", "tcp"), ("second_copy", "tcp")]
+        ):
             source.change(seed=90 + number)
-            order = await order_of(source, f"run:1:{number}", mode=mode)
-            await asyncio.gather(
-                give(client, order),
-                source.send([SendTarget(client.url, "tcp", order.prefix, 2)], print, TIMEOUT_S),
-            )
+            config = SyncConfig(mode=mode, transport=transport)
+            answer = await send_to_server(source, client, f"run:1:{number}", config, create_prefix())
+            assert answer.bytes == (await source.offer()).plan.total_bytes
             assert await largest_difference(source, client, sequences, f"run:1:{number}") <= 1e-4
+        lost = str(tmp_path / "lost.safetensors")
+        with pytest.raises(RequestError, match=r"the old weights serve: .* is not a complete file"):
+            await give(client, await order_of(source, "run:1:5", transport="files", files=(lost,)))
+        assert await client.version() == "run:1:3"
+        await send_to_server(source, client, "run:1:6", SyncConfig(transport="tcp"), create_prefix())
+        assert await largest_difference(source, client, sequences, "run:1:6") <= 1e-4

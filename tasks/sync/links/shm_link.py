@@ -50,14 +50,12 @@ def open_shared(path: str, size_bytes: int, *, is_writable: bool) -> torch.Tenso
         descriptor = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
     except OSError as error:
         raise SyncError(
-            f"the trainer's memory {path} cannot be opened on this machine by this user: {error}; {_REMEDY}"
+            f"the memory {path} cannot be opened on this machine by this user: {error}; {_REMEDY}"
         ) from error
     try:
         # A segment of another size is that of another model, whose bytes would pass for these weights.
         if (found := os.fstat(descriptor).st_size) != size_bytes:
-            raise SyncError(
-                f"expected {size_bytes} bytes at {path}, found {found}: the trainer has loaded another model"
-            )
+            raise SyncError(f"expected {size_bytes} bytes at {path}, found {found}: they are another model's")
         return _map_memory(descriptor, size_bytes, is_writable)
     finally:
         os.close(descriptor)

@@ -22,6 +22,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from rollmill.tasks.errors import SyncError, error_text
 from rollmill.tasks.observe.spans import Recorder, Span, recording, span
 from rollmill.tasks.processes.machine import machine_id
+from rollmill.tasks.sync.links.shm_link import SharedMemory
 from rollmill.tasks.sync.vllm_plugin.key_guard import KeyGuard, read_keys
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     CANCEL,
@@ -41,6 +42,7 @@ from rollmill.tasks.sync.vllm_plugin.private_vllm import (
 from rollmill.tasks.sync.vllm_plugin.worker_reports import WorkerReport, WorkerReports
 from rollmill.tasks.sync.weight_messages import (
     REQUESTS_HELD,
+    SHARED_TRANSPORTS,
     ServerLocation,
     WeightUpdateRequest,
     WeightUpdateResponse,
@@ -190,7 +192,7 @@ async def _update_weights(
     if await engine.get_weight_version() == UNUSABLE:
         raise HTTPException(500, f"{REQUESTS_HELD}, start this server again: an earlier update failed")
     try:
-        reports = await _collect_reports(engine, request, raw_request)
+        reports = await _collect_reports(engine, request, raw_request, _share_memory(state, request))
     except Exception as error:
         # Ends the threads of the workers that still receive; the live model stays as it was.
         await engine.shutdown_weight_transfer_engine()
@@ -209,23 +211,42 @@ async def _update_weights(
     return _merge_reports([*reports, *compared], switching.duration_s, recorder.take())
 
 
+def _share_memory(state: Any, request: WeightUpdateRequest) -> str:
+    """Return the path of memory into which one worker receives a request's weights for all; empty if each receives its own."""
+    if request.transport not in SHARED_TRANSPORTS or _count_workers(state.engine_client) == 1:
+        return ""
+    size_bytes = request.decode_plan().total_bytes
+    memory: SharedMemory | None = getattr(state, "weight_memory", None)
+    # Kept for the next request, as a worker's own buffer is.
+    if memory is None or memory.stream.numel() != size_bytes:
+        if memory is not None:
+            memory.close()
+        memory = state.weight_memory = SharedMemory(size_bytes)
+    return memory.path
+
+
 async def _collect_reports(
-    engine: Any, request: WeightUpdateRequest, raw_request: Request
+    engine: Any, request: WeightUpdateRequest, raw_request: Request, memory: str
 ) -> list[WorkerReport]:
     """Have the workers receive the weights; returns their reports once all are ready to switch.
+
+    With `memory` the first worker receives into it before all load from it.
 
     Raises:
         SyncError: a worker failed, the deadline passed, or the client disconnected.
     """
+    info = {"request": msgspec.json.encode(request).decode(), "memory": memory}
+    found: list[WorkerReport] = []
     try:
-        async with asyncio.timeout(request.timeout_s), WorkerReports(_count_workers(engine)) as reports:
-            info = {"request": msgspec.json.encode(request).decode(), "reports": reports.address}
-            await engine.init_weight_transfer_engine(INIT_REQUEST.find()(init_info=info))
-            async with asyncio.TaskGroup() as group:
-                disconnect = group.create_task(_await_disconnect(raw_request))
-                found = await reports.all()
-                disconnect.cancel()
-            return found
+        async with asyncio.timeout(request.timeout_s), asyncio.TaskGroup() as group:
+            disconnect = group.create_task(_await_disconnect(raw_request))
+            for has_arrived in (False, True) if memory else (False,):
+                async with WorkerReports(_count_workers(engine)) as reports:
+                    begun = info | {"reports": reports.address, "has_arrived": has_arrived}
+                    await engine.init_weight_transfer_engine(INIT_REQUEST.find()(init_info=begun))
+                    found += await reports.all()
+            disconnect.cancel()
+        return found
     except TimeoutError:
         raise SyncError(f"not all workers had all weights within {request.timeout_s:g} s") from None
     except ExceptionGroup as group_error:

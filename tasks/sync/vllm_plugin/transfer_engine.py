@@ -7,9 +7,10 @@ vLLM calls these methods between two steps of the model: `init_transfer_engine` 
 import hashlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from rollmill.tasks.observe.spans import Recorder, recording, span
 from rollmill.tasks.sync.adapters import add_adapters_to
 from rollmill.tasks.sync.base_weights import BaseWeights, measure_place
 from rollmill.tasks.sync.links.link import as_bytes
+from rollmill.tasks.sync.links.shm_link import open_shared
 from rollmill.tasks.sync.vllm_plugin.live_weights import ExpectedSums, LiveWeights
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     INIT_INFO,
@@ -41,7 +43,7 @@ from rollmill.tasks.sync.vllm_plugin.second_copy import (
 )
 from rollmill.tasks.sync.vllm_plugin.worker_reports import ReportSender, WorkerReport
 from rollmill.tasks.sync.weight_messages import DEVICE_TRANSPORTS, WeightUpdateRequest
-from rollmill.tasks.sync.weight_receiver import WeightInbox
+from rollmill.tasks.sync.weight_receiver import WeightInbox, view_tensors
 
 # vLLM's classes have no types here.
 _Engine: Any = TRANSFER_ENGINE.find()
@@ -74,10 +76,19 @@ def limit_to_background() -> Iterator[None]:
 
 @dataclass
 class InitInfo(_InitInfo):
-    """Arguments to begin an update: a `WeightUpdateRequest` as JSON, and the address for the worker's report."""
+    """Arguments to begin an update.
+
+    Attributes:
+        request: a `WeightUpdateRequest` as JSON.
+        reports: address for the worker's report.
+        memory: path of memory into which the first worker receives for all; empty: each receives for itself.
+        has_arrived: False has the first worker receive into `memory`; True has all load from it.
+    """
 
     request: str = ""
     reports: str = ""
+    memory: str = ""
+    has_arrived: bool = False
 
 
 @dataclass
@@ -101,6 +112,16 @@ def _report_arrived(request: WeightUpdateRequest, tensors: Tensors, received_s: 
     found = dict(tensors)
     checksums = {name: _digest(found[name]) for name in request.checksums}
     return WorkerReport(request.decode_plan().total_bytes, received_s, checksums)
+
+
+def _receive(request: WeightUpdateRequest, memory: str, inbox: WeightInbox) -> tuple[Tensors, float]:
+    """Receive a request's weights, or take them from the memory where they are; returns them and the seconds it took."""
+    if memory:
+        plan = request.decode_plan()
+        return view_tensors(plan, open_shared(memory, plan.total_bytes, is_writable=False)), 0.0
+    with span("receiving") as receiving:
+        tensors = inbox.receive(request)
+    return tensors, receiving.duration_s
 
 
 class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
@@ -143,11 +164,16 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             self.shutdown()
         self._live_weights.note_start(self.model)
         request = msgspec.json.decode(init_info.request, type=WeightUpdateRequest)
+        if init_info.memory and not init_info.has_arrived:
+            self._start_thread(
+                init_info, partial(self._receive_for_all, request, init_info.memory, self._inbox)
+            )
+            return
         if self._copy is None and (request.mode == "verify" or self._switches(request)):
             self._copy = SecondCopy(self.model, self.vllm_config, self.device)
         self._request = request
-        arguments = request, ReportSender(init_info.reports), self._inbox, self._copy
-        threading.Thread(target=self._run, args=arguments, name="weights", daemon=True).start()
+        receive = partial(_receive, request, init_info.memory, self._inbox)
+        self._start_thread(init_info, partial(self._prepare, request, self._inbox, receive, self._copy))
 
     def start_weight_update(self) -> None:
         """Do nothing: the weights were received before, and `receive_weights` loads them."""
@@ -198,40 +224,49 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
         self._inbox.drop()
         self._inbox = WeightInbox(self.parallel_config.rank, self.device)
 
-    def _run(
-        self,
-        request: WeightUpdateRequest,
-        sender: ReportSender,
-        inbox: WeightInbox,
-        second: SecondCopy | None,
-    ) -> None:
-        """Receive and load a request's weights in this thread, and send the worker's report, or that of a failure."""
+    def _start_thread(self, init_info: InitInfo, work: Callable[[], WorkerReport]) -> None:
+        """Start a thread that does a request's work and sends the worker's report."""
+        arguments = ReportSender(init_info.reports), work
+        threading.Thread(target=self._run, args=arguments, name="weights", daemon=True).start()
+
+    def _run(self, sender: ReportSender, work: Callable[[], WorkerReport]) -> None:
+        """Do the work in this thread, and send the report that it returns, or that of a failure."""
         with limit_to_background():
             recorder, worker = Recorder(""), self.parallel_config.rank
             try:
                 with recording(recorder, lane=f"weights/{worker}" if worker else "weights"):
-                    report = self._prepare(request, inbox, second)
+                    report = work()
                 report = replace(report, spans=tuple(recorder.take()))
             except Exception as error:  # noqa: BLE001 - the thread ends here, and the report says why
                 report = WorkerReport(error=error_text(error))
         sender.send(report)
 
+    def _receive_for_all(self, request: WeightUpdateRequest, memory: str, inbox: WeightInbox) -> WorkerReport:
+        """Receive a request's weights into the memory that all workers share, as the first worker; the others do nothing."""
+        if self.parallel_config.rank:
+            return WorkerReport()
+        with span("receiving") as receiving:
+            inbox.receive(request, memory)
+        return WorkerReport(received_s=receiving.duration_s)
+
     def _prepare(
-        self, request: WeightUpdateRequest, inbox: WeightInbox, second: SecondCopy | None
+        self,
+        request: WeightUpdateRequest,
+        inbox: WeightInbox,
+        receive: Callable[[], tuple[Tensors, float]],
+        second: SecondCopy | None,
     ) -> WorkerReport:
         """Do all that can be done for a request while the model computes; returns the report."""
         if not self._is_streamed(request):
-            with span("receiving") as receiving:
-                tensors = inbox.receive(request)
+            tensors, received_s = receive()
             with span("loading"):
-                return replace(self._load(request, tensors, second), received_s=receiving.duration_s)
+                return replace(self._load(request, tensors, second), received_s=received_s)
         report = WorkerReport()
         if request.base is None:
             weights: Weights = inbox.stream(request)
         else:
-            with span("receiving") as receiving:
-                tensors = inbox.receive(request)
-            report = _report_arrived(request, tensors, receiving.duration_s)
+            tensors, received_s = receive()
+            report = _report_arrived(request, tensors, received_s)
             weights = self._merge(tensors, request)
         expected = self._live_weights.begin()
         # Another request may have begun, whose weights are the ones to put in place.
