@@ -38,6 +38,9 @@ from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import Rows, column_values
 from tests.stubs.vllm_server import StubVllmServer
 
+# The planted delays last 20 s together.
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 4
 DELAY_S, STRAGGLER_S, SERVER_S = 2.0, 4.0, 1.0
@@ -246,7 +249,6 @@ def find_seconds(rows: pl.DataFrame, name: str, step: int, **columns: str) -> fl
     return float(own_s(rows).filter(*asked)["own_s"].sum())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", range(STEPS))
 def test_each_planted_delay_is_found_in_its_own_step(
     recorded: tuple[pl.DataFrame, Plants], step: int

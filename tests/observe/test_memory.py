@@ -1,11 +1,9 @@
 """What a process has, who holds it, and what it gives back."""
 
-import gc
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import pytest
 
@@ -24,10 +22,10 @@ WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
 def run_alone(code: str) -> list[int]:
-    """The numbers that code prints in a process without other threads, whose allocations would count too."""
+    """The numbers that code prints in a process of few objects, without other threads, whose allocations would count too."""
     script = f"""
-import ctypes
-from rollmill.tasks.observe.process_memory import malloc_bytes, own_rss_bytes, release_to_system
+import ctypes, gc, sys
+from rollmill.tasks.observe.process_memory import Holders, malloc_bytes, own_rss_bytes, release_to_system
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 {code}
@@ -68,16 +66,16 @@ print(after - before, more - free)
     assert kept > 0.8 * in_use
 
 
-class Leaked(list[int]):
-    """What nothing else makes."""
-
-
 def test_growth_is_attributed_to_the_type_of_the_added_objects() -> None:
-    before = Holders.now(counts_objects=True)
-    leaked = [Leaked([number]) for number in range(100_000)]
-    gc.collect()  # young objects are not counted
-    text = Holders.now(counts_objects=True).grown_since(before)
-    assert f"objects by type +{len(leaked):,} Leaked" in text
+    (is_found,) = run_alone("""
+class Leaked(list): "What nothing else makes."
+before = Holders.now(counts_objects=True)
+leaked = [Leaked([number]) for number in range(100_000)]
+gc.collect()  # young objects are not counted
+text = Holders.now(counts_objects=True).grown_since(before)
+print(int("objects by type +100,000 Leaked" in text))
+""")
+    assert is_found
 
 
 def test_objects_are_counted_on_request_only() -> None:
@@ -108,21 +106,24 @@ def test_the_largest_growth_is_named_first() -> None:
 
 def test_no_python_code_runs_while_the_counted_objects_are_held() -> None:
     """Another thread could: one that makes a tuple, which somebody holds before its size is final, fails with SystemError."""
-    held = Leaked([1])
-    gc.collect()  # young objects are not counted
-    n_referrers = [len(gc.get_referrers(held))]
+    n_counted, *n_referrers = run_alone("""
+class Leaked(list): "What nothing else makes."
+held = Leaked([1])
+gc.collect()  # young objects are not counted
+n_referrers = [len(gc.get_referrers(held))]
 
-    def look(frame: FrameType, event: str, called: object) -> None:
-        # The first events of the module: the later ones are one for each type's name.
-        if frame.f_code.co_filename.endswith("process_memory.py") and len(n_referrers) < 50:
-            n_referrers.append(len(gc.get_referrers(held)))
+def look(frame, event, called):
+    # The first events of the module: the later ones are one for each type's name.
+    if frame.f_code.co_filename.endswith("process_memory.py") and len(n_referrers) < 50:
+        n_referrers.append(len(gc.get_referrers(held)))
 
-    sys.setprofile(look)  # called before and after each function, where the interpreter may change threads
-    try:
-        counted = Holders.now(counts_objects=True).objects
-    finally:
-        sys.setprofile(None)
-    assert counted["Leaked"] >= 1
+sys.setprofile(look)  # called before and after each function, where the interpreter may change threads
+counted = Holders.now(counts_objects=True).objects
+sys.setprofile(None)
+print(counted["Leaked"], *n_referrers)
+""")
+    assert n_counted >= 1
+    assert len(n_referrers) == 50
     assert len(set(n_referrers)) == 1
 
 
