@@ -26,6 +26,7 @@ from marked_processes import find_marked_processes
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
+from rollmill.tasks.look.web.request_guard import TOKEN_FILE
 from rollmill.tasks.processes.launched_process import free_port
 
 pytestmark = pytest.mark.service
@@ -312,7 +313,8 @@ def test_the_viewer_filters_to_failed_trajectories_and_shows_one(product: Produc
     viewer = product.start(*command_with("rollmill view"), "--no-browser", "--port", str(port))
     try:
         wait_for_port(port, viewer)
-        page.goto(f"http://127.0.0.1:{port}/")
+        token = (product.folder / TOKEN_FILE).read_text()
+        page.goto(f"http://127.0.0.1:{port}/?token={token}")
         page.get_by_role("link", name="trajectories").click()
         page.locator(".filter.status button").click()
         page.get_by_role("option", name="failed").click()

@@ -25,6 +25,7 @@ from rollmill.tasks.store.reader import scan
 Command = Callable[..., str]
 PORT = 4300
 AT = {"base_url": f"http://127.0.0.1:{PORT}/"}
+OURS = "the-token"
 
 
 def show(source: RunData, path: str, search: str = "") -> str:
@@ -46,7 +47,10 @@ def source(small_run: RunFolder) -> RunData:
 
 @pytest.fixture
 def client(source: RunData) -> FlaskClient:
-    return make_app(source, PORT, 1.0).server.test_client()
+    client = make_app(source, OURS, 1.0).server.test_client()
+    for host in ("127.0.0.1", "localhost"):
+        assert client.get(f"/?token={OURS}", base_url=f"http://{host}:{PORT}/").status_code == 303
+    return client
 
 
 def test_the_newest_step_comes_first_unless_another_order_is_asked_for(source: RunData) -> None:

@@ -3,12 +3,14 @@
 With ROLLMILL_SCREENSHOTS=docs its pictures are stored there.
 """
 
+import http.server
 import json
 import os
 import re
 import shutil
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from rollmill.tasks.look.web.request_guard import TOKEN_FILE
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
@@ -47,6 +50,17 @@ HOSTILE = (
     "<think>do not look</think> \x1b[31mred\x1b[0m \u202eback\u202c \ud800 end"
 )
 
+
+class Blank(http.server.BaseHTTPRequestHandler):
+    """An empty page of another site."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<body></body>")
+
+
 Open = Callable[[str], Page]
 
 
@@ -60,14 +74,14 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def view(folder: RunFolder, log: Path) -> Iterator[str]:
-    """`rollmill view` of a run; yields its address."""
+    """`rollmill view` of a run; yields its address, with the token."""
     port = free_port()
     words = ["view", folder.location, "--no-browser", "--port", str(port), "--refresh-s", "0.5"]
     command = [str(Path(sys.executable).parent / "rollmill"), *words]
     process = LaunchedProcess.start("viewer", command, log=log, env={**os.environ}, stop_grace_s=2.0)
     try:
         _wait_until_it_answers(port, process)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}/?token={TOKEN_FILE.read_text()}"
     finally:
         process.stop_now()
 
@@ -86,6 +100,7 @@ def _wait_until_it_answers(port: int, process: LaunchedProcess) -> None:
 @contextmanager
 def open_pages(browser: Browser, address: str) -> Iterator[Open]:
     """Opens pages, of which no request may go elsewhere, and no script may fail or be refused."""
+    origin = address.split("/?")[0]
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     context.set_default_timeout(LONGEST_MS)
     page = context.new_page()
@@ -95,13 +110,15 @@ def open_pages(browser: Browser, address: str) -> Iterator[Open]:
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
 
     def to(path: str) -> Page:
-        page.goto(address + path)
+        page.goto(origin + path)
         expect(page.locator("main > *")).to_be_visible()
         return page
 
     try:
+        page.goto(address)
+        assert page.url == f"{origin}/"
         yield to
-        assert [url for url in requested if not url.startswith((f"{address}/", "data:"))] == []
+        assert [url for url in requested if not url.startswith((f"{origin}/", "data:"))] == []
         assert wrong == []
     finally:
         context.close()
@@ -278,3 +295,34 @@ def test_what_a_model_says_is_shown_as_it_is_and_does_nothing(
         with page.expect_download() as download:
             page.get_by_role("link", name="download").click()
         assert Path(download.value.path()).stat().st_size > LINE
+
+
+def test_a_link_on_a_page_of_another_site_opens_the_viewer_once_the_browser_has_its_cookie(
+    small_run: RunFolder, browser: Browser, tmp_path: Path
+) -> None:
+    with (
+        view(small_run, tmp_path / "viewer.log") as address,
+        http.server.HTTPServer(("127.0.0.1", 0), Blank) as other,
+    ):
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        page = browser.new_context().new_page()
+        page.set_default_timeout(LONGEST_MS)
+        target = f"{address.split('/?')[0]}/trajectory/5.0"
+        # "localhost" is another site than 127.0.0.1.
+        elsewhere = f"http://localhost:{other.server_port}/"
+        for has_cookie in (False, True):
+            page.goto(elsewhere)
+            page.evaluate(
+                "to => { const link = document.createElement('a'); link.href = to; document.body.append(link); link.click() }",
+                target,
+            )
+            page.wait_for_url(target)
+            shown = (
+                page.locator("main > *") if has_cookie else page.get_by_text("This viewer needs its token")
+            )
+            expect(shown.first).to_be_visible()
+            page.goto(elsewhere)
+            page.evaluate("to => { location.href = to }", address)
+            expect(page.locator("main > *").first).to_be_visible()
+        other.shutdown()
+        page.context.close()

@@ -16,6 +16,7 @@ from rollmill.tasks.look.web.run_data import RunData
 from rollmill.tasks.store.folders import RunFolder
 
 PORT = 4300
+OURS = "the-token"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,9 @@ def _client(tmp_path: Path) -> FlaskClient:
         raise AssertionError("no page of this test shows tokens")
 
     source = RunData(RunFolder(str(tmp_path)), 0.0, no_tokenizer)
-    return make_app(source, PORT, 1.0).server.test_client()
+    client = make_app(source, OURS, 1.0).server.test_client()
+    client.get(f"/?token={OURS}", base_url=f"http://127.0.0.1:{PORT}/")
+    return client
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import re
+import secrets
 import socket
 import threading
 import webbrowser
@@ -35,7 +36,16 @@ from rollmill.tasks.look.web.pages.table_pages import (
 )
 from rollmill.tasks.look.web.pages.timing_page import render_timing
 from rollmill.tasks.look.web.pages.trajectory_page import render_pair, render_trajectory
-from rollmill.tasks.look.web.request_guard import LOOPBACK, install_guard
+from rollmill.tasks.look.web.request_guard import (
+    FIRST_PAGE,
+    LOOPBACK,
+    N_TOKEN_BYTES,
+    TOKEN,
+    TOKEN_FILE,
+    install_guard,
+    read_token,
+    write_first_page,
+)
 from rollmill.tasks.look.web.run_data import CELL, RunData, TablePage
 from rollmill.tasks.look.web.urls import (
     COMPARE,
@@ -85,6 +95,7 @@ def serve_viewer(
     with suppress(ModuleNotFoundError):
         # Arrow imports it at its first conversion, in some thread, and Plotly looks into it when it is half imported.
         importlib.import_module("pandas")
+    token, is_stored = _take_token()
     listener = open_listener(LOOPBACK, port)
     chosen = int(listener.getsockname()[1])
     if port is None and chosen != PORT:
@@ -92,17 +103,29 @@ def serve_viewer(
     # It would print a line for each request, several a second while a page is open.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     source = RunData(folder, refresh_s / 2, tokenizer)
-    app = make_app(source, chosen, refresh_s)
+    app = make_app(source, token, refresh_s)
     # The socket is open already, so that no other process takes the port between the choice and the server.
     server = make_server(LOOPBACK, chosen, app.server, threaded=True, fd=listener.fileno())
-    address = f"http://{LOOPBACK}:{chosen}/"
+    address = f"http://{LOOPBACK}:{chosen}/?{TOKEN}={token}"
     typer.echo(f"{folder.location}: {address}  (Ctrl-C ends it)")
     threading.Thread(target=source.warm, name="viewer-warm", daemon=True).start()
     # A text browser lasts until it is closed, and pages would wait for it.
-    if opens_browser:
-        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    if opens_browser and is_stored:
+        page = write_first_page(FIRST_PAGE, address)
+        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
     with suppress(KeyboardInterrupt), server:
         server.serve_forever()
+
+
+def _take_token() -> tuple[str, bool]:
+    """Return the token of this folder's viewers, and True; where nothing can be stored, a token of this viewer alone, and False."""
+    try:
+        return read_token(TOKEN_FILE), True
+    except OSError as error:
+        typer.echo(
+            f"{TOKEN_FILE} cannot be kept ({error.strerror}); the token ends with this viewer", err=True
+        )
+        return secrets.token_urlsafe(N_TOKEN_BYTES), False
 
 
 def open_listener(host: str, port: int | None) -> socket.socket:
@@ -125,8 +148,8 @@ def open_listener(host: str, port: int | None) -> socket.socket:
     )
 
 
-def make_app(source: RunData, port: int, refresh_s: float) -> Dash:
-    """Create the Dash application of one run's pages at a port; it checks for new data every `refresh_s` seconds."""
+def make_app(source: RunData, token: str, refresh_s: float) -> Dash:
+    """Create the Dash application of one run's pages, for whoever has `token`; it checks for new data every `refresh_s` seconds."""
     app = Dash(
         "rollmill_viewer",
         assets_folder=str(Path(__file__).parent / "assets"),
@@ -149,7 +172,7 @@ def make_app(source: RunData, port: int, refresh_s: float) -> Dash:
     _paint(app)
     _downloads(app, source)
     # Last, because the hashes are of the inline scripts that Dash has by then.
-    install_guard(app.server, app.csp_hashes())
+    install_guard(app.server, app.csp_hashes(), token)
     return app
 
 
