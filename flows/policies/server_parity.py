@@ -155,6 +155,9 @@ class Openings:
 # Metric: mean abs(ratio - 1) of each rank's first micro-batch.
 FIRST_RATIO = "train/first_ratio_deviation"
 
+# Metric: abs(log p - log mu) of trained tokens, in nats.
+MISMATCH = "train/mismatch_nats"
+
 # Rounding differences of two float32 implementations are far below this.
 RATIO_THRESHOLD = 1e-3
 # In half precision rounding gives 0.0005 for the quickstart's model and some 0.02 for large ones.
@@ -195,19 +198,24 @@ class ServedRun:
 
 
 def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> str:
-    """Return a warning if a step's importance ratios before its first update differ from 1 where they must not; else empty.
+    """Return a warning if trainer and servers give a step's sampled tokens other probabilities where they must not; else empty.
 
-    They are 1, but for rounding, where a step trains the policy version that sampled it.
+    They are equal, but for rounding, where a step trains the policy version that sampled it.
     """
     is_exact = config.train.dtype == config.serve.dtype == "float32"
     threshold = RATIO_THRESHOLD if is_exact else HALF_RATIO_THRESHOLD
-    is_on_policy = config.rollout.max_staleness == 0 and config.train.old_logprobs == "sampler"
-    found = [each.value for each in metrics if (each.name, each.env) == (FIRST_RATIO, ALL)]
-    if not (is_on_policy and found) or found[0] <= threshold:
+    # The trainer's own log-probabilities before the step are those of the version that sampled, too.
+    name, what = (
+        (FIRST_RATIO, "abs(ratio - 1)")
+        if config.train.old_logprobs == "sampler"
+        else (MISMATCH, "the difference of log-probabilities")
+    )
+    found = [each.value for each in metrics if (each.name, each.env, each.stat) == (name, ALL, "mean")]
+    if config.rollout.max_staleness or not found or found[0] <= threshold:
         return ""
     return (
         f"step {step}: the trainer gives the sampled tokens other probabilities than the servers that sampled them: "
-        f"abs(ratio - 1) is {found[0]:.2g} on average before the first update, and should be at most "
+        f"{what} is {found[0]:.2g} on average before the first update, and should be at most "
         f"{threshold:g}; compare the weights: rollmill verify-sync"
     )
 

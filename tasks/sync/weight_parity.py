@@ -8,7 +8,7 @@ it changed the trainer's: a server that kept the old weights did not move.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -109,7 +109,7 @@ _MEAN_FACTOR, _HIGH_FACTOR = 5.0, 5.0
 
 
 class ParityWindow:
-    """The differences accepted at a sync: fixed in single precision, in others a multiple of the median of recent syncs.
+    """The differences accepted at a sync: fixed in single precision, in others a multiple of the median of recent syncs, at most START_LIMITS.
 
     Args:
         dtype: of the served weights.
@@ -129,15 +129,22 @@ class ParityWindow:
             return START_LIMITS
         mean = float(np.median([each.mean for each in self._recent]))
         high = float(np.median([each.high for each in self._recent]))
-        # What differs no more than in single precision is never too much.
+        # What differs no more than in single precision is never too much, and what the start refuses always.
         return LogprobDifferences(
-            max(_MEAN_FACTOR * mean, FLOAT32_LIMITS.mean), max(_HIGH_FACTOR * high, FLOAT32_LIMITS.high)
+            float(np.clip(_MEAN_FACTOR * mean, FLOAT32_LIMITS.mean, START_LIMITS.mean)),
+            float(np.clip(_HIGH_FACTOR * high, FLOAT32_LIMITS.high, START_LIMITS.high)),
         )
 
     def accept(self, differences: LogprobDifferences) -> None:
-        """Add the differences of a server whose weights are correct."""
+        """Add the differences of a server whose weights are correct, at most those of the limits: an alarm is not the new norm."""
         if not math.isnan(differences.mean):
-            self._recent.append(differences)
+            limits = self.limits
+            clipped = replace(
+                differences,
+                mean=min(differences.mean, limits.mean),
+                high=min(differences.high, limits.high),
+            )
+            self._recent.append(clipped)
 
     def find_excess(self, differences: LogprobDifferences) -> str:
         """Return which statistic is above its limit, as `find_excess` does."""

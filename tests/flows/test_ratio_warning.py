@@ -53,3 +53,13 @@ def test_in_half_precision_only_another_function_is_reported(deviation: float, i
 
 def test_a_step_that_trained_on_nothing_has_no_ratio_to_warn_of() -> None:
     assert ratio_warning(config(), 3, []) == ""
+
+
+@pytest.mark.parametrize(("staleness", "is_reported"), [(0, True), (1, False)])
+def test_with_the_trainers_old_logprobs_the_difference_from_the_servers_is_reported(
+    staleness: int, is_reported: bool
+) -> None:
+    settings = config(train={"old_logprobs": "trainer"}, rollout={"max_staleness": staleness})
+    mismatch = [Metric("train/mismatch_nats", "all", stat, 0.3) for stat in ("std", "mean", "max")]
+    warning = ratio_warning(settings, 3, mismatch)
+    assert ("the difference of log-probabilities is 0.3 on average" in warning) is is_reported

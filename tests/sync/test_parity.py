@@ -65,6 +65,15 @@ def test_the_window_forgets_old_syncs_and_skips_those_without_a_comparison() -> 
     assert window.limits.mean == pytest.approx(0.005)
 
 
+def test_a_server_that_computes_another_function_is_reported_at_every_sync() -> None:
+    window = ParityWindow("bfloat16", [USUAL])
+    for _ in range(3 * WINDOW):
+        wrong = LogprobDifferences(3.0, 9.0, 20.0)
+        assert window.find_excess(wrong)
+        window.accept(wrong)
+    assert (window.limits.mean, window.limits.high) == (START_LIMITS.mean, START_LIMITS.high)
+
+
 def make_logprobs(seed: int, scale: float, n: int = 200) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.0, scale, n)
 

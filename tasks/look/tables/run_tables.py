@@ -55,6 +55,8 @@ VERSION_COLUMNS = (
     Column("greedy_accuracy_high", rank=2, header="to"),
 )
 _Z = 1.959963984540054
+# Rewards of fewer problems have a mean whose distribution is too far from normal for an interval by its standard error.
+_MIN_NORMAL = 30
 """Quantile 0.975 of the standard normal distribution: intervals are of 95 %."""
 
 
@@ -163,13 +165,15 @@ def read_held_out(
 ) -> pl.DataFrame:
     """Read each complete evaluation, oldest first: columns step (policy version), n (problems), reward (sampled mean), greedy_accuracy.
 
-    Both values have the bounds of a 95 % interval, `_low` and `_high`: the mean's by its standard error, null with one problem, and the
-    share's by Wilson's score (Wilson, Probable Inference, 1927). They are of one or all versions and environments. A trajectory that
-    could not be scored counts as reward 0; accuracy is the share of full rewards (1).
+    Both values have the bounds of a 95 % interval, `_low` and `_high`: a share's by Wilson's score (Wilson, Probable Inference, 1927),
+    and so that of a mean of rewards 0 and 1; another mean's by its standard error, null with fewer than 30 problems, for which the
+    mean is not nearly normal. They are of one or all versions and environments. A trajectory that could not be scored counts as
+    reward 0; accuracy is the share of full rewards (1).
     """
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
+    rewards = pl.col("reward").fill_nan(0.0)
     # A full reward that is a sum of parts may be a little less than 1.
-    is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
+    is_right = rewards >= FULL_REWARD - 1e-9
     n_prompts = read_manifest(folder).config.get("evaluate", {}).get("n_prompts", 0)
     partition = {} if version is None else {"version": version}
     return (
@@ -180,8 +184,8 @@ def read_held_out(
         .group_by(pl.col("policy_version").cast(pl.Int64).alias("step"))
         .agg(
             sampled.sum().cast(pl.Int64).alias("n"),
-            *_mean_with_interval(pl.col("reward").filter(sampled).fill_nan(0.0)),
-            *_share_with_interval(is_right.filter(greedy)),
+            *_mean_with_interval(rewards.filter(sampled)),
+            *_share_with_interval("greedy_accuracy", is_right.filter(greedy)),
         )
         .sort("step")
         .collect()
@@ -189,15 +193,24 @@ def read_held_out(
 
 
 def _mean_with_interval(rewards: pl.Expr) -> list[pl.Expr]:
-    mean, half = rewards.mean(), _Z * rewards.std() / rewards.len().sqrt()
-    return [mean.alias("reward"), (mean - half).alias("reward_low"), (mean + half).alias("reward_high")]
+    name, mean = "reward", rewards.mean()
+    half = _Z * rewards.std() / rewards.len().sqrt()
+    has_bounds = (rewards.len() >= _MIN_NORMAL) & half.is_finite() & (half > 0)
+    is_share = rewards.is_in([0.0, FULL_REWARD]).all()
+    # Equal rewards have a standard error of 0, which is no certainty.
+    by_error = [pl.when(has_bounds).then(bound) for bound in (mean - half, mean + half)]
+    by_score = _share_with_interval(name, rewards)[1:]
+    bounds = [
+        pl.when(is_share).then(score).otherwise(error)
+        for score, error in zip(by_score, by_error, strict=True)
+    ]
+    return [mean.alias(name), bounds[0].alias(f"{name}_low"), bounds[1].alias(f"{name}_high")]
 
 
-def _share_with_interval(is_right: pl.Expr) -> list[pl.Expr]:
+def _share_with_interval(name: str, is_right: pl.Expr) -> list[pl.Expr]:
     share, n = is_right.mean(), is_right.len().cast(pl.Float64)
     centre, scale = share + _Z**2 / (2 * n), 1 + _Z**2 / n
     half = _Z * (share * (1 - share) / n + _Z**2 / (4 * n**2)).sqrt()
-    name = "greedy_accuracy"
     bounds = [((centre - half) / scale).alias(f"{name}_low"), ((centre + half) / scale).alias(f"{name}_high")]
     return [share.alias(name), *bounds]
 

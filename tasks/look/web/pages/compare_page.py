@@ -52,7 +52,7 @@ def render_comparison(source: RunData, query: Query) -> Component:
         [
             render_head("compare"),
             html.Div(filters, className="filters"),
-            html.P(_summary(rows, a, b), className="summary"),
+            *(html.P(line, className="summary") for line in _summarize(rows, a, b)),
             html.Div(make_scatter("rewards", rows, a, b), className="charts one"),
             dcc.Store(id="asked", data={"path": COMPARE, "search": query.search}),
             make_grid(comparison_columns(query), query["sort"], LINKS),
@@ -120,7 +120,9 @@ def _rows(source: RunData, query: Query) -> pl.DataFrame:
         parts = [source.shelf.rows("scores", COMPARED_SCORE_COLUMNS, scorer=each) for each in (a, b)]
 
     def join() -> pl.DataFrame:
-        first, second = (part.with_columns(pl.col("reward").fill_nan(None)) for part in parts)
+        # A held-out answer without a reward counts as 0, as in the mean of an evaluation.
+        missing = 0.0 if is_version(a) else None
+        first, second = (part.with_columns(pl.col("reward").fill_nan(missing)) for part in parts)
         if selection.steps and not is_version(a):
             steps = pl.col("step").is_between(selection.steps.low, selection.steps.high)
             first, second = first.filter(steps), second.filter(steps)
@@ -154,16 +156,24 @@ def _join_held_out(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
 
 
 def _difference(both: pl.DataFrame) -> str:
-    """Return the mean difference of pairs with its 95 % interval, as part of a line; empty for one pair."""
+    """Return the mean difference of pairs with its 95 % interval, as part of a line; empty for one pair and for equal differences."""
     mean, error = both.select(
         pl.col("difference").mean().alias("mean"),
         (pl.col("difference").std() / pl.len().sqrt()).alias("error"),
     ).row(0)
-    return "" if error is None else f", difference {mean:z.3f} ± {1.96 * error:.3f} (95 %)"
+    return "" if not error else f", difference {mean:z.3f} ± {1.96 * error:.3f} (95 %)"
 
 
-def _summary(rows: pl.DataFrame, a: str, b: str) -> str:
-    """Summarize the compared rows in one line: number of rows, mean rewards, counts of differences, rank correlation.
+def _summarize(rows: pl.DataFrame, a: str, b: str) -> list[str]:
+    """Summarize the compared rows, in lines; of versions, sampled and greedy answers each, since those to one prompt are not independent."""
+    if not is_version(a) or rows.is_empty():
+        return [_summarize_pairs(rows, a, b)]
+    kinds = {"sampled": rows.filter(~pl.col("greedy")), "greedy": rows.filter("greedy")}
+    return [f"{kind}: {_summarize_pairs(each, a, b)}" for kind, each in kinds.items() if not each.is_empty()]
+
+
+def _summarize_pairs(rows: pl.DataFrame, a: str, b: str) -> str:
+    """Summarize compared rows in one line: number of rows, mean rewards, counts of differences, rank correlation.
 
     Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2, difference 0.027 ± 0.012 (95 %); 12 higher by addition@2, 9
     lower; rank correlation 0.31".
