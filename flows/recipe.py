@@ -3,12 +3,15 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.train.config import StartModelRecipe
 
@@ -47,16 +50,30 @@ def start_model_folder(config: RunConfig) -> Path:
     return START_MODELS / f"start-{digest[:16]}"
 
 
+def stored_model_folder(stored: Mapping[str, Any]) -> Path:
+    """Return the start model's folder of a run with these stored settings; other settings of the run may be wrong today.
+
+    Raises:
+        ValueError: a setting that the folder depends on is missing or wrong.
+    """
+    # The model alone decides if it is given.
+    names = ("model",) if stored.get("model") else ("start_model", "seed")
+    values = {name: stored[name] for name in names if name in stored}
+    if not stored.get("model"):
+        values["rollout"] = {"environment": get_setting(stored, "rollout.environment", "")}
+    return start_model_folder(RunConfig.model_validate(values))
+
+
 def run_tokenizer(folder: RunFolder, model: str = "") -> ChatTokenizer:
-    """Load the tokenizer of the model folder `model`, or by default of the run's start model.
+    """Load the tokenizer of the model folder `model`, or by default of the run's start model, for the texts of stored tokens.
 
     Raises:
         ConfigError: there is no tokenizer; the remedy names --model.
     """
     place = Path(model) if model else None
     try:
-        place = place or start_model_folder(RunConfig.model_validate(read_manifest(folder).config))
-        return ChatTokenizer.load(place)
+        place = place or stored_model_folder(read_manifest(folder).config)
+        return ChatTokenizer.load_texts(place)
     except ConfigError as error:
         raise ConfigError("--model", str(place), f"{error.remedy}; name the run's model folder") from error
     except ValueError as error:

@@ -5,17 +5,19 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rollmill.flows.config import FOREIGN, RunConfig
+from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
 from rollmill.flows.presets import are_algorithms, parse_yaml, preset_values
 from rollmill.flows.rules import check_config
 from rollmill.tasks.config import ADDRESS, LINK, VARIABLE, VARIABLES, StageConfig, suggest
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import TrainConfig, settings_by_step
 
@@ -70,6 +72,24 @@ def validate(values: dict[str, Any]) -> RunConfig:
     config = parse_settings(RunConfig, values)
     check_config(config)
     return config
+
+
+@contextmanager
+def name_override(folder: RunFolder, overrides: Sequence[str]) -> Iterator[None]:
+    """Make a ConfigError within about a setting that the run in `folder` stores say which override replaces it."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.field in {each.partition("=")[0] for each in overrides}:
+            raise
+        stored = folder.path("run.json")
+        if error.field in settings():
+            remedy = f"{stored} has this value: replace it with --set {error.field}=VALUE"
+        elif error.field in RENAMED | CONSTANTS | GONE:
+            remedy = f"{stored} has this setting: change it there, because --set cannot remove it"
+        else:
+            raise
+        raise ConfigError(error.field, error.value, f"{error.remedy}; {remedy}") from None
 
 
 def parse_settings(model: type[Config], values: dict[str, Any]) -> Config:

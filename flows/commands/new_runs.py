@@ -13,7 +13,13 @@ from rollmill.flows.offline.retrain_sources import check_offline, check_tokenize
 from rollmill.flows.recipe import start_model_folder
 from rollmill.flows.rules import list_doubts
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
-from rollmill.flows.settings import SETTINGS_BY_STEP, apply_overrides, find_fixed_settings, validate
+from rollmill.flows.settings import (
+    SETTINGS_BY_STEP,
+    apply_overrides,
+    find_fixed_settings,
+    name_override,
+    validate,
+)
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.observe.step_clock import record_command
@@ -164,7 +170,8 @@ def fork_config(source: RunFolder, overrides: Sequence[str]) -> RunConfig:
         RunMismatchError: an override would change what the weights or the groups' numbers depend on.
     """
     stored = read_manifest(source).config
-    config = validate(apply_overrides(stored, overrides))
+    with name_override(source, overrides):
+        config = validate(apply_overrides(stored, overrides))
     kept = {
         name: default
         for name, default in find_fixed_settings().items()

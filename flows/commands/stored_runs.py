@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,13 @@ from rollmill.flows.offline.stored_step import check_step
 from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.presets import preset_name, preset_values
 from rollmill.flows.run.folder import LAST_VERSION, choose_version, find_run, is_run, run_folder, store_root
-from rollmill.flows.settings import apply_overrides, find_fixed_settings, parse_settings, validate
+from rollmill.flows.settings import (
+    apply_overrides,
+    find_fixed_settings,
+    name_override,
+    parse_settings,
+    validate,
+)
 from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.terminal.output import open_console, print_json
 from rollmill.tasks.store.config import StoreConfig
@@ -60,7 +67,8 @@ def rescore_config(
     values |= _parse_steps(steps) | ({"evaluations": True} if evaluations else {})
     values |= {"redo_failed": True} if redo_failed else {}
     values["store"] = values["store"] | {"root": store_root(folder)}
-    return parse_settings(RescoreConfig, apply_overrides(values, overrides))
+    with name_override(folder, overrides):
+        return parse_settings(RescoreConfig, apply_overrides(values, overrides))
 
 
 def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
@@ -90,9 +98,10 @@ def evaluate_config(origin: str, overrides: Sequence[str], name: str = "") -> tu
     values = read_manifest(found).config if found else preset_values(origin)
     if found:
         values["store"] = values.get("store", {}) | {"root": store_root(found)}
-    return name or (found.name if found else preset_name(origin)), validate(
-        apply_overrides(values, overrides)
-    )
+    with name_override(found, overrides) if found else nullcontext():
+        return name or (found.name if found else preset_name(origin)), validate(
+            apply_overrides(values, overrides)
+        )
 
 
 def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION) -> None:
@@ -130,8 +139,8 @@ def retrain_config(
     Raises:
         ConfigError: a setting is wrong, or a source is not a run.
     """
-    if is_run(origin):
-        folder = find_run(origin)
+    folder = find_run(origin) if is_run(origin) else None
+    if folder:
         values = read_manifest(folder).config | {"retrain": {}}
         sources = sources or [folder.location]
     else:
@@ -140,7 +149,8 @@ def retrain_config(
     if scores:
         chosen["scores"] = scores
     values["retrain"] = values.get("retrain", {}) | chosen
-    return validate(apply_overrides(values, overrides))
+    with name_override(folder, overrides) if folder else nullcontext():
+        return validate(apply_overrides(values, overrides))
 
 
 def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
@@ -227,7 +237,8 @@ def verify_sync_here(folder: RunFolder, overrides: Sequence[str]) -> None:
 
         return verify_sync(folder.location, config)
 
-    config = validate(apply_overrides(read_manifest(folder).config, overrides))
+    with name_override(folder, overrides):
+        config = validate(apply_overrides(read_manifest(folder).config, overrides))
     _check_fixed(folder, config)
     check_sources(folder)
     preflight(config)

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.recipe import start_model_folder, stored_model_folder
 from rollmill.flows.run.folder import find_run
-from rollmill.flows.settings import parse_settings
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.terms import check_scorer, resolve_terms
@@ -83,8 +82,8 @@ def check_tokenizers(config: RunConfig) -> None:
     ours = start_model_folder(config)
     for source in map(find_run, config.retrain.sources):
         try:
-            theirs = start_model_folder(parse_settings(RunConfig, read_manifest(source).config))
-        except ConfigError:
+            theirs = stored_model_folder(read_manifest(source).config)
+        except ValueError:
             # Settings of another version of Rollmill: the source's model is unknown.
             continue
         vocabularies = [_vocabulary(folder / "tokenizer.json") for folder in (ours, theirs)]

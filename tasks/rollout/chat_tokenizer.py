@@ -65,26 +65,24 @@ class ChatTokenizer:
         Raises:
             ConfigError: the folder has no fast tokenizer (tokenizer.json), or a broken one; or a chat template cannot be read.
         """
-        if not (model / "tokenizer.json").is_file():
-            remedy = "not a model folder with a fast tokenizer (tokenizer.json is missing)"
-            raise ConfigError("model", str(model), remedy)
-        # The import takes a second, and commands that load no tokenizer import this module too. This class, unlike
-        # AutoTokenizer, does not import torch.
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
-        except Exception as error:
-            # Tokenizers raises bare Exception for a broken file.
-            raise ConfigError(
-                "model", str(model), f"not a model folder with a fast tokenizer ({error})"
-            ) from error
+        tokenizer = _read_tokenizer(model)
         if chat_template:
             tokenizer.chat_template = read_chat_template(chat_template)
         arguments = json.loads(chat_template_kwargs or "{}")
         loaded = cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id), chat_template, arguments)
         loaded._check_syntax(model)
         return loaded
+
+    @classmethod
+    def load_texts(cls, model: Path) -> Self:
+        """Read the tokenizer of a model folder for the texts of tokens; its chat template may be broken.
+
+        Raises:
+            ConfigError: the folder has no fast tokenizer, or a broken one.
+        """
+        tokenizer = _read_tokenizer(model)
+        tokenizer.chat_template = None
+        return cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id))
 
     @property
     def has_template(self) -> bool:
@@ -256,6 +254,26 @@ class ChatTokenizer:
             roles = ", ".join(message.role for message in messages)
             raise EpisodeError(f"the chat template refuses a conversation of {roles}: {error}") from error
         return str(text)
+
+
+def _read_tokenizer(model: Path) -> "PreTrainedTokenizerFast":
+    if not (model / "tokenizer.json").is_file():
+        remedy = "not a model folder with a fast tokenizer (tokenizer.json is missing)"
+        raise ConfigError("model", str(model), remedy)
+    # The import takes a second, and commands that load no tokenizer import this module too. This class, unlike
+    # AutoTokenizer, does not import torch.
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            model, local_files_only=True
+        )
+    except Exception as error:
+        # Tokenizers raises bare Exception for a broken file.
+        raise ConfigError(
+            "model", str(model), f"not a model folder with a fast tokenizer ({error})"
+        ) from error
+    return tokenizer
 
 
 def _replace_policy(messages: Sequence[Message], placeholder: str, *, calls: bool) -> tuple[Message, ...]:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from model_families import save_byte_tokenizer
 
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
+from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
 from rollmill.flows.rules import list_doubts
 from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.flows.settings import load
@@ -256,6 +258,45 @@ def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
                 fork_config(run.folder, overrides)
         else:
             assert fork_config(run.folder, overrides).rollout.max_refill_groups == refills
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "instead"),
+    [("observe", "viewer_url", "x y", "http://h:1"), ("train", "command_timeout_s", 1e9, "60")],
+)
+def test_a_stored_setting_that_is_refused_today_is_named_with_the_override_that_replaces_it(
+    tmp_path: Path, section: str, name: str, value: object, instead: str
+) -> None:
+    config = load("quickstart", (f"store.root={tmp_path}", "model=m", "start_model.steps=0")).model_dump(
+        mode="json"
+    )
+    config[section][name] = value
+    with open_run(tmp_path / "old", config) as run:
+        calls = (
+            partial(fork_config, run.folder),
+            partial(evaluate_config, run.folder.location),
+            partial(retrain_config, run.folder.location),
+        )
+        for call in calls:
+            with pytest.raises(
+                ConfigError,
+                match=rf"run\.json has this value: replace it with --set {section}\.{name}=VALUE$",
+            ) as refused:
+                call(())
+            assert refused.value.field == f"{section}.{name}"
+            with pytest.raises(ConfigError) as wrong:
+                call((f"{section}.{name}=[]",))
+            assert "run.json" not in str(wrong.value)
+        assert fork_config(run.folder, (f"{section}.{name}={instead}",)).steps == config["steps"]
+
+
+def test_a_stored_setting_that_has_moved_is_refused_with_its_file(tmp_path: Path) -> None:
+    with (
+        open_run(tmp_path / "old", {"serve": {"api_key_env": "X_SECRET"}}) as run,
+        pytest.raises(ConfigError, match=r"run\.json has this setting: change it there") as refused,
+    ):
+        fork_config(run.folder, ())
+    assert refused.value.field == "serve.api_key_env"
 
 
 @pytest.mark.parametrize("checkpoint", [None, 1, 2])

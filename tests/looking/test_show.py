@@ -116,6 +116,32 @@ def test_a_retrained_run_names_where_its_trajectories_are_stored(
         assert "stored trajectories of other runs: small" in rollmill(*words)
 
 
+def test_tokens_have_texts_whatever_settings_and_templates_are_wrong_today(
+    small_run: RunFolder, rollmill: Command, tmp_path: Path
+) -> None:
+    old, model = tmp_path / "old", tmp_path / "model"
+    shutil.copytree(small_run.local, old)
+    stored = read_manifest(small_run)
+    shutil.copytree(small_run.local.parent.parent / "model", model)
+    (model / "chat_template.jinja").write_text("{% if %}")
+    wrong = {
+        "model": str(model),
+        "start_timeout_s": 1e9,
+        "serve": {"api_key_env": "X_SECRET"},
+        "gone": {"away": 1},
+    }
+    rollout = {
+        "rollout": stored.config["rollout"]
+        | {"chat_template": str(tmp_path / "gone.jinja"), "temperature": -1}
+    }
+    write_manifest(
+        open_files(RunFolder(old)), replace(stored, config=stored.config | wrong | rollout), stored
+    )
+
+    shown = json.loads(rollmill("show", str(old), "6.0", "--tokens", "--json"))
+    assert "".join(token["text"] for token in shown["tokens"]) == "16+26=[16+26=42]42<eos>"
+
+
 def test_tokens_without_a_tokenizer_are_ids_and_log_probabilities(
     small_run: RunFolder, rollmill: Command, tmp_path: Path
 ) -> None:
