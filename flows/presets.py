@@ -23,10 +23,13 @@ def preset_values(preset: str) -> dict[str, Any]:
     Example: "quickstart+dapo" is conf/quickstart.yaml with the settings of conf/algorithms/dapo.yaml.
 
     Raises:
-        ConfigError: one of them is missing, or is not YAML.
+        ConfigError: one of them is missing, is given twice, or is not YAML.
     """
     values: dict[str, Any] = {}
-    for part in _split(preset):
+    parts = _split(preset)
+    if twice := [part for part, count in Counter(_find_preset(each) for each in parts).items() if count > 1]:
+        raise ConfigError("preset", preset, f"{twice[0]} is given twice; give it once")
+    for part in parts:
         values = merge_settings(values, _read_preset(part))
     return values
 

@@ -42,6 +42,14 @@ def test_of_a_setting_that_two_presets_have_the_later_ones_counts(tmp_path: Path
     assert preset_name(f"quickstart+{mine}+cispo") == "quickstart-mine-cispo"
 
 
+@pytest.mark.parametrize(
+    "preset", ["quickstart+quickstart", "quickstart+grpo+grpo", "quickstart+conf/quickstart.yaml"]
+)
+def test_a_preset_that_is_given_twice_is_refused(preset: str) -> None:
+    with pytest.raises(ConfigError, match=r"^preset = .*\.yaml is given twice; give it once$"):
+        load(preset)
+
+
 def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"preset = 'dappo'.*quickstart.*with \+: .*dapo"):
         load("quickstart+dappo")
