@@ -84,7 +84,7 @@ async def test_a_group_that_several_sources_have_in_common_counts_once(
     source: RunFolder, tmp_path: Path
 ) -> None:
     forked = RunFolder(tmp_path / "fork")
-    fork_run(source, 1, forked, {}, StoreConfig())
+    fork_run(source, 1, forked, {}, StoreConfig(), {})
 
     assert len(GroupPool.read(config_of(source)).groups) == 4
     assert len(GroupPool.read(config_of(source, source)).groups) == 4

@@ -49,7 +49,7 @@ async def train_run(folder: RunFolder, rows: RowMaker) -> OpenRun:
 async def test_a_fork_has_the_rows_before_its_step_and_the_last_checkpoint(root: str, rows: RowMaker) -> None:
     source, target = RunFolder(f"{root}/source"), RunFolder(f"{root}/target")
     with await train_run(source, rows) as run:
-        fork_run(source, 2, target, CONFIG | {"seed": 1}, CONFIG_OF)  # while the source is written to
+        fork_run(source, 2, target, CONFIG | {"seed": 1}, CONFIG_OF, {})  # while the source is written to
         manifest = read_manifest(target)
         assert manifest.run_at_step(1) == manifest.origins[0].run == run.manifest.run
         assert manifest.run_at_step(2) == manifest.run != run.manifest.run
@@ -71,7 +71,7 @@ def inode(folder: RunFolder, key: str) -> int:
 async def test_files_on_the_same_disk_are_not_copied(tmp_path: Path, rows: RowMaker) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
     (await train_run(source, rows)).close()
-    fork_run(source, 4, target, CONFIG, CONFIG_OF)
+    fork_run(source, 4, target, CONFIG, CONFIG_OF, {})
     for key in (
         *open_files(source).keys("rollouts/**/*.arrow"),
         "checkpoints/version=000003/state/weights.pt",
@@ -84,14 +84,14 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_
 ) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
     (await train_run(source, rows)).close()
-    fork_run(source, 2, target, CONFIG, CONFIG_OF)
+    fork_run(source, 2, target, CONFIG, CONFIG_OF, {})
     whole = read_manifest(target)
     write_manifest_of_a_killed_one(target)
     with pytest.raises(StoreError, match="is an unfinished fork"):
         open_run(target)
     with pytest.raises(ConfigError, match=r"not a fork of .* at step 3"):
-        fork_run(source, 3, target, CONFIG, CONFIG_OF)
-    fork_run(source, 2, target, CONFIG, CONFIG_OF)
+        fork_run(source, 3, target, CONFIG, CONFIG_OF, {})
+    fork_run(source, 2, target, CONFIG, CONFIG_OF, {})
     assert read_manifest(target) == whole
     assert sorted(read(target, "rollouts")["step"].to_pylist()) == [0, 1]
 
@@ -105,8 +105,8 @@ def write_manifest_of_a_killed_one(target: RunFolder) -> None:
 async def test_a_fork_of_a_fork_lists_the_origins_of_its_rows(tmp_path: Path, rows: RowMaker) -> None:
     first, second, third = (RunFolder(tmp_path / name) for name in ("first", "second", "third"))
     (await train_run(first, rows)).close()
-    fork_run(first, 3, second, CONFIG, CONFIG_OF)
-    fork_run(second, 2, third, CONFIG, CONFIG_OF)
+    fork_run(first, 3, second, CONFIG, CONFIG_OF, {})
+    fork_run(second, 2, third, CONFIG, CONFIG_OF, {})
     manifest = read_manifest(third)
     assert [(each.run, each.step) for each in manifest.origins] == [
         (read_manifest(first).run, 2),
@@ -160,7 +160,7 @@ async def test_a_fork_without_recorded_settings_has_those_of_its_source_before_i
 ) -> None:
     source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
     (await train_run(source, rows)).close()
-    fork_run(source, 3, target, CONFIG | {"train": {"lr": 0.2}}, CONFIG_OF)
+    fork_run(source, 3, target, CONFIG | {"train": {"lr": 0.2}}, CONFIG_OF, {})
     by_step = {"train.lr": 0.1}
     manifest = read_manifest(target)
     assert [manifest.find_settings(step, by_step)["train.lr"] for step in (2, 3)] == [0.1, 0.2]
@@ -173,4 +173,4 @@ async def test_a_step_that_is_not_trained_cannot_be_forked_at(tmp_path: Path, ro
     source = RunFolder(tmp_path / "source")
     (await train_run(source, rows)).close()
     with pytest.raises(ConfigError, match=r"STEP = 5: .*has 4 trained steps"):
-        fork_run(source, 5, RunFolder(tmp_path / "target"), CONFIG, CONFIG_OF)
+        fork_run(source, 5, RunFolder(tmp_path / "target"), CONFIG, CONFIG_OF, {})

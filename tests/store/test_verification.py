@@ -446,7 +446,7 @@ async def test_steps_of_a_forks_source_are_verified_with_the_sources_settings_an
     write_manifest(open_files(source), replace(manifest, config=loose), manifest)
     config_of = StoreConfig(root=str(tmp_path))
     config = loose | {"steps": STEPS + 1, "rollout": {"group_size": 1, "max_staleness": 0}}
-    fork_run(source, STEPS, target, config, config_of)
+    fork_run(source, STEPS, target, config, config_of, {})
     own = make_columns(STEPS) | {"trajectory_id": [f"f.{each}" for each in range(4)]}
     own |= {"group": [4, 5, 6, 7], "sample": 0, "run": read_manifest(target).run}
     with OpenRun.extend(target, config_of=config_of) as run:
@@ -463,7 +463,7 @@ async def test_steps_of_a_forks_source_are_verified_with_the_sources_settings_an
             batch |= {"run": own["run"], "step": STEPS, "source_step": STEPS, "scorer": "other@1"}
             writer.append("batches", rows("batches", 4, **batch), step=STEPS)
             writer.append("metrics", rows("metrics", step=STEPS), step=STEPS)
-    fork_run(target, STEPS, again, config | {"rollout": {"group_size": 3, "max_staleness": 0}}, config_of)
+    fork_run(target, STEPS, again, config | {"rollout": {"group_size": 3, "max_staleness": 0}}, config_of, {})
 
     assert findings(target) == []
     assert findings(again) == []

@@ -46,7 +46,7 @@ def fork_run(
     target: RunFolder,
     config: dict[str, Any],
     config_of: StoreConfig,
-    by_step: Mapping[str, Any] = {},
+    by_step: Mapping[str, Any],
 ) -> None:
     """Begin a run at policy version `step` of another run, with copies of its earlier rows and last checkpoint.
 
