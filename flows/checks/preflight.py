@@ -4,9 +4,13 @@ import asyncio
 import json
 import os
 import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
@@ -42,6 +46,8 @@ from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import NUMBERS_OF_EXPERTS
 from rollmill.tasks.train.service.launch import TOKEN_ENV
 from rollmill.tasks.train.setting_rules import HAS_RATIO
+
+Value = TypeVar("Value")
 
 # Ends of the class names of models that predict the next token of a text. Classes with images or an encoder end otherwise.
 CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
@@ -123,15 +129,43 @@ def _check_stages(config: RunConfig) -> tuple[Environment, Episode] | None:
         check_environment_name(given, given.rpartition(":")[2])
         _check_library(config)
         return None
-    environment = make_environment(config.rollout)
-    episode = check_environment(environment, config.rollout)
-    state_columns(environment)
-    check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+    environment, episode = _open_environment(config)
     _check_overlong(config, environment, episode)
     if config.start_model.steps and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.steps", config.start_model.steps, remedy)
     return environment, episode
+
+
+def _open_environment(config: RunConfig) -> tuple[Environment, Episode]:
+    """Create the environment and try it; ConfigError if it lacks something, or is not done within `start_timeout_s`."""
+
+    def open_it() -> tuple[Environment, Episode]:
+        environment = make_environment(config.rollout)
+        episode = check_environment(environment, config.rollout)
+        state_columns(environment)
+        check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+        return environment, episode
+
+    if ":" not in config.rollout.environment:
+        return open_it()
+    # Code of the user may block. A daemon thread does not keep this process from ending then.
+    opened: Future[tuple[Environment, Episode]] = Future()
+    threading.Thread(target=_fill, args=(opened, open_it), name="preflight-environment", daemon=True).start()
+    if not wait([opened], config.start_timeout_s).done:
+        remedy = (
+            f"its first problem was not opened within start_timeout_s = {config.start_timeout_s:g} s: its module, its constructor, "
+            "or example, episode or reply blocks"
+        )
+        raise ConfigError("rollout.environment", config.rollout.environment, remedy)
+    return opened.result()
+
+
+def _fill(future: Future[Value], call: Callable[[], Value]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - the thread that waits for the future raises it
+        future.set_exception(error)
 
 
 def _check_turns(environment: Environment, episode: Episode, tokenizer: ChatTokenizer) -> None:

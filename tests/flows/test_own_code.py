@@ -51,6 +51,17 @@ def test_an_environment_that_cannot_give_an_opening_is_refused(
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["BlockingConstructor", "BlockingSize", "WaitingExample", "WaitingEpisode", "WaitingReply"]
+)
+def test_an_environment_that_blocks_is_refused_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    with pytest.raises(ConfigError, match=r"not opened within start_timeout_s = 0\.2 s: .* blocks"):
+        preflight(
+            load("quickstart", (f"rollout.environment=faulty_environments:{name}", "start_timeout_s=0.2"))
+        )
+
+
 MODULES = {
     "SyntaxError": "def f(:",
     "KeyError": "{}['VARIABLE']",

@@ -1,5 +1,6 @@
 """Environments that fail in one way each; tests name them by import path."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,3 +152,36 @@ class TwoTurns:
 
     async def close(self) -> dict[str, object]:
         return {}
+
+
+def block() -> Any:
+    """Never return, as code that waits without `await`; a daemon thread that does ends with the process."""
+    threading.Event().wait()
+
+
+class BlockingConstructor(Addition):
+    def __init__(self) -> None:
+        block()
+
+
+class BlockingSize(Addition):
+    def size(self, split: object) -> Any:
+        return block()
+
+
+class WaitingExample(Addition):
+    async def example(self, split: object, index: int) -> Any:
+        return block()
+
+
+class WaitingEpisode(Addition):
+    def episode(self, example: Example, seed: int) -> Any:
+        return block()
+
+
+class WaitingReply(Addition):
+    def episode(self, example: Example, seed: int) -> Any:
+        return self
+
+    async def reply(self, messages: Sequence[Message]) -> Any:
+        return block()
