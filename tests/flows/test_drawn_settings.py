@@ -1,8 +1,11 @@
 """Settings drawn at random: each is refused by one message before anything is started, or accepted."""
 
+import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from rollmill.flows import cli
 from rollmill.flows.checks import attached, preflight
+from rollmill.flows.commands.stored_runs import evaluate_config, rescore_config, retrain_config
 from rollmill.flows.config import RunConfig
 from rollmill.flows.presets import merge_settings, preset_values
-from rollmill.flows.settings import validate
+from rollmill.flows.settings import load, validate
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import RollmillError
+from rollmill.tasks.store.config import StoreConfig
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.writable_run import OpenRun
 
 LONGEST_MESSAGE = 3000
 REPOSITORY = Path(__file__).parents[2]
@@ -48,6 +56,7 @@ def list_ends(field: FieldInfo) -> list[Any]:
 
 
 FIELDS = list_fields(RunConfig)
+SECTIONS = {name.rpartition(".")[0] for name in (".".join(path) for path, _ in FIELDS)}
 # Paths and addresses, import paths, and texts that are special for a terminal, a folder, YAML or a log.
 TEXTS = [
     *(
@@ -190,6 +199,74 @@ def test_drawn_settings_are_refused_or_accepted(check: Check) -> None:
     def draw(values: dict[str, Any]) -> None:
         timed(values)
 
+    draw()
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Call the commands that start flows with one change, if it is a wrong one, in a folder with one stored run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").symlink_to(REPOSITORY / "conf")
+    config = validate(preset_values("quickstart")).model_dump(mode="json")
+    stored = RunFolder(tmp_path / "runs" / "old")
+    with OpenRun.open(stored, config=config, fixed={}, versions={}, git_commit="", config_of=StoreConfig()):
+        pass
+    prepare: dict[tuple[str, ...], Callable[[tuple[str, ...]], object]] = {
+        ("run", "quickstart"): partial(load, "quickstart"),
+        ("collect", "quickstart"): partial(load, "quickstart"),
+        ("evaluate", "old"): partial(evaluate_config, "old"),
+        ("retrain", "old", "--name", "new"): partial(retrain_config, "old"),
+        ("rescore", "old"): partial(rescore_config, stored),
+    }
+    ours = psutil.Process()
+    children, files = set(ours.children(recursive=True)), sorted(tmp_path.rglob("*"))
+
+    def one(values: dict[str, Any]) -> None:
+        overrides = tuple(f"{name}={json.dumps(value)}" for name, value in list_leaves(values))
+        for words, check in prepare.items():
+            with suppress(RollmillError):
+                check(overrides)
+                # Accepted: the command would start a flow.
+                continue
+            options = [each for override in overrides for each in ("--set", override)]
+            monkeypatch.setattr("sys.argv", ["rollmill", *words, *options])
+            with pytest.raises(SystemExit) as end:
+                cli.main()
+            said = capsys.readouterr()
+            assert (end.value.code, said.out) == (2, ""), (words, overrides)
+            assert said.err.startswith("rollmill: ")
+            assert "Traceback" not in said.err
+            assert len(said.err) < LONGEST_MESSAGE
+            assert set(ours.children(recursive=True)) <= children
+            assert sorted(tmp_path.rglob("*")) == files
+
+    return one
+
+
+def list_leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every setting of a nested change by its dotted name; a value that JSON cannot express is left out."""
+    found: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict) and value and f"{prefix}{name}" in SECTIONS:
+            found += list_leaves(value, f"{prefix}{name}.")
+        else:
+            with suppress(TypeError):
+                json.dumps(value)
+                found.append((f"{prefix}{name}", value))
+    return found
+
+
+@pytest.mark.slow
+def test_commands_that_start_flows_refuse_drawn_settings_before_anything_starts(refuse: Check) -> None:
+    timed = within(8.0, refuse)
+
+    @settings(max_examples=400, derandomize=True, suppress_health_check=UNHURRIED, phases=[Phase.generate])
+    @given(changes())
+    def draw(values: dict[str, Any]) -> None:
+        timed(values)
+
+    # One that is wrong for certain.
+    refuse({"train": {"lr": -1}})
     draw()
 
 
