@@ -1,10 +1,11 @@
-"""The servers of a run, and which of them receive requests: those whose weights are verified."""
+"""The servers of a run: which of them receive requests, those whose weights are verified, and which of them sleep."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from rollmill.flows.failure import one_error
 from rollmill.flows.policies.server_parity import ServedRun
 from rollmill.flows.policies.services import ServerService
 from rollmill.flows.prefect_integration.progress import say
@@ -12,6 +13,9 @@ from rollmill.tasks.errors import RequestError, RequestsHeldError, RollmillError
 from rollmill.tasks.serve.policy_version import PolicyVersion
 
 Result = TypeVar("Result")
+
+# vLLM's tag of the memory for keys and values.
+CACHES = "kv_cache"
 
 
 class PolicyServers:
@@ -36,6 +40,8 @@ class PolicyServers:
         self.lost: set[ServerService] = set()
         self.are_up = asyncio.Event()
         self._verified: dict[ServerService, str] = {}
+        # Servers that were put to sleep and have no memory for their caches yet.
+        self._asleep: set[ServerService] = set()
 
     async def look_again(self, server: ServerService) -> None:
         """Return a removed server to the pool if it still has verified weights and can sample; otherwise mark it as failed.
@@ -92,6 +98,15 @@ class PolicyServers:
         """Return the event that asks a server's watcher to check the server."""
         return self.run.pool.alarm(server.client)
 
+    async def sleep(self) -> None:
+        """Have all servers free their GPUs' memory until the next `update`; none may be sampling."""
+
+        async def put_to_sleep(server: ServerService) -> None:
+            self._asleep.add(server)
+            await server.client.sleep(self.run.config.sync.timeout_s)
+
+        await self._for_each(self._verified, put_to_sleep)
+
     async def _has_weights(self, server: ServerService, name: str) -> bool:
         """Return True if a server is healthy and has the verified weights of that name."""
         try:
@@ -123,6 +138,24 @@ class PolicyServers:
         except (SyncError, RequestError) as error:
             await self.fail(server, str(error), is_mute=isinstance(error, RequestsHeldError))
             return None
+
+    async def _for_each(
+        self, servers: Iterable[ServerService], attempt: Callable[[ServerService], Awaitable[None]]
+    ) -> None:
+        """Call `attempt` with each server concurrently, and mark a server as failed if it raises."""
+        with one_error():
+            async with asyncio.TaskGroup() as group:
+                for each in list(servers):
+                    group.create_task(self._survive(each, attempt(each)))
+
+    async def _wake(self, server: ServerService, *tags: str) -> None:
+        """Wake the memory of a server, by vLLM's tags, if the server sleeps."""
+        if server not in self._asleep:
+            return
+        for tag in tags:
+            await server.client.wake(tag, self.run.config.sync.timeout_s)
+        if CACHES in tags:
+            self._asleep.discard(server)
 
     @asynccontextmanager
     async def _fail_on_error(self, server: ServerService) -> AsyncIterator[None]:

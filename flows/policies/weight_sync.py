@@ -12,12 +12,12 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from rollmill.flows.failure import one_error
-from rollmill.flows.policies.policy_servers import PolicyServers
+from rollmill.flows.policies.policy_servers import CACHES, PolicyServers
 from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun
 from rollmill.flows.policies.server_tokenizer import check_tokenizer
 from rollmill.flows.policies.services import ServerService
@@ -50,8 +50,6 @@ Hold = Callable[[], AbstractAsyncContextManager[PolicyVersion]]
 
 # A sync that drops or mixes bytes shows within a few versions, since each version compares other tensors.
 CHECKED_TENSORS = 8
-# vLLM's tag of the memory for keys and values.
-CACHES = "kv_cache"
 
 
 class WeightSync(PolicyServers):
@@ -78,8 +76,6 @@ class WeightSync(PolicyServers):
         # By server: transports that failed, which are not tried again.
         self._failed_transports: dict[VllmClient, set[str]] = defaultdict(set)
         self._files_location = ""
-        # Servers that were put to sleep and have no memory for their caches yet.
-        self._asleep: set[ServerService] = set()
         self.calls, self.submitted = 0, Submission("servers")
 
     async def note_servers_before(self, version: PolicyVersion) -> None:
@@ -87,33 +83,6 @@ class WeightSync(PolicyServers):
         async with asyncio.TaskGroup() as group:
             for each in list(self._verified):
                 group.create_task(self.parity.note_server_before(each.client, version))
-
-    async def sleep(self) -> None:
-        """Have all servers free their GPUs' memory until the next `update`; none may be sampling."""
-
-        async def put_to_sleep(server: ServerService) -> None:
-            self._asleep.add(server)
-            await server.client.sleep(self.run.config.sync.timeout_s)
-
-        await self._for_each(self._verified, put_to_sleep)
-
-    async def _for_each(
-        self, servers: Iterable[ServerService], attempt: Callable[[ServerService], Awaitable[None]]
-    ) -> None:
-        """Call `attempt` with each server concurrently, and mark a server as failed if it raises."""
-        with one_error():
-            async with asyncio.TaskGroup() as group:
-                for each in list(servers):
-                    group.create_task(self._survive(each, attempt(each)))
-
-    async def _wake(self, server: ServerService, *tags: str) -> None:
-        """Wake the memory of a server, by vLLM's tags, if the server sleeps."""
-        if server not in self._asleep:
-            return
-        for tag in tags:
-            await server.client.wake(tag, self.run.config.sync.timeout_s)
-        if CACHES in tags:
-            self._asleep.discard(server)
 
     async def update(self, version: PolicyVersion, *, only_name: bool = False) -> list[SyncReport]:
         """Give every server the trainer's version, concurrently; returns a report for each server that has it now.

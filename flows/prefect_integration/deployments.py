@@ -61,7 +61,7 @@ def deploy_all(pool: str, overrides: Sequence[str] = ()) -> None:
 
     # Prefect reads its address when it is imported.
     connect_to_prefect()
-    from rollmill.flows.prefect_integration import automations, work_pools
+    from rollmill.flows.prefect_integration import work_pools
 
     place = document["definitions"]["pools"][pool]
     asyncio.run(work_pools.ensure_pool(place["name"], pool))
@@ -69,7 +69,7 @@ def deploy_all(pool: str, overrides: Sequence[str] = ()) -> None:
     RENDERED.parent.mkdir(exist_ok=True)
     RENDERED.write_text(yaml.safe_dump(document, sort_keys=False))
     _prefect("deploy", "--all", "--prefect-file", str(RENDERED))
-    asyncio.run(automations.put_automations(automations.read_automations()))
+    asyncio.run(work_pools.put_shipped_automations())
     names = [f"{_flow_name(each)}/{each['name']}" for each in document["deployments"]]
     for line in asyncio.run(work_pools.describe_deployments(names, place["name"])):
         typer.echo(line)

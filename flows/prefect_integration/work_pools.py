@@ -1,4 +1,4 @@
-"""Work pools, queues and workers of a Prefect server."""
+"""What `rollmill deploy` needs on a Prefect server: work pools, queues, workers and automations."""
 
 import os
 import shlex
@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import WorkerStatus
+from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 
@@ -17,6 +19,7 @@ from rollmill.flows.prefect_integration.links import deployment_page
 from rollmill.tasks.errors import ConfigError
 
 DESCRIPTION = "Runs of Rollmill's flows."
+AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 
 
 async def ensure_pool(name: str, kind: str) -> None:
@@ -91,3 +94,35 @@ def _prefect_command() -> str:
         return "prefect"
     here = Path.cwd()
     return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+
+
+def read_automations() -> list[AutomationCore]:
+    """Read the automations in automations.yaml."""
+    return [
+        AutomationCore.model_validate(each) for each in yaml.safe_load(AUTOMATIONS.read_text())["automations"]
+    ]
+
+
+async def put_automations(automations: list[AutomationCore]) -> None:
+    """Create automations on the server of PREFECT_API_URL; one with the same name is updated, and further ones are deleted."""
+    async with get_client() as client:
+        for each in automations:
+            await _put(client, each)
+
+
+async def put_shipped_automations() -> None:
+    """Create or update the automations of automations.yaml on the Prefect server.
+
+    A build step of deploy/kubernetes/deployments.yaml.
+    """
+    await put_automations(read_automations())
+
+
+async def _put(client: PrefectClient, automation: AutomationCore) -> None:
+    existing = await client.read_automations_by_name(automation.name)
+    for duplicate in existing[1:]:
+        await client.delete_automation(duplicate.id)
+    if existing:
+        await client.update_automation(existing[0].id, automation)
+    else:
+        await client.create_automation(automation)

@@ -244,24 +244,15 @@ async def open_run(
         opening = OpenSpan("opening").begin(current_lane())
         await start_prefect_thread()
         store = opened.store
-        # The second one scores held-out trajectories.
-        scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
         # In a thread: its import and files take a second, which would block the event loop.
-        rollout, variables = config.rollout, config.rollout.env_variables
+        rollout = config.rollout
         tokenizer = await asyncio.to_thread(
             ChatTokenizer.load, opened.model, rollout.chat_template, rollout.chat_template_kwargs
         )
-        scorings = [
-            await stack.enter_async_context(
-                Scoring(config.score, opened.id, scorer=scorer, env_variables=variables)
-            )
-            for scorer in scorers
-        ]
-        environment = await stack.enter_async_context(
-            open_environment(config.rollout, logs=store.folder.logs)
-        )
+        scorings = await _open_scorings(opened, stack)
+        environment = await stack.enter_async_context(open_environment(rollout, logs=store.folder.logs))
         check_stored_columns(store.folder, environment.name, state_columns(environment))
-        check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+        check_prompts(environment, rollout, config.evaluate.n_prompts)
         pool = ServerPool()
         run = Run(
             **{each.name: getattr(opened, each.name) for each in fields(opened)},
@@ -269,7 +260,7 @@ async def open_run(
             scoring=scorings[0],
             held_out_scoring=scorings[-1],
             player=_player(opened, environment, tokenizer, pool),
-            admission=Admission(config.rollout.max_in_flight),
+            admission=Admission(rollout.max_in_flight),
             pool=pool,
             task_runs=TaskRunRecorder(config.observe, opened.recording),
             redo_failed=redo_failed,
@@ -282,6 +273,18 @@ async def open_run(
             # Here, while the store can still record how long the worker processes take to end.
             with span("closing"):
                 await stack.aclose()
+
+
+async def _open_scorings(run: TrainingRun, stack: AsyncExitStack) -> list[Scoring]:
+    """Open the scoring of training, and after it the one of held-out trajectories if these have another scorer."""
+    config = run.config
+    scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
+    return [
+        await stack.enter_async_context(
+            Scoring(config.score, run.id, scorer=scorer, env_variables=config.rollout.env_variables)
+        )
+        for scorer in scorers
+    ]
 
 
 def _player(

@@ -3,6 +3,9 @@
 import socket
 from pathlib import Path
 
+STORE_FD_ENV = "ROLLMILL_STORE_FD"
+"""Environment variable with the number of the open listening socket of rank 0's store; unset for other ranks."""
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
 

@@ -11,9 +11,7 @@ import torch
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import current_lane, time_items
 from rollmill.tasks.sync.bucket_writer import (
-    AwaitTaken,
     BucketWriter,
-    CopyToBucket,
     Piece,
     ReadyBucket,
     StagingMemory,
@@ -127,12 +125,7 @@ class WeightSender:
         self._transfers = transfers = self._prepare_transfers(
             plan.streams, buckets, targets, ready, ended.put, pressure.notify
         )
-
-        writers = list[BucketWriter]()
-        for memory, each in ready.items():
-            readers = [target.server for target in targets if SOURCE_MEMORY[target.transport] == memory]
-            await_taken = partial(pressure.await_taken, {server: transfers[server] for server in readers})
-            writers.append(BucketWriter(buckets, self._copier(memory, buckets, await_taken, shared), each))
+        writers = self._make_writers(buckets, targets, ready, pressure, shared)
         try:
             for transfer in transfers.values():
                 transfer.start()
@@ -154,16 +147,27 @@ class WeightSender:
             for server, each in transfers.items()
         ]
 
-    def _copier(
+    def _make_writers(
         self,
-        memory: str,
         buckets: Sequence[Bucket],
-        await_taken: AwaitTaken,
+        targets: Sequence[SendTarget],
+        ready: Mapping[str, Sequence[ReadyBucket]],
+        pressure: BackPressure,
         shared: torch.Tensor | None,
-    ) -> CopyToBucket:
-        if memory == "shared" and shared is not None:
-            return copy_into_stream(shared)
-        return self._staging[memory].keeper(buckets, await_taken)
+    ) -> list[BucketWriter]:
+        """Create a writer for each memory in `ready`; it waits for the servers that read this memory."""
+        writers = []
+        for memory, each in ready.items():
+            servers = [target.server for target in targets if SOURCE_MEMORY[target.transport] == memory]
+            await_taken = partial(
+                pressure.await_taken, {server: self._transfers[server] for server in servers}
+            )
+            if memory == "shared" and shared is not None:
+                copy = copy_into_stream(shared)
+            else:
+                copy = self._staging[memory].keeper(buckets, await_taken)
+            writers.append(BucketWriter(buckets, copy, each))
+        return writers
 
     def _check(self, targets: Sequence[SendTarget], shared: torch.Tensor | None) -> None:
         for each in targets:

@@ -17,7 +17,7 @@ from stored_texts import read_all_texts
 
 from rollmill.flows.collect import collect
 from rollmill.flows.post_train import post_train
-from rollmill.flows.prefect_integration.automations import put_automations, read_automations
+from rollmill.flows.prefect_integration.work_pools import put_automations, read_automations
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.store.verify.run_verification import verify_run
 

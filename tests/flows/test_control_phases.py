@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rollmill.flows.post_train import post_train
-from rollmill.flows.prefect_integration.automations import put_automations, read_automations
+from rollmill.flows.prefect_integration.work_pools import put_automations, read_automations
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.store.verify.run_verification import verify_run
 from rollmill.tasks.store.verify.run_views import Finding

@@ -17,7 +17,6 @@ from prefect.states import Suspended
 from prefect.utilities import engine
 
 from rollmill.flows.failure import causes
-from rollmill.flows.prefect_integration.automations import read_automations
 from rollmill.flows.prefect_integration.private_prefect import (
     PRIVATE_NAMES,
     SIGTERM_HANDLER,
@@ -26,6 +25,7 @@ from rollmill.flows.prefect_integration.private_prefect import (
     end_in_order,
     release_finished_tasks,
 )
+from rollmill.flows.prefect_integration.work_pools import read_automations
 
 
 @pytest.mark.parametrize("each", PRIVATE_NAMES, ids=lambda each: f"{each.module}.{each.name}")

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rollmill.tasks.sync.vllm_plugin.key_guard import OPEN_PATHS, KeyGuard, read_keys
+from rollmill.tasks.sync.vllm_plugin.server_routes import OPEN_PATHS, KeyGuard, read_keys
 
 ROUTES = ["/pause", "/collective_rpc", "/rollmill/weights", "/inference/v1/generate", "/server_info"]
 

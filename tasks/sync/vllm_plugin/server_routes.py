@@ -7,23 +7,28 @@ An update receives weights while the server samples, and holds requests only to 
 
 vLLM answers /inference/v1/generate with JSON: a text for each number, routed experts in base64. This plugin replaces the
 route and answers requests that accept ARRAYS with MessagePack, whose fields are the bytes of arrays. vLLM answers the rest.
+
+vLLM requires its API key on /v1, /v2, /inference and /cohere alone. That leaves routes open that control a server: /pause,
+/collective_rpc, /update_weights, /rollmill/weights. `KeyGuard` requires it on every route.
 """
 
 import asyncio
 import logging
 import math
+import os
+import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 
 from rollmill.tasks.errors import SyncError, error_text
 from rollmill.tasks.observe.spans import Recorder, Span, recording, span
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.sync.links.shm_link import SharedMemory
-from rollmill.tasks.sync.vllm_plugin.key_guard import KeyGuard, read_keys
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     CANCEL,
     CHECK_JSON,
@@ -48,6 +53,11 @@ from rollmill.tasks.sync.weight_messages import (
     WeightUpdateResponse,
 )
 
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 ARRAYS = "application/vnd.rollmill.arrays"
 """Equal to the client's (tasks/serve/responses.py), which may be missing in vLLM's environment."""
 
@@ -56,6 +66,9 @@ NO_LOGPROB = -9999.0
 
 UNUSABLE = "unusable"
 """Version of a server that has neither the old nor the new weights; no policy version has this name."""
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""Routes of load balancers and monitors, which neither show nor change the model."""
 
 weight_router = APIRouter()
 
@@ -79,6 +92,38 @@ class ServerRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Store the server's API keys in the application's state, where `KeyGuard` finds them."""
         state.rollmill_keys = read_keys(args)
+
+
+# API keys
+
+
+def read_keys(args: Any) -> tuple[str, ...]:
+    """Read the API keys of a vLLM server: those of --api-key, else the one of VLLM_API_KEY; empty if there is none."""
+    given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    return tuple(key for key in given if key)
+
+
+class KeyGuard:
+    """ASGI middleware that answers 401 to requests without a key, if the application's `state.rollmill_keys` has any."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request that has a key, or needs none, to the application; answer 401 to others."""
+        if scope["type"] not in ("http", "websocket") or _may_pass(scope):
+            await self._app(scope, receive, send)
+        else:
+            answer = JSONResponse({"error": "this route needs the server's API key"}, status_code=401)
+            await answer(scope, receive, send)
+
+
+def _may_pass(scope: Scope) -> bool:
+    keys: Sequence[str] = getattr(scope["app"].state, "rollmill_keys", ())
+    if not keys or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        return True
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    return any(secrets.compare_digest(given, f"Bearer {key}".encode()) for key in keys)
 
 
 # Generations as arrays

@@ -14,11 +14,9 @@ import subprocess
 import sys
 import time
 
-from rollmill.tasks.processes.machine import listen_at
+from rollmill.tasks.processes.machine import STORE_FD_ENV, listen_at
 from rollmill.tasks.processes.network_interface import GLOO_INTERFACE_ENV, find_interface
 
-STORE_FD_ENV = "ROLLMILL_STORE_FD"
-"""Environment variable with the number of the open listening socket of rank 0's store; unset for other ranks."""
 # After SIGTERM; a rank that is in a collective does not react to it.
 _GRACE_S = 5.0
 

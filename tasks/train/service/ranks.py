@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from rollmill.tasks.errors import RollmillError, SyncError, TrainError
 from rollmill.tasks.processes.gpus import VISIBLE, list_visible_gpus
-from rollmill.tasks.processes.machine import listen_at
+from rollmill.tasks.processes.machine import STORE_FD_ENV, listen_at
 from rollmill.tasks.sync.links.link import join_store, serve_store_at
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.private_torch import PrefixStore, Store
 from rollmill.tasks.train.service.commands import AnyCommand, Command
-from rollmill.tasks.train.service.rank_launcher import STORE_FD_ENV
 
 # A few late heartbeats are no death.
 _BEATS_PER_TIMEOUT = 6

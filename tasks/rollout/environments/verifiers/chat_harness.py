@@ -14,6 +14,7 @@ import httpx
 from openai import AsyncOpenAI
 from verifiers.v1 import ModelContext, ProgramResult, Runtime, TaskData, Trace
 
+from rollmill.tasks.rollout.environments.verifiers.loading import CHAT_PLUGIN
 from rollmill.tasks.rollout.environments.verifiers.private_verifiers import (
     CHAT_PROGRAM_SOURCE,
     NullHarness,
@@ -22,8 +23,7 @@ from rollmill.tasks.rollout.environments.verifiers.private_verifiers import (
 
 __all__ = ["InProcessChat"]
 
-PLUGIN = "rollmill_chat"
-sys.modules.setdefault(PLUGIN, sys.modules[__name__])
+sys.modules.setdefault(CHAT_PLUGIN, sys.modules[__name__])
 
 
 class InProcessChat(NullHarness):

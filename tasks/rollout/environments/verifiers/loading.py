@@ -19,6 +19,8 @@ PREFIX = "verifiers:"
 FIELD, ARGUMENTS_FIELD = "rollout.environment", "rollout.environment_args"
 SELECT, HELD_OUT = "select", "held_out"
 INSTALL = "pip install 'rollmill[verifiers]'"
+CHAT_PLUGIN = "rollmill_chat"
+"""Name by which the library finds the harness `InProcessChat` (chat_harness.py)."""
 _NOT_INSTALLED = (
     "install the environment's package where the flows run: pip install, or prime env install OWNER/NAME"
 )
@@ -98,14 +100,12 @@ def select_tasks(
 
 def offers_tools(environment: Any) -> bool:
     """Return True if the environment's problems come with tools, or its program may add tools."""
-    from rollmill.tasks.rollout.environments.verifiers.chat_harness import PLUGIN
-
     task_set = environment.taskset
     harnesses = environment.config.agent_harnesses().values()
     return bool(
         task_set.toolsets(task_set.config)
         or task_set.task_type().toolsets(task_set.config.task)
-        or any(each.id != PLUGIN for each in harnesses)
+        or any(each.id != CHAT_PLUGIN for each in harnesses)
     )
 
 
@@ -173,14 +173,13 @@ def _with_roles(config: Any) -> Any:
     """
     from verifiers.v1 import SubprocessConfig, default_harness_id, harness_config_type
 
-    from rollmill.tasks.rollout.environments.verifiers.chat_harness import PLUGIN
     from rollmill.tasks.rollout.environments.verifiers.private_verifiers import agent_config_fields
 
     seats: dict[str, Any] = {}
     for seat, settings in agent_config_fields(config).items():
         changes: dict[str, Any] = {}
         if settings.harness is None and default_harness_id(config.taskset.id) != config.taskset.id:
-            changes["harness"] = harness_config_type(PLUGIN)(id=PLUGIN)
+            changes["harness"] = harness_config_type(CHAT_PLUGIN)(id=CHAT_PLUGIN)
             if "runtime" not in settings.model_fields_set:
                 changes["runtime"] = SubprocessConfig()
         seats[seat] = settings.model_copy(update=changes)
