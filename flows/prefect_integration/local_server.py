@@ -272,6 +272,8 @@ def _lock_home(home: Path) -> Iterator[None]:
     try:
         # Its database has all runs' parameters, logs and artifacts.
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Also one that Prefect's own commands have made.
+        home.chmod(0o700)
         lock = (home / "server.lock").open("w")
     except OSError as error:
         remedy = f"{error.strerror}; run in a folder that this user may write to"

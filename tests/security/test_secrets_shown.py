@@ -121,10 +121,13 @@ def test_other_users_can_neither_lock_a_run_nor_read_the_servers_database(tmp_pa
         with pytest.raises(ConfigError):
             # No such port, but the server's folder is made first.
             local_server.up(tmp_path / "made" / "home", port=65536)
+        (tmp_path / "found").mkdir()
+        local_server.down(tmp_path / "found")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "run" / "lock").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "made" / "home").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "found").stat().st_mode) == 0o700
 
 
 def test_passwords_of_the_documented_command_are_readable_for_their_owner_only(tmp_path: Path) -> None:
