@@ -117,7 +117,7 @@ def test_a_figure_that_is_gone_or_no_number_is_missing() -> None:
     assert MADE_UP.missing(values(4.0, 1.0) | {"ways": {}}, "quick") == ["ways/json/cpu_ms"]
 
 
-def test_a_figure_without_noise_may_not_miss_its_target_at_all() -> None:
+def test_a_figure_without_noise_misses_its_target_by_any_difference() -> None:
     exact = Benchmark("made_up", (Figure("share", "x", 1.0, more_is_better=True, is_exact=True),))
     assert exact.missed({"share": 1.0}) == []
     assert exact.missed({"share": 0.999}) == ["share is 0.999, target 1"]

@@ -117,7 +117,7 @@ def is_variable(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_fence_says_what_it_is(page: Path) -> None:
+def test_every_code_fence_has_a_known_language(page: Path) -> None:
     assert [language for language, _ in fences(page) if language not in LANGUAGES] == []
     outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert re.findall(r"(?<=\n\n)    \S.*", outside) == [], "a block that is indented instead of fenced"

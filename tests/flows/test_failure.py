@@ -15,7 +15,7 @@ async def test_the_cause_is_raised_in_place_of_the_group_that_holds_it() -> None
         raise ExceptionGroup("outer", [KeyError("first"), inner])
 
 
-async def test_without_an_error_of_ours_the_first_is_raised() -> None:
+async def test_without_a_rollmill_error_the_first_error_is_raised() -> None:
     with pytest.raises(KeyError), one_error():
         raise ExceptionGroup("outer", [KeyError("first"), ValueError("second")])
 

@@ -102,7 +102,7 @@ def test_an_unknown_setting_is_refused_by_the_form_at_either_level() -> None:
         assert validate({"run_name": "any", "config": wrong}, schema)
 
 
-def test_plain_settings_are_taken_as_they_are() -> None:
+def test_plain_settings_are_not_changed() -> None:
     assert merge_advanced({"train": {"lr": 1.0}}) == {"train": {"lr": 1.0}}
     assert merge_advanced(
         {"train": {"lr": 1.0}, "advanced": {"train": {"weight_decay": 2.0}, "seed": 3}}

@@ -33,7 +33,7 @@ def test_the_installed_prefect_has_every_private_name(each: PrivateName) -> None
     assert each.find() is not None, f"Prefect {version('prefect')}: {each.without}"
 
 
-def test_prefect_marks_a_request_as_ours_is_marked() -> None:
+def test_a_suspension_that_prefect_requests_makes_the_pause_due() -> None:
     flow_run_id, pauses = uuid4(), StepPauses(3, lambda: None)
     with suspension.register_flow_run_suspension_request(flow_run_id, pauses):  # type: ignore[arg-type]
         assert suspension.mark_flow_run_suspension_requested(flow_run_id, Suspended())

@@ -284,7 +284,7 @@ def test_the_form_of_the_older_ui_refuses_it_too_and_makes_a_run(product: Produc
     assert made["parameters"]["config"]["steps"] == 2
 
 
-def test_the_artifact_of_a_run_shows_the_picture(product: Product, run: str) -> None:
+def test_the_artifact_of_a_run_shows_the_plot(product: Product, run: str) -> None:
     page = product.page
     page.goto(run)
     page.get_by_role("tab", name="Artifacts").click()

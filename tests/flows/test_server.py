@@ -181,7 +181,7 @@ def test_address_of_something_else_is_a_config_error(monkeypatch: pytest.MonkeyP
             local_server.ensure()
 
 
-def test_environment_is_its_own_where_it_must_be_and_the_users_elsewhere() -> None:
+def test_the_environment_is_the_servers_where_it_must_be_and_the_users_elsewhere() -> None:
     ours = {
         "PREFECT_API_URL": "http://elsewhere/api",
         "PREFECT_PROFILE": "cloud",

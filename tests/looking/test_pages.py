@@ -39,7 +39,7 @@ def test_without_a_viewer_nothing_is_linked_to(small_run: RunFolder) -> None:
     assert run_page(small_run, b"png").count("](") == 1  # the picture
 
 
-def test_the_runs_page_has_its_picture_its_steps_and_the_line_that_opens_it(small_run: RunFolder) -> None:
+def test_the_page_of_a_run_has_its_plot_its_steps_and_the_command_that_opens_it(small_run: RunFolder) -> None:
     page = run_page(small_run, b"png")
     assert "![curves](data:image/png;base64,cG5n)" in page
     assert "| 3 | 2 | 1.000 (1.000 to 1.000) | 1.000 (0.342 to 1.000) |" in page

@@ -245,7 +245,7 @@ def test_the_path_goes_from_a_group_to_its_last_trajectory_and_from_that_to_the_
     ]
 
 
-def test_a_rank_whose_clock_is_a_little_ahead_is_still_what_was_waited_for() -> None:
+def test_a_rank_with_a_clock_slightly_ahead_is_the_cause_of_the_wait() -> None:
     rows: list[Row] = [
         (0, "flow", "step", "step", 0, 2),
         (0, "flow", "step", "train", 0, 2),

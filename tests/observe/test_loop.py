@@ -107,7 +107,7 @@ async def test_a_step_names_the_sites_with_most_of_its_lag_and_forgets_them_for_
 
 
 @pytest.mark.parametrize(("n_beats", "is_judged"), [(MIN_JUDGED_BEATS - 1, False), (MIN_JUDGED_BEATS, True)])
-async def test_step_of_few_beats_is_not_judged_by_its_p99(n_beats: int, is_judged: bool) -> None:
+async def test_the_p99_is_reported_only_for_a_step_of_many_beats(n_beats: int, is_judged: bool) -> None:
     said: list[str] = []
     monitor = LoopMonitor(max_stall_ms=0.0, max_lag_p99_ms=100.0, warn=said.append)
     with monitor.watch():

@@ -251,7 +251,7 @@ def make_staggered_steps() -> list[Row]:
     ]
 
 
-def test_training_beside_rollouts_is_worth_no_more_than_until_they_are_waited_for() -> None:
+def test_training_during_rollouts_saves_no_more_than_the_time_until_they_are_waited_for() -> None:
     assert find_savings(*make_staggered_steps(), steps=[1])[RANKS] == pytest.approx(0.5)
     alone = [row for row in make_staggered_steps() if row[0] < 2]
     assert find_savings(*alone, steps=[1])[RANKS] == pytest.approx(1.5)

@@ -55,13 +55,13 @@ def test_the_command_that_runs_the_loop_is_not_named_for_a_librarys_task() -> No
     assert "planted" not in text
 
 
-def test_a_librarys_callback_is_named_by_its_own_place() -> None:
+def test_a_callback_of_a_library_is_named_by_its_file() -> None:
     text = command(call_back())
     assert text.startswith("a callback in observe/test_stack_sites.py")
     assert "planted" not in text
 
 
-def test_the_innermost_function_of_ours_is_named_before_what_it_called() -> None:
+def test_the_innermost_function_of_rollmill_is_named_before_what_it_called() -> None:
     text = command(score(looks))
     assert "(score) in tasks/score/planted.py:3 score, observe/test_stack_sites.py" in text
 

@@ -85,7 +85,7 @@ async def test_the_state_of_an_environment_or_its_error_is_returned_by_the_worke
 
 
 @pytest.mark.slow
-async def test_episodes_are_spread_over_the_workers_and_stay_with_theirs(tmp_path: Path) -> None:
+async def test_episodes_are_spread_evenly_over_the_workers(tmp_path: Path) -> None:
     async with open_remote(tmp_path) as environment:
         said = [content for content, _ in await asyncio.gather(*(play(environment, 0) for _ in range(8)))]
         assert sorted(said.count(each) for each in set(said)) == [4, 4]

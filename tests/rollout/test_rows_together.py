@@ -59,7 +59,7 @@ async def test_rows_are_acknowledged_when_the_writer_has_stored_them() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_a_row_whose_task_is_cancelled_is_staged_all_the_same() -> None:
+async def test_a_row_is_staged_although_its_task_is_cancelled() -> None:
     writer = Writer()
     together = RowBatcher(rows_of, writer.keep)
     cut, other = (asyncio.create_task(together.store_row(trajectory(sample))) for sample in range(2))

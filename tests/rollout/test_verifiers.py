@@ -98,7 +98,7 @@ async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
 
 
 @pytest.mark.slow
-async def test_fifty_episodes_at_once_keep_apart(house: Verifiers) -> None:
+async def test_fifty_concurrent_episodes_do_not_mix(house: Verifiers) -> None:
     outcomes = await asyncio.gather(*(play(house, i % house.size("train")) for i in range(50)))
     assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50
 

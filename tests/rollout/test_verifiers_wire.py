@@ -92,7 +92,7 @@ def test_settings_of_sampling_are_refused_by_name(setting: dict) -> None:
         refuse_sampling_settings({"model": "policy", "messages": [], **setting})
 
 
-def test_settings_that_change_nothing_are_taken() -> None:
+def test_settings_that_change_nothing_are_accepted() -> None:
     refuse_sampling_settings(
         {"model": "policy", "messages": [], "stream": True, "n": 1, "stop": None, "tool_choice": "auto"}
     )

@@ -18,7 +18,7 @@ from rollmill.tasks.score.terms import check_scorer
 REWARDS = np.array([1.0, 0.0])
 
 
-def test_a_registered_name_is_a_function_of_ours() -> None:
+def test_a_registered_name_is_a_built_in_function() -> None:
     assert resolve_advantage("mean").of_group is mean
 
 

@@ -224,7 +224,7 @@ def test_scores_come_back_by_attempt_whatever_their_order(numbered: list[tuple[i
         '<think>so</think>{"why": "it never says </think>", "score": 1}',
     ],
 )
-def test_thoughts_and_a_fence_around_the_answer_are_taken_off(content: str) -> None:
+def test_thoughts_and_a_fence_around_the_answer_are_removed(content: str) -> None:
     assert parse_answer(content, Judgement).score == 1.0
 
 

@@ -77,7 +77,7 @@ async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_sco
     assert recompute_advantages(half, 0, SCORER, ScoreConfig()).keys() == {4}
 
 
-async def test_rows_of_a_batch_say_where_their_rollouts_lie(tmp_path: Path) -> None:
+async def test_rows_of_a_batch_have_the_location_of_their_rollouts(tmp_path: Path) -> None:
     folder = await store_run(tmp_path, {4: [1.0, 0.0], 5: [1.0, 0.0]}, 9)
     judged = recompute_advantages(folder, 0, SCORER, ScoreConfig())
     outcomes = [outcome for each in judged.values() for outcome in each]

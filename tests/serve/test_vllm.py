@@ -27,7 +27,7 @@ def test_the_cpu_build_computes_eagerly_in_the_engines_process(config_of) -> Non
     assert any("UniProcExecutor" in word for word in words)
 
 
-def test_the_gpu_build_keeps_its_own_ways(config_of) -> None:
+def test_the_gpu_build_keeps_the_defaults_of_vllm(config_of) -> None:
     config = config_of("vllm")
     assert "--enforce-eager" not in vllm_launch.vllm_command(config, "model", 80)
     assert "TORCHDYNAMO_DISABLE" not in vllm_launch.vllm_environment(config, base={})
@@ -108,12 +108,12 @@ def test_a_version_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("text", ["default", "", "run:1", "run:1:x", "run:1:-2", "a:b:1:2"])
-def test_what_is_no_version_of_ours_is_refused(text: str) -> None:
+def test_a_text_that_is_no_policy_version_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="expected run:incarnation:version"):
         PolicyVersion.parse(text)
 
 
-def test_our_plugin_is_named_beside_those_that_a_user_names(config_of) -> None:
+def test_rollmills_plugin_is_added_to_those_that_a_user_names(config_of) -> None:
     config = config_of("vllm")
     assert vllm_launch.vllm_environment(config, base={})["VLLM_PLUGINS"] == "rollmill"
     assert (

@@ -202,7 +202,7 @@ def test_a_run_of_another_schema_version_is_refused(root: str, version: int, rem
         read_manifest(run.folder)
 
 
-def test_a_folder_with_data_sets_and_no_run_json_is_not_taken_for_a_new_run(root: str) -> None:
+def test_a_folder_with_data_sets_and_no_run_json_is_no_new_run(root: str) -> None:
     folder = RunFolder(f"{root}/a")
     folder.tmp.mkdir(parents=True)
     publish_text(open_files(folder), "rollouts/step=000000/some.arrow", b"rows")

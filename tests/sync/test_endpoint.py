@@ -56,7 +56,7 @@ print("ANSWER" + json.dumps({
 
 
 @pytest.mark.service
-def test_vllms_own_encoding_and_ours_decode_to_the_same_completion() -> None:
+def test_the_encodings_of_vllm_and_of_the_plugin_decode_to_the_same_completion() -> None:
     python = Path(ServeConfig().python).absolute()
     done = subprocess.run(
         [str(python), "-c", IN_VLLMS_ENVIRONMENT],

@@ -135,7 +135,7 @@ def serve_folder() -> Iterator[Callable[[Path], str]]:
 
 
 @pytest.mark.parametrize("by", ["path", "address"])
-async def test_weights_in_files_are_taken_as_those_that_are_sent(
+async def test_weights_in_files_are_loaded_as_those_that_are_sent(
     client, source, sequences, serve_folder, tmp_path, by: str
 ):
     source.change(seed=82)

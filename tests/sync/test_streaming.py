@@ -80,7 +80,7 @@ def test_what_no_one_takes_stops_at_a_few_buckets() -> None:
     assert len(filled) == len(buckets)
 
 
-def test_a_sender_that_stops_is_an_error_where_tensors_are_taken() -> None:
+def test_a_sender_that_stops_is_an_error_for_the_reader_of_tensors() -> None:
     trainer = Trainer()
     server = Server(trainer)
     weights = weights_of(0, [((1000,), torch.float32)] * 3)

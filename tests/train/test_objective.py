@@ -99,7 +99,7 @@ def test_a_divergence_in_the_loss_is_added_with_its_gradient() -> None:
     assert gradient_of(what, micro_batch(), said) == pytest.approx((-ADVANTAGES + 0.5 * log_ratio).tolist())
 
 
-def test_a_divergence_in_the_advantage_is_taken_from_it_without_a_gradient() -> None:
+def test_a_divergence_in_the_advantage_is_subtracted_without_a_gradient() -> None:
     said = forward()
     kl = {"coef": 0.5, "estimator": "k1", "reference": "frozen", "apply_to": "advantage"}
     log_ratio = (said.logprobs - REFERENCE).detach()
@@ -115,7 +115,7 @@ def test_a_divergence_without_reference_log_probabilities_is_refused() -> None:
         what(micro_batch(reference_logprobs=None), forward())
 
 
-def test_the_entropy_is_taken_from_the_loss() -> None:
+def test_the_entropy_is_subtracted_from_the_loss() -> None:
     said, what = forward(), objective(entropy_coef=0.25)
     plain = objective()(micro_batch(), said).total
 
@@ -209,7 +209,7 @@ def test_tokens_without_the_samplers_log_probability_are_trained_on_where_nothin
 @pytest.mark.parametrize("mode", ["none", "truncated", "masked"])
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
 @pytest.mark.parametrize("loss", HAS_RATIO)
-def test_a_row_without_an_advantage_has_no_gradient_in_any_loss_of_ours(
+def test_a_row_without_an_advantage_has_no_gradient_in_any_built_in_loss(
     loss: str, level: str, mode: str
 ) -> None:
     advantages = torch.tensor([0.0, 0.0, 0.0, -2.0], dtype=torch.float64)

@@ -31,7 +31,9 @@ def test_gradient_is_weighted_by_the_ratio_up_to_the_cap_and_never_stops(
         assert gradient_of(tokens, ratio, advantage) == pytest.approx(-2.0 * advantage)
 
 
-def test_weighted_rows_of_another_policy_give_the_gradient_under_ours(tokens: MakeTokens) -> None:
+def test_weighted_rows_of_another_policy_give_the_gradient_under_the_current_policy(
+    tokens: MakeTokens,
+) -> None:
     """A policy over three answers: the mean over mu's samples is the sum over pi's probabilities."""
     logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
     sampler = torch.log_softmax(torch.tensor([1.0, 0.5, -0.2], dtype=torch.float64), 0)
