@@ -99,7 +99,7 @@ async def _check_trainer(config: RunConfig, connection: HttpConnection) -> None:
         )
 
 
-async def _ask_to_generate(config: RunConfig, url: str, connection: HttpConnection) -> int:
+async def _ask_to_generate(url: str, connection: HttpConnection) -> int:
     """Wait until a server is healthy; returns the HTTP status of an empty generation request.
 
     Raises:
@@ -116,7 +116,7 @@ async def _ask_to_generate(config: RunConfig, url: str, connection: HttpConnecti
 
 async def _check_reference(config: RunConfig, url: str, connection: HttpConnection) -> None:
     """Raise ConfigError if a reference server cannot return the log-probabilities of a sequence of serve.max_model_len tokens."""
-    generate = await _ask_to_generate(config, url, connection)
+    generate = await _ask_to_generate(url, connection)
     status, body = await _answer(connection, "GET", "/v1/models", _CONNECT_S)
     # vLLM samples at least one token after a prompt.
     needed = config.serve.max_model_len + 1
@@ -136,7 +136,7 @@ async def _check_reference(config: RunConfig, url: str, connection: HttpConnecti
 
 
 async def _check_vllm(config: RunConfig, url: str, connection: HttpConnection) -> None:
-    generate = await _ask_to_generate(config, url, connection)
+    generate = await _ask_to_generate(url, connection)
     info, body = await _answer(
         connection,
         "GET",

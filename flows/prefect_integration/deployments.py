@@ -100,16 +100,14 @@ def _place_deployment(
 ) -> dict[str, Any]:
     """Return a deployment in the work pool `place`, with the overrides in its build steps; its work queue stays the same."""
     steps = [
-        {name: _step(name, arguments, place, overrides) for name, arguments in step.items()}
+        {name: _step(arguments, place, overrides) for name, arguments in step.items()}
         for step in deployment["build"]
     ]
     work_pool = dict(place) | {"work_queue_name": deployment["work_pool"]["work_queue_name"]}
     return deployment | {"build": steps, "work_pool": work_pool}
 
 
-def _step(
-    name: str, arguments: Mapping[str, Any], place: Mapping[str, Any], overrides: Sequence[str]
-) -> dict[str, Any]:
+def _step(arguments: Mapping[str, Any], place: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     if "pool" in arguments:
         return {**arguments, "pool": place["name"]}
     return {**arguments, "overrides": [*arguments.get("overrides", ()), *overrides]}
