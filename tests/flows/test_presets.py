@@ -113,9 +113,12 @@ def test_presets_for_gpus_name_their_memory() -> None:
     assert [*ON_GPU] == ["gsm8k"]
 
 
+@pytest.mark.parametrize("algorithm", ["", "+grpo", "+reinforce_pp"])
 @pytest.mark.parametrize("preset", ON_GPU)
-def test_a_preset_fits_with_room_in_the_gpus_that_it_names(preset: str) -> None:
-    config = load(preset)
+def test_a_preset_fits_with_room_in_the_gpus_that_it_names_with_a_frozen_reference_too(
+    preset: str, algorithm: str
+) -> None:
+    config = load(preset + algorithm)
     sizes = next(each for name, each in MODELS.items() if f"/{name}-" in config.model)
     gpus = imagine_gpus(config, ON_GPU[preset])
     visible = [each.number for each in gpus]

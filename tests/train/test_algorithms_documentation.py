@@ -26,11 +26,19 @@ def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_preset_has_the_settings_of_the_table(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`[^|]*\| (.*)$", PAGE, re.MULTILINE)[:1]
     config = load(f"quickstart+{name}")
-    advantage, loss, normalization, _, _ = row.split("|")
+    advantage, loss, normalization, more, _ = row.split("|")
+    kl, divergence = (
+        config.train.kl,
+        re.search(r"divergence (k\d) from the start model in the loss, (\S+)", more),
+    )
 
     assert f"`{config.score.advantage}`" in advantage
     assert f"`{config.train.loss}`" in loss
     assert f"`{config.train.normalization}`" in normalization
+    assert bool(divergence) == bool(kl.coef)
+    if divergence:
+        assert (kl.estimator, kl.coef) == (divergence[1], float(divergence[2]))
+        assert (kl.apply_to, kl.reference) == ("loss", "frozen")
 
 
 def test_every_loss_and_advantage_has_its_formula() -> None:
