@@ -137,6 +137,10 @@ class TrainConfig(StageConfig):
     )
     min_lr_ratio: float = setting(0.0, "Minimum of the learning rate, as a ratio of `lr`.", ge=0.0, le=1.0)
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", ge=0.0)
+    weight_decay_on: Literal["all", "matrices"] = setting(
+        "all",
+        "Parameters with weight decay. all: every trained one. matrices: all but norms, biases and other vectors.",
+    )
     betas: tuple[Decay, Decay] = setting((0.9, 0.999), "Decay of AdamW's first and second moment.")
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0: no limit.", ge=0.0)
     loss_options: tuple[str, ...] = setting(

@@ -27,14 +27,19 @@ N_ROWS, VOCABULARY = 24, 4096
 SHIFT_NATS = 4.0 - math.log(VOCABULARY)
 """Brings the sampler's log-probabilities near those of a new model, so that ratios are about 1, within bounds and outside."""
 
+UPDATES: dict[str, object] = {"epochs": 2, "updates_per_step": 2, "lr": 1.0, "warmup_steps": 0}
 OBJECTIVES: dict[str, dict[str, object]] = {
     "token": {},
     "sequence": {"normalization": "sequence"},
     "fixed_length": {"normalization": "fixed_length", "normalization_tokens": 90},
     "gspo": {"loss": "gspo", "normalization": "sequence", "clip_low": 0.05, "clip_high": 0.05},
-    "epochs": {"epochs": 2, "updates_per_step": 2, "lr": 1.0, "warmup_steps": 0},
+    "epochs": UPDATES,
 }
 """Settings of the objective by name; the first is the default."""
+DECAYS: dict[str, dict[str, object]] = {
+    f"decay_{on}": {**UPDATES, "weight_decay": 0.2, "weight_decay_on": on} for on in ("all", "matrices")
+}
+"""Settings with a weight decay that halves the decayed parameters before the last gradient."""
 EPS = 1.0
 """With so large an epsilon AdamW does not blow up rounding."""
 
@@ -71,7 +76,7 @@ class Case:
             "annotated": self.annotated,
             "rank_by_rank": self.rank_by_rank,
             "head_chunk_bytes": self.way.get("head_chunk_bytes", HEAD_CHUNK_BYTES),
-            "config": OBJECTIVES[self.objective]
+            "config": (OBJECTIVES | DECAYS)[self.objective]
             | {name: self.way[name] for name in self.way.keys() - {"head_chunk_bytes"}},
         }
 
@@ -96,7 +101,10 @@ def cases_of(n_ranks: int, n_drawn: int) -> list[Case]:
     chunked = [Case("token", CHUNKED), Case("token", CHUNKED, model="tied")]
     half = {"dtype": "bfloat16", "gradient_checkpointing": True}
     halved = [Case("token", {"zero_stage": stage, **half}) for stage in (1, 2, 3)] if n_ranks == 2 else []
-    return [*cases, *chunked, Case("token", {}, annotated=True), *halved, *([WRONG] if n_ranks == 4 else [])]
+    stages = range(4) if n_ranks < 4 else ()
+    decayed = [Case(name, {"zero_stage": stage}) for stage in stages for name in DECAYS]
+    wrong = [WRONG] if n_ranks == 4 else []
+    return [*cases, *chunked, *decayed, Case("token", {}, annotated=True), *halved, *wrong]
 
 
 @dataclass
@@ -119,7 +127,15 @@ class Naive:
             self.model, dtype=torch.float64, experts_implementation="eager"
         )
         config, samples = self.config, self.samples
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, eps=EPS, weight_decay=0.0)
+        kept = [
+            each for each in policy.parameters() if each.dim() == 1 and config.weight_decay_on == "matrices"
+        ]
+        decayed = [each for each in policy.parameters() if all(each is not other for other in kept)]
+        groups = [
+            {"params": kept, "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": config.weight_decay},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, eps=EPS)
         for number, part in enumerate(config.epochs * samples.split(config.updates_per_step)):
             optimizer.zero_grad()
             average([self._row(policy, row, number) for row in part], config).backward()
@@ -263,7 +279,7 @@ def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
             key, way = (case.model, case.objective), f"{n_ranks} ranks: {case}"
             gradient = load_file(output / f"{number}.safetensors")
             if key not in naive:
-                settings = TrainConfig.model_validate(OBJECTIVES[case.objective])
+                settings = TrainConfig.model_validate((OBJECTIVES | DECAYS)[case.objective])
                 naive[key] = Naive(models[case.model], samples, settings)
             expected = naive[key]
             if case.rank_by_rank:

@@ -92,7 +92,7 @@ class Engine:
             lr=config.lr,
             betas=config.betas,
             eps=ADAMW_EPS,
-            weight_decay=config.weight_decay,
+            weight_decay=0.0,
             fused=True,
         )
         settings = _deepspeed_settings(config, model.config.get_text_config().hidden_size)
@@ -101,6 +101,9 @@ class Engine:
         if self.world_size > 1:
             times.watch_gradients([each for each in model.parameters() if each.requires_grad])
         self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        # DeepSpeed steps this optimizer for applied updates alone. Parameter groups would change how ZeRO divides parameters.
+        self._decay_hook = optimizer.register_step_pre_hook(self._decay_matrices)
+        self.choose_settings(config)
         # Evaluation mode: dropout would make log-probabilities differ from the servers'.
         self._engine.eval()
         if config.gradient_checkpointing:
@@ -155,11 +158,19 @@ class Engine:
 
     def choose_settings(self, config: TrainConfig) -> None:
         """Make later updates with the settings of AdamW and of the gradient's norm of a configuration."""
+        decays_all = config.weight_decay_on == "all"
+        self._matrix_decay = 0.0 if decays_all else config.weight_decay
         for group in self._engine.optimizer.param_groups:
-            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay if decays_all else 0.0
         self._max_grad_norm = config.max_grad_norm
         if not self._is_plain:
             set_max_norm(self._engine.optimizer, config.max_grad_norm)
+
+    def _decay_matrices(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Apply AdamW's decoupled weight decay, p *= 1 - lr * decay, to the matrices of the tensors that are stepped next."""
+        if self._matrix_decay:
+            for group in optimizer.param_groups:
+                self.state.decay_matrices(1.0 - group["lr"] * self._matrix_decay, group["params"])
 
     def update(self, lr: float) -> Update:
         """Apply the accumulated gradient with learning rate `lr`, or drop it if it is not finite; a collective."""
@@ -194,6 +205,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine's memory."""
+        self._decay_hook.remove()
         self._engine.destroy()
 
 

@@ -9,7 +9,7 @@
 DeepSpeed pads what it cuts; no range here contains padding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +142,17 @@ class OptimizerState:
                     shard.copy_(part.view(part.owner))
         elif self._is_cut:
             publish_cuts(self._wrapper)
+
+    @torch.no_grad()
+    def decay_matrices(self, factor: float, owners: Sequence[torch.Tensor]) -> None:
+        """Multiply this rank's weights of matrices by a factor, those in the given tensors of the optimizer.
+
+        Norms and biases stay as they are: parameters of one dimension, and biases of experts, of shape [experts, outputs].
+        """
+        among = {id(each) for each in owners}
+        for part in self.parts():
+            if id(part.owner) in among and len(part.shape) > 1 and not part.name.endswith("bias"):
+                part.view(part.owner).mul_(factor)
 
     def _cuts(self) -> Iterator[ParameterRange]:
         """Yield this rank's ranges under ZeRO 1 and 2, which cut the concatenated parameters into one part per rank."""
