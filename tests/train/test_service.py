@@ -134,6 +134,7 @@ AFTER = BEFORE | {
     "train.lr": 2e-2,
     "train.betas": [0.8, 0.9],
     "train.weight_decay": 0.3,
+    "train.weight_decay_on": "matrices",
     "train.max_grad_norm": 1e-3,
     "train.normalization": "sequence",
     "train.entropy_coef": 0.1,
