@@ -1,5 +1,6 @@
 """The rules that settings of several stages must keep together."""
 
+import math
 import re
 
 from rollmill.flows.config import RunConfig
@@ -27,12 +28,31 @@ def check_config(config: RunConfig) -> None:
     check_offload(config.train)
 
 
+# Upper bounds of a loss's ratio from which on they hardly bound it.
+_LEAST_WIDE = {"gspo": 0.05}
+
+
 def list_doubts(config: RunConfig) -> list[str]:
     """Return a warning, one line each, for settings that are valid but rarely intended."""
     train, steps = config.train, config.steps
     n_updates = steps * train.epochs * train.updates_per_step
     doubts: list[Rule] = [
         ("train.lr", train.lr == 0.0, "no weight changes"),
+        (
+            "train.lr_decay_updates",
+            train.lr_decay != "none" and train.min_lr_ratio == 0.0 and n_updates > train.lr_decay_updates,
+            f"the run has {n_updates} updates, and the learning rate is 0 after that many: see train.min_lr_ratio",
+        ),
+        (
+            "train.clip_high",
+            train.clip_high >= _LEAST_WIDE.get(train.loss, math.inf),
+            f"the ratio of an answer that {train.loss} bounds rarely leaves so wide a range: see the preset {train.loss}",
+        ),
+        (
+            "train.kl.estimator",
+            train.kl.reference != "none" and train.kl.estimator == "k1" and train.kl.apply_to == "loss",
+            "the gradient of k1 in the loss has mean 0, so it only adds noise: k2 and k3 are for the loss",
+        ),
         (
             "rollout.max_staleness",
             config.rollout.max_staleness > MOST_STALENESS,

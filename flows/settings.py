@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
 from rollmill.flows.presets import are_algorithms, parse_yaml, preset_values
 from rollmill.flows.rules import check_config
-from rollmill.tasks.config import ADDRESS, LINK, VARIABLE, VARIABLES, StageConfig, suggest
+from rollmill.tasks.config import ADDRESS, LINK, VARIABLE, VARIABLES, StageConfig, may_be_secret, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import get_setting
@@ -100,9 +100,10 @@ def parse_settings(model: type[Config], values: dict[str, Any]) -> Config:
         first = error.errors()[0]
         if first["type"] == "moved_setting":
             moved = first["ctx"]
-            raise ConfigError(moved["field"], moved["value"], moved["remedy"]) from None
+            value = HIDDEN if may_be_secret(moved["field"], moved["value"]) else moved["value"]
+            raise ConfigError(moved["field"], value, moved["remedy"]) from None
         field = ".".join(str(part) for part in first["loc"])
-        value, remedy = _mask_refused(first)
+        value, remedy = _mask_refused(field, first)
         raise ConfigError(field, value, f"{remedy}{_suggest(model, field, first)}") from None
 
 
@@ -114,7 +115,7 @@ _REMEDIES = {
 }
 
 
-def _mask_refused(error: ErrorDetails) -> tuple[object, str]:
+def _mask_refused(field: str, error: ErrorDetails) -> tuple[object, str]:
     """Return the refused value, masked if it may be a secret, and what is allowed in its place."""
     value = error["input"]
     if error["type"] == "secret":
@@ -123,10 +124,11 @@ def _mask_refused(error: ErrorDetails) -> tuple[object, str]:
     if pattern in (VARIABLE, VARIABLES):
         return HIDDEN, NAMES_VARIABLE if pattern == VARIABLE else NAMES_VARIABLES
     if pattern == ADDRESS:
-        return value, "write the address with its scheme, as http://host:port or https://host/path"
+        remedy = "write the address with its scheme, as http://host:port or https://host/path"
+        return HIDDEN if may_be_secret(field, value) else value, remedy
     if pattern == LINK:
         return value, "write the address as http://host:port, without spaces, quotes, brackets, | and \\"
-    return value, _REMEDIES.get(error["type"], error["msg"])
+    return HIDDEN if may_be_secret(field, value) else value, _REMEDIES.get(error["type"], error["msg"])
 
 
 def settings(model: type[StageConfig] = RunConfig) -> dict[str, bool]:

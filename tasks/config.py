@@ -72,14 +72,18 @@ LARGEST_INTEGER = 2**63 - 1
 # NUL ends a path, and a lone surrogate is no character of UTF-8.
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _SECRET_ADDRESS = re.compile(
-    r"://[^/\s@]+@|://[^@]*:[^@]*@|[?&][^=&]*(?:key|token|password|secret|signature)=", re.IGNORECASE
+    r"://[^/\s@]+@|://[^@]*:[^@]*@|[?&](?:sig|code|[^=&]*(?:key|token|password|secret|signature|credential))=",
+    re.IGNORECASE,
 )
 # A member of a JSON object with a secret as its value; the name of a variable ("api_key_var") or a special token is none.
 _SECRET_MEMBER = re.compile(
-    r"""["'](?:[\w-]*(?:api[_-]?key|(?:secret|access|private)[_-]?key|password|passwd|secret|credentials?|authorization)
-    |(?:[\w-]*(?:access|api|auth|bearer|github|hf|refresh|session)[_-]?)?token)["']\s*:\s*["'][^"']""",
+    r"""["'](?:[\w-]*(?:api[_-]?key|(?:secret|access|private)[_-]?key|password|passwd|passphrase|secret|credentials?|authorization)
+    |[\w-]*(?:anthropic|azure|gemini|github|gitlab|google|hf|openai|slack|wandb)[_-]?(?:key|token)|auth|bearer|cookie
+    |(?:[\w-]*(?:access|api|auth|bearer|refresh|session)[_-]?)?token)["']\s*:\s*["'][^"']""",
     re.IGNORECASE | re.VERBOSE,
 )
+# A setting, known or not, whose value may be a secret.
+_SECRET_SETTING = re.compile("key|token|password|secret|env_variables", re.IGNORECASE)
 
 
 def make_title(name: str) -> str:
@@ -99,6 +103,21 @@ def _make_section_title(model: type) -> str:
     return make_title(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", model.__name__.removesuffix("Config")).lower())
 
 
+def may_be_secret(field: str, value: object) -> bool:
+    """Return True if the value given for a setting may be a secret, by the setting's name or by what the value holds."""
+    if isinstance(value, list | tuple):
+        return any(may_be_secret(field, each) for each in value)
+    text = str(value)
+    return bool(_SECRET_SETTING.search(field) or "--api" in text or _find_secret(text))
+
+
+def _find_secret(text: str) -> str:
+    """Return why a text may be no setting: it is an address or has a JSON object with a secret; empty if it has none."""
+    if "://" in text and _SECRET_ADDRESS.search(text):
+        return NO_SECRET
+    return NO_SECRET_MEMBER if "{" in text and _SECRET_MEMBER.search(text) else ""
+
+
 class StageConfig(BaseModel):
     """Base of all sections of settings: frozen, and an unknown key, NaN or infinity is an error."""
 
@@ -116,12 +135,8 @@ class StageConfig(BaseModel):
         """Return the setting's value; raise an error if it is an address, or a JSON object, with a password or a key."""
         # Settings are shown in logs and in Prefect, and stored in run.json.
         for text in value if isinstance(value, tuple) else (value,):
-            if not isinstance(text, str):
-                continue
-            if "://" in text and _SECRET_ADDRESS.search(text):
-                raise PydanticCustomError("secret", NO_SECRET)
-            if text.lstrip().startswith("{") and _SECRET_MEMBER.search(text):
-                raise PydanticCustomError("secret", "{remedy}", {"remedy": NO_SECRET_MEMBER})
+            if isinstance(text, str) and (remedy := _find_secret(text)):
+                raise PydanticCustomError("secret", "{remedy}", {"remedy": remedy})
         return value
 
     @field_validator("*", mode="before")

@@ -10,7 +10,9 @@ from concurrent.futures import Future, wait
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
@@ -268,22 +270,47 @@ def check_architecture(field: str, folder: Path) -> None:
     if not path.is_file():
         remedy = "not a model folder in Hugging Face format (config.json is missing); give a local folder"
         raise ConfigError(field, str(folder), remedy)
-    settings = json.loads(path.read_text())
-    names, model_type = settings.get("architectures") or [], settings.get("model_type", "")
+    settings = _read_model_settings(field, folder)
+    names, model_type = settings.get("architectures") or [], settings.get("model_type") or ""
     if names and not any(name.endswith(CAUSAL_ARCHITECTURES) for name in names):
         remedy = (
             f"{', '.join(names)} is not supported: only causal language models of text are, "
             f"whose class in config.json ends with {' or '.join(CAUSAL_ARCHITECTURES)}"
         )
         raise ConfigError(field, str(folder), remedy)
-    if "quantization_config" in settings:
-        method = settings["quantization_config"].get("quant_method", "a quantization_config")
+    if quantization := settings.get("quantization_config"):
+        method = quantization.get("quant_method", "a quantization_config")
         remedy = f"its weights are quantized ({method}) and cannot be trained; give the model in bfloat16 or float32"
         raise ConfigError(field, str(folder), remedy)
     # Models of transformers may name code in their folder too. transformers finds modules without importing torch.
-    if "auto_map" in settings and not find_spec(f"transformers.models.{model_type.replace('-', '_')}"):
+    module = model_type.replace("-", "_")
+    if "auto_map" in settings and not (module.isidentifier() and find_spec(f"transformers.models.{module}")):
         remedy = f"model type {model_type!r} needs code of its folder (auto_map), which is never executed; give a model of transformers"
         raise ConfigError(field, str(folder), remedy)
+
+
+class _ModelSettings(msgspec.Struct):
+    """Types of those values of a model's config.json that are read here."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    text_config: dict[str, Any] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int | None = None
+
+
+def _read_model_settings(field: str, folder: Path) -> dict[str, Any]:
+    """Read a model's config.json; ConfigError if it is damaged."""
+    try:
+        data = (folder / "config.json").read_bytes()
+        msgspec.json.decode(data, type=_ModelSettings)
+        settings: dict[str, Any] = json.loads(data)
+    except (OSError, ValueError) as error:
+        remedy = f"its config.json cannot be read ({error}); copy or download the model again"
+        raise ConfigError(field, str(folder), remedy) from error
+    return settings
 
 
 def check_rope(field: str, folder: Path, longest: int) -> None:
@@ -300,8 +327,8 @@ def check_rope(field: str, folder: Path, longest: int) -> None:
     Raises:
         ConfigError: names the model, and the longest serve.max_model_len that it can be trained with.
     """
-    settings = json.loads((folder / "config.json").read_text())
-    settings |= settings.get("text_config", {})
+    settings = _read_model_settings(field, folder)
+    settings |= settings.get("text_config") or {}
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     # A model may have parameters for each kind of layer.
     for rope in (given, *(each for each in given.values() if isinstance(each, dict))):

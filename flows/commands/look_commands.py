@@ -266,14 +266,15 @@ def export(
 def verify(run: RunLocation, as_json: AsJson = False) -> None:
     """Check every byte and row of a run; exit status 1: something is wrong, 2: the run could not be checked."""
     from rollmill.flows.run.folder import find_run
-    from rollmill.tasks.errors import StoreError
+    from rollmill.tasks.errors import StoreError, mask_credentials
+    from rollmill.tasks.look.tables.view import escape_controls
     from rollmill.tasks.look.terminal.output import verify_and_print
     from rollmill.tasks.train.settings_verification import find_wrong_settings
 
     try:
         is_right = verify_and_print(find_run(run), as_json=as_json, more=[find_wrong_settings])
     except StoreError as error:
-        typer.echo(f"rollmill: {error}", err=True)
+        typer.echo(f"rollmill: {escape_controls(mask_credentials(str(error)))}", err=True)
         raise typer.Exit(2) from error
     if not is_right:
         raise typer.Exit(1)

@@ -26,7 +26,8 @@ def find_refusal(server: str, method: str, headers: Mapping[str, str]) -> str:
         name = origin = None
     if name not in NAMES:
         return f"{server} answers at {' and '.join(NAMES)} only"
-    # Browsers mark what a click on a link opens; a script or an image of another site has another mode.
-    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    # Browsers mark what a click on a link opens; a script, an image or a frame of another site has another mode or destination.
+    is_document = headers.get("sec-fetch-dest", "document") == "document"
+    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate" and is_document
     is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link
     return f"{server} accepts requests only from its own pages" if origin != host or is_foreign else ""

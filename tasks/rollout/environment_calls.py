@@ -73,6 +73,13 @@ def check_example(given: object) -> Example:
     """Validate a problem; raises EpisodeError if it is invalid, or its content is no JSON object."""
     if not isinstance(given, Example) or not isinstance(given.content, Mapping):
         raise EpisodeError(f"expected an Example, the environment gave {type(given).__name__}")
+    try:
+        given.example_id.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        text = (
+            f"expected a text in UTF-8 as the id of a problem, the environment gave {given.example_id!r:.100}"
+        )
+        raise EpisodeError(text) from error
     _check_json("the problem", dict(given.content))
     return given
 
@@ -110,6 +117,7 @@ async def fetch_problem(
 FIELD = "rollout.environment"
 # The name is a column of every row and part of a folder's name, where one that is not ASCII is much longer.
 LONGEST_NAME, LONGEST_QUOTED_NAME = 100, 240
+MOST_PROBLEMS = 10_000_000
 
 
 def check_environment(environment: Environment, config: RolloutConfig) -> Episode:
@@ -156,6 +164,9 @@ def _find_wrong_attribute(environment: Environment) -> str:
         size: object = environment.size(split)
         if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
             return f"size({split!r}) must return a number of problems, and returned {size!r:.100}"
+        # The numbers of all problems are shuffled at the start of each epoch.
+        if int(size) > MOST_PROBLEMS:
+            return f"size({split!r}) must be at most {MOST_PROBLEMS}, and is {size!r:.100}"
     tools: object = environment.tools
     if not _are_all(tools, Mapping):
         return f"its tools must be a sequence of JSON schemas, and are {tools!r:.100}"

@@ -40,7 +40,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
     """Check the columns that an environment declares; raises SchemaError for a name or type that cannot be, or a name that is taken."""
     taken = {each.name for each in STATE_FIELDS}
     for name, kind in columns.items():
-        if not _NAME.fullmatch(name) or name in taken:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
             allowed = f"letters, digits and _, and not {', '.join(sorted(taken))}"
             raise SchemaError(f"a column of states cannot be called {name!r}: expected {allowed}")
         if kind not in TYPES:

@@ -235,7 +235,8 @@ class LocalFiles:
     def open(self, key: str) -> pa.NativeFile:
         path = self._root / key
         try:
-            with path.open("rb") as file:
+            # Opening a named pipe would wait for its writer; without waiting it is a file without bytes.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 if not os.fstat(file.fileno()).st_size:
                     return pa.BufferReader(b"")
                 # Arrow's own map prefetches everything it passes over; this one loads only the pages that are used.

@@ -104,8 +104,9 @@ START_LIMITS = LogprobDifferences(0.1, 1.0)
 WINDOW = 64
 """Comparisons that accepted differences follow, in half precision: some steps of several servers."""
 
-# In 40 steps of the quickstart in bfloat16 the largest mean was 3.0 times the median, and the largest quantile 2.2 times.
-_MEAN_FACTOR, _HIGH_FACTOR = 5.0, 5.0
+# In runs of the quickstart in bfloat16 the largest mean was 3.0 times the median of the syncs before, and the largest quantile, of
+# few tokens, 5.1 times.
+_MEAN_FACTOR, _HIGH_FACTOR = 5.0, 10.0
 
 
 class ParityWindow:

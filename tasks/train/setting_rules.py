@@ -114,8 +114,8 @@ def _clip_rules(config: TrainConfig) -> list[_Rule]:
         (
             "train.normalization",
             config.normalization,
-            config.loss == "gspo" and config.normalization == "token",
-            f"the loss gspo has one ratio for an answer, and normalization token weights an answer by its length; {advice}",
+            config.loss == "gspo" and config.normalization != "sequence",
+            f"the loss gspo has one ratio for an answer, and normalization {config.normalization} weights an answer by its length; {advice}",
         ),
         (
             "train.clip_dual",
@@ -148,6 +148,12 @@ def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule
             bounds,
             bounds[0] >= bounds[1],
             "give the smallest ratio first, then a larger one",
+        ),
+        (
+            "train.importance.bounds",
+            bounds,
+            not bounds[0] <= 1.0 <= bounds[1],
+            "tokens of the policy that is trained have the ratio 1, which the bounds must contain",
         ),
         (
             "train.importance.bounds",

@@ -36,7 +36,9 @@ USER_VARIABLES = re.compile(
     re.VERBOSE,
 )
 """Environment variables that workers of environments and scorers have, unless a name is a secret's or a value has a password."""
-_SECRET_NAME = re.compile("(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)")
+_SECRET_NAME = re.compile(
+    "(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIALS?|AUTH)(_|$)"
+)
 EXIT_GRACE_S = 1.0
 """Seconds between the end of a connection and that of its process, before it is stopped."""
 

@@ -26,6 +26,9 @@ ENVIRONMENTS = Path(__file__).parents[1] / "rollout"
         ("AsyncSize", "size('train') must return a number of problems, and returned <coroutine"),
         ("TextSize", "size('train') must return a number of problems, and returned 'many'"),
         ("RaisingSize", "OSError: no disk"),
+        ("EndlessSize", "size('train') must be at most 10000000, and is 9223372036854775807"),
+        ("NumberedExample", 'example("train", 0) failed: EpisodeError: expected a text in UTF-8 as the id'),
+        ("HalfExample", 'example("train", 0) failed: EpisodeError: expected a text in UTF-8 as the id'),
         ("NoTraining", "it has no training problem"),
         ("NumberTools", "its tools must be a sequence of JSON schemas, and are 3"),
         ("TextStop", "its stop must be a sequence of texts, and is 'abc'"),
@@ -49,6 +52,12 @@ def test_an_environment_that_cannot_give_an_opening_is_refused(
 
     assert str(refused.value).startswith(f"rollout.environment = 'faulty_environments:{name}': ")
     assert message in str(refused.value)
+
+
+def test_states_whose_names_are_no_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    with pytest.raises(ConfigError, match="a column of states cannot be called 3"):
+        preflight(load("quickstart", ("rollout.environment=faulty_environments:NumberedStates",)))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Environments that fail in one way each; tests name them by import path."""
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -63,6 +64,27 @@ class TextSize(Addition):
 class RaisingSize(Addition):
     def size(self, split: object) -> Any:
         raise OSError("no disk")
+
+
+class EndlessSize(Addition):
+    def size(self, split: object) -> int:
+        return sys.maxsize
+
+
+class NumberedStates(Addition):
+    @property
+    def states(self) -> Any:
+        return {3: "int64"}
+
+
+class NumberedExample(Addition):
+    async def example(self, *args: Any) -> Any:
+        return Example(3, {})  # type: ignore[arg-type]
+
+
+class HalfExample(Addition):
+    async def example(self, *args: Any) -> Any:
+        return Example("\ud800", {})
 
 
 class NoTraining(Addition):

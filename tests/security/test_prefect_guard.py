@@ -9,6 +9,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from rollmill.flows.prefect_integration import local_server
+from rollmill.tasks.processes.browser_requests import find_refusal
 from rollmill.tasks.processes.launched_process import free_port
 
 OTHER_SITE = "http://elsewhere.example"
@@ -45,6 +46,23 @@ def test_only_own_pages_and_programs_may_call_the_api(
     answer = patient.post(f"{ui_url}/api/deployments/filter", json={}, headers=headers)
     assert answer.status_code == (200 if is_allowed else 403)
     assert "access-control-allow-origin" not in answer.headers or is_allowed
+
+
+@pytest.mark.parametrize(
+    ("site", "destination", "is_allowed"),
+    [
+        ("cross-site", "document", True),
+        ("cross-site", "iframe", False),
+        ("cross-site", "object", False),
+        ("same-origin", "iframe", True),
+    ],
+)
+def test_another_site_may_link_to_a_page_and_may_not_frame_it(
+    site: str, destination: str, is_allowed: bool
+) -> None:
+    headers = {"host": "127.0.0.1:4200", "sec-fetch-mode": "navigate"}
+    asked = headers | {"sec-fetch-site": site, "sec-fetch-dest": destination}
+    assert bool(find_refusal("this server", "GET", asked)) is not is_allowed
 
 
 @pytest.mark.service

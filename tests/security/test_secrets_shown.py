@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.prefect_integration import local_server
-from rollmill.flows.settings import validate
+from rollmill.flows.settings import load, validate
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.rollout.config import RolloutConfig
@@ -78,6 +78,9 @@ def test_arguments_that_open_a_server_need_a_key(arguments: tuple[str, ...]) -> 
         '{"headers": {"Authorization": "planted-secret"}}',
         '{"client_secret": "planted-secret"',
         '{"hf_token": "planted-secret"}',
+        '{"openai_key": "planted-secret"}',
+        '[{"bearer": "planted-secret"}]',
+        '--kv-transfer-config={"api_key": "planted-secret"}',
     ],
 )
 @pytest.mark.parametrize("field", ["rollout.environment_args", "serve.extra_args"])
@@ -88,6 +91,24 @@ def test_a_secret_in_a_json_object_is_refused_unshown(arguments: str, field: str
     assert refused.value.field == field
     assert "planted-secret" not in str(refused.value)
     assert "environment variable" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "score.judge.api_key=planted-secret",
+        "serve.urls=http://me:planted-secret@host",
+        "serve.extra_args=--api-key planted-secret",
+        "serve.api_key_env=planted-secret",
+        "rollout.env_variables=K=planted-secret",
+        "rollout.environment_args={api_key: planted-secret}",
+        "mode=https://host/a?sig=planted-secret",
+    ],
+)
+def test_a_refused_setting_of_another_shape_shows_no_secret(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", (override,))
+    assert "planted-secret" not in str(refused.value)
 
 
 def test_arguments_about_secrets_are_none() -> None:

@@ -17,7 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.tasks.errors import ShardError, StoreError
-from rollmill.tasks.store.checkpoints.checkpoint_marker import check_files, describe_file, parse_marker
+from rollmill.tasks.store.checkpoints.checkpoint_marker import (
+    CheckpointMarker,
+    check_files,
+    describe_file,
+    parse_marker,
+)
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.environment_states import state_row
 from rollmill.tasks.store.filesystem import open_files, publish_text
@@ -102,8 +107,14 @@ class Story:
         checkpoint = self.folder.checkpoint(STEPS)
         checkpoint.mkdir(parents=True)
         (checkpoint / FILE).write_bytes(b"weights and moments")
-        listed = {FILE: describe_file(checkpoint / FILE).model_dump()}
-        (checkpoint / "COMPLETE.json").write_text(json.dumps({"files": listed}))
+        marker = CheckpointMarker(
+            format=2,
+            run=self._run,
+            version=STEPS,
+            n_updates=STEPS,
+            files={FILE: describe_file(checkpoint / FILE)},
+        )
+        (checkpoint / "COMPLETE.json").write_bytes(marker.to_bytes())
 
     def _step(self, step: int) -> Iterator[tuple[str, pa.RecordBatch, dict[str, str]]]:
         columns = self.columns[step]
@@ -588,6 +599,26 @@ async def test_a_changed_file_of_a_checkpoint_is_found(
     if content is not None:
         path.write_bytes(content)
     assert findings(folder) == [f"/checkpoints/version=000002/{FILE}: {what}"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        (b'"n_updates": 2', b'"n_updates": 3', "it is damaged: its content is not what was written"),
+        (b'"files"', b'"filet"', "it is damaged: its content is not what was written"),
+        (None, b'{"a": 1}', "its run is '', expected"),
+        (None, b'{"format": 2, "run": "r", "version": 2, "n_updates": 2}', "it is damaged: files is missing"),
+    ],
+)
+async def test_a_marker_that_was_changed_is_found(
+    story: Story, old: bytes | None, new: bytes, what: str
+) -> None:
+    folder = await story.write()
+    path = folder.checkpoint(STEPS) / "COMPLETE.json"
+    written = path.read_bytes()
+    assert old is None or old in written
+    path.write_bytes(written.replace(old, new) if old else new)
+    assert any(f"version=000002/COMPLETE.json: {what}" in each for each in findings(folder))
 
 
 @pytest.mark.parametrize("content", [None, b"weights"])

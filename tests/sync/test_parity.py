@@ -47,10 +47,10 @@ def test_float32_has_fixed_limits_whatever_came_before() -> None:
 def test_half_precision_is_compared_with_the_median_of_earlier_syncs() -> None:
     window = ParityWindow("bfloat16", [USUAL, LogprobDifferences(0.1, 1.0, 3.0), USUAL])
     assert window.limits.mean == pytest.approx(0.005)
-    assert window.limits.high == pytest.approx(0.05)
-    assert not window.find_excess(LogprobDifferences(0.0049, 0.049, 100.0)), "one token alone raises no alarm"
+    assert window.limits.high == pytest.approx(0.1)
+    assert not window.find_excess(LogprobDifferences(0.0049, 0.099, 100.0)), "one token alone raises no alarm"
     assert "on average" in window.find_excess(LogprobDifferences(0.0051, 0.01, 0.2))
-    assert "at the 99% quantile" in window.find_excess(LogprobDifferences(0.001, 0.051, 0.2))
+    assert "at the 99% quantile" in window.find_excess(LogprobDifferences(0.001, 0.101, 0.2))
     assert window.find_excess(LogprobDifferences())
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.tasks.look.export.dataset_export import ExportedFile
-from rollmill.tasks.look.tables.view import Column, View, count_noun
+from rollmill.tasks.look.tables.view import Column, View, count_noun, escape_controls
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.verify.run_verification import Check, VerificationReport, verify_run
 from rollmill.tasks.store.verify.run_views import RunView
@@ -30,7 +30,9 @@ UNBOUNDED = 100_000
 def print_json(values: Mapping[str, object]) -> None:
     """Print one JSON object in UTF-8; NaN becomes null, times are ISO 8601. For a terminal it has no control characters."""
     text = encode_json(values, indent=2).decode()
-    typer.echo(text if not sys.stdout.isatty() else escape_json(text))
+    # None if the command was started without standard output.
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    typer.echo(escape_json(text) if is_terminal else text)
 
 
 def encode_json(values: Mapping[str, object], indent: Literal[0, 2] = 0) -> bytes:
@@ -126,11 +128,11 @@ def _print_report(folder: RunFolder, found: VerificationReport) -> None:
             table.add_column(heading, overflow="fold")
         for each in found.findings:
             where = each.where.removeprefix(f"{folder.location}/")
-            table.add_row(*(Text(text) for text in (where, each.what, each.remedy)))
+            table.add_row(*(Text(escape_controls(text)) for text in (where, each.what, each.remedy)))
         widen_to_fit(console, table)
         console.print(table)
     for note in found.notes:
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(escape_controls(note), markup=False, soft_wrap=True)
     said = f"{len(found.findings)} findings" if found.findings else "nothing is wrong"
     verified = f"{found.shards} shards and {found.steps} steps verified"
     console.print(f"{folder.location}: {verified}, {said}", markup=False, soft_wrap=True)

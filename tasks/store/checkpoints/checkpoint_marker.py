@@ -1,5 +1,6 @@
 """COMPLETE.json, which makes a checkpoint complete: what the version is, and size and XXH3-64 of each of its files."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollmill.tasks.errors import ShardError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key
+
+# Name of the marker's hash of its other content, XXH3-64 of its JSON with sorted names.
+_HASH = "content_xxh3_64"
 
 # Files are hashed in pieces of this size (16 MiB), which bounds the memory.
 CHUNK_BYTES = 1 << 24
@@ -56,18 +60,37 @@ class CheckpointMarker(BaseModel):
     files: dict[str, StoredFile] | None = None
 
     def to_bytes(self) -> bytes:
-        """Encode the marker as JSON text; fields that were never set are left out."""
-        return self.model_dump_json(indent=2, exclude_unset=True).encode()
+        """Encode the marker as JSON text with the hash of its content; fields that were never set are left out."""
+        content: dict[str, Any] = json.loads(self.model_dump_json(exclude_unset=True))
+        return json.dumps(content | {_HASH: _hash_content(content)}, indent=2).encode()
+
+
+def _hash_content(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def parse_marker(text: bytes, where: str) -> CheckpointMarker:
-    """Parse COMPLETE.json; raises StoreError, which names the file `where` and the damaged field."""
+    """Parse COMPLETE.json; raises StoreError, which names the file `where` and the damaged field.
+
+    The markers of old checkpoints have no hash of their content.
+    """
     try:
-        return CheckpointMarker.model_validate_json(text)
+        content = json.loads(text)
+        if isinstance(content, dict) and content.pop(_HASH, found := "") not in (
+            found,
+            _hash_content(content),
+        ):
+            raise StoreError(f"{where} is damaged: its content is not what was written")
+        marker = CheckpointMarker.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise StoreError(f"{where} is damaged: {place}: {first['msg']}") from error
+    except ValueError as error:
+        raise StoreError(f"{where} is damaged: it is no JSON: {error}") from error
+    if marker.format > 1 and (missing := {"run", "version", "n_updates", "files"} - marker.model_fields_set):
+        raise StoreError(f"{where} is damaged: {min(missing)} is missing")
+    return marker
 
 
 def read_marker(folder: RunFolder, version: int) -> CheckpointMarker:

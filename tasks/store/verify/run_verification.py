@@ -243,6 +243,12 @@ def find_wrong_checkpoint(version: VersionView) -> Iterator[Finding]:
     except StoreError as error:
         yield Finding(marker_path, f"it {str(error).removeprefix(marker_path).strip()}", RESTORE)
         return
+    for name, stored_as, expected in (
+        ("run", marker.run, version.run.manifest.run),
+        ("version", marker.version, version.version),
+    ):
+        if stored_as != expected:
+            yield Finding(marker_path, f"its {name} is {stored_as!r}, expected {expected!r}", RESTORE)
     for wrong, what in find_wrong_files(version.run.files, place, marker.files or {}):
         yield Finding(folder.path(wrong), what, "restore it from a copy, or remove the checkpoint")
     if not (marker.digest and version.version):

@@ -130,12 +130,12 @@ def restore_checkpoint(engine: Engine, folder: Path, rank: int) -> None:
             torch.cuda.set_rng_state(state)
 
 
-def read_progress(folder: Path, run: str, version: int) -> Progress:
-    """Check a checkpoint's marker and file sizes, and return its position in the run.
+def read_progress(folder: Path, run: str, version: int, *, reads_bytes: bool = False) -> Progress:
+    """Check a checkpoint's marker and file sizes, with `reads_bytes` every byte, and return its position in the run.
 
     Raises:
         StoreError: it is incomplete, of another run or version, or of an older form; or one of its files, which is
-            named, is missing or has another size.
+            named, is missing or was changed.
     """
     marker = read_local_marker(folder)
     if marker.format != FORMAT:
@@ -147,6 +147,6 @@ def read_progress(folder: Path, run: str, version: int) -> Progress:
     for name, stored, value in (("run", marker.run, run), ("version", marker.version, version)):
         if stored != value:
             raise StoreError(f"checkpoint {folder}: {name} is {stored!r}, expected {value!r}")
-    check_files(folder, marker.files or {}, reads_bytes=False)
+    check_files(folder, marker.files or {}, reads_bytes=reads_bytes)
     result = msgspec.convert(marker.result, StepResult) if marker.result else None
     return Progress(marker.run, marker.version, marker.digest, marker.n_updates, result)

@@ -51,6 +51,13 @@ def choose_layout(model: PreTrainedModel, config: TrainConfig, device: torch.dev
     return "varlen"
 
 
+# By model type, what a trial without weights does not show (transformers 5.23).
+_PADDED_MODELS = {
+    "mimo_v2_flash": "layers have attention sinks",
+    "phimoe": "attention is not given its sliding window",
+}
+
+
 def _obstacle(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> str:
     """Return the reason why a model's rows cannot be packed into one sequence; empty if they can."""
     name, settings = type(model).__name__, model.config.get_text_config()
@@ -62,6 +69,8 @@ def _obstacle(model: PreTrainedModel, config: TrainConfig, device: torch.device)
         return f"{name} is recurrent: its state would pass from one packed row to the next"
     if others := set(getattr(settings, "layer_types", None) or ()) - _KNOWN_LAYERS:
         return f"{name} has layers of {', '.join(sorted(others))}"
+    if reason := _PADDED_MODELS.get(settings.model_type):
+        return f"{name}'s {reason}"
     if getattr(settings, "attn_logit_softcapping", None):
         return f"{name} caps the scores of its attention"
     if "position_ids" not in inspect.signature(model.forward).parameters:

@@ -158,7 +158,8 @@ class RankWorker:
         # The checkpoint to load may be the one that is being written.
         self.writer.join()
         if command.checkpoint is not None:
-            read_progress(fetch_checkpoint(command.checkpoint), command.run_id, command.version)
+            stored = fetch_checkpoint(command.checkpoint)
+            read_progress(stored, command.run_id, command.version, reads_bytes=True)
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError if no step can be trained under these settings, by name."""
