@@ -100,6 +100,16 @@ class BrokenSource:
         return await asyncio.to_thread(sender.send, plan, targets, pieces())
 
 
+class IdleSource:
+    """A trainer that offers a model's weights and sends nothing; a WeightSource."""
+
+    def __init__(self, source: Any) -> None:
+        self.offer = source.offer
+
+    async def send(self, targets: list[SendTarget], report: Any, every_s: float) -> list[SendResult]:
+        return []
+
+
 @pytest.fixture
 def other_server(run_server, tied_model) -> Iterator[Any]:
     with run_server(tied_model) as served:
@@ -110,6 +120,7 @@ async def test_a_trainer_that_fails_while_weights_are_loaded_leaves_requests_hel
     async with VllmClient(other_server.url, other_server.config) as client:
         await client._call("POST", "/collective_rpc", {"method": "use_gloo_for_nccl"})
         source = source_of(other_server.model)
-        for failing in (BrokenSource(source), source):
+        # The second order is refused before a link opens: a trainer that sends would wait for one for its whole time limit.
+        for failing in (BrokenSource(source), IdleSource(source)):
             with pytest.raises(RequestsHeldError, match="start this server again"):
                 await send_by_nccl(failing, client, "run:1:1")
