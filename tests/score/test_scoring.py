@@ -145,18 +145,18 @@ async def test_a_scorer_that_does_not_close_is_given_up(rollouts: MakeRows) -> N
 
 
 @pytest.mark.slow
-async def test_hundreds_of_hanging_and_crashing_calls_leave_the_flow_healthy(rollouts: MakeRows) -> None:
+async def test_a_hundred_hanging_and_crashing_calls_leave_the_flow_healthy(rollouts: MakeRows) -> None:
     bad = ["hang", *["exit", "segfault"] * 9, "sys.exit"]
-    answers = bad * 10 + ["fine"] * 8
+    answers = bad * 5 + ["fine"] * 8
     async with Scoring(config("act", timeout_s=2.0, workers=2), "run") as scoring:
         scores = await scoring.score(rollouts(answers), step=0)
         metrics = {metric.name: metric.value for metric in scoring.metrics()}
         again = await scoring.score(rollouts(["pid", "pid"]), step=0)
-    assert column_values(scores, "status") == ["failed"] * 200 + ["scored"] * 8
+    assert column_values(scores, "status") == ["failed"] * 100 + ["scored"] * 8
     assert column_values(again, "status") == ["scored", "scored"]
-    assert metrics["score/workers_restarts"] == 200
+    assert metrics["score/workers_restarts"] == 100
     assert metrics["score/workers_timeouts"] >= answers.count("hang")
-    assert (metrics["score/workers_active"], metrics["score/workers_depth"]) == (2, 208)
+    assert (metrics["score/workers_active"], metrics["score/workers_depth"]) == (2, 108)
 
 
 async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None:
