@@ -50,6 +50,7 @@ def download(workplace: Path, endpoint: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_once_without_code_and_pickles(tmp_path: Path, model: Path) -> None:
     workplace = tmp_path / "workplace"
     workplace.mkdir()
@@ -65,6 +66,7 @@ def test_a_model_is_downloaded_once_without_code_and_pickles(tmp_path: Path, mod
     assert (found / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_named(
     tmp_path: Path, model: Path
 ) -> None:

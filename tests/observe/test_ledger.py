@@ -2,7 +2,7 @@
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from span_rows import BEGAN, Row, spans_of, whole_step
 
@@ -34,6 +34,7 @@ def path(ledger: Ledger, step: int = 0) -> list[tuple[float, float, str, str]]:
     ]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12))
 def test_the_span_of_a_lane_that_started_last_owns_an_instant(
     intervals: list[tuple[int, int]],
@@ -177,6 +178,7 @@ LAPS = st.lists(
 """Of laps, each before a collective: [RANKS] work, in units of 4 us, and microseconds after it that nobody has."""
 
 
+@settings(max_examples=40)
 @given(LAPS)
 def test_between_two_collectives_the_path_is_the_slowest_ranks(
     laps: list[tuple[list[int], list[int]]],

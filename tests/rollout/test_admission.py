@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.tasks.rollout.admission import Admission, SlotTicket
@@ -70,6 +70,7 @@ async def test_waiting_for_a_slot_ends_at_the_deadline() -> None:
         assert again[0].granted.done()
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=20), st.integers(1, 6))
 def test_never_more_than_the_slots_are_in_flight_and_all_get_their_turn(
     lots: list[tuple[int, int]], n_slots: int

@@ -124,6 +124,7 @@ async def test_requests_with_transient_errors_are_retried(server: Server, rollou
     assert (await score_rows(config("judge", server), rollouts(["two"])))["reward"] == [1.0]
 
 
+@pytest.mark.slow
 async def test_persistent_errors_are_rows_after_the_last_attempt(server: Server, rollouts: MakeRows) -> None:
     server.answers = [503]
     rows = await score_rows(config("judge", server), rollouts(["two"]))
