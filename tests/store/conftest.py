@@ -41,7 +41,8 @@ def rows() -> RowMaker:
     return make_rows
 
 
-@pytest.fixture(params=["local", "s3"])
+# A test makes dozens of requests on S3, which last seconds. tests/store/test_s3.py and test_lease.py are the quick tests of S3.
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A place for runs: on a disk, and on S3."""
     if request.param == "local":
