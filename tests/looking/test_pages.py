@@ -42,7 +42,7 @@ def test_without_a_viewer_nothing_is_linked_to(small_run: RunFolder) -> None:
 def test_the_page_of_a_run_has_its_plot_its_steps_and_the_command_that_opens_it(small_run: RunFolder) -> None:
     page = run_page(small_run, b"png")
     assert "![curves](data:image/png;base64,cG5n)" in page
-    assert "| 3 | 2 | 1.000 (1.000 to 1.000) | 1.000 (0.342 to 1.000) |" in page
+    assert "| 3 | 2 | 1.000 (0.342 to 1.000) | 1.000 (0.342 to 1.000) |" in page
     assert f"pl.scan_ipc('{small_run.absolute}/rollouts/**/*.arrow'" in page
 
 
