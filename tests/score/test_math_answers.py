@@ -35,6 +35,29 @@ TABLE = {
 4|\boxed{4}? The sign is wrong: \boxed{-4}|0
 5|\boxed{5} but then \boxed{6|0
 6|\boxed{5} but then \boxed{6|0
+5|\boxed{5} but then \boxed{|0
+5|It is \boxed {5}.|1
+5|\boxed<n>{5}|1
+5|\boxed {4} no wait \boxed {5}|1
+4|\boxed {4} no wait \boxed {5}|0
+5|\boxed{5}. The answer is in the \boxed{}.|1
+4|\boxed{5}. The answer is in the \boxed{}.|0
+5|\boxed{4}, no, \boxed{5}, so $\boxed{ }$|1
+5|\boxed{5} \boxed{\text{}} \boxed{\,}|1
+5|\boxed{}|0
+5|I found 5, \boxed{}|0
+5|\boxed5|1
+5|\boxed 5 since I checked 7 cases|1
+7|\boxed 5 since I checked 7 cases|0
+5|\boxed 4, no, \boxed 5.|1
+-5|\boxed -5|1
+\frac{1}{2}|\boxed \frac{1}{2}|1
+5|\fbox{5}|1
+5|\fbox{5}, I checked 7 cases|1
+5|\fbox{4}, no, \fbox{5}|1
+4|\fbox{4}, no, \fbox{5}|0
+5|\boxed{4}, no, \fbox{5}|1
+5|\boxedness{4}, \boxed{5}|1
 """,
     "units and money": r"""
 5|\boxed{5\text{ cm}}|1
@@ -55,6 +78,41 @@ TABLE = {
 42|It takes 42 minutes|1
 42|It takes 41 minutes|0
 3.5|\boxed{3.5\text{ hours}}|1
+""",
+    "full stops and spacing": r"""
+5|\boxed{5.}|1
+5|\boxed{5. }|1
+5|$\boxed{5.}$|1
+5|$\boxed{5}$.|1
+5|\[\boxed{5}.\]|1
+5|\boxed{\text{5.}}|1
+5|\boxed{$5.$}|1
+5|\boxed{6.}|0
+0.5|\boxed{0.5.}|1
+\frac{1}{2}|\boxed{1/2.}|1
+5.|\boxed{5}|1
+\boxed{5.}|\boxed{5}|1
+5|\boxed{\left. 5 \right.}|1
+5|\boxed{\left\{ 5 \right.}|1
+1000|\boxed{1\,000}|1
+1000|\boxed{1\!000}|1
+1000|\boxed{1\;000}|1
+1000|\boxed{1\:000}|1
+1000|\boxed{1\ 000}|1
+1000|\boxed{1~000}|1
+1000|\boxed{1 000}|1
+1000|\boxed{1{,}\!000}|1
+1000|\boxed{1\,001}|0
+1000|It is $1\,000$|1
+1000000|\boxed{1\,000\,000}|1
+1000.5|\boxed{1\,000.5}|1
+\frac{1}{1000}|\boxed{\frac{1}{1\,000}}|1
+1\,000|\boxed{1000}|1
+(1,200)|\boxed{(1,\,200)}|1
+2x|\boxed{2\,x}|1
+5|\boxed{\,5\;}|1
+5|\boxed{5\,\text{cm}}|1
+\int_0^1 x\,dx|\boxed{1/2}|1
 """,
     "sets, tuples and intervals": r"""
 \{1,2,3\}|\boxed{\{1,2,3\}}|1

@@ -66,17 +66,29 @@ def reference_answer(candidate: Candidate) -> str:
     return str(candidate.example["answer"])
 
 
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BARE_CONTENT = re.compile(r"(?![A-Za-z]{2})(?:(?!\\[)\]])[^\s$])+")
+# A brace after a backslash is text; it opens and closes nothing.
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+# What an empty box may hold: space, and braces or a \text around it.
+_EMPTY = re.compile(r"\\(?:[,!;: ]|text|q?quad)|[\s~{}$]")
+# LaTeX's spaces between groups of three digits.
+_SPACED_DIGITS = re.compile(r"(?<=\d)(?:\\[,!;: ]|~)+(?=\d{3}(?!\d))")
+# The one at the end, also within braces; "..." and the delimiter of \right. are none.
+_FULL_STOP = re.compile(r"(?<!\.)(?<!\\right)\.(?=[\s}$]*$)")
+
+
 class MathScorer:
     r"""1 if the answer equals example["answer"] as a mathematical object, else 0.
 
-    The answer is the last \boxed{...} of the policy's last message, else its last formula or number. A last box that is not
-    closed is no answer. The library's time limits are off, because the worker that runs this has one.
+    The answer is the last \boxed{...} (or \fbox{...}) with content in the policy's last message, without a box the last formula
+    or number. A last box that is not closed is no answer. The library's time limits are off, because the worker has one.
 
     Example: with the reference 1/2, "it is $\frac{2}{4}$", "0.5" and "\boxed{2}, no: \boxed{1/2}" get 1.
     """
 
     name = "math"
-    version = "2"
+    version = "3"
 
     def warm(self) -> None:
         """Import the library math_verify, which takes seconds, before the first call."""
@@ -90,24 +102,48 @@ class MathScorer:
 
         answer = reference_answer(candidate)
         is_marked = "$" in answer or "\\boxed" in answer
-        gold = math_verify.parse(_last_box(answer) if is_marked else f"${answer}$", parsing_timeout=None)
+        gold = math_verify.parse(_find_answer(answer if is_marked else f"${answer}$"), parsing_timeout=None)
         if not gold:
             raise ScoreError(f"the reference answer {answer!r} is no mathematical expression")
-        given = math_verify.parse(_last_box(candidate.answer), parsing_timeout=None)
+        given = math_verify.parse(_find_answer(candidate.answer), parsing_timeout=None)
         return Reward(float(math_verify.verify(gold, given, timeout_seconds=None)))
 
 
-def _last_box(text: str) -> str:
-    r"""Cut a text to its last \boxed{...}, to the end if that is not closed; without one return it unchanged.
+def _find_answer(text: str) -> str:
+    r"""Cut a text to "\boxed{...}" of its last box with content; without a box return the whole text.
 
-    math_verify makes one set of neighbouring boxes, so an answer that corrects itself would be wrong.
+    math_verify makes one set of neighbouring boxes, so an answer that corrects itself would be wrong. It also misreads a space
+    before the brace, a full stop inside, and a space between the digits of a number; these are left out.
+
+    Examples: "\boxed{4}, no, \boxed {5.}, so \boxed{}" gives "\boxed{5}". A last box that is not closed, or only empty boxes,
+    give "".
     """
-    start, depth = text.rfind("\\boxed"), 0
-    for end, sign in enumerate(text[start:] if start >= 0 else "", start):
-        depth += (sign == "{") - (sign == "}")
-        if sign == "}" and depth == 0:
-            return text[start : end + 1]
-    return text[max(start, 0) :]
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return _SPACED_DIGITS.sub("", text)
+    contents = (_read_box(text, box.end()) for box in reversed(boxes))
+    content = next((each for each in contents if each is None or _EMPTY.sub("", each)), None)
+    if content is None:
+        return ""
+    # In a formula a plain space has no meaning.
+    content = re.sub(r"(?<=\d) +(?=\d{3}(?!\d))", "", _SPACED_DIGITS.sub("", content))
+    return rf"\boxed{{{_FULL_STOP.sub('', content)}}}"
+
+
+def _read_box(text: str, start: int) -> str | None:
+    r"""Return the content of the box whose command ends at `start`; None if its brace is not closed.
+
+    Without a brace the content reaches to the next space, for example "5" of "\boxed 5 since 2 + 3 = 5".
+    """
+    if not text.startswith("{", start):
+        match = _BARE_CONTENT.match(text, start)
+        return match[0].rstrip(".,;:") if match else ""
+    depth = 0
+    for sign in _BRACES.finditer(text, start):
+        depth += (sign[0] == "{") - (sign[0] == "}")
+        if depth == 0:
+            return text[start + 1 : sign.start()]
+    return None
 
 
 class GuessScorer:
