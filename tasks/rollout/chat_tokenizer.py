@@ -90,8 +90,14 @@ class ChatTokenizer:
         return bool(self._chat.chat_template)
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
-        """Return [T] int32 token ids of a conversation, up to where the policy's next message begins."""
-        return self._ids(self._render(messages, tools))
+        """Return [T] int32 token ids of a conversation, up to where the policy's next message begins.
+
+        Raises:
+            EpisodeError: the chat template refuses the conversation, or leaves out a message.
+        """
+        text = self._render(messages, tools)
+        self._check_written(messages, 0, tools)
+        return self._ids(text)
 
     def encode_reply(
         self,
@@ -103,8 +109,8 @@ class ChatTokenizer:
     ) -> np.ndarray:
         """Return [T] int32 token ids that the environment's reply adds after the policy's last token.
 
-        Sampled tokens are never re-tokenized: the template renders a placeholder in place of the policy's messages, and what follows
-        the last one is used. If the template writes the end mark `last_token` there too, the ids begin after it.
+        Sampled tokens are never re-tokenized: the template renders a placeholder in place of the messages of role assistant before
+        the reply, and what follows the last one is used. If the template writes the end mark `last_token` there too, the ids begin after it.
 
         Args:
             messages: the conversation so far; the policy's message is the last one.
@@ -113,7 +119,7 @@ class ChatTokenizer:
             last_token: id of the last token that was sampled.
 
         Raises:
-            EpisodeError: the chat template refuses the conversation, or leaves out a message.
+            EpisodeError: the chat template refuses the conversation, or leaves out text of the reply.
         """
         if not self.has_template:
             return self._ids("".join(message.content for message in reply))
@@ -207,12 +213,9 @@ class ChatTokenizer:
     def _text_after_placeholder(
         self, messages: Sequence[Message], reply: Sequence[Message], tools: Tools, *, calls: bool
     ) -> str:
-        whole = (*messages, *reply)
-        known = json.dumps([[message.as_json() for message in whole], [dict(tool) for tool in tools]])
-        placeholder = PLACEHOLDER
-        while placeholder in known:
-            placeholder += "0"
-        text = self._render(_replace_policy(whole, placeholder, calls=calls), tools)
+        placeholder = _find_unused_word((*messages, *reply), tools)
+        turns = (*_replace_policy(messages, reply, placeholder, calls=calls), *reply)
+        text = self._render(turns, tools)
         start = text.rfind(placeholder)
         if start < 0:
             raise EpisodeError("the chat template leaves out the policy's messages")
@@ -223,11 +226,32 @@ class ChatTokenizer:
             if not ends:
                 raise EpisodeError("the chat template ends no call with an end of sequence of the model")
             added = added[min(ends) :]
+        at = 0
         for message in reply:
-            word = _WORD.search(message.content)
-            if word and word[0] not in added:
-                raise EpisodeError(f"the chat template leaves out a message of role {message.role}")
+            for word in _WORD.findall(message.content):
+                at = added.find(word, at) + len(word)
+                if at < len(word):
+                    raise EpisodeError(_describe_left_out(message))
+        self._check_written(turns, len(messages), tools)
         return added
+
+    def _check_written(self, messages: Sequence[Message], first: int, tools: Tools) -> None:
+        """Raise EpisodeError if the template leaves out one of the messages from index `first` on.
+
+        A word added to each of them shows this: the words that a message has may be in the text for another reason.
+        """
+        if not self.has_template:
+            return
+        mark = _find_unused_word(messages, tools)
+        marks = {i: f"{mark}x{i}x" for i in range(first, len(messages)) if messages[i].content}
+        marked = [
+            replace(each, content=f"{each.content} {marks[i]}") if i in marks else each
+            for i, each in enumerate(messages)
+        ]
+        text = self._render(marked, tools)
+        for i, each in marks.items():
+            if each not in text:
+                raise EpisodeError(_describe_left_out(messages[i]))
 
     def _count_closing_tokens(self, ids: np.ndarray, last_token: int) -> int:
         """Return how many of the first `ids` close the policy's turn up to `last_token`, which it sampled; 0 without it there."""
@@ -276,17 +300,33 @@ def _read_tokenizer(model: Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def _replace_policy(messages: Sequence[Message], placeholder: str, *, calls: bool) -> tuple[Message, ...]:
-    """Return a conversation with `placeholder` as the text of the policy's messages.
+def _find_unused_word(messages: Sequence[Message], tools: Tools) -> str:
+    """Return PLACEHOLDER, with as many zeros after it as it takes for no message and no tool to have the word."""
+    known = json.dumps([[message.as_json() for message in messages], [dict(tool) for tool in tools]])
+    word = PLACEHOLDER
+    while word in known:
+        word += "0"
+    return word
+
+
+def _describe_left_out(message: Message) -> str:
+    return f"the chat template leaves out text of a message of role {message.role} ({message.content[:80]!r})"
+
+
+def _replace_policy(
+    messages: Sequence[Message], reply: Sequence[Message], placeholder: str, *, calls: bool
+) -> tuple[Message, ...]:
+    """Return a conversation before a reply with `placeholder` as the text of its messages of role assistant.
 
     With `calls`, a message that tools answer calls each of them instead, with the placeholder as argument.
     """
     turns: list[Message] = []
+    whole = (*messages, *reply)
     for i, message in enumerate(messages):
         if message.role != "assistant" or message.tool_calls:
             turns.append(message)
             continue
-        answers = takewhile(lambda each: each.role == "tool", messages[i + 1 :]) if calls else ()
+        answers = takewhile(lambda each: each.role == "tool", whole[i + 1 :]) if calls else ()
         called: tuple[dict[str, Any], ...] = tuple(
             {
                 "id": each.tool_call_id,

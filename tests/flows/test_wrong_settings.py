@@ -164,7 +164,11 @@ def test_arguments_of_a_template_may_be_written_as_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("template", "environment", "message"),
     [
-        (chat_templates.PHI3, "Tools", "leaves out a message of role tool; give a template that renders"),
+        (
+            chat_templates.PHI3,
+            "Tools",
+            "leaves out text of a message of role tool ('answer'); give a template",
+        ),
         (chat_templates.GEMMA3, "Tools", "roles must alternate; give a template that renders"),
         ("{{ messages[-1].content }}", "Turns", "leaves out the policy's messages; give a template"),
         ("{{ messages[-1].content }}", "Addition", ""),

@@ -127,13 +127,13 @@ def test_tools_are_written_as_json_with_the_templates_arguments(save: SaveModel)
 
 def test_of_named_templates_tools_choose_the_one_for_tools(save: SaveModel) -> None:
     named = [
-        {"name": "default", "template": "plain"},
-        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+        {"name": "default", "template": "plain: {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools: {{ messages[0].content }}"},
     ]
     folder = save(named)
     assert ChatTokenizer.load(folder).has_template
-    assert compare(folder, (ASKED,), ()) == "plain"
-    assert compare(folder, (ASKED,), TOOLS) == "1 tools"
+    assert compare(folder, (ASKED,), ()) == f"plain: {ASKED.content}"
+    assert compare(folder, (ASKED,), TOOLS) == f"1 tools: {ASKED.content}"
 
 
 def test_named_templates_without_one_for_this_conversation_refuse_it(save: SaveModel) -> None:
@@ -144,11 +144,13 @@ def test_named_templates_without_one_for_this_conversation_refuse_it(save: SaveM
 
 def test_templates_in_separate_files_are_found(save: SaveModel) -> None:
     folder = save("in the settings")
-    (folder / "chat_template.jinja").write_text("in a file")
+    (folder / "chat_template.jinja").write_text("in a file: {{ messages[0].content }}")
     (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
-    assert compare(folder, (ASKED,), ()) == "in a file"
-    assert compare(folder, (ASKED,), TOOLS) == "for tools"
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "for tools: {{ messages[0].content }}"
+    )
+    assert compare(folder, (ASKED,), ()) == f"in a file: {ASKED.content}"
+    assert compare(folder, (ASKED,), TOOLS) == f"for tools: {ASKED.content}"
 
 
 def test_a_template_that_is_not_valid_is_refused_with_its_line_where_it_is_from(save: SaveModel) -> None:

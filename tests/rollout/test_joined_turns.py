@@ -263,7 +263,7 @@ async def test_turns_are_joined_in_the_form_of_the_family(
     trajectory, sampler = await play(tokenizer, replies, said)
     if RESULT in replies and not form.tool:
         assert (trajectory.status, trajectory.turns) == ("failed", 1)
-        assert re.search("roles must alternate|leaves out a message of role tool", trajectory.error)
+        assert re.search("roles must alternate|leaves out text of a message of role tool", trajectory.error)
         return
     assert (trajectory.status, trajectory.error) == ("complete", "")
     opening = show(tokenizer, sampler.asked[0])
@@ -345,6 +345,56 @@ def test_a_template_that_cannot_join_turns_is_refused_with_a_remedy(load: Load, 
 
 def test_a_template_that_needs_the_id_of_a_call_is_not_refused(load: Load) -> None:
     load(Form(templates.MISTRAL, ("<|im_end|>",) * 2, "", "")).check_turns("tool", TOOLS)
+
+
+NOTE = Message("assistant", "user hint")
+
+
+def test_a_reply_keeps_its_own_messages_of_role_assistant(load: Load) -> None:
+    tokenizer = load(FORMS["Qwen 2.5"])
+    added = tokenizer.encode_reply((ASKED, Message("assistant", "12")), (NOTE, HINT), last_token=-1)
+    turns = "<|im_start|>assistant\nuser hint<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n"
+    assert show(tokenizer, added) == f"<|im_end|>\n{turns}<|im_start|>assistant\n"
+
+
+# Leaves out a message after one of the same role.
+ALTERNATING = """\
+{%- for message in messages %}
+{%- if loop.first or message.role != loop.previtem.role %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' }}"""
+
+
+@pytest.mark.parametrize(
+    ("reply", "dropped"),
+    [
+        ((NOTE, HINT), "assistant \\('user hint'\\)"),
+        ((HINT, HINT), "user \\('higher'\\)"),
+        ((HINT, Message("user", "user")), "user \\('user'\\)"),
+    ],
+    ids=["one of the environment's", "the text of another message", "a word of a header"],
+)
+def test_a_message_of_a_reply_that_the_template_leaves_out_is_named(
+    load: Load, reply: tuple[Message, ...], dropped: str
+) -> None:
+    tokenizer = load(Form(ALTERNATING, ("<|im_end|>",) * 2, "", ""))
+    with pytest.raises(EpisodeError, match=f"leaves out text of a message of role {dropped}"):
+        tokenizer.encode_reply((ASKED, Message("assistant", "12")), reply, last_token=-1)
+
+
+def test_thoughts_of_the_environment_that_the_template_leaves_out_are_named(load: Load) -> None:
+    thought = Message("assistant", "<think>\nhm\n</think>\n\n13")
+    said = (ASKED, Message("assistant", "12"))
+    with pytest.raises(EpisodeError, match="leaves out text of a message of role assistant \\('<think>"):
+        load(FORMS["Qwen 3"]).encode_reply(said, (thought, HINT), last_token=-1)
+
+
+def test_a_message_of_the_opening_that_the_template_leaves_out_is_named(load: Load) -> None:
+    opening = (Message("system", "user"), ASKED)
+    with pytest.raises(EpisodeError, match="leaves out text of a message of role system \\('user'\\)"):
+        load(FORMS["Cohere 2"]).encode(opening)
 
 
 def test_a_template_that_leaves_out_earlier_messages_is_refused(load: Load) -> None:
