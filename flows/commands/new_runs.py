@@ -34,7 +34,7 @@ WEIGHT_SETTINGS = ("model", "start_model.", "train.dtype", "train.lora.")
 # Fixed settings that determine the numbers of groups; a fork keeps its source's.
 NUMBERING_SETTINGS = ("rollout.groups_per_step",)
 # Fixed settings of training that hold for all steps of a trainer, also for the source's steps that a fork trains on again.
-REFERENCE_SETTINGS = ("train.kl.reference", "train.kl.model", "train.replay_routing")
+REFERENCE_SETTINGS = ("train.kl.reference", "train.kl.model", "train.kl.urls", "train.replay_routing")
 # It determines the numbers of groups too; a fork may raise it.
 REFILLS = "rollout.max_refill_groups"
 

@@ -38,6 +38,7 @@ class KLConfig(StageConfig):
     urls: tuple[Address, ...] = setting(
         (),
         "Addresses (http://host:port) of the vLLM servers with the reference policy, for reference: deployment.",
+        fixed=True,
     )
 
 

@@ -13,9 +13,9 @@ from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 
 
-def create_run(root: Path, status: str, *, trains: bool = True) -> Path:
+def create_run(root: Path, status: str, *changes: str, trains: bool = True) -> Path:
     """A folder that holds a run of the quickstart, called `quickstart`."""
-    settings_of_it = load("quickstart", (f"store.root={root}",))
+    settings_of_it = load("quickstart", (f"store.root={root}", *changes))
     folder = run_folder("quickstart", settings_of_it)
     folder.local.mkdir()
     folder.tmp.mkdir()
@@ -64,6 +64,14 @@ def test_a_changed_fixed_setting_is_refused_with_both_values(tmp_path: Path, cha
     assert value in str(refused.value)
 
 
+def test_a_resumed_run_keeps_the_servers_of_its_reference(tmp_path: Path) -> None:
+    deployment = ("train.kl.reference=deployment", "train.kl.urls=[http://a:1]", "train.kl.coef=0.1")
+    create_run(tmp_path, "running", *deployment)
+    given = load("quickstart", (f"store.root={tmp_path}", *deployment, "train.kl.urls=[http://b:1]"))
+    with pytest.raises(RunMismatchError, match=r"train\.kl\.urls: the run has \['http://a:1'\]"):
+        check_resumable(run_folder("quickstart", given), given)
+
+
 @pytest.mark.parametrize("change", ["train.epochs=2", "evaluate.n_prompts=7", "retrain.steps=[1, 2]"])
 def test_of_a_collection_only_settings_that_it_does_not_read_may_change(tmp_path: Path, change: str) -> None:
     create_run(tmp_path, "running", trains=False)
@@ -109,7 +117,8 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
 def test_addresses_deadlines_and_settings_that_only_the_trainer_uses_may_change() -> None:
     free = {name for name, is_fixed in settings().items() if not is_fixed}
     assert {"steps", "train.lr", "train.clip_high", "evaluate.every", "store.root"} <= free
-    assert {name for name in settings() if name.endswith(("_s", ".url", ".urls", ".port", "_env"))} <= free
+    addresses = {name for name in settings() if name.endswith(("_s", ".url", ".urls", ".port", "_env"))}
+    assert addresses - {"train.kl.urls"} <= free
 
 
 def test_settings_that_shape_rows_and_checkpoints_may_not_change() -> None:
