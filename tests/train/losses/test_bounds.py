@@ -44,6 +44,27 @@ def test_a_ratio_that_overflows_leaves_loss_and_gradient_finite(
     assert found.ratio.item() == pytest.approx(math.exp(math.copysign(20.0, log_ratio)))
 
 
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize("log_ratio", [20.5, 100.0, math.inf, -20.5, -100.0, -math.inf])
+@pytest.mark.parametrize("name", ["ppo_clip", "dual clip", "gspo"])
+def test_a_token_beyond_the_clamp_counts_as_clipped_and_has_no_gradient(
+    tokens: MakeTokens, name: str, log_ratio: float, advantage: float
+) -> None:
+    found, gradient = loss_and_gradient(tokens, LOSSES[name], log_ratio, advantage)
+
+    assert (found.clipped.item(), found.weight.item(), gradient) == (True, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+def test_a_token_within_the_clamp_that_no_bound_applies_to_is_not_clipped(
+    tokens: MakeTokens, name: str
+) -> None:
+    found, gradient = loss_and_gradient(tokens, LOSSES[name], 19.5, -2.0)
+
+    assert not found.clipped.item()
+    assert gradient == pytest.approx(2.0 * math.exp(19.5))
+
+
 @pytest.mark.parametrize(("log_ratio", "gradient"), [(25.0, 0.0), (100.0, 0.0), (-100.0, 1.0)])
 def test_k3_is_bounded_where_it_would_overflow_only(log_ratio: float, gradient: float) -> None:
     logprob = torch.tensor([-1.0], requires_grad=True)

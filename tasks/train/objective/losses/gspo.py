@@ -18,7 +18,7 @@ normalization.
 
 import torch
 
-from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio, is_beyond_clamp
 
 
 def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
@@ -29,10 +29,12 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> TokenLoss:
         clip_low: the ratio is clipped below at 1 - clip_low.
         clip_high: the ratio is clipped above at 1 + clip_high.
     """
-    ratio = bounded_ratio(tokens.row_means(tokens.logprobs.detach() - tokens.old_logprobs))[tokens.rows]
+    log_ratio = tokens.row_means(tokens.logprobs.detach() - tokens.old_logprobs)[tokens.rows]
+    ratio, is_clamped = bounded_ratio(log_ratio), is_beyond_clamp(log_ratio)
     # exp of a difference that is 0 is 1, and its gradient that of log pi.
     with_gradient = ratio * torch.exp(tokens.logprobs - tokens.logprobs.detach())
+    with_gradient = torch.where(is_clamped, ratio, with_gradient)
     plain = with_gradient * tokens.advantages
     bounded = with_gradient.clamp(1.0 - clip_low, 1.0 + clip_high) * tokens.advantages
-    clipped = (bounded < plain).detach()
+    clipped = (bounded < plain).detach() | (is_clamped & (tokens.advantages != 0.0))
     return TokenLoss(-torch.minimum(plain, bounded), ratio, ratio.masked_fill(clipped, 0.0), clipped)

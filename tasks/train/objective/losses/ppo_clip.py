@@ -15,7 +15,7 @@ Deep Reinforcement Learning", arXiv:1912.09729, equation 5.) There is no denomin
 
 import torch
 
-from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio
+from rollmill.tasks.train.objective.losses.token_loss import TokenLoss, Tokens, bounded_ratio, is_beyond_clamp
 
 
 def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float, clip_dual: float = 0.0) -> TokenLoss:
@@ -27,10 +27,12 @@ def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float, clip_dual: fl
         clip_high: the ratio is clipped above at 1 + clip_high.
         clip_dual: the loss of a token with a negative advantage is at most clip_dual times -A; 0: not bounded.
     """
-    ratio = bounded_ratio(tokens.logprobs - tokens.old_logprobs)
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    ratio = bounded_ratio(log_ratio)
     plain = ratio * tokens.advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * tokens.advantages
     objective, clipped = torch.minimum(plain, bounded), (bounded < plain).detach()
+    clipped |= is_beyond_clamp(log_ratio) & (tokens.advantages != 0.0)
     if clip_dual:
         least = torch.where(tokens.advantages < 0.0, clip_dual * tokens.advantages, -torch.inf)
         clipped |= (objective < least).detach()

@@ -44,7 +44,7 @@ class TokenLoss(NamedTuple):
         loss: the loss of each token, not averaged; alone has a gradient. Its denominator: see `normalization.denominator`.
         ratio: the policy's probability of the token over the old policy's.
         weight: what the token's policy gradient is multiplied by to make up for that ratio.
-        clipped: True where the loss clipped the ratio.
+        clipped: True where a bound of the loss applied to the ratio.
     """
 
     loss: torch.Tensor
@@ -63,6 +63,11 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     Beyond the clamp the gradient is 0. Without it the gradient of a clipped token, 0 times an infinite ratio, would be NaN.
     """
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def is_beyond_clamp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return True where `bounded_ratio` clamps the logarithm of a ratio, so that the ratio has no gradient."""
+    return log_ratio.detach().abs() > MAX_LOG_RATIO
 
 
 Loss: TypeAlias = Callable[[Tokens], TokenLoss]
