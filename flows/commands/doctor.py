@@ -84,8 +84,6 @@ def format_result(result: CheckResult, width: int) -> Sequence[str]:
 
 VERSION = PolicyVersion("doctor", 1, 0)
 TRIAL_TIMEOUT_S = 300.0
-# A layout's numbers may differ by rounding: measured on a CPU in float32, judged for a GPU in bfloat16.
-LARGEST_DIFFERENCES = {"float32": 1e-3, "bfloat16": 0.5}
 # First and last lines of an error, which may end with a service's log.
 SHOWN_LINES = 8
 REMEDY = "the trainer and vLLM's server are in the environments that `make setup` makes"
@@ -153,7 +151,7 @@ async def _try_layouts(folder: Path) -> str:
     log = folder / "layouts.log"
     await run_trainer_program(
         "the comparison of layouts",
-        "rollmill.tasks.train.packing.layout_trial",
+        "rollmill.tasks.train.packing.doctor_trial",
         {"folder": str(folder)},
         log=log,
         timeout_s=TRIAL_TIMEOUT_S,
@@ -164,9 +162,8 @@ async def _try_layouts(folder: Path) -> str:
     trial = json.loads(line)
     figures = f"{trial['logprobs']:.1e} nats, gradients by {trial['gradient']:.1e}"
     text = f"varlen and padded differ by {figures} on {trial['device']} in {trial['dtype']}"
-    limit = LARGEST_DIFFERENCES[trial["dtype"]]
-    if not max(trial["logprobs"], trial["gradient"]) <= limit:
-        raise TrainError(f"{text}; up to {limit:g} is rounding")
+    if not max(trial["logprobs"], trial["gradient"]) <= trial["limit"]:
+        raise TrainError(f"{text}; up to {trial['limit']:g} is rounding")
     return text
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
     NemotronConfig,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3NextConfig,
@@ -21,7 +23,8 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
 from rollmill.tasks.train.engine.policy_model import PolicyModel
-from rollmill.tasks.train.packing.packer import Packer, choose_layout
+from rollmill.tasks.train.packing.layout import choose_layout
+from rollmill.tasks.train.packing.packer import Packer
 from rollmill.tasks.train.samples import Samples
 
 V, CPU = 1024, torch.device("cpu")
@@ -163,9 +166,16 @@ SINKS = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_t
 
 @pytest.mark.parametrize(
     ("config", "cause"),
-    [(SINKS, "ask for s_aux"), (NemotronConfig(**SIZES), "do not get the rows' boundaries")],
+    [
+        (SINKS, "ask for s_aux"),
+        (NemotronConfig(**SIZES), "do not get the rows' boundaries"),
+        # Takes packed rows, but its attention is not given the window.
+        (PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=100), "differ from padded ones"),
+        # Attends to later tokens too.
+        (BertConfig(**SIZES, is_decoder=False), "differ from padded ones"),
+    ],
 )
-def test_a_model_whose_attention_refuses_packed_rows_is_padded_at_load_and_logged(
+def test_a_model_that_cannot_pack_rows_is_padded_at_load_and_logged(
     config: Any, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of(config)

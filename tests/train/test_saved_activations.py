@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import MODELS, ModelSizes, activation_items, plan_memory
 from rollmill.tasks.train.engine.policy_model import DTYPES, PolicyModel
-from rollmill.tasks.train.packing.packer import Packer, choose_layout
+from rollmill.tasks.train.packing.layout import choose_layout
+from rollmill.tasks.train.packing.packer import Packer
 from rollmill.tasks.train.samples import Samples
 
 META = torch.device("meta")

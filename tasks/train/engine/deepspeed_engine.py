@@ -18,8 +18,9 @@ from rollmill.tasks.train.engine.partitioned_loading import load_trained
 from rollmill.tasks.train.engine.policy_model import PolicyModel, recompute_activations
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
+from rollmill.tasks.train.packing.layout import choose_layout
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
-from rollmill.tasks.train.packing.packer import Packer, choose_layout
+from rollmill.tasks.train.packing.packer import Packer
 from rollmill.tasks.train.samples import Samples
 from rollmill.tasks.train.setting_rules import check_offload
 

@@ -14,8 +14,9 @@ from rollmill.tasks.train.engine.partitioned_loading import load_trained
 from rollmill.tasks.train.engine.policy_model import PolicyModel
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed
 from rollmill.tasks.train.engine.private_transformers import BaseTunerLayer
+from rollmill.tasks.train.packing.layout import choose_layout
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
-from rollmill.tasks.train.packing.packer import Packer, choose_layout
+from rollmill.tasks.train.packing.packer import Packer
 
 
 class BaseModelPolicy:

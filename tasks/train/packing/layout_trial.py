@@ -1,23 +1,24 @@
-"""Makes two tiny models and compares packed with padded rows on this machine's device: for `rollmill doctor`.
+"""Compares packed with padded rows by value, on a small model with random weights and the architecture of a given one."""
 
-`python -m rollmill.tasks.train.packing.layout_trial SETTINGS.json` reads the name of a FOLDER, `folder`, with a tokenizer in FOLDER/tokenizer. It
-writes the models FOLDER/trainer and FOLDER/server, which have different random weights, and prints a line of JSON: LayoutTrial's fields.
-"""
-
-import json
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import copy
+import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rollmill.tasks.train.config import StartModelRecipe, TrainConfig
+from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.policy_model import DTYPES, PolicyModel
-from rollmill.tasks.train.packing.packer import Packer, choose_layout
+from rollmill.tasks.train.packing.packer import Packer
+from rollmill.tasks.train.packing.packing_plan import Layout
+from rollmill.tasks.train.packing.varlen import ATTENTION
 from rollmill.tasks.train.samples import Samples
-from rollmill.tasks.train.supervised import create_model, save_model
+
+# Of a token's log-probability in nats, and of the gradient relative to its norm: rounding differs between the layouts. That of
+# bfloat16 is an estimate.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.5}
+_LAYERS, _WIDTH, _WINDOW, _VOCABULARY = 2, 64, 8, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,53 +30,96 @@ class LayoutTrial:
         dtype: number format of the weights.
         logprobs: largest difference of a token's log-probability, in nats.
         gradient: norm of the difference of all gradients, relative to their norm.
+        limit: up to which both are rounding.
     """
 
     device: str
     dtype: str
     logprobs: float
     gradient: float
+    limit: float
+
+    @property
+    def is_equal(self) -> bool:
+        """True if both differences are rounding."""
+        return self.logprobs <= self.limit and self.gradient <= self.limit
 
 
-def main() -> None:
-    """Write the two models and print the comparison."""
-    folder = Path(json.loads(Path(sys.argv[1]).read_text())["folder"])
-    for seed, name in enumerate(("trainer", "server")):
-        torch.manual_seed(seed)
-        recipe = StartModelRecipe(steps=1, hidden_size=128)
-        save_model(create_model(recipe, folder / "tokenizer"), folder / "tokenizer", folder / name)
-    sys.stdout.write(json.dumps(asdict(compare_layouts(folder / "trainer"))) + "\n")
+def create_small_model(settings: PretrainedConfig, *, is_narrow: bool) -> PreTrainedModel:
+    """Create a model of the same architecture with random weights: fewer layers, one of each kind at least, and tokens.
+
+    Args:
+        settings: of the model's architecture.
+        is_narrow: True for fewer heads of the same size, which not every architecture can have.
+
+    Raises:
+        Exception: whatever the model's class raises of settings that it does not expect.
+    """
+    small = copy.deepcopy(settings)
+    text = small.get_text_config()
+    text.vocab_size = min(text.vocab_size, _VOCABULARY)
+    n_all, kinds = text.num_hidden_layers, list(getattr(text, "layer_types", None) or ())
+    n_layers = min(n_all, max([_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == n_all:
+            setattr(text, name, value[:n_layers])
+        elif isinstance(value, int) and name.endswith("intermediate_size"):
+            setattr(text, name, min(value, _WIDTH))
+        # Shorter than the trial's rows, so that layers with a window differ from those without.
+        elif isinstance(value, int) and name == "sliding_window":
+            setattr(text, name, min(value, _WINDOW))
+        elif isinstance(value, int) and name.endswith("_token_id"):
+            setattr(text, name, min(value, text.vocab_size - 1))
+    text.num_hidden_layers = n_layers
+    if is_narrow:
+        heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+        factor = math.gcd(text.hidden_size, heads, groups or heads)
+        for name, value in (("hidden_size", text.hidden_size), ("num_attention_heads", heads)):
+            setattr(text, name, value // factor)
+        if groups:
+            text.num_key_value_heads = groups // factor
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+    model.eval()
+    return model
 
 
-def compare_layouts(model: Path) -> LayoutTrial:
-    """Run rows of uneven length forward and backward in both layouts, in bfloat16 on a GPU and in float32 on a CPU."""
-    device, dtype = (
-        (torch.device("cuda"), "bfloat16") if torch.cuda.is_available() else (torch.device("cpu"), "float32")
-    )
-    varlen, padded = (_run(model, layout, device, dtype) for layout in ("varlen", "padded"))
+def compare_layouts(model: PreTrainedModel, device: torch.device, dtype: str) -> LayoutTrial:
+    """Run rows of uneven length, two with a common prefix, forward and backward, padded and then as one packed sequence.
+
+    Args:
+        model: from `create_small_model`; it is moved to the device, and its attention replaced.
+        device: that computes.
+        dtype: number format of the weights.
+
+    Raises:
+        ConfigError: the attention refuses packed rows.
+    """
+    module: torch.nn.Module = model
+    module.to(device=device, dtype=DTYPES[dtype])
+    policy = PolicyModel(model, is_partitioned=False, head_dtype="float32")
+    padded = _run(policy, model, "padded", device)
+    # transformers finds an attention by its registered name, and passes the packed sequence to it.
+    model.set_attn_implementation(ATTENTION)
+    varlen = _run(policy, model, "varlen", device)
     difference = float((varlen[0] - padded[0]).abs().max())
     relative = float((varlen[1] - padded[1]).norm() / padded[1].norm())
-    return LayoutTrial(str(device), dtype, difference, relative)
+    return LayoutTrial(str(device), dtype, difference, relative, LIMITS[dtype])
 
 
-def _run(folder: Path, layout: str, device: torch.device, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(
+    policy: PolicyModel, model: PreTrainedModel, layout: Layout, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute [N] log-probabilities of the trained tokens and all gradients of their sum, in float32 on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval().to(device)
-    config = TrainConfig.model_validate({"layout": layout, "dtype": dtype, "gradient_checkpointing": False})
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(2, model.config.vocab_size, n) for n in (5, 40, 17, 90)]
-    samples = Samples.from_tokens(rows, [np.arange(len(row)) >= 2 for row in rows])
-    packer = Packer(config, choose_layout(model, config, device), device)
-    batch = packer.micro_batch(samples, list(range(len(rows))), [""])
-    policy = PolicyModel(model, is_partitioned=False, head_dtype="float32")
+    rng, vocabulary = np.random.default_rng(0), model.config.get_text_config().vocab_size
+    prefix, *others = (rng.integers(0, vocabulary, n) for n in (6, 5, 40, 17, 90))
+    rows = [*(np.concatenate([prefix, each]) for each in others[:2]), *others[2:]]
+    samples = Samples.from_tokens(rows, [np.arange(len(row)) >= len(prefix) for row in rows])
+    batch = Packer(TrainConfig(), layout, device).micro_batch(samples, list(range(len(rows))), [""])
+    model.zero_grad()
     logprobs, _ = policy.values(model, batch, entropy_gradient=False)
     logprobs.sum().backward()
-    gradient = torch.cat(
-        [each.grad.float().flatten() for each in model.parameters() if each.grad is not None]
-    )
+    gradient = [each.grad.float().flatten().cpu() for each in model.parameters() if each.grad is not None]
     in_order = torch.cat([logprobs.detach()[batch.rows == row] for row in range(len(rows))])
-    return in_order.float().cpu(), gradient.cpu()
-
-
-if __name__ == "__main__":
-    main()
+    return in_order.float().cpu(), torch.cat(gradient)
