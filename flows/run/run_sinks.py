@@ -97,13 +97,19 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
 
 
 def evaluation_points(folder: RunFolder, version: int | None = None) -> Iterator[Point]:
-    """Yield a point for each complete evaluation, with its finite mean reward and greedy accuracy: one version, or all."""
+    """Yield a point for each complete evaluation, with every column of `read_held_out` but the step: one version, or all.
+
+    Values that are not finite, and bounds that are not known, are left out.
+    """
     for row in read_held_out(folder, version=version).to_dicts():
-        values = {f"evaluation/{name}": row[name] for name in ("reward", "greedy_accuracy")}
+        step = row.pop("step")
         # TensorBoard and MLflow refuse numbers that are not finite.
-        yield Point(
-            EVALUATION, row["step"], {name: value for name, value in values.items() if math.isfinite(value)}
-        )
+        values = {
+            f"evaluation/{name}": value
+            for name, value in row.items()
+            if value is not None and math.isfinite(value)
+        }
+        yield Point(EVALUATION, step, values)
 
 
 def _step_points(folder: RunFolder) -> Iterator[Point]:
