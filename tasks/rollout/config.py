@@ -172,7 +172,7 @@ class RolloutConfig(StageConfig):
     env_variables: tuple[VariablePattern, ...] = setting(
         (),
         "Further environment variables for worker processes of environments and scorers, such as [MY_API_KEY,MY_*]; they have "
-        "PATH, HOME, LANG, CUDA_*, HF_*, PYTHON*, ROLLMILL_* and the like without secrets (docs/security.md). [*]: all.",
+        "PATH, HOME, LANG, CUDA_*, HF_*, PYTHON* and the like without secrets (docs/security.md). [*]: all.",
     )
     trajectory_timeout_s: float = setting(
         900.0,

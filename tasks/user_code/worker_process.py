@@ -30,12 +30,15 @@ from rollmill.tasks.user_code.worker_main import HEADER, MessageKind, make_frame
 
 USER_VARIABLES = re.compile(
     r"""PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_.*|TMPDIR|XDG_.*|LD_.*
-    |PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|ROLLMILL_.*|HF_.*|TRANSFORMERS_.*|TOKENIZERS_PARALLELISM|NLTK_DATA
+    |PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|ROLLMILL_(SCRATCH|USER_PATH)|HF_.*|TRANSFORMERS_.*|TOKENIZERS_PARALLELISM|NLTK_DATA
     |(CUDA|NVIDIA|ROCR|HIP|TORCH|PYTORCH|OMP|MKL|OPENBLAS|NUMEXPR|POLARS|RAYON)_.*
     |SSL_CERT_.*|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|.*_PROXY|.*_proxy""",
     re.VERBOSE,
 )
-"""Environment variables that workers of environments and scorers have, unless a name is a secret's or a value has a password."""
+"""Environment variables that workers of environments and scorers have, unless a name is a secret's or a value has a password.
+
+Of ROLLMILL_* only these: a setting such as `score.judge.api_key_env` may name any other for a key, which only the flow needs.
+"""
 _SECRET_NAME = re.compile(
     "(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIALS?|AUTH)(_|$)"
 )

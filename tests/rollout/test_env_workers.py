@@ -38,7 +38,12 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def open_remote(
     logs: Path, name: str = "Planted", *, n_workers: int = 2, **settings: object
 ) -> AbstractAsyncContextManager[RemoteEnvironment]:
-    values = {"environment": f"planted:{name}", "env_workers": n_workers, "env_timeout_s": PATIENCE_S}
+    values: dict[str, object] = {
+        "environment": f"planted:{name}",
+        "env_workers": n_workers,
+        "env_timeout_s": PATIENCE_S,
+        "env_variables": ["ROLLMILL_PLANTED_BLOCKS"],
+    }
     config = RolloutConfig.model_validate(values | settings)
     return open_environment(config, logs=logs, stop_grace_s=1.0)
 

@@ -29,6 +29,7 @@ SECRET = {
     "HF_TOKEN": "planted",
     "JUDGE_API_KEY": "planted",
     "PREFECT_API_AUTH_STRING": "planted",
+    "ROLLMILL_JUDGE": "planted",
     "ROLLMILL_JUDGE_APIKEY": "planted",
     "ROLLMILL_PASSPHRASE": "planted",
     "ROLLMILL_TRAINER_TOKEN": "planted",
