@@ -16,6 +16,7 @@ import typer
 from rollmill.flows.commands import again_commands, look_commands, run_commands, service_commands
 from rollmill.tasks.errors import ConfigError, RollmillError, mask_credentials, show_value
 from rollmill.tasks.processes.python_child import append_user_path
+from rollmill.tasks.user_code.left_threads import EXIT_TIMEOUT_S, exit_within
 
 app = typer.Typer(
     add_completion=False,
@@ -71,7 +72,9 @@ def main() -> None:
         from rollmill.tasks.look.tables.view import escape_controls
 
         typer.echo(f"rollmill: {escape_controls(mask_credentials(str(error)))}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        status = 2 if isinstance(error, ConfigError) else 1
+        exit_within(EXIT_TIMEOUT_S, status)
+        sys.exit(status)
 
 
 if __name__ == "__main__":

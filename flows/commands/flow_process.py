@@ -1,10 +1,7 @@
 """A flow as the last thing that a command's process does: Prefect's server first, the right exit status at the end."""
 
 import asyncio
-import os
 import signal
-import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,13 +11,11 @@ import typer
 from rollmill.flows.prefect_integration.prefect_api import connect_to_prefect
 from rollmill.tasks.errors import RollmillError
 from rollmill.tasks.observe.spans import span
+from rollmill.tasks.user_code.left_threads import EXIT_TIMEOUT_S, exit_within, run_to_end
 
 RESUMABLE = "stopped; run the same command again to resume"
 UNCHANGED = "stopped; the run is unchanged, run the same command to start over"
 NOT_COMPARED = "stopped; not everything was compared, run the same command to start over"
-
-# Seconds that a process may live once its flow has ended: Prefect sends its last logs and events in them.
-EXIT_TIMEOUT_S = 3.0
 
 Result = TypeVar("Result")
 
@@ -52,7 +47,7 @@ def run_flow(
     with exit_in_time(is_done, EXIT_TIMEOUT_S, if_stopped):
         # Prefect reads its settings when it is imported, so `call` imports the flow, now that the server's address is known.
         before()
-        return asyncio.run(call())
+        return run_to_end(call)
 
 
 @contextmanager
@@ -99,15 +94,4 @@ def exit_in_time(
         status = 0
     finally:
         # Prefect sends its last logs and events at exit, and retries for minutes if its server has ended.
-        _exit_within(exit_timeout_s, status)
-
-
-def _exit_within(timeout_s: float, status: int) -> None:
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    timer = threading.Timer(timeout_s, leave)
-    timer.daemon = True
-    timer.start()
+        exit_within(exit_timeout_s, status)

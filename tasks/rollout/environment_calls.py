@@ -22,6 +22,7 @@ from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Environment, Episode, Example, Message, Split
 from rollmill.tasks.store.environment_states import check_columns
+from rollmill.tasks.user_code.left_threads import run_to_end
 
 NO_PROBLEM = Example("", {})
 """Placeholder in the row of a trajectory whose problem the environment could not give."""
@@ -133,7 +134,7 @@ def check_environment(environment: Environment, config: RolloutConfig) -> Episod
             check_environment_name(config.environment, environment.name)
             fault, episode = _find_wrong_attribute(environment), None
             if not fault:
-                fault, episode = asyncio.run(_try_opening(environment, config.trajectory_timeout_s))
+                fault, episode = run_to_end(lambda: _try_opening(environment, config.trajectory_timeout_s))
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - environments are foreign code: whatever it raises

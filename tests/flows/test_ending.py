@@ -57,3 +57,52 @@ def test_a_stopped_command_that_cannot_be_resumed_reports_it() -> None:
     assert ended.returncode == 128 + signal.SIGINT
     assert "the run is unchanged" in ended.stderr
     assert "to resume" not in ended.stderr
+
+
+def test_a_thread_that_user_code_left_running_does_not_keep_the_process() -> None:
+    lines = (
+        "import asyncio, time",
+        "from rollmill.flows.commands.flow_process import exit_in_time",
+        "from rollmill.tasks.user_code.left_threads import run_to_end",
+        "async def play():",
+        "    sleeping = asyncio.create_task(asyncio.to_thread(time.sleep, 1000))",
+        "    await asyncio.sleep(0.1)",
+        "    return 'played'",
+        "with exit_in_time(lambda: False, 0.5): print(run_to_end(play))",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (0, "played\n")
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_thread_that_an_environment_left_running_does_not_keep_a_refused_command(
+    tmp_path: Path, is_awaited: bool
+) -> None:
+    wait = "await sleeping" if is_awaited else "await asyncio.sleep(0.1); raise ValueError('planted')"
+    lines = (
+        "import asyncio, time",
+        "from rollmill.tasks.rollout.environments.addition import Addition",
+        "class Sleeps(Addition):",
+        "    async def example(self, split, index):",
+        "        sleeping = asyncio.create_task(asyncio.to_thread(time.sleep, 1000))",
+        f"        {wait}",
+    )
+    (tmp_path / "planted_thread.py").write_text("\n".join(lines))
+    settings = (
+        "rollout.environment=planted_thread:Sleeps",
+        "rollout.trajectory_timeout_s=1",
+        f"store.root={tmp_path}",
+    )
+    words = [word for each in settings for word in ("--set", each)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollmill.flows.cli", "run", "quickstart", *words],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        timeout=100,
+    )
+    assert ended.returncode == 2
+    assert "rollout.environment = 'planted_thread:Sleeps'" in ended.stderr
