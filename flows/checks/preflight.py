@@ -307,7 +307,7 @@ def _read_model_settings(field: str, folder: Path) -> dict[str, Any]:
         data = (folder / "config.json").read_bytes()
         msgspec.json.decode(data, type=_ModelSettings)
         settings: dict[str, Any] = json.loads(data)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         remedy = f"its config.json cannot be read ({error}); copy or download the model again"
         raise ConfigError(field, str(folder), remedy) from error
     return settings

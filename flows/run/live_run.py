@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.metadata
-import json
 import subprocess
 import textwrap
 from collections.abc import AsyncIterator, Sequence
@@ -149,19 +148,6 @@ def describe_resumption(location: str, changes: Sequence[str]) -> str:
     return f"resuming {location}" + (f" with {shown}{more}" if changes else "")
 
 
-def describe_missing_loss(model: Path) -> str:
-    """Return a warning if a model folder's config.json asks for a load-balancing loss, which is not computed; else empty.
-
-    transformers adds router_aux_loss_coef times that loss where output_router_logits is set.
-    """
-    path = model / "config.json"
-    settings = json.loads(path.read_text()) if path.is_file() else {}
-    coefficient = settings.get("router_aux_loss_coef")
-    if not (settings.get("output_router_logits") and coefficient):
-        return ""
-    return f"{path}: router_aux_loss_coef = {coefficient} has no effect: the load-balancing loss of experts is not computed"
-
-
 @asynccontextmanager
 async def open_offline_run(
     name: str, config: RunConfig, model: Path, *, adds: bool = False, trains: bool = True
@@ -191,8 +177,6 @@ async def open_offline_run(
                 store.manifest.earlier_settings, config.model_dump(mode="json")
             ):
                 say(line)
-        if trains and (warning := describe_missing_loss(model)):
-            say(warning)
         quiet_task_runs()
         # Modules imported so far live as long as the process; the garbage collector need not scan them.
         keep_for_good()

@@ -152,6 +152,7 @@ class UpdateLoop:
         self._objective = objective
         self._envs = sorted(set(samples.envs))
         self._is_finite = torch.ones((), dtype=torch.bool, device=engine.device)
+        self._balanced: list[list[int]] = []
         self.n_updates = n_updates
         self.reason = ""
         self.table = MetricTable()
@@ -174,6 +175,7 @@ class UpdateLoop:
             ]
             counts = [(self._samples.n_trained(rows), len(rows)) for rows in own]
             over_ranks = sum_over_ranks(counts, self._engine.device)
+            self._balanced = [self._rows_with_gradient(part) for part in kept]
         applied = [
             self._update(plan, denominator(self._config, *total), epoch=epoch, number=number)
             for epoch in range(self._config.epochs)
@@ -193,7 +195,10 @@ class UpdateLoop:
     def _rows_to_compute(self, part: list[int]) -> list[int]:
         """Return the rows of an update that go through the model: without those whose gradient is known to be zero."""
         # Annotations are stored of every row, whether or not it has a gradient.
-        if self._annotations is not None or not self._objective.skips_without_advantage:
+        return part if self._annotations is not None else self._rows_with_gradient(part)
+
+    def _rows_with_gradient(self, part: list[int]) -> list[int]:
+        if not self._objective.skips_without_advantage:
             return part
         return [row for row in part if self._samples.advantages[row]]
 
@@ -209,6 +214,8 @@ class UpdateLoop:
                 forward = self._engine.forward(batch, entropy_gradient=self._objective.entropy_gradient)
                 terms = self._objective(batch, forward)
                 loss = sum_losses(self._config, terms.total, build_tokens(batch, forward.logprobs)) * scale
+                if forward.balance is not None:
+                    loss = loss + self._balance_loss(forward.balance, rows, self._balanced[number])
             with self._engine.phase("backward"):
                 is_finite = torch.isfinite(loss.detach())
                 self._is_finite &= is_finite
@@ -227,6 +234,21 @@ class UpdateLoop:
                 add_metrics(self.table, values, batch.envs, self._envs)
                 self.table.add("train/padded_tokens", Reduced("value", float(batch.token_ids.numel())))
         return self._apply()
+
+    def _balance_loss(self, balance: torch.Tensor, rows: list[int], balanced: list[int]) -> torch.Tensor:
+        """Return a micro-batch's part of the load-balancing loss of an update: the mean over the tokens of all balanced rows.
+
+        Args:
+            balance: [M] of each row of the micro-batch.
+            rows: [M] their numbers.
+            balanced: numbers of the update's rows on all ranks that have a gradient, whether or not others are annotated.
+        """
+        lengths = {row: len(self._samples.token_ids[row]) for row in balanced}
+        weights = torch.tensor([float(lengths.get(row, 0)) for row in rows], device=balance.device)
+        total, n_tokens = (balance * weights).sum(), float(weights.sum())
+        self.table.add("train/load_balancing_loss", Reduced("mean", float(total.detach()), n_tokens))
+        scale = backward_scale(sum(lengths.values()), self._engine.world_size)
+        return self._engine.balance_coefficient * scale * total
 
     def _mismatch(self, batch: MicroBatch, forward: Forward, epoch: int, number: int) -> torch.Tensor | None:
         """Compute |log p_trainer - log p_sampler| before the step, [N] nats; None after the policy has changed."""

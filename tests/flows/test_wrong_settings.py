@@ -15,7 +15,6 @@ from rollmill.flows.checks.preflight import check_architecture, check_rope, pref
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
 from rollmill.flows.rules import list_doubts
-from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.processes.gpus import read_gpus
@@ -218,6 +217,13 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(
     chosen = {"model": ["start_model.steps=0"], "train.kl.model": ["train.kl.reference=frozen"]}[field]
     with pytest.raises(ConfigError, match=rf"{field} = '{tmp_path}': .*{message}"):
         preflight(load("quickstart", (f"{field}={tmp_path}", *chosen)))
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"architectures": 3}'])
+def test_a_model_with_a_damaged_config_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"its config\.json cannot be read .* copy or download"):
+        preflight(load("quickstart", (f"model={tmp_path}", "start_model.steps=0")))
 
 
 @pytest.mark.parametrize(
@@ -463,42 +469,44 @@ def test_numbers_that_nothing_can_have_are_refused(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "doubt"),
+    ("settings", "doubt"),
     [
-        ("train.lr=0", "train.lr = 0.0: no weight changes"),
+        (("train.lr=0",), "train.lr = 0.0: no weight changes"),
         (
-            "rollout.max_staleness=1000",
+            ("rollout.max_staleness=1000",),
             "rollout.max_staleness = 1000: trajectories more than 32 policy versions old",
         ),
-        ("train.warmup_steps=1000000", "train.warmup_steps = 1000000: the run has 40 updates"),
-        ("checkpoint.every=1000000", "checkpoint.every = 1000000: the run has 40 steps"),
+        (("train.warmup_steps=1000000",), "train.warmup_steps = 1000000: the run has 40 updates"),
+        (("checkpoint.every=1000000",), "checkpoint.every = 1000000: the run has 40 steps"),
+        (
+            ("train.lr_decay=linear", "train.lr_decay_updates=20"),
+            "train.lr_decay_updates = 20: the run has 40 updates, and the learning rate is 0 after that many",
+        ),
+        (
+            (
+                "train.loss=gspo",
+                "train.normalization=sequence",
+                "train.clip_low=0.1",
+                "train.clip_high=0.1",
+            ),
+            "train.clip_high = 0.1: gspo clips the ratio of a whole answer",
+        ),
+        (
+            ("train.kl.reference=frozen", "train.kl.estimator=k1", "train.kl.coef=0.01"),
+            "train.kl.estimator = 'k1': the gradient of k1 in the loss has mean 0",
+        ),
     ],
 )
-def test_settings_that_are_rarely_meant_are_one_line_of_warning(setting: str, doubt: str) -> None:
-    (line,) = list_doubts(load("quickstart", (setting,)))
+def test_settings_that_are_rarely_meant_are_one_line_of_warning(
+    settings: tuple[str, ...], doubt: str
+) -> None:
+    (line,) = list_doubts(load("quickstart", settings))
     assert line.startswith(doubt)
 
 
 @pytest.mark.parametrize("preset", [each.stem for each in Path("conf").glob("*.yaml")])
 def test_no_preset_is_doubtful(preset: str) -> None:
     assert list_doubts(load(preset)) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "warns"),
-    [
-        ({"output_router_logits": True, "router_aux_loss_coef": 0.5}, True),
-        ({"output_router_logits": False, "router_aux_loss_coef": 0.5}, False),
-        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, False),
-        ({}, False),
-    ],
-)
-def test_a_model_that_asks_for_a_load_balancing_loss_is_warned_about(
-    settings: dict[str, Any], warns: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    warning = describe_missing_loss(tmp_path)
-    assert ("router_aux_loss_coef = 0.5 has no effect" in warning) == bool(warning) == warns
 
 
 @pytest.mark.skipif(bool(read_gpus()), reason="this machine has a GPU")

@@ -606,6 +606,7 @@ async def test_a_changed_file_of_a_checkpoint_is_found(
     [
         (b'"n_updates": 2', b'"n_updates": 3', "it is damaged: its content is not what was written"),
         (b'"files"', b'"filet"', "it is damaged: its content is not what was written"),
+        (None, b"[" * 100_000, "it is damaged: it is no JSON"),
         (None, b'{"a": 1}', "its run is '', expected"),
         (None, b'{"format": 2, "run": "r", "version": 2, "n_updates": 2}', "it is damaged: files is missing"),
     ],

@@ -113,6 +113,7 @@ class Naive:
 
     Attributes:
         gradient: of the last update.
+        balance: tokens and load-balancing loss of each row of the last update that has an advantage.
         seen: values of the trained tokens by metric, with the environment of each, and whether its row has an advantage.
     """
 
@@ -121,6 +122,7 @@ class Naive:
     config: TrainConfig
     seen: dict[str, list[tuple[str, bool, float]]] = field(default_factory=lambda: defaultdict(list))
     gradient: Gradient = field(default_factory=dict)
+    balance: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         policy = AutoModelForCausalLM.from_pretrained(
@@ -138,7 +140,12 @@ class Naive:
         optimizer = torch.optim.AdamW(groups, lr=config.lr, eps=EPS)
         for number, part in enumerate(config.epochs * samples.split(config.updates_per_step)):
             optimizer.zero_grad()
-            average([self._row(policy, row, number) for row in part], config).backward()
+            self.balance = []
+            loss = average([self._row(policy, row, number) for row in part], config)
+            if self.balance:
+                n_tokens = sum(n for n, _ in self.balance)
+                loss = loss + COEFFICIENT * sum(n * each for n, each in self.balance) / n_tokens
+            loss.backward()
             self.gradient = {name: each.grad.clone() for name, each in policy.named_parameters()}
             optimizer.step()
 
@@ -146,7 +153,10 @@ class Naive:
         """[T] loss of a row's trained tokens."""
         samples, advantage = self.samples, float(self.samples.advantages[row])
         ids, trained = samples.token_ids[row], samples.loss_masks[row].nonzero()[0]
-        logits = policy(input_ids=torch.tensor(ids[None].astype("int64"))).logits[0]
+        output = policy(input_ids=torch.tensor(ids[None].astype("int64")))
+        if policy.config.to_dict().get("output_router_logits") and advantage:
+            self.balance.append((len(ids), output.aux_loss))
+        logits = output.logits[0]
         every = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)[trained - 1]
         log_p = every[range(len(trained)), ids[trained].astype("int64")]
         sampler = torch.tensor(samples.logprobs[row][trained], dtype=torch.float64)
@@ -220,11 +230,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+COEFFICIENT = 0.3
 MODELS = {
     "dense": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "experts": Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "balanced experts": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, output_router_logits=True, router_aux_loss_coef=COEFFICIENT
     ),
 }
 
@@ -243,6 +256,7 @@ def one_thread() -> Iterator[None]:
     ("kind", "n_drawn"),
     [
         ("dense", 5),
+        ("balanced experts", 5),
         pytest.param("dense", 40, marks=pytest.mark.long),
         pytest.param("tied", 20, marks=pytest.mark.long),
         pytest.param("experts", 20, marks=pytest.mark.long),

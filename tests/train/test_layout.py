@@ -16,6 +16,7 @@ from transformers import (
     PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -42,6 +43,15 @@ CONFIGS = {
     "sliding window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=0),
     "learned positions": GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256),
 }
+BALANCED = Qwen3MoeConfig(
+    **SIZES,
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    output_router_logits=True,
+    router_aux_loss_coef=0.1,
+)
 CAPPED = Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0)
 
 
@@ -139,6 +149,39 @@ def test_the_head_in_chunks_equals_the_head_at_once(layout: Any) -> None:
     assert sum(int(mask.sum()) for mask in both.loss_masks) * V * 4 > 2**20
     assert distance(parts[0], whole[0]) < 1e-6
     assert distance(parts[1], whole[1]) < 1e-6
+
+
+@pytest.mark.parametrize("chunk_bytes", [HEAD_CHUNK_BYTES, 1 << 20])
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+def test_a_rows_load_balancing_loss_is_that_of_the_row_alone(layout: Any, chunk_bytes: int) -> None:
+    model, samples = model_of(BALANCED), rows_with_prompts()
+    alone = [
+        model(input_ids=torch.from_numpy(ids[None].astype(np.int64))).aux_loss for ids in samples.token_ids
+    ]
+    config = TrainConfig(layout=layout)
+    packer = Packer(config, choose_layout(model, config, CPU), CPU)
+    policy = PolicyModel(model, is_partitioned=False, chunk_bytes=chunk_bytes)
+
+    policy.values(model, packer.micro_batch(samples, list(range(9)), [""]), entropy_gradient=False)
+
+    assert policy.balance is not None
+    assert policy.balance.tolist() == pytest.approx([each.item() for each in alone], rel=1e-5)
+    assert max(alone) - min(alone) > 1e-3
+    policy.balance.sum().backward()
+    assert all(layer.mlp.gate.weight.grad.norm() > 0.0 for layer in model.model.layers)
+
+
+def test_a_micro_batch_without_rows_has_no_load_balancing_loss() -> None:
+    model, samples = model_of(BALANCED), rows_with_prompts()
+    policy = PolicyModel(model, is_partitioned=False)
+
+    policy.values(
+        model, Packer(TrainConfig(), "padded", CPU).micro_batch(samples, [], [""]), entropy_gradient=False
+    )
+
+    assert policy.balance is not None
+    policy.balance.sum().backward()
+    assert float(model.model.layers[0].mlp.gate.weight.grad.norm()) == 0.0
 
 
 def test_transformations_of_logits_are_applied_in_every_chunk() -> None:

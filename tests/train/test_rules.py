@@ -21,6 +21,14 @@ from rollmill.tasks.train.setting_rules import check_objective, check_offload
             {"normalization": "fixed_length"},
             "train.normalization_tokens = 0: normalization fixed_length needs",
         ),
+        (
+            {"importance": {"mode": "masked", "bounds": (1.5, 2.0)}},
+            "train.importance.bounds = (1.5, 2.0): ",
+        ),
+        (
+            {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "normalization": "fixed_length"},
+            "train.normalization = 'fixed_length': the loss gspo has one ratio for an answer",
+        ),
         ({"lr_decay": "linear"}, "train.lr_decay_updates = 0: lr_decay linear needs"),
         ({"lr_decay_updates": 40}, "train.lr_decay_updates = 40: the rate falls with train.lr_decay"),
         ({"min_lr_ratio": 0.1}, "train.min_lr_ratio = 0.1: the rate falls with train.lr_decay"),

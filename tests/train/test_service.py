@@ -84,6 +84,12 @@ def without_times(result: StepResult) -> list[object]:
     return [dataclasses.replace(result, metrics=[], duration_s=0.0), *metrics]
 
 
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("ranks", "zero_stage"),
     [
@@ -121,6 +127,11 @@ async def test_resumed_trainer_reaches_the_same_bytes(
         resumed = await exported(client, tmp_path / "resumed")
         await load(client, tiny_model, run, version=2, incarnation=3)
         loaded_again = await exported(client, tmp_path / "again")
+        flip_a_byte(
+            max((run / "checkpoints/version=000002").rglob("*.*"), key=lambda each: each.stat().st_size)
+        )
+        with pytest.raises(StoreError, match="version=000002"):
+            await load(client, tiny_model, run, version=2, incarnation=4)
 
     assert resumed == straight
     assert loaded_again == at_checkpoint != straight

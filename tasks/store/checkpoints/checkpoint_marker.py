@@ -76,18 +76,16 @@ def parse_marker(text: bytes, where: str) -> CheckpointMarker:
     """
     try:
         content = json.loads(text)
-        if isinstance(content, dict) and content.pop(_HASH, found := "") not in (
-            found,
-            _hash_content(content),
-        ):
-            raise StoreError(f"{where} is damaged: its content is not what was written")
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is damaged: it is no JSON: {error}") from error
+    if isinstance(content, dict) and _HASH in content and content.pop(_HASH) != _hash_content(content):
+        raise StoreError(f"{where} is damaged: its content is not what was written")
+    try:
         marker = CheckpointMarker.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise StoreError(f"{where} is damaged: {place}: {first['msg']}") from error
-    except ValueError as error:
-        raise StoreError(f"{where} is damaged: it is no JSON: {error}") from error
     if marker.format > 1 and (missing := {"run", "version", "n_updates", "files"} - marker.model_fields_set):
         raise StoreError(f"{where} is damaged: {min(missing)} is missing")
     return marker

@@ -241,6 +241,8 @@ async def _update_weights(
     except Exception as error:
         # Ends the threads of the workers that still receive; the live model stays as it was.
         await engine.shutdown_weight_transfer_engine()
+        # A thread that ends late may still write into it.
+        _free_memory(state)
         raise HTTPException(500, f"the old weights serve: {error_text(error)}") from error
     if request.mode == "verify":
         try:
@@ -264,10 +266,15 @@ def _share_memory(state: Any, request: WeightUpdateRequest) -> str:
     memory: SharedMemory | None = getattr(state, "weight_memory", None)
     # Kept for the next request, as a worker's own buffer is.
     if memory is None or memory.stream.numel() != size_bytes:
-        if memory is not None:
-            memory.close()
+        _free_memory(state)
         memory = state.weight_memory = SharedMemory(size_bytes)
     return memory.path
+
+
+def _free_memory(state: Any) -> None:
+    if memory := getattr(state, "weight_memory", None):
+        memory.close()
+        state.weight_memory = None
 
 
 async def _collect_reports(

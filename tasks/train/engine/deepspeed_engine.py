@@ -15,7 +15,7 @@ from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.lora import add_adapters
 from rollmill.tasks.train.engine.optimizer_state import OptimizerState
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
-from rollmill.tasks.train.engine.policy_model import PolicyModel, recompute_activations
+from rollmill.tasks.train.engine.policy_model import PolicyModel, balance_coefficient, recompute_activations
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
 from rollmill.tasks.train.packing.layout import choose_layout
@@ -55,10 +55,12 @@ class Forward(NamedTuple):
     Attributes:
         logprobs: [N] log-probability of each token, with a gradient.
         entropies: [N] entropy of the policy's distribution at each token; with a gradient only if it was asked for.
+        balance: [M] load-balancing loss of each row, with a gradient; None if the model's config.json does not ask for it.
     """
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
+    balance: torch.Tensor | None = None
 
 
 # Epsilon of AdamW, as in the paper (Loshchilov & Hutter 2019, arXiv:1711.05101): single precision needs no larger one.
@@ -73,11 +75,13 @@ class Engine:
         device: where this rank computes.
         world_size: number of ranks, W.
         packer: plans and builds the model's micro-batches.
+        balance_coefficient: factor of the load-balancing loss.
     """
 
     def __init__(self, config: TrainConfig, model: PreTrainedModel, device: torch.device) -> None:
         self.model, self.device = model, device
         self.world_size = dist.get_world_size()
+        self.balance_coefficient = balance_coefficient(model)
         self._replay = RoutingReplay(model) if config.replay_routing else None
         check_offload(config, device.type)
         self.packer = Packer(config, choose_layout(model, config, device), device)
@@ -141,7 +145,8 @@ class Engine:
         # The experts stay set until the next forward pass, since the backward pass may recompute activations.
         if self._replay:
             self._replay.experts = batch.routing
-        return Forward(*self._policy.values(self._engine, batch, entropy_gradient=entropy_gradient))
+        values = self._policy.values(self._engine, batch, entropy_gradient=entropy_gradient)
+        return Forward(*values, self._policy.balance)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add a micro-batch's gradient, divided by the number of ranks; a collective.

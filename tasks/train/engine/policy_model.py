@@ -1,10 +1,11 @@
 """A causal language model whose head runs on chosen positions only, in chunks of bounded memory; log-probabilities by token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -145,6 +146,45 @@ class HeadPositions:
         return hidden.flatten(0, 1).index_select(0, self.positions), *others
 
 
+def balance_coefficient(model: PreTrainedModel) -> float:
+    """Return the factor of the load-balancing loss that a model's config.json asks for; 0 if it asks for none.
+
+    transformers adds `router_aux_loss_coef` times that loss to a model's own where `output_router_logits` is set.
+    """
+    settings = model.config.get_text_config()
+    is_wanted = getattr(settings, "output_router_logits", False)
+    return float(getattr(settings, "router_aux_loss_coef", None) or 0.0) if is_wanted else 0.0
+
+
+def balance_by_row(
+    router_logits: Sequence[torch.Tensor], top_k: int, places: Sequence[np.ndarray]
+) -> torch.Tensor:
+    """Return the load-balancing loss of each of M rows, [M]: for E experts E * sum_e f_e P_e, which is k for even loads.
+
+    f_e is the share of a row's tokens, of all layers, that choose expert e, and P_e the mean of its probability: Fedus et al. 2021, "Switch
+    Transformers", arXiv:2101.03961, eq. 4 to 6. By row, as in DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, eq. 17 to 20, the loss does
+    not depend on how rows are divided over micro-batches and ranks. Of a single row it is transformers' `aux_loss`.
+
+    Args:
+        router_logits: of each layer with experts [B * T, E], or [B, T, E].
+        top_k: experts that a token chooses.
+        places: [M][tokens of the row] positions of each row's tokens in the flattened [B * T].
+    """
+    n_experts, device = router_logits[0].shape[-1], router_logits[0].device
+    tokens = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *places])).to(device)
+    lengths = torch.tensor([len(each) for each in places], dtype=torch.int64, device=device)
+    rows = torch.arange(len(places), device=device).repeat_interleave(lengths)
+    chosen = torch.zeros(len(places), n_experts, device=device)
+    probable = torch.zeros_like(chosen)
+    for logits in router_logits:
+        p = logits.reshape(-1, n_experts).index_select(0, tokens).float().softmax(-1)
+        marks = torch.zeros_like(p).scatter_(1, p.topk(top_k, dim=-1).indices, 1.0)
+        chosen = chosen.index_add(0, rows, marks.detach())
+        probable = probable.index_add(0, rows, p)
+    n_choices = (lengths * len(router_logits)).unsqueeze(1)
+    return n_experts * (chosen / n_choices * (probable / n_choices)).sum(1)
+
+
 class PolicyModel:
     """Computes log-probabilities and entropies of a micro-batch's trained tokens with a limit on the logits in memory.
 
@@ -155,7 +195,13 @@ class PolicyModel:
         is_partitioned: True when ranks hold the head's weight in parts (ZeRO-3), and must all run the same number of chunks.
         head_dtype: format of the logits: "float32", or "model" for that of the weights.
         chunk_bytes: largest size of the logits.
+
+    Attributes:
+        balance: [M] load-balancing loss of each row of the last forward pass, with a gradient; None if the model's config.json does
+            not ask for it.
     """
+
+    balance: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -186,8 +232,16 @@ class PolicyModel:
         if n_chunks > 1:
             return self._in_chunks(run, inputs, batch, n_chunks, entropy_gradient)
         self._head.positions = batch.positions
-        logits = run(**inputs).logits
-        return token_logprobs(logits, batch.targets, batch.temperatures, entropy_gradient=entropy_gradient)
+        output = run(**inputs)
+        self._keep_balance(output, batch)
+        return token_logprobs(
+            output.logits, batch.targets, batch.temperatures, entropy_gradient=entropy_gradient
+        )
+
+    def _keep_balance(self, output: Any, batch: MicroBatch) -> None:
+        if balance_coefficient(self._model):
+            top_k = self._model.config.get_text_config().num_experts_per_tok
+            self.balance = balance_by_row(output.router_logits, top_k, batch.places)
 
     def _n_chunks(self, batch: MicroBatch) -> int:
         n_chunks = -(-len(batch.positions) // self._chunk_tokens)
@@ -210,7 +264,7 @@ class PolicyModel:
         # The decoder runs once with no positions for the head; the head then runs chunk by chunk.
         self._head.positions = batch.positions[:0]
         with _keep_output(_find_decoder(self._model)[1]) as kept:
-            run(**inputs)
+            self._keep_balance(run(**inputs), batch)
         hidden = kept[0].flatten(0, 1)
         parts = [batch.positions, batch.targets, batch.temperatures]
         found = [
