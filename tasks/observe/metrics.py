@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Stat = Literal["value", "mean", "std", "min", "max"]
@@ -92,27 +92,31 @@ class Reduced:
         return {"value" if self.kind == "effective" else self.kind: self.result}
 
 
+@dataclass(slots=True)
 class MetricTable:
-    """Partial reductions by (metric name, environment)."""
+    """Partial reductions by (metric name, environment).
 
-    def __init__(self) -> None:
-        self._values: dict[tuple[str, str], Reduced] = {}
+    Attributes:
+        values: the reductions.
+    """
+
+    values: dict[tuple[str, str], Reduced] = field(default_factory=dict)
 
     def add(self, name: str, value: Reduced, env: str | None = None) -> None:
         """Merge a value into its environment and into `all`; without an environment into `all` only."""
         for key in {(name, env or ALL), (name, ALL)}:
-            self._values[key] = self._values[key].join(value) if key in self._values else value
+            self.values[key] = self.values[key].join(value) if key in self.values else value
 
     def join(self, others: Iterable["MetricTable"]) -> None:
         """Merge other tables into this one, such as those of other ranks."""
         for other in others:
-            for key, value in other._values.items():
-                self._values[key] = self._values[key].join(value) if key in self._values else value
+            for key, value in other.values.items():
+                self.values[key] = self.values[key].join(value) if key in self.values else value
 
     def metrics(self) -> list[Metric]:
         """Return the reported metrics, ordered by name and environment."""
         return [
             Metric(name, env, stat, value)
-            for (name, env), each in sorted(self._values.items())
+            for (name, env), each in sorted(self.values.items())
             for stat, value in each.by_stat.items()
         ]

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from rollmill.tasks.errors import BatchRefusedError, RollmillError
+from rollmill.tasks.errors import BatchRefusedError, RollmillError, error_text
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.metrics import Metric, MetricTable, Reduced
 from rollmill.tasks.observe.process_memory import own_rss_bytes, release_to_system
@@ -40,6 +41,7 @@ from rollmill.tasks.train.policy_logprobs import (
     check_stored_logprobs,
     read_stored_logprobs,
 )
+from rollmill.tasks.train.rank_messages import all_gather_messages, gather_messages
 from rollmill.tasks.train.samples import (
     Samples,
     check_lengths,
@@ -85,13 +87,10 @@ class Annotations:
         """
         if not place.stages_rows:
             return ()
-        own: dict[int, np.ndarray] = {}
+        own: dict[int, npt.NDArray[np.float32]] = {}
         for numbers, values in self.seen:
             own |= self.samples.split_by_row(numbers, values.cpu().numpy())
-        shares = [own] * dist.get_world_size()
-        if len(shares) > 1:
-            with times.collective():
-                dist.gather_object(own, shares if dist.get_rank() == 0 else None)
+        shares = gather_messages(own, dict[int, npt.NDArray[np.float32]])
         if dist.get_rank():
             return ()
         by_row = {row: values for share in shares for row, values in share.items()}
@@ -371,19 +370,18 @@ class BatchTraining:
 
     def _read_on_all_ranks(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
         """Read and check a step's batch; returns its rows and their stored log-probabilities. A collective."""
-        verdicts: list[RollmillError | None] = [None] * dist.get_world_size()
+        own: RollmillError | None = None
         with span("reading_batch"):
             try:
                 rows = self._read_and_check(command, engine)
             except RollmillError as error:
-                verdicts[dist.get_rank()] = error
-            own = verdicts[dist.get_rank()]
+                own = error
             # All ranks must agree before any of them trains: a rank that refused alone would leave the others in a collective.
-            if len(verdicts) > 1:
-                with times.collective():
-                    dist.all_gather_object(verdicts, own)
-        if refusal := own or verdicts[0]:
-            raise refusal
+            refusals = all_gather_messages("" if own is None else error_text(own), str)
+        if own is not None:
+            raise own
+        if refusals[0]:
+            raise BatchRefusedError(f"rank 0 refuses the batch: {refusals[0]}")
         return rows
 
     def _read_and_check(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -23,16 +24,16 @@ from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trai
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
-from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
 from rollmill.tasks.train.engine.reference_policy import Reference
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
 from rollmill.tasks.train.packing.packer import Packer
+from rollmill.tasks.train.rank_messages import all_gather_messages
 from rollmill.tasks.train.samples import Samples, split_rows
 from rollmill.tasks.train.service.commands import StepRef
 
-RowLogprobs: TypeAlias = dict[int, np.ndarray]
+RowLogprobs: TypeAlias = dict[int, npt.NDArray[np.float32]]
 """[T] float32 nats of some rows by their number, NaN where loss_mask is False."""
 
 
@@ -84,10 +85,7 @@ def compute_row_logprobs(policy: ForwardPolicy, samples: Samples, plan: Sequence
 
 def gather_rows(found: RowLogprobs) -> RowLogprobs:
     """Merge the rows' log-probabilities of all ranks, on every rank; a collective."""
-    shares: list[RowLogprobs] = [found] * dist.get_world_size()
-    if len(shares) > 1:
-        with times.collective():
-            dist.all_gather_object(shares, found)
+    shares = all_gather_messages(found, RowLogprobs)
     return {row: values for share in shares for row, values in share.items()}
 
 

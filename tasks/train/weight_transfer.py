@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -32,9 +31,9 @@ from rollmill.tasks.sync.weight_sender import WeightSender
 from rollmill.tasks.train.checkpoints.hf_export import adapter_base
 from rollmill.tasks.train.checkpoints.hf_layout import adapter_layers, weight_layers
 from rollmill.tasks.train.checkpoints.tensor_digests import hash_tensor
-from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
 from rollmill.tasks.train.engine.private_torch import Store
+from rollmill.tasks.train.rank_messages import all_gather_messages
 from rollmill.tasks.train.service.commands import ServiceConfig
 from rollmill.tasks.train.service.ranks import gather_results
 from rollmill.tasks.train.weight_stream import WeightStream
@@ -88,12 +87,30 @@ class SendProgress:
         return dict(total)
 
 
-T = TypeVar("T")
-
 _BY_MEMORY = ("auto", "shm")
 """Settings of sync.transport with which servers may read the trainer's memory."""
 
 _REMEDY = "set sync.host to an address of the first rank's machine that all ranks and servers reach"
+
+
+class _Meeting(NamedTuple):
+    """What a rank sends the others when they prepare the transfer.
+
+    Attributes:
+        host: address of the store; of rank 0 alone, as are port and memory.
+        port: port of the store.
+        machine: id of the rank's machine.
+        gpu: UUID of the rank's GPU; empty without one.
+        memory: path of the shared memory; empty if there is none.
+        failure: why rank 0 cannot serve the store; empty if it does.
+    """
+
+    host: str
+    port: int
+    machine: str
+    gpu: str
+    memory: str
+    failure: str
 
 
 class WeightTransfer:
@@ -170,7 +187,7 @@ class WeightTransfer:
                 _drain(pieces)
 
         with span("sending"):
-            by_rank = self._gather(send)
+            by_rank = gather_results(send, list[SendResult])
         results = []
         for sent in zip(*by_rank, strict=True):
             errors = (f"rank {rank}: {each.error}" for rank, each in enumerate(sent) if each.error)
@@ -206,7 +223,7 @@ class WeightTransfer:
             finally:
                 _drain(weights)
 
-        files = self._gather(write)
+        files = gather_results(write, str)
         # Only now are the files of all ranks there, and servers can do without older ones.
         if self._rank == 0:
             remove_weights(place, but=name)
@@ -229,7 +246,7 @@ class WeightTransfer:
                 f"the trainer sends no {', '.join(sorted(missing))}; names are those of the offer"
             )
         weights = stream.whole(engine.model, stream.owners(names or known))
-        every = self._gather(lambda: {name: hash_tensor(each) for name, each in weights})
+        every = gather_results(lambda: {name: hash_tensor(each) for name, each in weights}, dict[str, str])
         return {name: digest for each in every for name, digest in each.items()}
 
     @property
@@ -237,9 +254,6 @@ class WeightTransfer:
         if self._stream is None:
             raise SyncError("the trainer has nothing loaded, so it has no weights")
         return self._stream
-
-    def _gather(self, work: Callable[[], T]) -> list[T]:
-        return gather_results(work, self._rank, self._world_size)
 
     def _meet(self, device: torch.device) -> None:
         """Open the store and shared memory on rank 0 unless open, and exchange ports and locations of all ranks; a collective."""
@@ -253,22 +267,20 @@ class WeightTransfer:
             self._memory = SharedMemory(size)
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         memory = self._memory.path if self._memory else ""
-        own = self._host, self._port, machine_id(), gpu, memory, failure
-        every: list[tuple[str, int, str, str, str, str]] = [own] * self._world_size
-        if self._world_size > 1:
-            with times.collective():
-                dist.all_gather_object(every, own)
-        hosts, ports, machines, gpus, paths, failures = zip(*every, strict=True)
-        if failures[0]:
-            raise SyncError(failures[0])
-        is_one_machine = len(set(machines)) == 1
-        if not is_one_machine and ip_address(hosts[0]).is_loopback:
+        every = all_gather_messages(
+            _Meeting(self._host, self._port, machine_id(), gpu, memory, failure), _Meeting
+        )
+        first, gpus = every[0], {each.gpu for each in every}
+        if first.failure:
+            raise SyncError(first.failure)
+        is_one_machine = len({each.machine for each in every}) == 1
+        if not is_one_machine and ip_address(first.host).is_loopback:
             raise SyncError(
-                f"sync.host={sync.host!r} is {hosts[0]}, which other machines do not reach; {_REMEDY}"
+                f"sync.host={sync.host!r} is {first.host}, which other machines do not reach; {_REMEDY}"
             )
         # Ranks on several machines have no memory in common that a server could read.
-        self._host, self._port, self._shared = hosts[0], ports[0], paths[0] if is_one_machine else ""
-        self._location = ProcessLocation(machines[0], device.type, tuple(sorted(filter(None, set(gpus)))))
+        self._host, self._port, self._shared = first.host, first.port, first.memory if is_one_machine else ""
+        self._location = ProcessLocation(first.machine, device.type, tuple(sorted(filter(None, gpus))))
 
     def _serve(self) -> str:
         """Open the store on rank 0 unless open; returns an error's text, else "", so that all ranks can raise the error."""

@@ -1,14 +1,17 @@
 """Digests of weights and moments: equal if and only if they are, byte for byte, on any number of ranks and ZeRO stage."""
 
 import hashlib
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from rollmill.tasks.train.checkpoints.hf_export import gather_weights
-from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
 from rollmill.tasks.train.engine.optimizer_state import KINDS
+from rollmill.tasks.train.rank_messages import gather_messages
 
 
 def tensor_digests(engine: Engine) -> dict[str, str]:
@@ -21,31 +24,48 @@ def tensor_digests(engine: Engine) -> dict[str, str]:
     digests = {f"weights/{name}": hash_tensor(each) for name, each in gather_weights(engine.model)}
     state, rank = engine.state, dist.get_rank()
     parts = {part.name: part for part in state.own_parts(rank, dist.get_world_size())}
+    own = {name: _Held(part.start, part.size, state.n_updates(part)) for name, part in parts.items()}
+    by_rank = gather_messages(own, dict[str, _Held])
     # One tensor at a time: rank 0 need not have room for the whole state.
-    for name in state.shapes:
-        part = parts.get(name)
+    for name, shape in state.shapes.items():
+        held = {sender: each[name] for sender, each in enumerate(by_rank) if name in each}
         for kind in KINDS:
-            held = (part.start, state.tensor(kind, part).cpu()) if part else None
-            if ranges := _gather_ranges(held):
-                whole = torch.cat([numbers for _, numbers in sorted(ranges, key=lambda each: each[0])])
-                digests[f"{kind}/{name}"] = hash_tensor(whole)
-        if counts := _gather_ranges((0, torch.tensor(state.n_updates(part))) if part else None):
-            digests[f"updates/{name}"] = hash_tensor(torch.stack([count for _, count in counts]).max())
+            mine = state.tensor(kind, parts[name]).cpu() if name in parts else torch.empty(0)
+            if rank:
+                if len(mine):
+                    dist.send(mine, 0)
+            elif held:
+                digests[f"{kind}/{name}"] = hash_tensor(_receive(held, mine, math.prod(shape)))
+        if held:
+            n_updates = max(each.n_updates for each in held.values())
+            digests[f"updates/{name}"] = hash_tensor(torch.tensor(n_updates))
     return digests
 
 
-def _gather_ranges(held: tuple[int, torch.Tensor] | None) -> list[tuple[int, torch.Tensor]]:
-    """Gather (start, numbers) of one parameter from all ranks on rank 0, and nothing on the others; a collective.
+class _Held(NamedTuple):
+    """Range of a flattened parameter that a rank holds: index of its first number, how many they are, and its number of updates."""
+
+    start: int
+    size: int
+    n_updates: int
+
+
+def _receive(held: Mapping[int, _Held], mine: torch.Tensor, size: int) -> torch.Tensor:
+    """Put the ranges of one parameter together on rank 0: [size] float32, of which the other ranks send theirs.
 
     Args:
-        held: this rank's range; None if it has none.
+        held: range of each rank that has one.
+        mine: the numbers of rank 0.
+        size: how many numbers the parameter has.
     """
-    every: list[tuple[int, torch.Tensor] | None] | None = (
-        [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    )
-    with times.collective():
-        dist.gather_object(held, every)
-    return [each for each in every or () if each]
+    whole = torch.empty(size)
+    for rank, each in sorted(held.items()):
+        part = whole.narrow(0, each.start, each.size)
+        if rank == 0:
+            part.copy_(mine)
+        elif each.size:
+            dist.recv(part, rank)
+    return whole
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:

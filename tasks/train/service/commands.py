@@ -338,9 +338,9 @@ class SendWeights(Command[list[SendResult]]):
             sent = rank.transfer.send(rank.engine, self.targets)
         # Raised on rank 0 alone, after the last collective of the transfer: the others are in the exchange.
         except SyncError:
-            rank.timeline.exchange(None)
+            rank.timeline.exchange()
             raise
-        rank.timeline.exchange(None)
+        rank.timeline.exchange()
         return sent
 
     def progress(self, rank: "RankWorker") -> dict[str, int]:
@@ -385,7 +385,7 @@ class ReportSpans(Command[None]):
     """Command that collects, on rank 0, the spans (timed work and waits) of all ranks since their last report."""
 
     def run(self, rank: "RankWorker") -> None:
-        rank.timeline.exchange(None)
+        rank.timeline.exchange()
 
 
 class BeginCheckpoint(Command[CheckpointBegun]):

@@ -4,20 +4,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple
 
-import torch.distributed as dist
-
-from rollmill.tasks.observe.metrics import Reduced
+from rollmill.tasks.observe.metrics import MetricTable, Reduced
 from rollmill.tasks.observe.spans import NS, Recorder, Span, current_lane, recording, span
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.sync.weight_messages import FIRST_RANK
 from rollmill.tasks.train.collectives import Visits, clock_shifts, find_waits, times
+from rollmill.tasks.train.rank_messages import gather_messages
 from rollmill.tasks.train.service.rank_spans import IDLE, LANE, WAITING, rank_process, spans_since_idle
 from rollmill.tasks.train.service.ranks import Ranks
 from rollmill.tasks.train.service.span_totals import limit_spans
-
-T = TypeVar("T")
 
 NO_COMMAND = "no command"
 """Cause of idle time; the flow's spans show what the flow does then."""
@@ -32,6 +29,15 @@ PHASES = (
     "measuring",
 )
 """Phases of a training step; the metric train/<phase>_s has the seconds of each."""
+
+
+class _Report(NamedTuple):
+    """What a rank sends rank 0: its metrics, the id of its machine, its spans, and when it entered and left collectives."""
+
+    table: MetricTable
+    machine: str
+    spans: list[Span]
+    visits: Visits
 
 
 class RankTimeline:
@@ -65,21 +71,19 @@ class RankTimeline:
             finally:
                 self._idle_since = time.perf_counter_ns()
 
-    def exchange(self, payload: T) -> list[T]:
-        """Send spans and a payload to rank 0; returns the [W] payloads there, nothing on the others. A collective."""
+    def exchange(self, table: MetricTable | None = None) -> list[MetricTable]:
+        """Send spans and metrics to rank 0; returns the [W] ranks' metrics there, nothing on the others. A collective."""
         with span("measuring"):
             visits = times.visits(self._recorder.since_1970)
-            own = payload, self._machine, self._recorder.take(), visits
-            every = [own] * self._world_size if self._rank == 0 else []
-            if self._world_size > 1:
-                dist.gather_object(own, every or None)
+            own = _Report(table or MetricTable(), self._machine, list(self._recorder.take()), visits)
+            every = gather_messages(own, _Report)
             # All ranks have left the same collective, so that their lists match again from here on.
             times.begin()
-            if not every:
-                return []
-            payloads, machines, spans, all_visits = zip(*every, strict=True)
-            self._of_others += _merge_spans(machines, spans, all_visits)
-        return list(payloads)
+            if every:
+                tables, machines, spans, all_visits = zip(*every, strict=True)
+                self._of_others += _merge_spans(machines, spans, all_visits)
+                return list(tables)
+        return []
 
     def spans_by_rank(self) -> list[Sequence[Span]]:
         """Return [W] spans of each rank's current command, up to the last `exchange`; on rank 0 alone."""

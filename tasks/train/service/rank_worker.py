@@ -214,7 +214,7 @@ class RankWorker:
             self.writer.begin(
                 begin_checkpoint(self.engine, self._config, self.progress, run, self.incarnation)
             )
-        self.timeline.exchange(None)
+        self.timeline.exchange()
         return CheckpointBegun(is_new=True, held_s=copying.duration_s)
 
     def export(self, folder: str) -> None:

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from rollmill.tasks.errors import RollmillError, SyncError, TrainError
+from rollmill.tasks.errors import RollmillError, SyncError, TrainError, error_text
 from rollmill.tasks.processes.gpus import VISIBLE, list_visible_gpus
 from rollmill.tasks.processes.machine import STORE_FD_ENV, listen_at
 from rollmill.tasks.sync.links.link import join_store, serve_store_at
-from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.engine.private_torch import PrefixStore, Store
+from rollmill.tasks.train.rank_messages import gather_messages
 from rollmill.tasks.train.service.commands import AnyCommand, Command
 
 # A few late heartbeats are no death.
@@ -130,28 +130,36 @@ class Heartbeats:
 T = TypeVar("T")
 
 
-def gather_results(work: Callable[[], T], rank: int, world_size: int) -> list[T]:
-    """Run `work` on every rank; returns the [W] results on rank 0, nothing on the others.
+class Outcome(msgspec.Struct, Generic[T]):
+    """How `work` of `gather_results` ended on a rank, as a message.
+
+    Attributes:
+        results: its result alone; empty if it failed.
+        error: text of its error.
+    """
+
+    results: list[T]
+    error: str = ""
+
+
+def gather_results(work: Callable[[], T], kind: type[T]) -> list[T]:
+    """Run `work`, which returns a `kind`, on every rank; returns the [W] results on rank 0, nothing on the others.
 
     A collective, also if `work` fails on a rank.
 
     Raises:
         SyncError: `work` raised a RollmillError on some rank; raised on rank 0 alone.
     """
-    own: T | RollmillError
     # A rank that raised before the gathering would leave the others in it.
     try:
-        own = work()
+        own = Outcome([work()])
     except RollmillError as error:
-        own = error
-    every: list[Any] = [own] * world_size if rank == 0 else []
-    if world_size > 1:
-        with times.collective():
-            dist.gather_object(own, every or None)
+        own = Outcome([], error_text(error))
+    every = gather_messages(own, Outcome[kind])  # type: ignore[valid-type]  # a type that is known when it is called
     for number, each in enumerate(every):
-        if isinstance(each, RollmillError):
-            raise SyncError(f"rank {number}: {each}")
-    return every
+        if not each.results:
+            raise SyncError(f"rank {number}: {each.error}")
+    return [result for each in every for result in each.results]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +196,7 @@ def join_ranks(timeout_s: float) -> Ranks:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # Objects, counts of chunks and digests are gathered on the CPU, gradients on the device.
+        # Messages and counts of chunks are exchanged in CPU memory, gradients on the device.
         backend = "cpu:gloo,cuda:nccl"
     elif gpus := list_visible_gpus():
         raise TrainError(
