@@ -1,6 +1,7 @@
 """The interface between the data sets and their storage: six operations on keys, which are paths below the run's folder."""
 
 import contextlib
+import errno
 import io
 import mmap
 import os
@@ -225,11 +226,15 @@ class LocalFiles:
     def sizes(self, pattern: str) -> dict[str, int]:
         found = {}
         for key in self.keys(pattern):
-            with contextlib.suppress(FileNotFoundError):
-                # Removed since it was listed.
+            try:
                 status = (self._root / key).stat()
-                if not stat.S_ISDIR(status.st_mode):
-                    found[key] = status.st_size
+            except OSError as error:
+                # Removed since it was listed; or a link that leads to itself, which is no file, as one that leads nowhere is none.
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                found[key] = status.st_size
         return found
 
     def open(self, key: str) -> pa.NativeFile:

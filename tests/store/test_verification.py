@@ -177,6 +177,40 @@ async def test_a_damaged_or_lost_shard_is_found_and_reading_it_names_it(story: S
     check()
 
 
+@pytest.mark.parametrize(
+    ("place", "target", "what"),
+    [
+        ("rollouts", "rollouts", "leads nowhere"),
+        ("rollouts/step=000001", "step=000001", "leads nowhere"),
+        ("rollouts/step=000001", "gone", "leads nowhere"),
+        ("rollouts/step=000001/*.arrow", "itself", "leads nowhere"),
+        ("rollouts/step=000007", ".", "leads to a folder that it is in"),
+        ("groups/step=000001/more", "../..", "leads to a folder that it is in"),
+    ],
+)
+async def test_a_link_that_leads_nowhere_or_into_a_loop_is_found(
+    story: Story, place: str, target: str, what: str
+) -> None:
+    folder = await story.write()
+    path = next(folder.local.glob(place), folder.local / place)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name if target == "itself" else target)
+    found = [each.what for each in verify_run(folder).findings if each.where == str(path)]
+    assert [each for each in found if what in each] == [f"it is a link to {path.readlink()}, which {what}"]
+
+
+async def test_a_data_set_or_a_partition_may_be_a_link_to_another_folder(
+    story: Story, tmp_path: Path
+) -> None:
+    folder = await story.write()
+    for number, place in enumerate(("rollouts", "groups/step=000001")):
+        shutil.move(folder.local / place, tmp_path / str(number))
+        (folder.local / place).symlink_to(tmp_path / str(number))
+    assert findings(folder) == []
+
+
 async def test_a_damaged_shard_leaves_one_note_and_hides_no_other_fault_of_its_step(
     story: Story, rows: RowMaker
 ) -> None:

@@ -1,8 +1,11 @@
 """Verify a whole run: checks beyond its single steps, the list of all checks, and the loop that applies them."""
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
@@ -37,6 +40,7 @@ from rollmill.tasks.store.verify.run_views import RESTORE, Finding, RunView, Sha
 
 _RESTORE_SHARD = "restore it from a copy of the run; without one, its rows are lost"
 _PARTITION_VALUES = {"scorer": "[^/]+", "env": "[^/]+", "policy": "|".join(POLICIES).join("()")}
+_REPLACE_LINK = "replace it with the folder or file itself"
 _MOVE_OUT = "move it out of the data set, whose plain scans it breaks"
 
 
@@ -161,6 +165,25 @@ def _list_unrecorded(run: RunView, keys: Collection[str], notes: Mapping[str, Sh
     ]
 
 
+def find_broken_links(run: RunView) -> Iterator[Finding]:
+    """Find symbolic links in data sets that lead nowhere, to themselves or to a folder that they are in."""
+    if not run.folder.is_local:
+        return
+    for dataset in PARTITION_KEYS:
+        top = run.folder.local / dataset
+        below = (Path(where, name) for where, *names in os.walk(top) for name in chain(*names))
+        for link in filter(Path.is_symlink, chain([top], below)):
+            what = f"it is a link to {link.readlink()}, which leads"
+            try:
+                target = link.resolve(strict=True)
+            # RuntimeError: it leads to itself.
+            except (OSError, RuntimeError):
+                yield Finding(str(link), f"{what} nowhere", _REPLACE_LINK)
+                continue
+            if link.parent.resolve().is_relative_to(target):
+                yield Finding(str(link), f"{what} to a folder that it is in", _REPLACE_LINK)
+
+
 def find_missing_steps(run: RunView) -> Iterator[Finding]:
     """Find steps before the last one without a batch or, in a run that only collects, without metrics."""
     dataset, what = ("batches", "batch") if run.manifest.trains else ("metrics", "metrics")
@@ -269,6 +292,7 @@ SHARD_CHECKS: Sequence[Check[ShardView]] = (find_misplaced, find_damage)
 RUN_CHECKS: Sequence[Check[RunView]] = (
     find_newer_shards,
     find_missing_shards,
+    find_broken_links,
     find_missing_steps,
     find_missing_metrics,
     find_wrong_length,
