@@ -221,6 +221,26 @@ async def test_a_resumed_run_removes_the_superseded_shards_of_an_ended_process(
         assert ids_of(folder, step=0) == ["a", "b"]
 
 
+async def test_shards_whose_replacement_is_damaged_are_kept_and_the_damaged_one_is_named(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    files, messages = open_files(folder), list[str]()
+    async with RunWriter(files, epoch=1, flush_s=0.0) as writer:
+        for step in (0, 1):
+            await append_one_by_one(writer, rows, ["a", "b"], step)
+            await writer.compact(f"rollouts/step={step:06d}", ANY_SIZE)
+    (damaged,) = current_shards(read_shards(folder, 0))
+    publish_text(files, damaged, read_text(files, damaged)[:-1] + b"x")
+    async with (
+        RunWriter(files, epoch=2, flush_s=0.0) as writer,
+        Compactor(files, writer, SOON, messages.append) as compactor,
+    ):
+        await compactor.finish()
+    assert compactor.n_failed == len(messages) == 1
+    assert damaged in messages[0]
+    assert [len(files.keys(f"rollouts/step={step:06d}/*.arrow")) for step in (0, 1)] == [3, 1]
+
+
 async def test_a_failed_compaction_is_reported_and_the_run_continues(
     folder: RunFolder, rows: RowMaker
 ) -> None:

@@ -5,13 +5,16 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
-from rollmill.tasks.errors import ShardGoneError, StoreError
+import pyarrow as pa
+
+from rollmill.tasks.errors import ShardError, ShardGoneError, StoreError
 from rollmill.tasks.observe.spans import within
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.folders import PARTITION_KEYS, partition_pattern, step_from_key
+from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.shard_compaction import group_by_partition
-from rollmill.tasks.store.shards.shard_names import list_superseded_shards
+from rollmill.tasks.store.shards.shard_names import ShardName, current_shards, list_superseded_shards
 from rollmill.tasks.store.shards.writer import RunWriter
 
 # Mean size of a partition's shards from which on they stay as they are: merging larger ones copies much and gains
@@ -35,6 +38,7 @@ class Compactor:
         self._rounds: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._leaving: set[str] = set()
+        self._made: set[str] = set()
         self._begun = 0
         self.n_failed = 0
 
@@ -92,7 +96,23 @@ class Compactor:
                 # Another round may be waiting out the grace period of some of them.
                 gone = sorted(set(list_superseded_shards(keys)) - self._leaving)
             if gone and (end is None or self._config.compact == "after_grace"):
-                await self._remove(gone)
+                await self._remove(await self._select_replaced(gone, keys))
+
+    async def _select_replaced(self, gone: Collection[str], keys: Collection[str]) -> list[str]:
+        """Select the superseded shards of `gone` whose replacement is whole; a damaged one is reported.
+
+        One that an earlier process made is read for this. If it is damaged, only the shards that it replaces have its rows.
+        """
+        replacements = {key.rpartition("/")[0]: key for key in current_shards(keys) if _is_compacted(key)}
+        damaged = set()
+        for folder in {key.rpartition("/")[0] for key in gone}:
+            if (key := replacements[folder]) not in self._made:
+                try:
+                    await asyncio.to_thread(_check_shard, self._files, key)
+                except StoreError as error:
+                    damaged.add(folder)
+                    self._report(error)
+        return [key for key in gone if key.rpartition("/")[0] not in damaged]
 
     async def _remove(self, keys: list[str]) -> None:
         """Wait for the grace period, then remove superseded shards."""
@@ -115,6 +135,7 @@ class Compactor:
         except StoreError as error:
             self._report(error)
             return []
+        self._made |= {key} if key else set()
         return [key] if key else []
 
     def _keys(self, first: int, end: int | None) -> list[str]:
@@ -142,3 +163,17 @@ class Compactor:
 
 def _list_shards(files: Files, folders: Collection[str]) -> list[str]:
     return [key for folder in folders for key in files.keys(f"{folder}/*.arrow")]
+
+
+def _is_compacted(key: str) -> bool:
+    name = ShardName.of(key)
+    return name is not None and name.is_compacted
+
+
+def _check_shard(files: Files, key: str) -> None:
+    """Read every byte of a shard; raises ShardError if it is damaged."""
+    try:
+        with files.open(key) as source:
+            open_shard(source, key, key).check()
+    except (pa.ArrowException, OSError) as error:
+        raise ShardError(f"cannot read {key}: {error}") from error
