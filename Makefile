@@ -10,8 +10,11 @@ ARGS ?=
 PYTHON ?=
 CXX ?= g++
 
-# Tests mostly wait for processes to start, so two test files run concurrently.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+# Python keeps what it compiles. Without that, each of the many processes that tests start compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Tests mostly wait for processes to start, so two test files run concurrently, in the order of tests/conftest.py.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/test_choice.py sync/test_live_weights.py \
   sync/test_parity.py flows/test_gpu_memory.py flows/test_presets.py flows/test_doctor.py train/test_memory_plan.py \
@@ -58,7 +61,7 @@ rehearsal: setup  ## what can be tried of a GPU without one: devices, memory, NC
 check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/ruff format --check .
 	@.venv/bin/ruff check .
-	@.venv/bin/mypy
+	@.venv/bin/mypy --num-workers 2
 	@.venv/bin/lint-imports
 	@.venv/bin/pytest -q $(SIDE_BY_SIDE) -m "not service and not slow and not long" $(ARGS)
 
@@ -131,7 +134,7 @@ $(UV): | constraints.txt
 $(MAIN_STAMP): pyproject.toml constraints.txt | $(UV)
 	@echo "installing flows and trainer in .venv"
 	@$(find_compiler); $(pass_find_links); $(find_torch); \
-	$(UV) pip install --quiet --python .venv $$torch --constraint constraints.txt --editable '.[dev]'
+	$(UV) pip install --quiet --compile-bytecode --python .venv $$torch --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(VLLM_STAMP): pyproject.toml $(VLLM_CONSTRAINTS) | $(MAIN_STAMP)
