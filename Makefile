@@ -61,7 +61,7 @@ rehearsal: setup  ## what can be tried of a GPU without one: devices, memory, NC
 check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/ruff format --check .
 	@.venv/bin/ruff check .
-	@.venv/bin/mypy --num-workers 2
+	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 	@.venv/bin/pytest -q $(SIDE_BY_SIDE) -m "not service and not slow and not long" $(ARGS)
 
