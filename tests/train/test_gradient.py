@@ -99,12 +99,13 @@ def cases_of(n_ranks: int, n_drawn: int) -> list[Case]:
 
     draw()
     chunked = [Case("token", CHUNKED), Case("token", CHUNKED, model="tied")]
+    balanced = [Case("token", {"micro_batch_tokens": 300}, model="balanced", annotated=n_ranks == 2)]
     half = {"dtype": "bfloat16", "gradient_checkpointing": True}
     halved = [Case("token", {"zero_stage": stage, **half}) for stage in (1, 2, 3)] if n_ranks == 2 else []
     stages = range(4) if n_ranks < 4 else ()
     decayed = [Case(name, {"zero_stage": stage}) for stage in stages for name in DECAYS]
     wrong = [WRONG] if n_ranks == 4 else []
-    return [*cases, *chunked, *decayed, Case("token", {}, annotated=True), *halved, *wrong]
+    return [*cases, *chunked, *balanced, *decayed, Case("token", {}, annotated=True), *halved, *wrong]
 
 
 @dataclass
@@ -256,10 +257,10 @@ def one_thread() -> Iterator[None]:
     ("kind", "n_drawn"),
     [
         ("dense", 5),
-        ("balanced experts", 5),
         pytest.param("dense", 40, marks=pytest.mark.long),
         pytest.param("tied", 20, marks=pytest.mark.long),
         pytest.param("experts", 20, marks=pytest.mark.long),
+        pytest.param("balanced experts", 20, marks=pytest.mark.long),
     ],
 )
 def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
@@ -269,10 +270,11 @@ def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
     run_ranks: Callable[[str, int, dict[str, object]], None],
     tmp_path: Path,
 ) -> None:
-    models = {"own": tmp_path / "own", "tied": tmp_path / "tied"}
-    for folder, config in zip(models.values(), (MODELS[kind], MODELS["tied"]), strict=True):
+    chosen = {"own": kind, "tied": "tied", "balanced": "balanced experts"}
+    models = {name: tmp_path / name for name in chosen}
+    for name, folder in models.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(MODELS[chosen[name]]).save_pretrained(folder)
     rows = [
         each._replace(advantage=0.0) if row % 3 == 1 else each
         for row, each in enumerate(batches.uneven_rows(N_ROWS))
