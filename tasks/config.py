@@ -83,7 +83,7 @@ _SECRET_MEMBER = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 # A setting, known or not, whose value may be a secret.
-_SECRET_SETTING = re.compile("(key|token|password|secret)(?!s)|env_variables", re.IGNORECASE)
+_SECRET_SETTING = re.compile("key|token(?!s)|password|secret|env_variables", re.IGNORECASE)
 
 
 def make_title(name: str) -> str:
@@ -107,7 +107,7 @@ def may_be_secret(field: str, value: object) -> bool:
     """Return True if the value given for a setting may be a secret, by the setting's name or by what the value holds."""
     if isinstance(value, list | tuple):
         return any(may_be_secret(field, each) for each in value)
-    if not isinstance(value, str | dict):
+    if value is None or isinstance(value, bool):
         return False
     text = str(value)
     return bool(_SECRET_SETTING.search(field) or "--api" in text or _find_secret(text))

@@ -162,8 +162,9 @@ async def _try_layouts(folder: Path) -> str:
     trial = json.loads(line)
     figures = f"{trial['logprobs']:.1e} nats, gradients by {trial['gradient']:.1e}"
     text = f"varlen and padded differ by {figures} on {trial['device']} in {trial['dtype']}"
-    if not max(trial["logprobs"], trial["gradient"]) <= trial["limit"]:
-        raise TrainError(f"{text}; up to {trial['limit']:g} is rounding")
+    logprobs, gradient = trial["limits"]
+    if not (trial["logprobs"] <= logprobs and trial["gradient"] <= gradient):
+        raise TrainError(f"{text}; up to {logprobs:.1e} nats and {gradient:.1e} are rounding")
     return text
 
 

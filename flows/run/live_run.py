@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import json
 import subprocess
 import textwrap
 from collections.abc import AsyncIterator, Sequence
@@ -40,6 +41,7 @@ from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.step_settings import describe_setting_changes
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.compactor import Compactor
+from rollmill.tasks.train.config import TrainConfig
 
 # Of the settings that changed, in the line that says that a run is resumed.
 SHOWN_CHANGES, SHOWN_CHARACTERS = 8, 80
@@ -148,6 +150,21 @@ def describe_resumption(location: str, changes: Sequence[str]) -> str:
     return f"resuming {location}" + (f" with {shown}{more}" if changes else "")
 
 
+def describe_missing_loss(model: Path, config: TrainConfig) -> str:
+    """Return a warning if a model folder's config.json asks for a load-balancing loss that is not computed; else empty.
+
+    transformers adds router_aux_loss_coef times that loss where output_router_logits is set.
+    """
+    path = model / "config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    asked = settings.get("router_aux_loss_coef") if settings.get("output_router_logits") else 0.0
+    if not asked or config.router_aux_loss_coef:
+        return ""
+    return (
+        f"{path} asks for a load-balancing loss of experts: train.router_aux_loss_coef={asked} trains with it"
+    )
+
+
 @asynccontextmanager
 async def open_offline_run(
     name: str, config: RunConfig, model: Path, *, adds: bool = False, trains: bool = True
@@ -177,6 +194,8 @@ async def open_offline_run(
                 store.manifest.earlier_settings, config.model_dump(mode="json")
             ):
                 say(line)
+        if trains and (warning := describe_missing_loss(model, config.train)):
+            say(warning)
         quiet_task_runs()
         # Modules imported so far live as long as the process; the garbage collector need not scan them.
         keep_for_good()

@@ -247,7 +247,7 @@ class UpdateLoop:
         total, n_tokens = (balance * weights).sum(), float(weights.sum())
         self.table.add("train/load_balancing_loss", Reduced("mean", float(total.detach()), n_tokens))
         scale = backward_scale(sum(lengths.values()), self._engine.world_size)
-        return self._engine.balance_coefficient * scale * total
+        return self._config.router_aux_loss_coef * scale * total
 
     def _mismatch(self, batch: MicroBatch, forward: Forward, epoch: int, number: int) -> torch.Tensor | None:
         """Compute |log p_trainer - log p_sampler| before the step, [N] nats; None after the policy has changed."""

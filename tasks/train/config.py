@@ -144,6 +144,9 @@ class TrainConfig(StageConfig):
     )
     betas: tuple[Decay, Decay] = setting((0.9, 0.999), "Decay of AdamW's first and second moment.")
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0: no limit.", ge=0.0)
+    router_aux_loss_coef: float = setting(
+        0.0, "Coefficient of the load-balancing loss of a mixture of experts; 0: none.", ge=0.0, le=10.0
+    )
     loss_options: tuple[str, ...] = setting(
         (), "Arguments of a loss of your own, NAME=VALUE each, passed to it by name."
     )

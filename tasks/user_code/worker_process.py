@@ -55,7 +55,9 @@ def select_user_variables(further: Sequence[str], base: Mapping[str, str] = os.e
     def is_user_variable(name: str, value: str) -> bool:
         if not USER_VARIABLES.fullmatch(name) or _SECRET_NAME.search(name):
             return False
-        return mask_credentials(value) == value
+        # An address of a proxy may have no scheme.
+        is_hidden = name.lower().endswith("_proxy") and "@" in value
+        return not is_hidden and mask_credentials(value) == value
 
     return {
         name: value

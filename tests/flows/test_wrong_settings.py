@@ -15,6 +15,7 @@ from rollmill.flows.checks.preflight import check_architecture, check_rope, pref
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
 from rollmill.flows.rules import list_doubts
+from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.processes.gpus import read_gpus
@@ -24,6 +25,7 @@ from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema, make_batch
+from rollmill.tasks.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -507,6 +509,24 @@ def test_settings_that_are_rarely_meant_are_one_line_of_warning(
 @pytest.mark.parametrize("preset", [each.stem for each in Path("conf").glob("*.yaml")])
 def test_no_preset_is_doubtful(preset: str) -> None:
     assert list_doubts(load(preset)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "coefficient", "warns"),
+    [
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.5}, 0.0, True),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.5}, 0.01, False),
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.5}, 0.0, False),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, 0.0, False),
+        ({}, 0.0, False),
+    ],
+)
+def test_a_model_that_asks_for_a_load_balancing_loss_is_warned_about(
+    settings: dict[str, Any], coefficient: float, warns: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    warning = describe_missing_loss(tmp_path, TrainConfig(router_aux_loss_coef=coefficient))
+    assert ("train.router_aux_loss_coef=0.5 trains with it" in warning) == bool(warning) == warns
 
 
 @pytest.mark.skipif(bool(read_gpus()), reason="this machine has a GPU")

@@ -53,6 +53,14 @@ TABLE = {
 -5|\boxed -5|1
 \frac{1}{2}|\boxed \frac{1}{2}|1
 5|\fbox{5}|1
+10 000|\boxed{10 000}|1
+1 234 567|it is \boxed{1 234 567}|1
+1 234 567|\boxed{1\,234\,567}|1
+x^2 100|\boxed{x^2 100}|1
+800|\boxed{2^3 100}|1
+5|\boxed{~5~}|1
+5|\boxed{5}. I put it in \boxed{...}|1
+5|\boxed{5} \boxed{\textbf{}}|1
 5|\fbox{5}, I checked 7 cases|1
 5|\fbox{4}, no, \fbox{5}|1
 4|\fbox{4}, no, \fbox{5}|0

@@ -97,6 +97,7 @@ def test_a_secret_in_a_json_object_is_refused_unshown(arguments: str, field: str
     "override",
     [
         "score.judge.api_key=planted-secret",
+        "score.judge.api_keys=planted-secret",
         "serve.urls=http://me:planted-secret@host",
         "serve.extra_args=--api-key planted-secret",
         "serve.api_key_env=planted-secret",
@@ -109,6 +110,12 @@ def test_a_refused_setting_of_another_shape_shows_no_secret(override: str) -> No
     with pytest.raises(ConfigError) as refused:
         load("quickstart", (override,))
     assert "planted-secret" not in str(refused.value)
+
+
+def test_a_key_of_digits_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", ("serve.api_key=12345678901",))
+    assert "12345678901" not in str(refused.value)
 
 
 def test_arguments_about_secrets_are_none() -> None:

@@ -25,6 +25,7 @@ NEEDED = {
     "no_proxy": "localhost",
 }
 SECRET = {
+    "FTP_PROXY": "user:planted@proxy:3128",
     "AWS_SECRET_ACCESS_KEY": "planted",
     "HF_TOKEN": "planted",
     "JUDGE_API_KEY": "planted",

@@ -1,12 +1,14 @@
 """Both layouts against one row at a time, without DeepSpeed: what rows of a micro-batch have to do with each other."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BertConfig,
     Gemma2Config,
@@ -24,8 +26,12 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
 from rollmill.tasks.train.engine.policy_model import PolicyModel
+from rollmill.tasks.train.packing import layout as layout_module
+from rollmill.tasks.train.packing import layout_trial
 from rollmill.tasks.train.packing.layout import choose_layout
+from rollmill.tasks.train.packing.layout_trial import compare_layouts, create_small_model
 from rollmill.tasks.train.packing.packer import Packer
+from rollmill.tasks.train.packing.varlen import varlen_attention
 from rollmill.tasks.train.samples import Samples
 
 V, CPU = 1024, torch.device("cpu")
@@ -49,8 +55,6 @@ BALANCED = Qwen3MoeConfig(
     num_experts=4,
     num_experts_per_tok=2,
     moe_intermediate_size=16,
-    output_router_logits=True,
-    router_aux_loss_coef=0.1,
 )
 CAPPED = Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0)
 
@@ -156,11 +160,13 @@ def test_the_head_in_chunks_equals_the_head_at_once(layout: Any) -> None:
 def test_a_rows_load_balancing_loss_is_that_of_the_row_alone(layout: Any, chunk_bytes: int) -> None:
     model, samples = model_of(BALANCED), rows_with_prompts()
     alone = [
-        model(input_ids=torch.from_numpy(ids[None].astype(np.int64))).aux_loss for ids in samples.token_ids
+        model(input_ids=torch.from_numpy(ids[None].astype(np.int64)), output_router_logits=True).aux_loss
+        for ids in samples.token_ids
     ]
     config = TrainConfig(layout=layout)
     packer = Packer(config, choose_layout(model, config, CPU), CPU)
     policy = PolicyModel(model, is_partitioned=False, chunk_bytes=chunk_bytes)
+    policy.balances = True
 
     policy.values(model, packer.micro_batch(samples, list(range(9)), [""]), entropy_gradient=False)
 
@@ -174,6 +180,7 @@ def test_a_rows_load_balancing_loss_is_that_of_the_row_alone(layout: Any, chunk_
 def test_a_micro_batch_without_rows_has_no_load_balancing_loss() -> None:
     model, samples = model_of(BALANCED), rows_with_prompts()
     policy = PolicyModel(model, is_partitioned=False)
+    policy.balances = True
 
     policy.values(
         model, Packer(TrainConfig(), "padded", CPU).micro_batch(samples, [], [""]), entropy_gradient=False
@@ -230,6 +237,35 @@ def test_a_model_that_cannot_pack_rows_is_padded_at_load_and_logged(
     samples = rows_with_prompts()
     found, _ = outcome(model, samples, [list(range(9))], TrainConfig())
     assert all(torch.isfinite(each).all() for each in found.values())
+
+
+def test_rows_are_padded_on_all_ranks_if_the_trial_fails_on_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        layout_module, "all_gather_messages", lambda own, kind: [own, "it failed on this rank", own]
+    )
+
+    assert choose_layout(model_of(CONFIGS["grouped heads"]), TrainConfig(), CPU) == "padded"
+    assert "it failed on this rank" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trial_finds_an_attention_that_mixes_two_rows(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mix_last_rows(*tensors: Any, packed: Any, **others: Any) -> Any:
+        *lengths, last, least = packed.lengths
+        ends = torch.cat([packed.cu_seqlens[:-2], packed.cu_seqlens[-1:]])
+        mixed = replace(packed, lengths=[*lengths, last + least], cu_seqlens=ends)
+        return varlen_attention(*tensors, packed=mixed, **others)
+
+    AttentionInterface.register("mixes_last_rows", mix_last_rows)
+    config = CONFIGS["grouped heads"]
+    assert compare_layouts(create_small_model(config, is_narrow=True), CPU, dtype).is_equal
+
+    monkeypatch.setattr(layout_trial, "ATTENTION", "mixes_last_rows")
+    assert not compare_layouts(create_small_model(config, is_narrow=True), CPU, dtype).is_equal
 
 
 def test_a_model_whose_attention_takes_packed_rows_is_not_padded() -> None:

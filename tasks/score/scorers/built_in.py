@@ -70,8 +70,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BARE_CONTENT = re.compile(r"(?![A-Za-z]{2})(?:(?!\\[)\]])[^\s$])+")
 # A brace after a backslash is text; it opens and closes nothing.
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-# What an empty box may hold: space, and braces or a \text around it.
-_EMPTY = re.compile(r"\\(?:[,!;: ]|text|q?quad)|[\s~{}$]")
+# What an empty box may hold: space, braces or a \text around it, and signs of what is left out.
+_EMPTY = re.compile(r"\\(?:[,!;: ]|text(?:bf|it|rm)?|q?quad|[lc]?dots)(?![A-Za-z])|[\s~{}$.?]")
+# In a formula a plain space has no meaning; a number with groups of three digits, which is no exponent, index or part of a command.
+_GROUPED_NUMBER = re.compile(r"(?<![\w^}.\\])\d{1,3}(?: +\d{3})+(?!\d)")
 # LaTeX's spaces between groups of three digits.
 _SPACED_DIGITS = re.compile(r"(?<=\d)(?:\\[,!;: ]|~)+(?=\d{3}(?!\d))")
 # The one at the end, also within braces; "..." and the delimiter of \right. are none.
@@ -102,7 +104,8 @@ class MathScorer:
 
         answer = reference_answer(candidate)
         is_marked = "$" in answer or "\\boxed" in answer
-        gold = math_verify.parse(_find_answer(answer if is_marked else f"${answer}$"), parsing_timeout=None)
+        text = _find_answer(answer) if is_marked else f"${_clean_formula(answer)}$"
+        gold = math_verify.parse(text, parsing_timeout=None)
         if not gold:
             raise ScoreError(f"the reference answer {answer!r} is no mathematical expression")
         given = math_verify.parse(_find_answer(candidate.answer), parsing_timeout=None)
@@ -125,9 +128,13 @@ def _find_answer(text: str) -> str:
     content = next((each for each in contents if each is None or _EMPTY.sub("", each)), None)
     if content is None:
         return ""
-    # In a formula a plain space has no meaning.
-    content = re.sub(r"(?<=\d) +(?=\d{3}(?!\d))", "", _SPACED_DIGITS.sub("", content))
-    return rf"\boxed{{{_FULL_STOP.sub('', content)}}}"
+    return rf"\boxed{{{_clean_formula(content)}}}"
+
+
+def _clean_formula(formula: str) -> str:
+    r"""Leave out the spaces between the groups of a number, ties and a full stop at the end. Example: "10 000." gives "10000"."""
+    joined = _GROUPED_NUMBER.sub(lambda number: number[0].replace(" ", ""), _SPACED_DIGITS.sub("", formula))
+    return _FULL_STOP.sub("", joined.replace("~", " "))
 
 
 def _read_box(text: str, start: int) -> str | None:

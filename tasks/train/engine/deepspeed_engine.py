@@ -15,7 +15,7 @@ from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.lora import add_adapters
 from rollmill.tasks.train.engine.optimizer_state import OptimizerState
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
-from rollmill.tasks.train.engine.policy_model import PolicyModel, balance_coefficient, recompute_activations
+from rollmill.tasks.train.engine.policy_model import PolicyModel, check_experts, recompute_activations
 from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
 from rollmill.tasks.train.packing.layout import choose_layout
@@ -55,7 +55,7 @@ class Forward(NamedTuple):
     Attributes:
         logprobs: [N] log-probability of each token, with a gradient.
         entropies: [N] entropy of the policy's distribution at each token; with a gradient only if it was asked for.
-        balance: [M] load-balancing loss of each row, with a gradient; None if the model's config.json does not ask for it.
+        balance: [M] load-balancing loss of each row, with a gradient; None without train.router_aux_loss_coef.
     """
 
     logprobs: torch.Tensor
@@ -75,13 +75,11 @@ class Engine:
         device: where this rank computes.
         world_size: number of ranks, W.
         packer: plans and builds the model's micro-batches.
-        balance_coefficient: factor of the load-balancing loss.
     """
 
     def __init__(self, config: TrainConfig, model: PreTrainedModel, device: torch.device) -> None:
         self.model, self.device = model, device
         self.world_size = dist.get_world_size()
-        self.balance_coefficient = balance_coefficient(model)
         self._replay = RoutingReplay(model) if config.replay_routing else None
         check_offload(config, device.type)
         self.packer = Packer(config, choose_layout(model, config, device), device)
@@ -163,7 +161,13 @@ class Engine:
             self._engine.backward(loss, scale_wrt_gas=False)
 
     def choose_settings(self, config: TrainConfig) -> None:
-        """Make later updates with the settings of AdamW and of the gradient's norm of a configuration."""
+        """Make later updates with the settings of AdamW, the gradient's norm and the load-balancing loss of a configuration.
+
+        Raises:
+            ConfigError: the model has no experts to balance.
+        """
+        check_experts(self.model, config.router_aux_loss_coef)
+        self._policy.balances = config.router_aux_loss_coef > 0.0
         decays_all = config.weight_decay_on == "all"
         self._matrix_decay = 0.0 if decays_all else config.weight_decay
         for group in self._engine.optimizer.param_groups:

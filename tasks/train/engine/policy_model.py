@@ -146,14 +146,18 @@ class HeadPositions:
         return hidden.flatten(0, 1).index_select(0, self.positions), *others
 
 
-def balance_coefficient(model: PreTrainedModel) -> float:
-    """Return the factor of the load-balancing loss that a model's config.json asks for; 0 if it asks for none.
+def check_experts(model: PreTrainedModel, coefficient: float) -> None:
+    """Refuse a coefficient of the load-balancing loss for a model without routers that transformers reports.
 
-    transformers adds `router_aux_loss_coef` times that loss to a model's own where `output_router_logits` is set.
+    Raises:
+        ConfigError: names train.router_aux_loss_coef.
     """
     settings = model.config.get_text_config()
-    is_wanted = getattr(settings, "output_router_logits", False)
-    return float(getattr(settings, "router_aux_loss_coef", None) or 0.0) if is_wanted else 0.0
+    if coefficient and not (
+        hasattr(settings, "output_router_logits") and getattr(settings, "num_experts_per_tok", None)
+    ):
+        remedy = f"transformers returns no router logits of {type(model).__name__}; set it to 0"
+        raise ConfigError("train.router_aux_loss_coef", coefficient, remedy)
 
 
 def balance_by_row(
@@ -174,13 +178,19 @@ def balance_by_row(
     tokens = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *places])).to(device)
     lengths = torch.tensor([len(each) for each in places], dtype=torch.int64, device=device)
     rows = torch.arange(len(places), device=device).repeat_interleave(lengths)
+    # [M, B * T] with a 1 for each token of a row: a product keeps a token that rows share once for the backward pass.
+    size = (len(places), router_logits[0].numel() // n_experts)
+    ones = torch.ones(len(tokens), device=device)
+    members = torch.sparse_coo_tensor(
+        torch.stack([rows, tokens]), ones, size, is_coalesced=True, check_invariants=False
+    )
     chosen = torch.zeros(len(places), n_experts, device=device)
     probable = torch.zeros_like(chosen)
     for logits in router_logits:
-        p = logits.reshape(-1, n_experts).index_select(0, tokens).float().softmax(-1)
+        p = logits.reshape(-1, n_experts).float().softmax(-1)
         marks = torch.zeros_like(p).scatter_(1, p.topk(top_k, dim=-1).indices, 1.0)
-        chosen = chosen.index_add(0, rows, marks.detach())
-        probable = probable.index_add(0, rows, p)
+        chosen = chosen + torch.sparse.mm(members, marks.detach())
+        probable = probable + torch.sparse.mm(members, p)
     n_choices = (lengths * len(router_logits)).unsqueeze(1)
     return n_experts * (chosen / n_choices * (probable / n_choices)).sum(1)
 
@@ -197,10 +207,11 @@ class PolicyModel:
         chunk_bytes: largest size of the logits.
 
     Attributes:
-        balance: [M] load-balancing loss of each row of the last forward pass, with a gradient; None if the model's config.json does
-            not ask for it.
+        balances: True to compute the load-balancing loss of experts.
+        balance: [M] that loss of each row of the last forward pass, with a gradient; None if it is not computed.
     """
 
+    balances = False
     balance: torch.Tensor | None = None
 
     def __init__(
@@ -228,6 +239,8 @@ class PolicyModel:
         inputs: dict[str, Any] = {"input_ids": batch.token_ids, "use_cache": False}
         if batch.packed is not None:
             inputs |= {"position_ids": batch.packed.position_ids, "packed": batch.packed}
+        if self.balances:
+            inputs["output_router_logits"] = True
         n_chunks = self._n_chunks(batch)
         if n_chunks > 1:
             return self._in_chunks(run, inputs, batch, n_chunks, entropy_gradient)
@@ -239,7 +252,8 @@ class PolicyModel:
         )
 
     def _keep_balance(self, output: Any, batch: MicroBatch) -> None:
-        if balance_coefficient(self._model):
+        self.balance = None
+        if self.balances:
             top_k = self._model.config.get_text_config().num_experts_per_tok
             self.balance = balance_by_row(output.router_logits, top_k, batch.places)
 

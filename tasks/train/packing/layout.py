@@ -12,6 +12,7 @@ from rollmill.tasks.train.engine.private_transformers import carries_state, take
 from rollmill.tasks.train.packing.layout_trial import LayoutTrial, compare_layouts, create_small_model
 from rollmill.tasks.train.packing.packing_plan import Layout
 from rollmill.tasks.train.packing.varlen import ATTENTION
+from rollmill.tasks.train.rank_messages import all_gather_messages
 
 _LOG = logging.getLogger(__name__)
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -24,14 +25,17 @@ def choose_layout(model: PreTrainedModel, config: TrainConfig, device: torch.dev
     quicker when rows share a prompt and as quick when they do not, and in bfloat16 on CUDA, whose kernel has no float32.
 
     varlen is tried against padded on a small model of the same architecture. Where it fails or gives other values, rows are padded, and
-    the trainer's log says so.
+    the trainer's log says so. A collective.
 
     Raises:
         ConfigError: varlen is set, and the model or the machine does not support it.
     """
     obstacle = _obstacle(model, config, device)
-    if not obstacle and config.layout != "padded" and (obstacle := _try_varlen(model, device)):
-        _LOG.warning("train.layout = %r: rows are padded, since %s", config.layout, obstacle)
+    if not obstacle and config.layout != "padded":
+        # The ranks divide one plan: all take the same layout, also where a trial fails on one of them.
+        obstacle = next(filter(None, all_gather_messages(_try_varlen(model, device), str)), "")
+        if obstacle:
+            _LOG.warning("train.layout = %r: rows are padded, since %s", config.layout, obstacle)
     if config.layout == "varlen" and obstacle:
         raise ConfigError("train.layout", "varlen", f"{obstacle}; set it to padded")
     if config.layout == "padded" or obstacle:
@@ -69,6 +73,8 @@ def _try_varlen(model: PreTrainedModel, device: torch.device) -> str:
             trial = _compare(model, where, dtype)
         except ConfigError as error:
             return error.remedy.removesuffix("; set it to padded")
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a model's code raises of a small model or of packed rows
             return (
                 f"the trial of packed rows of {type(model).__name__} failed ({type(error).__name__}: {error})"
@@ -81,9 +87,8 @@ def _try_varlen(model: PreTrainedModel, device: torch.device) -> str:
 
 def _compare(model: PreTrainedModel, device: torch.device, dtype: str) -> LayoutTrial:
     try:
-        return compare_layouts(create_small_model(model.config, is_narrow=True), device, dtype)
-    except ConfigError:
-        raise
+        small = create_small_model(model.config, is_narrow=True)
     except Exception as error:  # noqa: BLE001 - a model's code may expect its own width
         _LOG.debug("%s cannot be narrow: %s", type(model).__name__, error)
-    return compare_layouts(create_small_model(model.config, is_narrow=False), device, dtype)
+        small = create_small_model(model.config, is_narrow=False)
+    return compare_layouts(small, device, dtype)

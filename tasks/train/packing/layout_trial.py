@@ -15,9 +15,11 @@ from rollmill.tasks.train.packing.packing_plan import Layout
 from rollmill.tasks.train.packing.varlen import ATTENTION
 from rollmill.tasks.train.samples import Samples
 
-# Of a token's log-probability in nats, and of the gradient relative to its norm: rounding differs between the layouts. That of
-# bfloat16 is an estimate.
-LIMITS = {"float32": 1e-3, "bfloat16": 0.5}
+# Largest difference by rounding in single precision: of a token's log-probability in nats, and of the gradient relative to its norm.
+_FLOAT32_LIMIT = 1e-3
+# In half precision, the difference between the layouts as a multiple of that between half and single precision.
+_HALF_FACTOR = 3.0
+_MOST_PARAMETERS = 500_000_000
 _LAYERS, _WIDTH, _WINDOW, _VOCABULARY = 2, 64, 8, 512
 
 
@@ -30,19 +32,19 @@ class LayoutTrial:
         dtype: number format of the weights.
         logprobs: largest difference of a token's log-probability, in nats.
         gradient: norm of the difference of all gradients, relative to their norm.
-        limit: up to which both are rounding.
+        limits: of these two, up to which they are rounding.
     """
 
     device: str
     dtype: str
     logprobs: float
     gradient: float
-    limit: float
+    limits: tuple[float, float]
 
     @property
     def is_equal(self) -> bool:
         """True if both differences are rounding."""
-        return self.logprobs <= self.limit and self.gradient <= self.limit
+        return self.logprobs <= self.limits[0] and self.gradient <= self.limits[1]
 
 
 def create_small_model(settings: PretrainedConfig, *, is_narrow: bool) -> PreTrainedModel:
@@ -78,7 +80,11 @@ def create_small_model(settings: PretrainedConfig, *, is_narrow: bool) -> PreTra
             setattr(text, name, value // factor)
         if groups:
             text.num_key_value_heads = groups // factor
-    with torch.random.fork_rng(devices=[]):
+    with torch.device("meta"):
+        n_parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(small).parameters())
+    if n_parameters > _MOST_PARAMETERS:
+        raise ValueError(f"a small model of this architecture has {n_parameters:,} parameters")
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
     model.eval()
@@ -98,19 +104,29 @@ def compare_layouts(model: PreTrainedModel, device: torch.device, dtype: str) ->
     """
     module: torch.nn.Module = model
     module.to(device=device, dtype=DTYPES[dtype])
+    precise = copy.deepcopy(model)
     policy = PolicyModel(model, is_partitioned=False, head_dtype="float32")
     padded = _run(policy, model, "padded", device)
+    limits = (_FLOAT32_LIMIT, _FLOAT32_LIMIT)
+    if dtype != "float32":
+        exact = _run(PolicyModel(precise.float(), is_partitioned=False), precise, "padded", device)
+        rounding = _compare(padded, exact)
+        limits = (_HALF_FACTOR * rounding[0], _HALF_FACTOR * rounding[1])
     # transformers finds an attention by its registered name, and passes the packed sequence to it.
     model.set_attn_implementation(ATTENTION)
     varlen = _run(policy, model, "varlen", device)
-    difference = float((varlen[0] - padded[0]).abs().max())
-    relative = float((varlen[1] - padded[1]).norm() / padded[1].norm())
-    return LayoutTrial(str(device), dtype, difference, relative, LIMITS[dtype])
+    return LayoutTrial(str(device), dtype, *_compare(varlen, padded), limits)
 
 
-def _run(
-    policy: PolicyModel, model: PreTrainedModel, layout: Layout, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+_Outcome = tuple[torch.Tensor, torch.Tensor]
+
+
+def _compare(one: _Outcome, other: _Outcome) -> tuple[float, float]:
+    relative = (one[1] - other[1]).norm() / other[1].norm()
+    return float((one[0] - other[0]).abs().max()), float(relative)
+
+
+def _run(policy: PolicyModel, model: PreTrainedModel, layout: Layout, device: torch.device) -> _Outcome:
     """Compute [N] log-probabilities of the trained tokens and all gradients of their sum, in float32 on the CPU."""
     rng, vocabulary = np.random.default_rng(0), model.config.get_text_config().vocab_size
     prefix, *others = (rng.integers(0, vocabulary, n) for n in (6, 5, 40, 17, 90))

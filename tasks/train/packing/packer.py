@@ -1,6 +1,5 @@
 """Plans a model's micro-batches and builds their tensors."""
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,10 +15,6 @@ from rollmill.tasks.train.packing.packing_plan import (
 )
 from rollmill.tasks.train.packing.prefixes import group_by_prefix
 from rollmill.tasks.train.samples import Samples
-
-_LOG = logging.getLogger(__name__)
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-
 
 OVERHEAD_TOKENS = 64
 """Fixed cost of one more forward and backward pass, in tokens; padding is weighed against it."""
