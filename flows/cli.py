@@ -45,6 +45,16 @@ def _options(
 
 
 def main() -> None:
+    """Run the command as this process, which ends with it: threads that user code has left running do not keep it."""
+    try:
+        run_command()
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code:
+            exit_within(EXIT_TIMEOUT_S, stop.code)
+        raise
+
+
+def run_command() -> None:
     """Run the command; an expected error prints one message and exits with status 1, or 2 for a wrong setting.
 
     Modules that settings name by import path are found in the working folder too. Characters that the terminal's encoding
@@ -72,9 +82,7 @@ def main() -> None:
         from rollmill.tasks.look.tables.view import escape_controls
 
         typer.echo(f"rollmill: {escape_controls(mask_credentials(str(error)))}", err=True)
-        status = 2 if isinstance(error, ConfigError) else 1
-        exit_within(EXIT_TIMEOUT_S, status)
-        sys.exit(status)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 if __name__ == "__main__":

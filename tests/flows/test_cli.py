@@ -29,7 +29,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     """What the command says when it refuses; checks that it is one message and the status of a wrong setting."""
     monkeypatch.setattr("sys.argv", ["rollmill", *words])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        cli.run_command()
     said = capsys.readouterr()
     assert end.value.code == 2
     assert said.out == ""

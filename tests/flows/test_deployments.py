@@ -114,7 +114,7 @@ def read_refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     """What a command says that refuses a wrong setting."""
     monkeypatch.setattr("sys.argv", ["rollmill", *words])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        cli.run_command()
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error

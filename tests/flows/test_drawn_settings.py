@@ -231,7 +231,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             options = [each for override in overrides for each in ("--set", override)]
             monkeypatch.setattr("sys.argv", ["rollmill", *words, *options])
             with pytest.raises(SystemExit) as end:
-                cli.main()
+                cli.run_command()
             said = capsys.readouterr()
             assert (end.value.code, said.out) == (2, ""), (words, overrides)
             assert said.err.startswith("rollmill: ")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from rollmill.flows.cli import main
+from rollmill.flows.cli import run_command
 from rollmill.flows.collect import collect
 from rollmill.flows.config import RescoreConfig
 from rollmill.flows.prefect_integration.progress import CONSOLE
@@ -114,7 +114,7 @@ def test_text_of_errors_is_stored_without_passwords() -> None:
 def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["rollmill", "run", "no-\x1b[2Jsuch"])
     with pytest.raises(SystemExit):
-        main()
+        run_command()
     said = capsys.readouterr().err
     assert "\x1b" not in said
     assert "␛[2J" in said

@@ -301,7 +301,7 @@ def rollmill(
     def run(*words: str) -> str:
         monkeypatch.setattr("sys.argv", ["rollmill", *words])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            cli.run_command()
         said = capsys.readouterr()
         return said.out if end.value.code == 0 else said.err
 

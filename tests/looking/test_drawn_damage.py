@@ -108,7 +108,7 @@ def check(
         damage(file, share) if file.parent != run or damage is not remove_folder else file.unlink()
         monkeypatch.setattr("sys.argv", ["rollmill", words[0], str(run), *words[1:]])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            cli.run_command()
         said = capsys.readouterr()
         assert end.value.code in (0, 1, 2, None)
         assert "Traceback" not in said.out + said.err

@@ -27,7 +27,7 @@ def run(
         monkeypatch.setenv("COLUMNS", "400")
         monkeypatch.setattr("sys.argv", ["rollmill", command, str(folder), *words])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            cli.run_command()
         said = capsys.readouterr()
         return int(end.value.code or 0), said.out + said.err
 

@@ -265,7 +265,7 @@ def test_a_terminal_without_unicode_is_shown_escapes(
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     monkeypatch.setattr("sys.argv", ["rollmill", "show", small_run.location, "5.0"])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        cli.run_command()
     assert end.value.code == 0
     sys.stdout.flush()
     assert b"assistant \\u2500" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
