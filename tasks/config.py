@@ -86,6 +86,9 @@ _SECRET_MEMBER = re.compile(
 _SECRET_SETTING = re.compile("key|token(?!s)|password|secret|env_variables", re.IGNORECASE)
 
 
+_SHORTEST_KEY = 6
+
+
 def make_title(name: str) -> str:
     """Return the title that a form shows for a setting. Example: "request_timeout_s" gives "Request timeout (seconds)".
 
@@ -107,9 +110,10 @@ def may_be_secret(field: str, value: object) -> bool:
     """Return True if the value given for a setting may be a secret, by the setting's name or by what the value holds."""
     if isinstance(value, list | tuple):
         return any(may_be_secret(field, each) for each in value)
-    if value is None or isinstance(value, bool):
-        return False
     text = str(value)
+    # A short number is none.
+    if not isinstance(value, str | dict) and len(text) < _SHORTEST_KEY:
+        return False
     return bool(_SECRET_SETTING.search(field) or "--api" in text or _find_secret(text))
 
 
