@@ -380,8 +380,9 @@ class BatchTraining:
             refusals = all_gather_messages("" if own is None else error_text(own), str)
         if own is not None:
             raise own
-        if refusals[0]:
-            raise BatchRefusedError(f"rank 0 refuses the batch: {refusals[0]}")
+        for rank, refusal in enumerate(refusals):
+            if refusal:
+                raise BatchRefusedError(f"rank {rank} refuses the batch: {refusal}")
         return rows
 
     def _read_and_check(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
