@@ -153,16 +153,21 @@ def describe_resumption(location: str, changes: Sequence[str]) -> str:
 def describe_missing_loss(model: Path, config: TrainConfig) -> str:
     """Return a warning if a model folder's config.json asks for a load-balancing loss that is not computed; else empty.
 
-    transformers adds router_aux_loss_coef times that loss where output_router_logits is set.
+    transformers adds that loss where output_router_logits is set, with a coefficient that JetMoE and DBRX name otherwise.
     """
     path = model / "config.json"
     settings = json.loads(path.read_text()) if path.is_file() else {}
-    asked = settings.get("router_aux_loss_coef") if settings.get("output_router_logits") else 0.0
-    if not asked or config.router_aux_loss_coef:
-        return ""
-    return (
-        f"{path} asks for a load-balancing loss of experts: train.router_aux_loss_coef={asked} trains with it"
+    settings |= settings.get("text_config") or {}
+    named = (
+        settings.get("router_aux_loss_coef"),
+        settings.get("aux_loss_coef"),
+        (settings.get("ffn_config") or {}).get("moe_loss_weight"),
     )
+    asked = next((each for each in named if each is not None), None)
+    if not settings.get("output_router_logits") or asked == 0 or config.router_aux_loss_coef:
+        return ""
+    number = "" if asked is None else f" with coefficient {asked}"
+    return f"{path} asks for a load-balancing loss of experts{number}: set train.router_aux_loss_coef to train with it"
 
 
 @asynccontextmanager

@@ -236,22 +236,26 @@ class ChatTokenizer:
         return added
 
     def _check_written(self, messages: Sequence[Message], first: int, tools: Tools) -> None:
-        """Raise EpisodeError if the template leaves out one of the messages from index `first` on.
+        """Raise EpisodeError if the template leaves out one of the messages from index `first` on, or cuts it.
 
-        A word added to each of them shows this: the words that a message has may be in the text for another reason.
+        A word added at both ends of each of them shows this: the words that a message has may be in the text for another reason.
         """
         if not self.has_template:
             return
         mark = _find_unused_word(messages, tools)
-        marks = {i: f"{mark}x{i}x" for i in range(first, len(messages)) if messages[i].content}
-        marked = [
-            replace(each, content=f"{each.content} {marks[i]}") if i in marks else each
-            for i, each in enumerate(messages)
-        ]
+        marked, marks = list(messages), list[tuple[Message, str]]()
+        for i, each in enumerate(messages[first:], first):
+            begin, end = f"{mark}x{i}b", f"{mark}x{i}e"
+            if each.role == "assistant":
+                # Templates leave out earlier thoughts, with which such a message begins.
+                begin = ""
+            if each.content:
+                marked[i] = replace(each, content=f"{begin} {each.content} {end}".lstrip())
+                marks += [(each, begin), (each, end)]
         text = self._render(marked, tools)
-        for i, each in marks.items():
-            if each not in text:
-                raise EpisodeError(_describe_left_out(messages[i]))
+        for each, word in marks:
+            if word not in text:
+                raise EpisodeError(_describe_left_out(each))
 
     def _count_closing_tokens(self, ids: np.ndarray, last_token: int) -> int:
         """Return how many of the first `ids` close the policy's turn up to `last_token`, which it sampled; 0 without it there."""

@@ -518,6 +518,9 @@ def test_no_preset_is_doubtful(preset: str) -> None:
         ({"output_router_logits": True, "router_aux_loss_coef": 0.5}, 0.01, False),
         ({"output_router_logits": False, "router_aux_loss_coef": 0.5}, 0.0, False),
         ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, 0.0, False),
+        ({"output_router_logits": True, "aux_loss_coef": 0.5}, 0.0, True),
+        ({"output_router_logits": True, "ffn_config": {"moe_loss_weight": 0.5}}, 0.0, True),
+        ({"text_config": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}, 0.0, True),
         ({}, 0.0, False),
     ],
 )
@@ -526,7 +529,12 @@ def test_a_model_that_asks_for_a_load_balancing_loss_is_warned_about(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     warning = describe_missing_loss(tmp_path, TrainConfig(router_aux_loss_coef=coefficient))
-    assert ("train.router_aux_loss_coef=0.5 trains with it" in warning) == bool(warning) == warns
+    assert ("with coefficient 0.5: set train.router_aux_loss_coef" in warning) == bool(warning) == warns
+
+
+def test_a_load_balancing_loss_without_a_coefficient_is_warned_about(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"output_router_logits": true}')
+    assert "loss of experts: set train.router_aux_loss_coef" in describe_missing_loss(tmp_path, TrainConfig())
 
 
 @pytest.mark.skipif(bool(read_gpus()), reason="this machine has a GPU")

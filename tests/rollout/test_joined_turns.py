@@ -397,6 +397,13 @@ def test_a_message_of_the_opening_that_the_template_leaves_out_is_named(load: Lo
         load(FORMS["Cohere 2"]).encode(opening)
 
 
+@pytest.mark.parametrize("cut", ["[7:]", "[:-7]"], ids=["beginning", "end"])
+def test_a_message_of_the_opening_that_the_template_cuts_is_named(load: Load, cut: str) -> None:
+    form = Form(f"{{{{ messages[0].content{cut} }}}}", ("<|im_end|>",) * 2, "", "")
+    with pytest.raises(EpisodeError, match="leaves out text of a message of role user"):
+        load(form).encode((Message("user", "please guess"),))
+
+
 def test_a_template_that_leaves_out_earlier_messages_is_refused(load: Load) -> None:
     form = Form("{{ messages[-1].content }}", ("<|im_end|>",) * 2, "", "")
     with pytest.raises(ConfigError, match="leaves out the policy's messages"):

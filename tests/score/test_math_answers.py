@@ -64,7 +64,8 @@ x^2 100|\boxed{x^2 100}|1
 5|\fbox{5}, I checked 7 cases|1
 5|\fbox{4}, no, \fbox{5}|1
 4|\fbox{4}, no, \fbox{5}|0
-5|\boxed{4}, no, \fbox{5}|1
+5|\boxed{5} \fbox{Q.E.D.}|1
+5|\boxed{4} \fbox{5}|0
 5|\boxedness{4}, \boxed{5}|1
 """,
     "units and money": r"""

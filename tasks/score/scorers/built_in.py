@@ -83,14 +83,14 @@ _FULL_STOP = re.compile(r"(?<!\.)(?<!\\right)\.(?=[\s}$]*$)")
 class MathScorer:
     r"""1 if the answer equals example["answer"] as a mathematical object, else 0.
 
-    The answer is the last \boxed{...} (or \fbox{...}) with content in the policy's last message, without a box the last formula
-    or number. A last box that is not closed is no answer. The library's time limits are off, because the worker has one.
+    The answer is the last \boxed{...} with content in the policy's last message; without one the last \fbox{...}, formula or
+    number. A last box that is not closed is no answer. The library's time limits are off, because the worker has one.
 
     Example: with the reference 1/2, "it is $\frac{2}{4}$", "0.5" and "\boxed{2}, no: \boxed{1/2}" get 1.
     """
 
     name = "math"
-    version = "3"
+    version = "4"
 
     def warm(self) -> None:
         """Import the library math_verify, which takes seconds, before the first call."""
@@ -122,6 +122,8 @@ def _find_answer(text: str) -> str:
     give "".
     """
     boxes = list(_BOX.finditer(text))
+    # An \fbox may also frame what is no answer, such as Q.E.D.
+    boxes = [box for box in boxes if box[0].startswith(r"\boxed")] or boxes
     if not boxes:
         return _SPACED_DIGITS.sub("", text)
     contents = (_read_box(text, box.end()) for box in reversed(boxes))

@@ -110,18 +110,18 @@ def compare_layouts(model: PreTrainedModel, device: torch.device, dtype: str) ->
     limits = (_FLOAT32_LIMIT, _FLOAT32_LIMIT)
     if dtype != "float32":
         exact = _run(PolicyModel(precise.float(), is_partitioned=False), precise, "padded", device)
-        rounding = _compare(padded, exact)
+        rounding = _measure_differences(padded, exact)
         limits = (_HALF_FACTOR * rounding[0], _HALF_FACTOR * rounding[1])
     # transformers finds an attention by its registered name, and passes the packed sequence to it.
     model.set_attn_implementation(ATTENTION)
     varlen = _run(policy, model, "varlen", device)
-    return LayoutTrial(str(device), dtype, *_compare(varlen, padded), limits)
+    return LayoutTrial(str(device), dtype, *_measure_differences(varlen, padded), limits)
 
 
 _Outcome = tuple[torch.Tensor, torch.Tensor]
 
 
-def _compare(one: _Outcome, other: _Outcome) -> tuple[float, float]:
+def _measure_differences(one: _Outcome, other: _Outcome) -> tuple[float, float]:
     relative = (one[1] - other[1]).norm() / other[1].norm()
     return float((one[0] - other[0]).abs().max()), float(relative)
 
