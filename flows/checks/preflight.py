@@ -332,13 +332,17 @@ def check_rope(field: str, folder: Path, longest: int) -> None:
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     # A model may have parameters for each kind of layer.
     for rope in (given, *(each for each in given.values() if isinstance(each, dict))):
-        kind, limit = rope.get("rope_type") or rope.get("type"), settings.get("max_position_embeddings", 0)
-        if kind in _LONG_ROPES:
-            limit = rope.get("original_max_position_embeddings") or settings.get(
-                "original_max_position_embeddings", limit
-            )
-        elif kind != "dynamic":
+        kind = rope.get("rope_type") or rope.get("type")
+        # Phi-3 may call its encoding yarn, too; its sets of factors tell it from others.
+        is_long = kind in ("longrope", "su") or "long_factor" in rope
+        if not is_long and kind != "dynamic":
             continue
+        # transformers prefers the length of the model or of its rope, depending on the form of config.json: the smaller is safe.
+        given_lengths = [
+            each.get("original_max_position_embeddings") for each in ((rope, settings) if is_long else ())
+        ]
+        lengths = [each for each in given_lengths if isinstance(each, int)]
+        limit = min(lengths, default=settings.get("max_position_embeddings") or 0)
         if longest > limit:
             remedy = (
                 f"the factors of its position encoding ({kind}) change at {limit} tokens, so a row would depend on the longest of its "
@@ -346,10 +350,6 @@ def check_rope(field: str, folder: Path, longest: int) -> None:
                 "another model"
             )
             raise ConfigError(field, str(folder), remedy)
-
-
-_LONG_ROPES = {"longrope", "su"}
-"""Names in config.json of the encoding that has one set of factors for short rows and one for long ones."""
 
 
 def _has_experts(config: RunConfig) -> bool:

@@ -77,4 +77,8 @@ class ServeConfig(StageConfig):
                 f"{found}: servers with data parallelism cannot take new weights; raise serve.servers instead"
             )
             raise PydanticCustomError("data_parallel", "{remedy}", {"remedy": remedy})
+        # argparse accepts abbreviations.
+        if found := next((each for each in names if each.startswith("--logp")), ""):
+            remedy = f"{found}: the trainer needs the log-probabilities that tokens were sampled by, for which Rollmill sets it; remove it"
+            raise PydanticCustomError("logprobs_mode", "{remedy}", {"remedy": remedy})
         return arguments

@@ -83,6 +83,10 @@ from rollmill.tasks.train.config import TrainConfig
             r"train\.offload = 'optimizer_and_weights': .* train\.zero_stage must be at least 3; it is 2: raise it",
         ),
         (
+            ["serve.extra_args=[--logprobs_mode=raw_logprobs]"],
+            r"serve\.extra_args = .*: --logprobs-mode: the trainer needs the log-probabilities",
+        ),
+        (
             ["serve.extra_args=[--data_parallel_size, '2']"],
             r"serve\.extra_args = .*: --data-parallel-size: servers with data parallelism cannot take new weights",
         ),
@@ -378,9 +382,16 @@ def test_gpus_may_be_given_as_numbers() -> None:
 
 LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096}
+# transformers reads it as longrope.
+PHI_YARN = {"rope_scaling": {"type": "yarn", "long_factor": [4.0]}, "original_max_position_embeddings": 4096}
+# Of two lengths transformers takes the model's.
+TWO_LENGTHS = {
+    "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 8192},
+    "original_max_position_embeddings": 4096,
+}
 
 
-@pytest.mark.parametrize("settings", [LONGROPE, DYNAMIC])
+@pytest.mark.parametrize("settings", [LONGROPE, DYNAMIC, PHI_YARN, TWO_LENGTHS])
 def test_a_position_encoding_that_changes_with_the_longest_row_is_refused_by_name(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
@@ -397,6 +408,13 @@ def test_position_encodings_that_do_not_depend_on_the_longest_row_pass(tmp_path:
     for rope in ({"rope_type": "llama3", "original_max_position_embeddings": 8}, {"type": "yarn"}, None):
         (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": rope}))
         check_rope("model", tmp_path, 4096)
+
+
+def test_a_position_encoding_without_a_length_is_refused(tmp_path: Path) -> None:
+    settings = {"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="change at 0 tokens"):
+        check_rope("model", tmp_path, 1)
 
 
 def test_the_start_model_is_checked_for_such_an_encoding(tmp_path: Path) -> None:

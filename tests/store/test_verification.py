@@ -459,6 +459,15 @@ async def test_a_partial_evaluation_and_a_checkpoint_of_another_batch_are_found(
     assert any("COMPLETE.json: it applied batch ab..., stored for step 1 is" in each for each in found)
 
 
+async def test_an_evaluation_of_more_prompts_than_run_json_names_is_found(
+    story: Story, rows: RowMaker
+) -> None:
+    folder = await story.write()
+    more = rows("evaluations", 2, policy_version=2, trajectory_id=["v2.more", "v2.most"])
+    await append(folder, "evaluations", more, version=2)
+    assert findings(folder)[0] == "/evaluations/version=000002: 4 of 2 held-out trajectories are there"
+
+
 async def test_a_score_of_a_held_out_trajectory_that_is_not_there_is_found(
     story: Story, rows: RowMaker
 ) -> None:
