@@ -13,8 +13,8 @@ CXX ?= g++
 # Python keeps what it compiles. Without that, each of the many processes that tests start compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests mostly wait for processes to start, so two test files run concurrently, in the order of tests/conftest.py.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Tests mostly wait for processes to start, so test files run concurrently, in the order of tests/conftest.py.
+SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder --numprocesses
 
 REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/test_choice.py sync/test_live_weights.py \
   sync/test_parity.py flows/test_gpu_memory.py flows/test_presets.py flows/test_doctor.py train/test_memory_plan.py \
@@ -50,20 +50,20 @@ deploy: setup  ## create the work pool and all deployments of prefect.yaml on th
 	@.venv/bin/rollmill deploy $(ARGS)
 
 test: setup test-packages  ## all tests but the long products of cases
-	@.venv/bin/pytest $(SIDE_BY_SIDE) $(ARGS)
+	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 $(ARGS)
 
 test-all: setup test-packages  ## all tests
-	@.venv/bin/pytest $(SIDE_BY_SIDE) -m "" $(ARGS)
+	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "" $(ARGS)
 
 rehearsal: setup  ## what can be tried of a GPU without one: devices, memory, NCCL links, bfloat16, planted faults
-	@.venv/bin/pytest $(SIDE_BY_SIDE) -m "" $(REHEARSAL) $(ARGS)
+	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "" $(REHEARSAL) $(ARGS)
 
 check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/ruff format --check .
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
-	@.venv/bin/pytest -q $(SIDE_BY_SIDE) -m "not service and not slow and not long" $(ARGS)
+	@.venv/bin/pytest -q $(SIDE_BY_SIDE) 3 -m "not service and not slow and not long" $(ARGS)
 
 bench: setup  ## quick benchmarks, without peers, in 15 minutes; ARGS="sync lag" for these alone
 	@.venv/bin/python -m benchmarks.run quick $(ARGS)

@@ -13,7 +13,6 @@ from kubernetes_validate import ValidationError
 from manifests import KUBERNETES, check_manifest, compose, manifest, manifests, pods
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun
-from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
 from rollmill.flows.settings import load
 
@@ -83,6 +82,8 @@ def test_every_kubernetes_pod_is_closed_but_to_whom_a_policy_names() -> None:
 
 
 async def test_a_flow_run_in_kubernetes_is_a_valid_job_that_the_policies_know() -> None:
+    from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration  # it takes seconds
+
     template = json.loads((KUBERNETES / "pool.json").read_text())
     job = await KubernetesWorkerJobConfiguration.from_template_and_values(
         template, {"env": {"ONE": "1"}, "cpu_limit": "8"}, client=PrefectClient("http://nobody.invalid/api")

@@ -16,6 +16,9 @@ from rollmill.tasks.rollout.environments.verifiers.loading import check_installe
 from rollmill.tasks.rollout.environments.verifiers.verifiers_environment import Verifiers
 from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import VerifiersEpisode
 
+# The library takes eight seconds to import, and it starts further processes.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NAME = "counting_house"
 TILL_CALL = '<tool_call>{"name": "till_ring_up", "arguments": {"coins": %d}}</tool_call>'
@@ -61,7 +64,6 @@ async def play(environment: Verifiers, index: int = 0) -> Mapping[str, object]:
     return await episode.close()
 
 
-@pytest.mark.slow
 async def test_problems_are_split_by_their_content(house: Verifiers) -> None:
     sizes = house.size("train"), house.size("held_out")
     assert sum(sizes) == 10
@@ -97,7 +99,6 @@ async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
     assert (await episode.close())["rewards"] == {"right": 0.0, "short": 0.0}
 
 
-@pytest.mark.slow
 async def test_fifty_concurrent_episodes_do_not_mix(house: Verifiers) -> None:
     outcomes = await asyncio.gather(*(play(house, i % house.size("train")) for i in range(50)))
     assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50

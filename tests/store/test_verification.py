@@ -1,5 +1,6 @@
 """Whatever is done to a stored run is found, and said with the file and a remedy."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -85,9 +86,13 @@ class Story:
             async with run.writer as writer:
                 for step in range(STEPS):
                     self._run = run.manifest.run
-                    for dataset, rows, partition in self._step(step):
-                        if (dataset, step) not in self.leave_out:
-                            await writer.append(dataset, rows, step=step, **partition)
+                    # At once: each append waits for the shard that its rows are in.
+                    appends = (
+                        writer.append(dataset, rows, step=step, **partition)
+                        for dataset, rows, partition in self._step(step)
+                        if (dataset, step) not in self.leave_out
+                    )
+                    await asyncio.gather(*appends)
                     await writer.note()
                 for version in (0, 2):
                     made = self._rows(

@@ -18,6 +18,7 @@ from rollmill.tasks.train.engine.memory_plan import MODELS, ModelSizes, activati
 from rollmill.tasks.train.engine.policy_model import DTYPES, PolicyModel
 from rollmill.tasks.train.packing.layout import choose_layout
 from rollmill.tasks.train.packing.packer import Packer
+from rollmill.tasks.train.packing.varlen import ATTENTION
 from rollmill.tasks.train.samples import Samples
 
 META = torch.device("meta")
@@ -53,8 +54,8 @@ def saved_bytes(config: PretrainedConfig, dtype: str) -> int:
     """Bytes that autograd saves in the forward pass of one micro-batch, weights apart; the backward pass runs too."""
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+    model.set_attn_implementation(ATTENTION)
     settings = TrainConfig(dtype=dtype, gradient_checkpointing=False)
-    assert choose_layout(model, settings, META) == "varlen"
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, config.vocab_size, n) for n in LENGTHS]
     samples = Samples.from_tokens(rows, [np.arange(len(row)) >= 2 for row in rows])
@@ -93,7 +94,10 @@ def test_activations_in_the_plan_of_qwen_1_5b_are_those_of_all_its_layers() -> N
     assert measured == pytest.approx(plan_memory(sizes, settings).activations, rel=TOLERANCE["1.5B"])
 
 
-def test_gemma_2_is_padded_because_the_kernel_caps_no_scores() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_families_are_packed_but_gemma_2_because_the_kernel_caps_no_scores(family: str) -> None:
     with META:
-        model = AutoModelForCausalLM.from_config(config_of("gemma2", "tiny", 2))
-    assert choose_layout(model, TrainConfig(), META) == "padded"
+        model = AutoModelForCausalLM.from_config(config_of(family, "tiny", 2))
+    assert choose_layout(model, TrainConfig(dtype="bfloat16"), META) == (
+        "padded" if family == "gemma2" else "varlen"
+    )
