@@ -34,7 +34,13 @@ WEIGHT_SETTINGS = ("model", "start_model.", "train.dtype", "train.lora.")
 # Fixed settings that determine the numbers of groups; a fork keeps its source's.
 NUMBERING_SETTINGS = ("rollout.groups_per_step",)
 # Fixed settings of training that hold for all steps of a trainer, also for the source's steps that a fork trains on again.
-REFERENCE_SETTINGS = ("train.kl.reference", "train.kl.model", "train.kl.urls", "train.replay_routing")
+TRAINER_SETTINGS = (
+    "train.kl.reference",
+    "train.kl.model",
+    "train.kl.urls",
+    "train.replay_routing",
+    "train.head_dtype",
+)
 # It determines the numbers of groups too; a fork may raise it.
 REFILLS = "rollout.max_refill_groups"
 
@@ -195,7 +201,7 @@ def fork_config(source: RunFolder, overrides: Sequence[str]) -> RunConfig:
 def _check_reapplied(source: RunFolder, step: int, values: dict[str, Any]) -> None:
     """Raise RunMismatchError if a fork would train on stored steps again under settings that cannot change between two steps."""
     version = max((each for each in list_complete_checkpoints(source) if each <= step), default=0)
-    fixed = {name: default for name, default in find_fixed_settings().items() if name in REFERENCE_SETTINGS}
+    fixed = {name: default for name, default in find_fixed_settings().items() if name in TRAINER_SETTINGS}
     if version < step and (lines := list_differences(read_manifest(source).config, values, fixed)):
         raise RunMismatchError(
             f"a fork of {source.location} at step {step} trains on its steps from {version} on again, which these settings "

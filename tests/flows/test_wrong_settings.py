@@ -337,6 +337,9 @@ async def test_a_fork_with_another_reference_begins_at_a_checkpoint(
     message = rf"at step 2 trains on its steps from {first} on again, (?s:.*)train\.kl\.reference: .*\nfork it at step {first}"
     with pytest.raises(RunMismatchError, match=message):
         prepare_fork(folder, 2, "fork", overrides)
+    # Logits of another precision give other gradients.
+    with pytest.raises(RunMismatchError, match=r"train\.head_dtype: the run has 'float32', given is 'model'"):
+        prepare_fork(folder, 2, "fork", ("train.head_dtype=model",))
     prepare_fork(folder, 2, "fork", ("train.lr=0.5",))
     (kept,) = read_manifest(RunFolder(tmp_path / "fork")).earlier_settings
     assert (kept.until_step, kept.settings["train.lr"]) == (2, config.train.lr)

@@ -122,6 +122,10 @@ def test_a_wrong_address_is_answered_with_what_is_wrong(source: RunData) -> None
 
 def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: RunData) -> None:
     assert "45 trajectories in both; mean reward 0.540 by addition@1" in show(source, "/compare")
+    assert "±" in show(source, "/compare")
+    few = show(source, "/compare", "?step=1")
+    assert "trajectories in both; mean reward" in few
+    assert "±" not in few, "too few for an interval"
     held_out = show(source, "/compare", "?a=v0&b=v3")
     assert "sampled: 1 prompt in both; mean reward 1.000 of v0 and 1.000 of v3; 0 higher of v3" in held_out
     assert "greedy: 2 prompts in both; mean reward 1.000 of v0 and 1.000 of v3" in held_out

@@ -54,10 +54,10 @@ VERSION_COLUMNS = (
     Column("greedy_accuracy_low", rank=2, header="from"),
     Column("greedy_accuracy_high", rank=2, header="to"),
 )
-_Z = 1.959963984540054
-# Rewards of fewer problems have a mean whose distribution is too far from normal for an interval by its standard error.
-_MIN_NORMAL = 30
+Z = 1.959963984540054
 """Quantile 0.975 of the standard normal distribution: intervals are of 95 %."""
+MIN_NORMAL = 30
+"""Fewer values have a mean whose distribution is too far from normal for an interval by its standard error."""
 
 
 def select_view(folder: RunFolder, selection: Selection) -> View:
@@ -194,8 +194,8 @@ def read_held_out(
 
 def _mean_with_interval(rewards: pl.Expr) -> list[pl.Expr]:
     name, mean = "reward", rewards.mean()
-    half = _Z * rewards.std() / rewards.len().sqrt()
-    has_bounds = (rewards.len() >= _MIN_NORMAL) & half.is_finite() & (half > 0)
+    half = Z * rewards.std() / rewards.len().sqrt()
+    has_bounds = (rewards.len() >= MIN_NORMAL) & half.is_finite() & (half > 0)
     is_share = rewards.is_in([0.0, FULL_REWARD]).all()
     # Equal rewards have a standard error of 0, which is no certainty.
     by_error = [pl.when(has_bounds).then(bound) for bound in (mean - half, mean + half)]
@@ -209,8 +209,8 @@ def _mean_with_interval(rewards: pl.Expr) -> list[pl.Expr]:
 
 def _share_with_interval(name: str, is_right: pl.Expr) -> list[pl.Expr]:
     share, n = is_right.mean(), is_right.len().cast(pl.Float64)
-    centre, scale = share + _Z**2 / (2 * n), 1 + _Z**2 / n
-    half = _Z * (share * (1 - share) / n + _Z**2 / (4 * n**2)).sqrt()
+    centre, scale = share + Z**2 / (2 * n), 1 + Z**2 / n
+    half = Z * (share * (1 - share) / n + Z**2 / (4 * n**2)).sqrt()
     bounds = [((centre - half) / scale).alias(f"{name}_low"), ((centre + half) / scale).alias(f"{name}_high")]
     return [share.alias(name), *bounds]
 

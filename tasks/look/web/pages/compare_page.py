@@ -7,6 +7,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.run_tables import MIN_NORMAL, Z
 from rollmill.tasks.look.tables.view import Column, count_noun, order_rows
 from rollmill.tasks.look.web.charts import make_scatter
 from rollmill.tasks.look.web.grid import make_grid
@@ -156,12 +157,14 @@ def _join_held_out(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
 
 
 def _difference(both: pl.DataFrame) -> str:
-    """Return the mean difference of pairs with its 95 % interval, as part of a line; empty for one pair and for equal differences."""
+    """Return the mean difference of pairs with its 95 % interval, as part of a line; empty for few pairs and for equal differences."""
+    if len(both) < MIN_NORMAL:
+        return ""
     mean, error = both.select(
         pl.col("difference").mean().alias("mean"),
         (pl.col("difference").std() / pl.len().sqrt()).alias("error"),
     ).row(0)
-    return "" if not error else f", difference {mean:z.3f} ± {1.96 * error:.3f} (95 %)"
+    return "" if not error else f", difference {mean:z.3f} ± {Z * error:.3f} (95 %)"
 
 
 def _summarize(rows: pl.DataFrame, a: str, b: str) -> list[str]:
