@@ -31,11 +31,11 @@ def check_config(config: RunConfig) -> None:
 WIDE_GSPO_CLIP = 0.05
 
 
-def list_doubts(config: RunConfig) -> list[str]:
+def list_warnings(config: RunConfig) -> list[str]:
     """Return a warning, one line each, for settings that are valid but rarely intended."""
     train, steps = config.train, config.steps
     n_updates = steps * train.epochs * train.updates_per_step
-    doubts: list[Rule] = [
+    warnings: list[Rule] = [
         ("train.lr", train.lr == 0.0, "no weight changes"),
         (
             "train.lr_decay_updates",
@@ -71,8 +71,8 @@ def list_doubts(config: RunConfig) -> list[str]:
     values = config.model_dump(mode="json")
     return [
         f"{field} = {show_value(get_setting(values, field, None))}: {what}"
-        for field, is_doubtful, what in doubts
-        if is_doubtful
+        for field, is_warned, what in warnings
+        if is_warned
     ]
 
 

@@ -11,7 +11,7 @@ from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, find_source_steps
 from rollmill.flows.recipe import start_model_folder
-from rollmill.flows.rules import list_doubts
+from rollmill.flows.rules import list_warnings
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
 from rollmill.flows.settings import (
     SETTINGS_BY_STEP,
@@ -67,8 +67,8 @@ def run_here(
 
         return post_train(name, config, redo_failed)
 
-    for doubt in list_doubts(config):
-        typer.echo(f"rollmill: warning: {doubt}", err=True)
+    for warning in list_warnings(config):
+        typer.echo(f"rollmill: warning: {warning}", err=True)
     if not is_checked:
         preflight(config)
     run_in_folder(call, name, config, again=again)

@@ -81,7 +81,10 @@ def open_connection() -> socket.socket:
 
 
 def limit_memory() -> None:
-    """Make allocations beyond MEMORY_LIMIT_BYTES fail in this process and in those it starts: MemoryError, or its end."""
+    """Limit the memory of this process, and of each process it starts, to MEMORY_LIMIT_BYTES.
+
+    An allocation beyond it raises MemoryError, or ends the process if its code does not handle the failure.
+    """
     # Private writable memory. RLIMIT_AS would count what CUDA and mapped files reserve, too. The soft limit alone, so that
     # user code that needs more may raise it.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

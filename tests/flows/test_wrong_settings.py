@@ -14,7 +14,7 @@ from model_families import save_byte_tokenizer
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
-from rollmill.flows.rules import list_doubts
+from rollmill.flows.rules import list_warnings
 from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
@@ -492,7 +492,7 @@ def test_numbers_that_nothing_can_have_are_refused(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "doubt"),
+    ("settings", "warning"),
     [
         (("train.lr=0",), "train.lr = 0.0: no weight changes"),
         (
@@ -521,15 +521,15 @@ def test_numbers_that_nothing_can_have_are_refused(setting: str) -> None:
     ],
 )
 def test_settings_that_are_rarely_meant_are_one_line_of_warning(
-    settings: tuple[str, ...], doubt: str
+    settings: tuple[str, ...], warning: str
 ) -> None:
-    (line,) = list_doubts(load("quickstart", settings))
-    assert line.startswith(doubt)
+    (line,) = list_warnings(load("quickstart", settings))
+    assert line.startswith(warning)
 
 
 @pytest.mark.parametrize("preset", [each.stem for each in Path("conf").glob("*.yaml")])
-def test_no_preset_is_doubtful(preset: str) -> None:
-    assert list_doubts(load(preset)) == []
+def test_no_preset_has_a_warning(preset: str) -> None:
+    assert list_warnings(load(preset)) == []
 
 
 @pytest.mark.parametrize(

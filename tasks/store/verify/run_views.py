@@ -32,26 +32,26 @@ class Finding:
 
 
 class RolloutSettings(BaseModel):
-    """Trajectories per group, and the number of policy versions that a trained row may be behind."""
+    """Recorded settings of `rollout`: trajectories per group, and how many policy versions old a trained row may be."""
 
     group_size: int = 1
     max_staleness: int = 0
 
 
 class ScoreSettings(BaseModel):
-    """Fewest successful trajectories with which a group is trained on; 0: all, an incomplete group is without scores."""
+    """Recorded setting of `score`: fewest successful trajectories with which a group is trained on; 0: all of them."""
 
     min_group_size: int = 2
 
 
 class StoreSettings(BaseModel):
-    """Number of newest trained steps whose routed experts are kept; 0: all."""
+    """Recorded setting of `store`: number of newest trained steps whose routed experts are kept; 0: all."""
 
     keep_routing_steps: int = 0
 
 
 class EvaluateSettings(BaseModel):
-    """Number of steps between evaluations (0: there are none), and of their prompts."""
+    """Recorded settings of `evaluate`: steps between two evaluations (0: there are none), and their number of prompts."""
 
     every: int = 0
     n_prompts: int = 0

@@ -104,7 +104,10 @@ class LiveWeights:
 
 
 def sum_stored(weights: Weights, dtype: torch.dtype, number: int) -> Sums:
-    """Sum weights by layer, as they are once cast to `dtype`; `number` selects the columns of matrices."""
+    """Cast weights to `dtype` and sum them by layer: whole vectors, and those columns of a matrix that `number` selects.
+
+    `number` is that of the update, so that each update compares other columns.
+    """
     sums = ExpectedSums(number, dtype)
     for name, each in weights:
         sums.add(name, each)

@@ -17,7 +17,7 @@ from rollmill.tasks.train.supervised import create_model, save_model
 
 
 def main() -> None:
-    """Write the two models and print the comparison: in bfloat16 on a GPU, in float32 on a CPU."""
+    """Write two tiny models with random weights and print how the layouts of rows compare: in bfloat16 on a GPU, in float32 on a CPU."""
     folder = Path(json.loads(Path(sys.argv[1]).read_text())["folder"])
     for seed, name in enumerate(("server", "trainer")):
         torch.manual_seed(seed)
