@@ -18,7 +18,8 @@ SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder --numprocesses
 
 REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/test_choice.py sync/test_live_weights.py \
   sync/test_parity.py flows/test_gpu_memory.py flows/test_presets.py flows/test_doctor.py train/test_memory_plan.py \
-  train/test_saved_activations.py train/test_nodes.py deploy/test_two_nodes.py flows/test_two_nodes.py flows/test_bfloat16.py)
+  train/test_saved_activations.py train/test_batch_reading.py train/test_nodes.py deploy/test_two_nodes.py \
+  flows/test_two_nodes.py flows/test_bfloat16.py)
 
 UV := .venv/bin/uv
 MAIN_STAMP := .venv/.complete

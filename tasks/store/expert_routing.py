@@ -12,7 +12,7 @@ import pyarrow as pa
 from rollmill.tasks.errors import ShardError
 from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.folders import RunFolder, step_from_key
-from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.reader import read_chosen
 from rollmill.tasks.store.rows import Rows, name_first
 from rollmill.tasks.store.schemas import dataset_schema
 
@@ -46,7 +46,7 @@ def read_routing(folder: RunFolder, step: int, ids: Sequence[str]) -> list[np.nd
     Raises:
         ShardError: some trajectories have none stored: they were not kept, or store.keep_routing_steps removed them.
     """
-    stored = read(folder, "routing", ["trajectory_id", "shape", "dtype", "experts"], step=step)
+    stored = read_chosen(folder, "routing", ids, ["trajectory_id", "shape", "dtype", "experts"], step=step)
     # Of several rows with one id, which a kill may leave, the last one counts.
     places = {trajectory: place for place, trajectory in enumerate(stored["trajectory_id"].to_pylist())}
     if missing := [each for each in ids if each not in places]:

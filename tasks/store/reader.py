@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,7 +16,10 @@ from rollmill.tasks.store.folders import PartitionValue, RunFolder, partition_pa
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.schemas import check_version, dataset_schema, schema_like, states_schema
 from rollmill.tasks.store.shards.integrity import open_shard
-from rollmill.tasks.store.shards.shard_names import current_shards
+from rollmill.tasks.store.shards.shard_names import ShardName, current_shards
+
+# A portion of a data set is made of pieces of about this size (4 MiB), as large as the record batches of shards.
+PIECE_BYTES = 1 << 22
 
 
 class Scan(Protocol):
@@ -64,20 +68,12 @@ def read_trajectories(
 ) -> pa.Table:
     """Read the rollouts of a step with the given trajectory ids, in order of `ids`.
 
-    Of shards without any of them, the ids alone are read.
-
     Raises:
         ShardError: a shard cannot be read, or trajectories are missing, which it names.
     """
-    files, whole, wanted = open_files(folder), dataset_schema("rollouts"), pa.array(ids, pa.string())
-    names = list(columns) if columns is not None else whole.names
-    schema = _select_fields("rollouts", whole, list(dict.fromkeys(["trajectory_id", *names])))
-    tables = read_listed(
-        partial(_list_keys, files, "rollouts", {"step": step}),
-        lambda key: _read_shard(files, folder, key, whole, schema, wanted),
-        files.reads_at_once,
-    )
-    stored = pa.concat_tables(tables) if tables else schema.empty_table()
+    wanted = pa.array(ids, pa.string())
+    names = list(columns) if columns is not None else dataset_schema("rollouts").names
+    stored = read_chosen(folder, "rollouts", ids, list(dict.fromkeys(["trajectory_id", *names])), step=step)
     places = pc.index_in(wanted, value_set=stored["trajectory_id"])
     if places.null_count:
         missing = [
@@ -88,6 +84,60 @@ def read_trajectories(
             f"missing are {name_first(missing)}"
         )
     return stored.select(names).take(places)
+
+
+def read_chosen(
+    folder: RunFolder,
+    dataset: str,
+    ids: Sequence[str],
+    columns: Sequence[str],
+    portion: tuple[int, int] = (0, 1),
+    **partition: PartitionValue,
+) -> pa.Table:
+    """Read the rows with some trajectory ids, in the order in which they are stored; of other rows at most the ids are read.
+
+    From a local disk these rows alone are read, in blocks of 128 KiB; from S3, shards of at most 8 MiB whole, and of larger
+    ones the batches with these rows.
+
+    Args:
+        folder: folder of the run.
+        dataset: name of a data set with the column trajectory_id.
+        ids: the trajectories; those that are not stored have no row.
+        columns: names of the columns to read, in the order of the result.
+        portion: (i, n) for the i-th of n portions, about equal in bytes; together they have each row once.
+        partition: values of partition keys.
+
+    Raises:
+        SchemaError: unknown data set, column or partition.
+        ShardError: a shard cannot be read, or has another schema; names the file.
+    """
+    files, whole, wanted = open_files(folder), dataset_schema(dataset), pa.array(ids, pa.string())
+    schema = _select_fields(dataset, whole, columns)
+    pieces: dict[str, np.ndarray] = {}
+
+    def list_portion() -> list[str]:
+        sizes = files.sizes(f"{partition_pattern(dataset, partition)}/*.arrow")
+        pieces.update({key: _own_pieces(key, size, *portion) for key, size in sizes.items()})
+        return [key for key in current_shards(sizes) if pieces[key].any()]
+
+    tables = read_listed(
+        list_portion,
+        lambda key: _read_shard(files, folder, key, whole, schema, wanted, pieces[key]),
+        files.reads_at_once,
+    )
+    return pa.concat_tables(tables) if tables else schema.empty_table()
+
+
+def _own_pieces(key: str, size: int, number: int, n: int) -> np.ndarray:
+    """Return which of a shard's pieces of about PIECE_BYTES belong to the `number`-th of `n` portions.
+
+    The pieces go to the portions in turn, from one that the shard's name chooses. They depend on this shard alone, so that processes
+    which list while other shards are stored have the same portions.
+    """
+    name = ShardName.of(key)
+    first = int(name.digest or "0", 16) % n if name else 0
+    is_own: np.ndarray = (first + np.arange(-(-size // PIECE_BYTES) or 1)) % n == number
+    return is_own
 
 
 def scan(
@@ -183,10 +233,11 @@ def _read_shard(
     whole: pa.Schema,
     selected: pa.Schema,
     wanted: pa.StringArray | None = None,
+    pieces: np.ndarray | None = None,
 ) -> pa.Table:
     """Read the columns `selected` of a shard, and check its schema and its hashes.
 
-    Without any of the `wanted` trajectory ids (None: all are wanted) it is an empty table.
+    With `wanted` trajectory ids only their rows are read, in those of the shard's equal `pieces` that are True.
     """
     where = folder.path(key)
     try:
@@ -196,11 +247,16 @@ def _read_shard(
         check_version(stored)
         if not stored.equals(whole):
             raise ShardError(f"{where} has another schema than {key.split('/')[0]}")
-        if wanted is not None:
+        fields = [whole.get_field_index(each) for each in selected.names]
+        chosen = None
+        if wanted is not None and pieces is not None:
             ids = shard.read([whole.get_field_index("trajectory_id")])["trajectory_id"]
-            if not pc.any(pc.is_in(ids, value_set=wanted), min_count=0).as_py():
+            piece = np.arange(len(ids)) * len(pieces) // max(len(ids), 1)
+            is_chosen = pc.is_in(ids, value_set=wanted).to_numpy() & pieces[piece]
+            if not is_chosen.any():
                 return selected.empty_table()
-        rows = shard.read([whole.get_field_index(each) for each in selected.names])
+            chosen = np.split(is_chosen, np.cumsum([len(each) for each in ids.chunks])[:-1])
+        rows = shard.read(fields, chosen)
         table = pa.Table.from_arrays([rows[each] for each in selected.names], schema=selected)
         table.validate(full=True)
         if not folder.is_local and table.nbytes < size // 2:

@@ -4,6 +4,7 @@ import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from rollmill.tasks.errors import BatchRefusedError, RollmillError, error_text
+from rollmill.tasks.errors import BatchRefusedError, RollmillError, ShardError, describe_error
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.metrics import Metric, MetricTable, Reduced
 from rollmill.tasks.observe.process_memory import own_rss_bytes, release_to_system
@@ -20,34 +21,27 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.logprob_rows import scatter_to_trained
 from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
+from rollmill.tasks.train.batch_reading import exchange_outlines, send_rows
 from rollmill.tasks.train.checkpoints.trainer_checkpoints import Progress
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig, with_settings
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
 from rollmill.tasks.train.lr_schedule import learning_rate
 from rollmill.tasks.train.objective.losses.token_loss import TokenLoss
-from rollmill.tasks.train.objective.normalization import (
-    backward_scale,
-    denominator,
-    sum_losses,
-    sum_over_ranks,
-)
+from rollmill.tasks.train.objective.normalization import backward_scale, denominator, sum_losses
 from rollmill.tasks.train.objective.objective import Objective, build_tokens
 from rollmill.tasks.train.objective.token_metrics import add_metrics, token_metrics
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
 from rollmill.tasks.train.policy_logprobs import (
+    MissingLogprobs,
     PolicyLogprobs,
     StoredLogprobs,
+    check_missing_logprobs,
     check_stored_logprobs,
     read_stored_logprobs,
 )
 from rollmill.tasks.train.rank_messages import all_gather_messages, gather_messages
-from rollmill.tasks.train.samples import (
-    Samples,
-    check_lengths,
-    check_samples,
-    read_samples,
-)
+from rollmill.tasks.train.samples import Samples, check_lengths, check_samples, read_portion
 from rollmill.tasks.train.service.commands import StepRef, StepResult, TrainStep
 from rollmill.tasks.train.service.rank_timeline import RankTimeline, exclusive_seconds, rank_metrics
 
@@ -89,7 +83,10 @@ class Annotations:
             return ()
         own: dict[int, npt.NDArray[np.float32]] = {}
         for numbers, values in self.seen:
-            own |= self.samples.split_by_row(numbers, values.cpu().numpy())
+            for row, each in self.samples.split_by_row(numbers, values.cpu().numpy()).items():
+                # On this rank, since others do not hold the row's mask.
+                mask = self.samples.loss_masks[row]
+                own[row] = np.stack([scatter_to_trained(mask, of_field) for of_field in each])
         shares = gather_messages(own, dict[int, npt.NDArray[np.float32]])
         if dist.get_rank():
             return ()
@@ -101,9 +98,7 @@ class Annotations:
             "trajectory_id": [self.samples.trajectory_ids[row] for row in numbers],
         }
         for number, field_name in enumerate(FIELDS):
-            tokens = [
-                scatter_to_trained(self.samples.loss_masks[row], by_row[row][number]) for row in numbers
-            ]
+            tokens = [by_row[row][number] for row in numbers]
             # True and False travel as numbers, with the other values of a token.
             if field_name == "clipped":
                 tokens = [each == 1.0 for each in tokens]
@@ -126,6 +121,43 @@ def find_skip_reason(samples: Samples, objective: Objective) -> str:
     return "" if objective.is_without_advantage or samples.has_spread(rows) else NO_SPREAD
 
 
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """Which rows each update of a pass over the batch computes, and on which rank; equal on every rank.
+
+    Attributes:
+        kept: rows of each update that is made.
+        computed: those of them that go through the model, without rows whose gradient is known to be zero.
+        balanced: those of them that have a gradient, whether or not others are annotated.
+        dropped: rows of updates that are not made, as all their gradients are zero.
+        micro_batches: [updates][W] micro-batches of each rank, as row numbers.
+    """
+
+    kept: list[list[int]]
+    computed: list[list[int]]
+    balanced: list[list[int]]
+    dropped: list[int]
+    micro_batches: list[list[list[list[int]]]]
+
+
+def plan_updates(
+    config: TrainConfig, engine: Engine, samples: Samples, objective: Objective, *, is_annotated: bool
+) -> UpdatePlan:
+    """Plan the updates of a pass over the batch from the outlines of its rows; the plan is equal on every rank."""
+    parts = samples.split(config.updates_per_step)
+    has_gradient = [
+        bool(part) and (objective.is_without_advantage or samples.has_spread(part)) for part in parts
+    ]
+    kept = list(compress(parts, has_gradient))
+    skips = objective.skips_without_advantage
+    balanced = [[row for row in part if samples.advantages[row] or not skips] for part in kept]
+    # Annotations are stored of every row, whether or not it has a gradient.
+    computed = kept if is_annotated else balanced
+    dropped = [row for part, is_kept in zip(parts, has_gradient, strict=True) if not is_kept for row in part]
+    plans = [engine.packer.plan(samples, rows, engine.world_size) for rows in computed]
+    return UpdatePlan(kept, computed, balanced, dropped, plans)
+
+
 class UpdateLoop:
     """Makes the optimizer updates of one batch; every rank has such a loop, over the same rows.
 
@@ -146,63 +178,37 @@ class UpdateLoop:
         n_updates: int,
         objective: Objective,
         annotations: Annotations | None = None,
+        plan: UpdatePlan | None = None,
     ) -> None:
         self._config, self._engine, self._samples, self._annotations = config, engine, samples, annotations
         self._objective = objective
+        self._plan = plan or plan_updates(
+            config, engine, samples, objective, is_annotated=annotations is not None
+        )
         self._envs = sorted(set(samples.envs))
         self._is_finite = torch.ones((), dtype=torch.bool, device=engine.device)
-        self._balanced: list[list[int]] = []
         self.n_updates = n_updates
         self.reason = ""
         self.table = MetricTable()
 
     def run(self) -> None:
         """Make every optimizer update of the step; a collective."""
-        started, rank, world_size = time.perf_counter(), dist.get_rank(), self._engine.world_size
-        with self._engine.phase("packing"):
-            parts = self._samples.split(self._config.updates_per_step)
-            kept = [part for part in parts if self._has_gradient(part)]
-            pack, samples = self._engine.packer.plan, self._samples
-            plans = [pack(samples, self._rows_to_compute(part), world_size)[rank] for part in kept]
-            # Rows that are not computed count in the denominator too; they are dealt over the ranks, so that each counts once.
-            own = [
-                [
-                    *(row for rows in plan for row in rows),
-                    *self._rows_to_skip(part)[rank::world_size],
-                ]
-                for part, plan in zip(kept, plans, strict=True)
-            ]
-            counts = [(self._samples.n_trained(rows), len(rows)) for rows in own]
-            over_ranks = sum_over_ranks(counts, self._engine.device)
-            self._balanced = [self._rows_with_gradient(part) for part in kept]
+        started, rank = time.perf_counter(), dist.get_rank()
+        # Rows that are not computed count in the denominator too.
+        divisors = [
+            denominator(self._config, self._samples.n_trained(rows), len(rows)) for rows in self._plan.kept
+        ]
+        plans = [of_ranks[rank] for of_ranks in self._plan.micro_batches]
         applied = [
-            self._update(plan, denominator(self._config, *total), epoch=epoch, number=number)
+            self._update(plan, divisor, epoch=epoch, number=number)
             for epoch in range(self._config.epochs)
-            for number, (plan, total) in enumerate(zip(plans, over_ranks, strict=True))
+            for number, (plan, divisor) in enumerate(zip(plans, divisors, strict=True))
         ]
         with self._engine.phase("measuring"):
             self.reason = "" if any(applied) else self._why_not_finite()
             if rank == 0:
-                dropped = [row for part in parts if not self._has_gradient(part) for row in part]
-                n_dropped = self._config.epochs * self._samples.n_trained(dropped)
-                self._report(kept, n_dropped, time.perf_counter() - started)
+                self._report(time.perf_counter() - started)
             self._report_memory()
-
-    def _has_gradient(self, part: list[int]) -> bool:
-        return bool(part) and (self._objective.is_without_advantage or self._samples.has_spread(part))
-
-    def _rows_to_compute(self, part: list[int]) -> list[int]:
-        """Return the rows of an update that go through the model: without those whose gradient is known to be zero."""
-        # Annotations are stored of every row, whether or not it has a gradient.
-        return part if self._annotations is not None else self._rows_with_gradient(part)
-
-    def _rows_with_gradient(self, part: list[int]) -> list[int]:
-        if not self._objective.skips_without_advantage:
-            return part
-        return [row for row in part if self._samples.advantages[row]]
-
-    def _rows_to_skip(self, part: list[int]) -> list[int]:
-        return sorted(set(part) - set(self._rows_to_compute(part)))
 
     def _update(self, plan: list[list[int]], denominator: int, *, epoch: int, number: int) -> bool:
         scale = backward_scale(denominator, self._engine.world_size)
@@ -214,7 +220,7 @@ class UpdateLoop:
                 terms = self._objective(batch, forward)
                 loss = sum_losses(self._config, terms.total, build_tokens(batch, forward.logprobs)) * scale
                 if forward.balance is not None:
-                    loss = loss + self._balance_loss(forward.balance, rows, self._balanced[number])
+                    loss = loss + self._balance_loss(forward.balance, rows, self._plan.balanced[number])
             with self._engine.phase("backward"):
                 is_finite = torch.isfinite(loss.detach())
                 self._is_finite &= is_finite
@@ -242,7 +248,7 @@ class UpdateLoop:
             rows: [M] their numbers.
             balanced: numbers of the update's rows on all ranks that have a gradient, whether or not others are annotated.
         """
-        lengths = {row: len(self._samples.token_ids[row]) for row in balanced}
+        lengths = {row: self._samples.outline(row).n_tokens for row in balanced}
         weights = torch.tensor([float(lengths.get(row, 0)) for row in rows], device=balance.device)
         total, n_tokens = (balance * weights).sum(), float(weights.sum())
         self.table.add("train/load_balancing_loss", Reduced("mean", float(total.detach()), n_tokens))
@@ -276,14 +282,16 @@ class UpdateLoop:
             dist.all_reduce(on_all_ranks, op=dist.ReduceOp.MIN)
         return NON_FINITE_GRADIENT if on_all_ranks else NON_FINITE_LOSS
 
-    def _report(self, kept: list[list[int]], n_dropped: int, seconds: float) -> None:
+    def _report(self, seconds: float) -> None:
         """Add the metrics that every rank knows for the whole step; called on one rank alone."""
-        epochs, computed = self._config.epochs, [row for part in kept for row in self._rows_to_compute(part)]
-        n_tokens = epochs * sum(len(self._samples.token_ids[row]) for row in computed)
+        epochs, plan = self._config.epochs, self._plan
+        computed = {row for rows in plan.computed for row in rows}
+        n_tokens = epochs * sum(self._samples.outline(row).n_tokens for row in computed)
+        n_dropped = epochs * self._samples.n_trained(plan.dropped)
         self.table.add("train/tokens_per_s", Reduced("value", n_tokens / seconds))
         self.table.add("train/dropped_tokens", Reduced("value", float(n_dropped)))
         self.table.add("train/layout_varlen", Reduced("max", float(self._engine.packer.layout == "varlen")))
-        skipped = [row for part in kept for row in self._rows_to_skip(part)]
+        skipped = [row for part in plan.kept for row in part if row not in computed]
         for env in self._envs:
             rows = [row for row in skipped if self._samples.envs[row] == env]
             self.table.add("train/skipped_rows", Reduced("value", float(epochs * len(rows))), env)
@@ -342,20 +350,32 @@ class BatchTraining:
         """
         self.choose_settings(command.settings)
         policies.engine.choose_settings(self._config)
-        samples, stored = self._read_on_all_ranks(command, policies.engine)
+        samples, held, stored, missing = self._read_on_all_ranks(command, policies.engine)
         table, n_updates, staged = MetricTable(), progress.n_updates, tuple[StagedRows, ...]()
         with span("packing"):
             reason = find_skip_reason(samples, self._objective)
         if reason:
-            n_dropped = self._config.epochs * samples.n_trained(range(len(samples.loss_masks)))
+            n_dropped = self._config.epochs * samples.n_trained(range(len(samples.trajectory_ids)))
             _add_once(table, "train/dropped_tokens", n_dropped)
         else:
             place = StepRef(command.folder, command.run_id, command.step, incarnation, command.stages_rows)
-            samples, staged = policies.complete(samples, stored, place, table)
             every = self._config.annotate_every
-            annotations = Annotations(samples) if every and command.step % every == 0 else None
+            is_annotated = bool(every) and command.step % every == 0
+            with policies.engine.phase("packing"):
+                plan = plan_updates(
+                    self._config, policies.engine, samples, self._objective, is_annotated=is_annotated
+                )
+                plans = [*plan.micro_batches, *policies.plan_missing(samples, missing)]
+                needed = [
+                    {row for of_ranks in plans for rows in of_ranks[rank] for row in rows}
+                    for rank in range(policies.engine.world_size)
+                ]
+            with span("reading_batch"):
+                samples, stored = send_rows(samples, held, stored, needed)
+            samples, staged = policies.complete(samples, stored, missing, place, table)
+            annotations = Annotations(samples) if is_annotated else None
             updates = UpdateLoop(
-                self._config, policies.engine, samples, n_updates, self._objective, annotations
+                self._config, policies.engine, samples, n_updates, self._objective, annotations, plan
             )
             updates.run()
             table.join([updates.table])
@@ -368,8 +388,15 @@ class BatchTraining:
         result = StepResult(command.step + 1, not reason, reason, metrics, duration_s, staged)
         return Progress(command.run_id, result.version, command.digest, n_updates, result), result
 
-    def _read_on_all_ranks(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
-        """Read and check a step's batch; returns its rows and their stored log-probabilities. A collective."""
+    def _read_on_all_ranks(
+        self, command: TrainStep, engine: Engine
+    ) -> tuple[Samples, set[int], StoredLogprobs, MissingLogprobs]:
+        """Read and check a portion of a step's batch on each rank. A collective.
+
+        Returns:
+            The batch, with the tokens of rows of this rank's portion; their numbers and their stored log-probabilities; and which
+            log-probabilities are not stored.
+        """
         own: RollmillError | None = None
         with span("reading_batch"):
             try:
@@ -377,27 +404,35 @@ class BatchTraining:
             except RollmillError as error:
                 own = error
             # All ranks must agree before any of them trains: a rank that refused alone would leave the others in a collective.
-            refusals = all_gather_messages("" if own is None else error_text(own), str)
-        if own is not None:
-            raise own
-        for rank, refusal in enumerate(refusals):
-            if refusal:
-                raise BatchRefusedError(f"rank {rank} refuses the batch: {refusal}")
-        return rows
+            refusals = all_gather_messages([] if own is None else [*describe_error(own)], list[str])
+            if own is not None:
+                raise own
+            for rank, refusal in enumerate(refusals):
+                if refusal:
+                    kind, text = refusal
+                    error_type = BatchRefusedError if kind == BatchRefusedError.__name__ else ShardError
+                    raise error_type(f"rank {rank} refuses the batch: {text}")
+            samples, held, stored = rows
+            samples, missing = exchange_outlines(samples, held, stored)
+            check_missing_logprobs(samples, missing, self._config)
+        return samples, held, stored, missing
 
-    def _read_and_check(self, command: TrainStep, engine: Engine) -> tuple[Samples, StoredLogprobs]:
+    def _read_and_check(self, command: TrainStep, engine: Engine) -> tuple[Samples, set[int], StoredLogprobs]:
         folder, step, config = command.folder, command.step, self._config
-        digest, samples = read_samples(folder, step, with_routing=config.replay_routing)
-        stored = read_stored_logprobs(folder, step, config)
+        portion = dist.get_rank(), dist.get_world_size()
+        digest, samples, held = read_portion(folder, step, portion, with_routing=config.replay_routing)
         if digest != command.digest:
             raise BatchRefusedError(
                 f"step {step}: the stored batch is {digest}, requested was {command.digest}"
             )
+        stored = read_stored_logprobs(
+            folder, step, [samples.trajectory_ids[row] for row in sorted(held)], config
+        )
         check_samples(samples, needs_sampler=self._objective.needs_sampler)
         check_lengths(samples, config.micro_batch_tokens)
         engine.check_routing(samples)
-        check_stored_logprobs(samples, stored, config)
-        return samples, stored
+        check_stored_logprobs(samples, stored)
+        return samples, held, stored
 
     def _gather_metrics(self, table: MetricTable) -> tuple[list[Metric], float]:
         """Gather all ranks' metrics; returns them and the step's seconds on rank 0, ([], 0.0) on others. A collective."""

@@ -21,7 +21,7 @@ from rollmill.tasks.observe.metrics import MetricTable, Reduced
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trained
-from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.reader import read, read_chosen
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
 from rollmill.tasks.train.config import TrainConfig
@@ -94,8 +94,12 @@ StoredLogprobs: TypeAlias = Mapping[OtherPolicy, Mapping[str, np.ndarray]]
 """[T] nats of trajectories by their id, NaN where loss_mask is False, for each policy that training needs."""
 
 
-def read_stored_logprobs(folder: str, step: int, config: TrainConfig) -> StoredLogprobs:
-    """Read a step's stored log-probabilities by policy (reference, trainer), for those that training needs.
+MissingLogprobs: TypeAlias = Mapping[OtherPolicy, list[int]]
+"""Rows with a trained token whose log-probabilities are not stored, for each policy that training needs."""
+
+
+def read_stored_logprobs(folder: str, step: int, ids: Sequence[str], config: TrainConfig) -> StoredLogprobs:
+    """Read the stored log-probabilities of trajectories of a step by policy (reference, trainer), for those that training needs.
 
     Raises:
         ShardError: a shard cannot be read.
@@ -105,19 +109,22 @@ def read_stored_logprobs(folder: str, step: int, config: TrainConfig) -> StoredL
         "trainer": config.old_logprobs == "trainer",
     }
     return {
-        policy: read_policy_logprobs(folder, step, policy)
+        policy: read_policy_logprobs(folder, step, policy, ids)
         for policy, is_needed in needed.items()
         if is_needed
     }
 
 
-def read_policy_logprobs(folder: str, step: int, policy: OtherPolicy) -> dict[str, np.ndarray]:
-    """Read a step's stored log-probabilities under one policy: [T] nats by trajectory id.
+def read_policy_logprobs(
+    folder: str, step: int, policy: OtherPolicy, ids: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Read the stored log-probabilities of trajectories of a step under one policy: [T] nats by trajectory id.
 
     Raises:
         ShardError: a shard cannot be read.
     """
-    rows = read(RunFolder(folder), "logprobs", ["trajectory_id", "logprobs"], policy=policy, step=step)
+    columns = ["trajectory_id", "logprobs"]
+    rows = read_chosen(RunFolder(folder), "logprobs", ids, columns, policy=policy, step=step)
     return dict(zip(rows["trajectory_id"].to_pylist(), split_rows(rows["logprobs"]), strict=True))
 
 
@@ -131,28 +138,29 @@ def list_policy_logprobs(folder: str, step: int, policy: OtherPolicy) -> set[str
     return set(rows["trajectory_id"].to_pylist())
 
 
-def check_stored_logprobs(samples: Samples, stored: StoredLogprobs, config: TrainConfig) -> None:
-    """Refuse stored log-probabilities that do not fit the rows' tokens, and missing ones of a reference deployment.
+def check_stored_logprobs(samples: Samples, stored: StoredLogprobs) -> None:
+    """Refuse stored log-probabilities that do not fit the rows' tokens.
 
     Raises:
         BatchRefusedError: names the trajectory and what is wrong.
     """
     for policy, by_id in stored.items():
-        missing = []
         for name, mask in zip(samples.trajectory_ids, samples.loss_masks, strict=True):
             values = by_id.get(name)
-            if values is None:
-                missing += [name] if mask.any() else []
-            elif len(values) != len(mask) or not np.isfinite(values[mask]).all():
+            if values is not None and (len(values) != len(mask) or not np.isfinite(values[mask]).all()):
                 raise BatchRefusedError(
                     f"trajectory {name}: the stored log-probabilities of policy={policy} are {len(values)} for "
                     f"{len(mask)} tokens, or one of a sampled token is not finite"
                 )
-        if missing and policy == "reference" and config.kl.reference == "deployment":
-            raise BatchRefusedError(
-                f"{len(missing)} trajectories have no log-probabilities of the reference deployment (train.kl.urls) in "
-                f"logprobs/policy=reference: {name_first(missing)}"
-            )
+
+
+def check_missing_logprobs(samples: Samples, missing: MissingLogprobs, config: TrainConfig) -> None:
+    """Refuse a batch of which a reference deployment has not stored all log-probabilities; BatchRefusedError names the trajectories."""
+    if config.kl.reference == "deployment" and (rows := missing["reference"]):
+        raise BatchRefusedError(
+            f"{len(rows)} trajectories have no log-probabilities of the reference deployment (train.kl.urls) in "
+            f"logprobs/policy=reference: {name_first(samples.trajectory_ids[row] for row in rows)}"
+        )
 
 
 class PolicyLogprobs:
@@ -172,7 +180,12 @@ class PolicyLogprobs:
         self._config, self._reference = config, reference
 
     def complete(
-        self, samples: Samples, stored: StoredLogprobs, place: StepRef, table: MetricTable
+        self,
+        samples: Samples,
+        stored: StoredLogprobs,
+        missing: MissingLogprobs,
+        place: StepRef,
+        table: MetricTable,
     ) -> tuple[Samples, tuple[StagedRows, ...]]:
         """Add the log-probabilities of all policies that training needs to a batch; a collective.
 
@@ -180,7 +193,8 @@ class PolicyLogprobs:
 
         Args:
             samples: the batch.
-            stored: log-probabilities of some or all of its rows.
+            stored: log-probabilities of those of its rows that this rank trains.
+            missing: rows that have none; each is held by the rank of `plan`.
             place: run and step that computed ones are staged for.
             table: on rank 0, seconds and number of rows computed are added to it.
 
@@ -189,12 +203,9 @@ class PolicyLogprobs:
         """
         columns: dict[OtherPolicy, list[np.ndarray]] = {}
         staged: list[StagedRows] = []
-        # A row without a trained token has no log-probabilities to compute.
-        (trained,) = samples.split(1)
         for policy, by_id in stored.items():
-            missing = [row for row in trained if samples.trajectory_ids[row] not in by_id]
             with span("recomputing") as computing:
-                found = self._compute(policy, samples, missing)
+                found = self._compute(policy, samples, missing[policy])
                 staged += self._stage(policy, samples, found, place)
                 found = {
                     row: by_id[name] for row, name in enumerate(samples.trajectory_ids) if name in by_id
@@ -206,7 +217,7 @@ class PolicyLogprobs:
                 ]
             if dist.get_rank() == 0:
                 table.add(f"train/{policy}_logprobs_s", Reduced("max", computing.duration_s))
-                table.add(f"train/{policy}_logprobs_rows", Reduced("value", float(len(missing))))
+                table.add(f"train/{policy}_logprobs_rows", Reduced("value", float(len(missing[policy]))))
         completed = replace(
             samples, reference_logprobs=columns.get("reference"), old_logprobs=columns.get("trainer")
         )
@@ -231,19 +242,27 @@ class PolicyLogprobs:
         found = compute_row_logprobs(self.engine, samples, self.engine.packer.plan(samples, rows, 1)[0])
         return [found[row][1:].tolist() if row in found else [] for row in range(len(sequences))]
 
-    def _compute(self, policy: OtherPolicy, samples: Samples, rows: list[int]) -> RowLogprobs:
-        if not rows:
-            return {}
-        n_ranks, rank = self.engine.world_size, dist.get_rank()
+    def plan(self, policy: OtherPolicy, samples: Samples, rows: list[int]) -> list[list[list[int]]]:
+        """Divide rows whose log-probabilities are to be computed into micro-batches: for each of the W ranks equally many."""
         if policy == "trainer":
             # Row by row: a row's values must not depend on the other rows, which differ between recomputing
             # during scoring and recomputing after a restart.
-            lengths = [len(each) for each in samples.token_ids]
-            plan = plan_single_rows(rows, lengths, n_ranks)[rank]
-            return gather_rows(compute_row_logprobs(self.engine, samples, plan))
+            lengths = [samples.outline(row).n_tokens for row in range(len(samples.trajectory_ids))]
+            return plan_single_rows(rows, lengths, self.engine.world_size)
         assert self._reference is not None, "a deployment's missing rows are refused before"
-        plan = self._reference.packer.plan(samples, rows, n_ranks)[rank]
-        return gather_rows(compute_row_logprobs(self._reference, samples, plan))
+        return self._reference.packer.plan(samples, rows, self.engine.world_size)
+
+    def plan_missing(self, samples: Samples, missing: MissingLogprobs) -> list[list[list[list[int]]]]:
+        """Plan the computation of what is missing: for each policy, and each of the W ranks, micro-batches of row numbers."""
+        return [self.plan(policy, samples, rows) for policy, rows in missing.items() if rows]
+
+    def _compute(self, policy: OtherPolicy, samples: Samples, rows: list[int]) -> RowLogprobs:
+        if not rows:
+            return {}
+        own = self.plan(policy, samples, rows)[dist.get_rank()]
+        model = self.engine if policy == "trainer" else self._reference
+        assert model is not None, "a deployment's missing rows are refused before"
+        return gather_rows(compute_row_logprobs(model, samples, own))
 
     def _stage(
         self, policy: OtherPolicy, samples: Samples, found: RowLogprobs, place: StepRef

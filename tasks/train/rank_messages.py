@@ -6,6 +6,7 @@ is not of its type is refused.
 A NumPy array travels as its dtype, shape and bytes; its type is declared with the dtype, as `npt.NDArray[np.float32]`.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -43,6 +44,25 @@ def all_gather_messages(own: T, kind: type[T]) -> list[T]:
     return _exchange(own, kind, to_all=True)
 
 
+def swap_messages(messages: Sequence[T], kind: type[T]) -> list[T]:
+    """Send the i-th of [W] messages to rank i; returns those that all ranks send to this one, in the order of the ranks. A collective.
+
+    Raises:
+        RuntimeError: as for `gather_messages`.
+    """
+    encoded = [msgspec.msgpack.encode(each, enc_hook=_encode_array) for each in messages]
+    sizes = torch.tensor([len(each) for each in encoded])
+    incoming = torch.empty_like(sizes)
+    with times.collective():
+        dist.all_to_all_single(incoming, sizes)
+        n_bytes = incoming.tolist()
+        _check_sizes(n_bytes)
+        content = torch.frombuffer(bytearray().join(encoded), dtype=torch.uint8)
+        received = torch.empty(sum(n_bytes), dtype=torch.uint8)
+        dist.all_to_all_single(received, content, n_bytes, sizes.tolist())
+    return [_decode(each, kind, rank) for rank, each in enumerate(received.split(n_bytes))]
+
+
 def _exchange(own: T, kind: type[T], *, to_all: bool) -> list[T]:
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if n_ranks == 1:
@@ -53,9 +73,7 @@ def _exchange(own: T, kind: type[T], *, to_all: bool) -> list[T]:
     with times.collective():
         dist.all_gather(sizes, torch.tensor([len(encoded)]))
         n_bytes = [int(size) for size in sizes]
-        for rank, size in enumerate(n_bytes):
-            if not 0 < size <= _MOST_BYTES:
-                raise RuntimeError(f"rank {rank} announces a message of {size} bytes: {_REMEDY}")
+        _check_sizes(n_bytes)
         # A collective exchanges tensors of one size.
         padded = torch.frombuffer(bytearray(encoded.ljust(max(n_bytes), b"\0")), dtype=torch.uint8)
         is_receiver = to_all or dist.get_rank() == 0
@@ -68,6 +86,12 @@ def _exchange(own: T, kind: type[T], *, to_all: bool) -> list[T]:
         _decode(each[:size], kind, rank)
         for rank, (each, size) in enumerate(zip(every, n_bytes, strict=False))
     ]
+
+
+def _check_sizes(n_bytes: Sequence[int]) -> None:
+    for rank, size in enumerate(n_bytes):
+        if not 0 < size <= _MOST_BYTES:
+            raise RuntimeError(f"rank {rank} announces a message of {size} bytes: {_REMEDY}")
 
 
 def _decode(message: torch.Tensor, kind: type[T], rank: int) -> T:

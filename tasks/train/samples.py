@@ -2,19 +2,40 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
-from rollmill.tasks.errors import BatchRefusedError
+from rollmill.tasks.errors import BatchRefusedError, ShardError
 from rollmill.tasks.store.expert_routing import read_routing
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import read, read_trajectories
+from rollmill.tasks.store.reader import read, read_chosen, read_trajectories
+from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.stored_batch import batch_digest
 
 _REMEDY = "; without the sampler's, train with train.old_logprobs=trainer or train.loss=reinforce, and train.importance.mode=none"
 _COLUMNS = ["trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"]
+
+
+class RowOutline(NamedTuple):
+    """What every rank knows of a row's tokens, to plan which rank computes it.
+
+    Attributes:
+        n_tokens: tokens of the row, T.
+        n_trained: tokens to train among them.
+        n_prefix: tokens before the first one to train; 0 without one.
+        prefix_high: upper 64 bits of the XXH3-128 of those tokens, signed.
+        prefix_low: lower 64 bits.
+    """
+
+    n_tokens: int
+    n_trained: int
+    n_prefix: int
+    prefix_high: int
+    prefix_low: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,8 @@ class Samples:
         reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
         routing: [B][N, layers, experts a token] the experts that the first N tokens were routed to when they were
             sampled, N at most T - 1; None when the model's own choice counts.
+        outlines: [B] outlines of the rows, if the ranks hold different rows: then the fields of [B][T] values have empty arrays for
+            rows that this rank does not hold. None: this process holds every row.
     """
 
     trajectory_ids: list[str]
@@ -46,6 +69,7 @@ class Samples:
     old_logprobs: list[np.ndarray] | None = None
     reference_logprobs: list[np.ndarray] | None = None
     routing: list[np.ndarray] | None = None
+    outlines: Sequence[RowOutline] | None = None
 
     @classmethod
     def from_tokens(cls, token_ids: list[np.ndarray], loss_masks: list[np.ndarray]) -> "Samples":
@@ -64,13 +88,23 @@ class Samples:
             logprobs=[np.zeros(len(each), np.float32) for each in token_ids],
         )
 
+    def outline(self, row: int) -> RowOutline:
+        """Return the outline of a row, also of one that another rank holds."""
+        if self.outlines is not None:
+            return self.outlines[row]
+        mask = self.loss_masks[row]
+        n_prefix = int(mask.argmax()) if len(mask) else 0
+        digest = xxhash.xxh3_128_digest(self.token_ids[row][:n_prefix].tobytes())
+        high, low = np.frombuffer(digest, ">i8").tolist()
+        return RowOutline(len(self.token_ids[row]), int(mask.sum()), n_prefix, high, low)
+
     def has_spread(self, rows: list[int]) -> bool:
         """Return True if any of the rows has an advantage other than 0; if none has, the policy gradient is zero."""
         return bool(self.advantages[rows].any())
 
     def n_trained(self, rows: Iterable[int]) -> int:
         """Number of tokens to train among the rows."""
-        return sum(int(self.loss_masks[row].sum()) for row in rows)
+        return sum(self.outline(row).n_trained for row in rows)
 
     def split_by_row(self, rows: Sequence[int], values: np.ndarray) -> dict[int, np.ndarray]:
         """Split [..., N] values of the rows' trained tokens, in the order of `rows`, into [..., n] values by row number."""
@@ -83,7 +117,8 @@ class Samples:
 
         Example: five rows in two parts are [[0, 1, 2], [3, 4]].
         """
-        rows = np.array([row for row, mask in enumerate(self.loss_masks) if mask.any()], np.int64)
+        n_rows = len(self.trajectory_ids)
+        rows = np.array([row for row in range(n_rows) if self.outline(row).n_trained], np.int64)
         return [part.tolist() for part in np.array_split(rows, parts)]
 
 
@@ -98,28 +133,83 @@ def read_samples(folder: str, step: int, *, with_routing: bool = False) -> tuple
     Raises:
         ShardError: a shard cannot be read, or a trajectory of the batch, or its routed experts, are not there.
     """
+    digest, samples, held = read_portion(folder, step, (0, 1), with_routing=with_routing)
+    check_found(samples, [int(row in held) for row in range(len(samples.trajectory_ids))])
+    return digest, samples
+
+
+def read_portion(
+    folder: str, step: int, portion: tuple[int, int], *, with_routing: bool = False
+) -> tuple[str, Samples, set[int]]:
+    """Read a step's batch, and of its stored rollouts the i-th of n portions, given as (i, n), about equal in bytes.
+
+    Returns:
+        The batch's digest; all its rows, of which those in other portions have temperature 1 and empty arrays for [T] values; and
+        the numbers of the rows in this portion.
+
+    Raises:
+        ShardError: a shard cannot be read, or routed experts of a rollout are not there.
+    """
     run = RunFolder(folder)
     batch = read(run, "batches", step=step).sort_by("order")
-    parts = []
-    routing: dict[int, np.ndarray] = {}
+    batch = batch.append_column("row", pa.array(range(batch.num_rows), pa.int64()))
+    samples = no_tokens(
+        Samples(
+            trajectory_ids=batch["trajectory_id"].to_pylist(),
+            envs=batch["env"].to_pylist(),
+            temperatures=np.ones(batch.num_rows, np.float32),
+            advantages=batch["advantage"].to_numpy(),
+            token_ids=[],
+            loss_masks=[],
+            logprobs=[],
+            routing=[] if with_routing else None,
+        )
+    )
+    held = set[int]()
     # Rows of an older step, or of another run, are read where they are stored.
     for source, source_step in sorted(
         set(zip(batch["source"].to_pylist(), batch["source_step"].to_pylist(), strict=True))
     ):
         chosen = batch.filter((pc.field("source") == source) & (pc.field("source_step") == source_step))
-        origin, ids = RunFolder(source) if source else run, chosen["trajectory_id"].to_pylist()
-        rows = read_trajectories(origin, source_step, ids, _COLUMNS)
-        if with_routing:
-            routing |= dict(
-                zip(chosen["order"].to_pylist(), read_routing(origin, source_step, ids), strict=True)
-            )
-        parts.append(
-            rows.append_column("advantage", chosen["advantage"]).append_column("order", chosen["order"])
+        origin, ids = RunFolder(source) if source else run, chosen["trajectory_id"]
+        stored = read_chosen(origin, "rollouts", ids.to_pylist(), _COLUMNS, portion, step=source_step)
+        places = pc.index_in(ids, value_set=stored["trajectory_id"])
+        rows, found = chosen["row"].filter(places.is_valid()).to_pylist(), stored.take(places.drop_null())
+        samples.temperatures[rows] = found["temperature"].to_numpy()
+        columns = [
+            (samples.token_ids, split_rows(found["token_ids"])),
+            (samples.loss_masks, split_rows(found["loss_mask"])),
+            (samples.logprobs, split_rows(found["logprobs"])),
+        ]
+        if samples.routing is not None:
+            routing = read_routing(origin, source_step, found["trajectory_id"].to_pylist())
+            columns.append((samples.routing, routing))
+        for own, values in columns:
+            for row, each in zip(rows, values, strict=True):
+                own[row] = each
+        held.update(rows)
+    return batch_digest(batch), samples, held
+
+
+def no_tokens(samples: Samples) -> Samples:
+    """Return the rows of a batch with an empty array for each [T] value."""
+    n_rows = len(samples.trajectory_ids)
+    return replace(
+        samples,
+        token_ids=[np.empty(0, np.int32)] * n_rows,
+        loss_masks=[np.empty(0, bool)] * n_rows,
+        logprobs=[np.empty(0, np.float32)] * n_rows,
+        routing=None if samples.routing is None else [np.empty((0, 0, 0), np.int16)] * n_rows,
+    )
+
+
+def check_found(samples: Samples, n_found: Sequence[int]) -> None:
+    """Raise ShardError, which names them, if some of the [B] rows were not found once in all portions together."""
+    if wrong := [name for name, n in zip(samples.trajectory_ids, n_found, strict=True) if n != 1]:
+        raise ShardError(
+            f"of {len(n_found)} trajectories of the batch, {len(wrong)} are not stored, or shards were joined while they were read; run "
+            f"again, and if it stays, `rollmill verify` says what is missing: {name_first(wrong)}"
         )
-    samples = _samples(pa.concat_tables(parts).sort_by("order") if parts else None)
-    if with_routing:
-        samples = replace(samples, routing=[routing[order] for order in sorted(routing)])
-    return batch_digest(batch), samples
 
 
 def read_rollouts(folder: str, step: int, ids: Sequence[str], *, with_routing: bool = False) -> Samples:
@@ -139,9 +229,7 @@ def read_rollouts(folder: str, step: int, ids: Sequence[str], *, with_routing: b
     return replace(samples, routing=read_routing(RunFolder(folder), step, ids)) if with_routing else samples
 
 
-def _samples(rows: pa.Table | None) -> Samples:
-    if rows is None:
-        return Samples([], [], np.empty(0, np.float32), np.empty(0, np.float32), [], [], [])
+def _samples(rows: pa.Table) -> Samples:
     return Samples(
         trajectory_ids=rows["trajectory_id"].to_pylist(),
         envs=rows["env"].to_pylist(),
@@ -205,7 +293,7 @@ def check_lengths(samples: Samples, most_tokens: int) -> None:
         BatchRefusedError: names the trajectory, its length and the setting.
     """
     for row in samples.split(1)[0]:
-        if (n_tokens := len(samples.token_ids[row])) > most_tokens:
+        if (n_tokens := samples.outline(row).n_tokens) > most_tokens:
             raise BatchRefusedError(
                 f"trajectory {samples.trajectory_ids[row]}: it has {n_tokens} tokens, and train.micro_batch_tokens is "
                 f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len)"

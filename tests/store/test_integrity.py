@@ -151,3 +151,27 @@ def test_the_name_and_the_last_batch_lead_to_every_byte(large: tuple[bytes, str]
     assert xxhash.xxh3_64_hexdigest(content[tail:]) == digest
     (tmp_path / "a.arrow").write_bytes(content)
     assert pyarrow.dataset.dataset(tmp_path, format="ipc").count_rows() == 3
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_of_chosen_rows_no_more_is_read_or_checked(large: tuple[bytes, str], is_mapped: bool) -> None:
+    content, digest = bytearray(large[0]), large[1]
+    content[content.index(np.zeros(1_000, np.uint8).tobytes()) + 3_000_000] ^= (
+        1  # in the middle of the first row's experts
+    )
+    elsewhere = Elsewhere(bytes(content))
+    shard = CheckedShard(pa.BufferReader(bytes(content)) if is_mapped else elsewhere, digest, WHERE)
+    fields = [dataset_schema("routing").get_field_index(name) for name in ("trajectory_id", "experts")]
+
+    def read(*rows: int) -> pa.Table:
+        # The shard has a batch for each row, and a last one without rows.
+        return shard.read(fields, [*(np.array([row in rows]) for row in range(3)), np.empty(0, bool)])
+
+    elsewhere.requests.clear()
+    expected = whole(*large).select(["trajectory_id", "experts"])
+    assert read(1).combine_chunks().equals(expected.slice(1, 1).combine_chunks())
+    assert sum(size for _, size in elsewhere.requests) < 9_000_000
+    assert read(1, 2)["trajectory_id"].to_pylist() == ["t1", "t2"]
+    assert read().num_rows == 0
+    with pytest.raises(ShardError, match="are not what was written"):
+        read(0, 2)

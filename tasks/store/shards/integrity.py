@@ -135,11 +135,16 @@ class CheckedShard:
         """Return the schema of the shard's rows."""
         return self._reader.schema
 
-    def read(self, fields: Sequence[int]) -> pa.Table:
+    def read(self, fields: Sequence[int], chosen: Sequence[np.ndarray] | None = None) -> pa.Table:
         """Read some columns, given their indices in the schema; columns of a mapped shard are not copied.
 
-        Checked are the blocks of these columns, of the batches' headers, and the first block. Damage elsewhere is not
+        Checked are the blocks of what is read, of the batches' headers, and the first block. Damage elsewhere is not
         seen; see `check`.
+
+        Args:
+            fields: indices of the columns.
+            chosen: for each record batch a mask of the rows to read; None: all rows. Of a fetched shard, batches without such a
+                row are not fetched; of a mapped one, nothing of other rows is read but small columns.
 
         Raises:
             ShardError: some of it is damaged.
@@ -147,13 +152,28 @@ class CheckedShard:
         if self._whole is None:
             options = pa.ipc.IpcReadOptions(included_fields=list(fields))
             try:
-                return pa.ipc.open_file(pa.PythonFile(self._fetched, mode="r"), options=options).read_all()
+                reader = pa.ipc.open_file(pa.PythonFile(self._fetched, mode="r"), options=options)
+                if chosen is None:
+                    return reader.read_all()
+                batches = [
+                    reader.get_batch(number).filter(pa.array(mask))
+                    for number, mask in enumerate(chosen)
+                    if mask.any()
+                ]
+                return pa.Table.from_batches(batches, schema=reader.schema)
             except (pa.ArrowException, OSError) as error:
                 raise self._fetched.error or error from None
         self._check_ranges([(0, 1), *self._headers])
         # Asked for some fields only, Arrow would copy them.
         table = self._reader.read_all().select(list(fields))
-        self._check_ranges(self._find_ranges(table))
+        if chosen is not None:
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], *chosen, [False]]))).reshape(-1, 2)
+            # Slices are views: Arrow does not touch what lies between them.
+            table = pa.concat_tables([table.slice(0, 0), *(table.slice(a, b - a) for a, b in edges.tolist())])
+        chunks = [chunk for column in table.columns for chunk in column.chunks if len(chunk)]
+        # Values of lists are found by their offsets, which are checked first.
+        self._check_ranges([each for chunk in chunks for each in self._find_ranges(chunk, 2)])
+        self._check_ranges([each for chunk in chunks for each in self._find_ranges(chunk, None)])
         return table
 
     def check(self) -> None:
@@ -190,18 +210,23 @@ class CheckedShard:
         except (KeyError, ValueError, binascii.Error) as error:
             raise damage_error(self._where, "it lacks the hashes of its blocks") from error
 
-    def _find_ranges(self, table: pa.Table) -> list[tuple[int, int]]:
-        """Return the byte ranges of a table's buffers in the shard; the whole shard if Arrow copied a buffer."""
+    def _find_ranges(self, chunk: pa.Array, n_buffers: int | None) -> list[tuple[int, int]]:
+        """Return the byte ranges in the shard of the rows of an array, or of its first `n_buffers` buffers."""
         assert self._whole is not None
         base, size = self._whole.address, self._whole.size
-        ranges = [
-            (buffer.address - base, buffer.address - base + buffer.size)
-            for column in table.columns
-            for chunk in column.chunks
-            if len(chunk)
-            for buffer in chunk.buffers()
-            if buffer is not None and buffer.size
-        ]
+        spans = [(each.address - base, each.size) if each else None for each in chunk.buffers()]
+        if is_wide := pa.types.is_large_binary(chunk.type) or (
+            pa.types.is_large_list(chunk.type) and pa.types.is_primitive(chunk.type.value_type)
+        ):
+            # All rows of these columns are large, and some may be read without the others.
+            spans[1] = spans[1] and (spans[1][0] + 8 * chunk.offset, 8 * (len(chunk) + 1))
+        spans = spans[:n_buffers]
+        if is_wide and n_buffers is None and spans[-1]:
+            ends = np.frombuffer(chunk.buffers()[1], np.int64)[[chunk.offset, chunk.offset + len(chunk)]]
+            bits = 8 if pa.types.is_large_binary(chunk.type) else chunk.type.value_type.bit_width
+            begin, end = int(ends[0]) * bits // 8, -(-int(ends[1]) * bits // 8)
+            spans[-1] = spans[-1][0] + begin, end - begin
+        ranges = [(start, start + length) for start, length in filter(None, spans) if length]
         return ranges if all(start >= 0 and end <= size for start, end in ranges) else [(0, size)]
 
     def _check_ranges(self, ranges: Iterable[tuple[int, int]]) -> None:

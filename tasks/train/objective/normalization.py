@@ -15,21 +15,9 @@ and micro-batches. Rows without a trained token are none of the M.
 """
 
 import torch
-import torch.distributed as dist
 
-from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.losses.token_loss import Tokens
-
-
-def sum_over_ranks(counts: list[tuple[int, int]], device: torch.device) -> list[tuple[int, int]]:
-    """Sum pairs of counts (trained tokens, rows), one for each update, over all ranks; a collective, one a step."""
-    summed = torch.tensor(counts, dtype=torch.int64, device=device).reshape(-1, 2)
-    if dist.is_initialized():
-        # Counts are exchanged before the first backward pass, whose scale depends on them.
-        with times.collective():
-            dist.all_reduce(summed)
-    return [(n_tokens, n_rows) for n_tokens, n_rows in summed.tolist()]
 
 
 def denominator(config: TrainConfig, n_tokens: int, n_rows: int) -> int:

@@ -42,7 +42,7 @@ class Packer:
         """
         if self.layout == "varlen":
             return pack_varlen(group_by_prefix(samples, rows), n_ranks, self._budget.tokens)
-        shares = pack_padded([len(samples.token_ids[row]) for row in rows], n_ranks, self._budget)
+        shares = pack_padded([samples.outline(row).n_tokens for row in rows], n_ranks, self._budget)
         return [[[rows[place] for place in cut] for cut in share] for share in shares]
 
     def micro_batch(self, samples: Samples, rows: RowNumbers, env_names: list[str]) -> MicroBatch:

@@ -46,17 +46,16 @@ def group_by_prefix(samples: Samples, rows: Sequence[int]) -> list[PrefixGroup]:
     """
     groups: dict[object, list[int]] = {}
     for row in rows:
-        start = int(samples.loss_masks[row].argmax())
         # Rows with replayed routing may differ in the experts of equal tokens, and so in hidden states.
-        key = row if samples.routing else samples.token_ids[row][:start].tobytes()
+        key = row if samples.routing else samples.outline(row)[2:]
         groups.setdefault(key, []).append(row)
     return [unit for group in groups.values() for unit in _build_groups(samples, group)]
 
 
 def _build_groups(samples: Samples, rows: list[int]) -> list[PrefixGroup]:
-    lengths = {row: len(samples.token_ids[row]) for row in rows}
+    lengths = {row: samples.outline(row).n_tokens for row in rows}
     ordered = sorted(rows, key=lambda row: (-lengths[row], row))
-    shared = int(samples.loss_masks[rows[0]].argmax())
+    shared = samples.outline(rows[0]).n_prefix
     if shared * (len(rows) - 1) < _LEAST_SAVED_SHARE * sum(lengths.values()):
         shared = 0
     if shared and len(rows) > 1:
