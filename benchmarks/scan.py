@@ -1,14 +1,15 @@
-"""How long does it take to look at a long run? `rollmill inspect` and one column, of 1,000 steps x 512 made-up rows.
+"""How long does it take to look at a long run? `rollmill inspect`, one column and five queries, of 1,000 steps x 512 made-up rows.
 
 The run is stored on this disk, and on an S3 server in a separate process (moto's, which answers one request at a time).
 Each step's partition has one shard, as after its compaction. `inspect` is the whole command, from its start to its
-end; the column is read and summed in this process.
+end; the column is read and summed in this process, and so are the questions of docs/queries.md answered.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from rollmill import open_run
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files
@@ -39,6 +41,7 @@ from rollmill.tasks.store.shards.shard_names import ShardName
 
 GROUPS, GROUP_SIZE, N_TOKENS, REPEATS = 64, 8, 64, 3
 EVALUATE_EVERY, N_PROMPTS, N_METRICS = 100, 64, 60
+N_PROBLEMS = 5_000
 SCORER = "addition@1"
 
 
@@ -66,8 +69,12 @@ def rows_of_step(step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
     ids = {"trajectory_id": [f"run.{step}.{i}" for i in range(n)], "group": groups}
     where = {"step": step}
     status = ["truncated" if i % 16 == 0 else "complete" for i in range(n)]
-    yield partition_folder("rollouts", where), make_rows("rollouts", n, step, **ids, status=status)
-    scores = make_rows("scores", n, step, **ids, status=["scored"] * n)
+    samples = np.arange(n) % GROUP_SIZE
+    prompts = [f"problem {7919 * group % N_PROBLEMS}" for group in groups.tolist()]
+    rollouts = {"status": status, "sample": samples.astype(np.int32), "example_id": prompts}
+    yield partition_folder("rollouts", where), make_rows("rollouts", n, step, **ids, **rollouts)
+    is_right = np.random.default_rng(step).random(n) < 0.5
+    scores = make_rows("scores", n, step, **ids, status=["scored"] * n, reward=is_right.astype(float))
     yield partition_folder("scores", {"scorer": SCORER, **where}), scores
     rewards = np.random.default_rng(step).random(GROUPS)
     by_group = {"group": np.unique(groups), "reward_mean": rewards, "reason": [""] * GROUPS}
@@ -146,6 +153,14 @@ def one_column(folder: RunFolder, steps: int) -> None:
     assert tokens == steps * GROUPS * GROUP_SIZE
 
 
+def slowest_query(folder: RunFolder) -> float:
+    """Largest of the median wall times of the five questions of docs/queries.md."""
+    page = (Path(__file__).parents[1] / "docs" / "queries.md").read_text()
+    questions = re.findall(r"^```sql\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(questions) == 5
+    return max(seconds(partial(open_run(folder.location).sql, each)) for each in questions)
+
+
 @contextmanager
 def s3_server() -> Iterator[None]:
     """Start moto's server on a free port; this process, and those it starts, send their requests there."""
@@ -193,6 +208,7 @@ def main() -> None:
         local = RunFolder(f"{root}/run")
         make_run(local, given.steps)
         figures["inspect_s"], figures["column_s"] = measure(local, given.steps)
+        figures["slowest_query_s"] = slowest_query(local)
         if not given.local_only:
             os.environ["ROLLMILL_SCRATCH"] = f"{root}/scratch"
             with s3_server():
@@ -203,7 +219,7 @@ def main() -> None:
                 copy_run(local, remote)
                 figures["inspect_s3_s"], figures["column_s3_s"] = measure(remote, given.steps)
     for name, value in figures.items():
-        print(f"{name:14} {value:8.2f}")
+        print(f"{name:16} {value:8.2f}")
     print(json.dumps({"benchmark": "scan", "steps": given.steps, "rows": GROUPS * GROUP_SIZE} | figures))
 
 

@@ -131,6 +131,7 @@ STORING = (
         figures=(
             Figure("inspect_s", "s", 2.0),
             Figure("column_s", "s", 2.0),
+            Figure("slowest_query_s", "s", 1.0),
             Figure("inspect_s3_s", "s"),
             Figure("column_s3_s", "s"),
         ),

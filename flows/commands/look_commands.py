@@ -236,6 +236,37 @@ def spans(
 
 
 @commands.command(rich_help_panel=PANEL)
+def sql(
+    runs_and_query: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... QUERY",
+            help="One run or several, then a query in quotes, of DuckDB, over trajectories and the data sets.",
+        ),
+    ],
+    scorer: Annotated[
+        str,
+        typer.Option(metavar="NAME@VERSION", help="Rewards by this scorer; default: each run's own."),
+    ] = "",
+    limit: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Maximum number of rows of the table; 0: all.")
+    ] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Query stored runs in SQL, such as: select step, avg(reward) from trajectories group by step."""
+    import rollmill
+    from rollmill.tasks.look.tables.run_frames import view_result
+    from rollmill.tasks.look.terminal.output import print_json, print_view
+
+    *runs, query = runs_and_query
+    shown = view_result(rollmill.open_run(*runs, scorer=scorer).sql(query), limit)
+    if as_json:
+        print_json(shown.values)
+    else:
+        print_view(shown)
+
+
+@commands.command(rich_help_panel=PANEL)
 def export(
     run: RunLocation,
     to: Annotated[str, typer.Option("--to", metavar="parquet|jsonl", help="Format of the files.")],

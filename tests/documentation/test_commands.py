@@ -30,7 +30,7 @@ PAGES = [
     *(each for each in sorted((ROOT / "docs").glob("*.md")) if each.name not in GENERATED),
 ]
 # A bash fence is a script; tests/deploy/test_two_nodes.py runs the one that there is.
-LANGUAGES = {"sh", "bash", "console", "python", "yaml", "text", "mermaid", "json", "toml"}
+LANGUAGES = {"sh", "bash", "console", "python", "yaml", "text", "mermaid", "json", "sql", "toml"}
 PROGRAMS = {
     "rollmill", "make", "prefect", "docker", "kubectl", "python", "pip", "apt", "git", "cd", "export", "aws",
     "tensorboard", "hf", "openssl", "cp", "kill", "mkdir", "curl", "while", "umask",

@@ -1,0 +1,205 @@
+"""Stored runs as lazy Polars frames and as SQL views: one run or several, on a disk or on S3."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import polars as pl
+from polars.io.plugins import register_io_source
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
+from rollmill.tasks.store.attempts import last_attempts
+from rollmill.tasks.store.folders import PartitionValue, RunFolder
+from rollmill.tasks.store.reader import list_scorers, list_shards, scan
+from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema
+
+TRAJECTORIES = "trajectories"
+VIEWS = (TRAJECTORIES, *sorted(SCHEMAS))
+"""Names that a query may read from: the joined trajectories, and each data set as it is stored."""
+
+# Columns of `trajectories` by the data set that has them, besides those of rollouts.
+_JOINED: dict[str, dict[str, pl.DataType]] = {
+    "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
+    "batches": {"advantage": pl.Float32()},
+    "groups": {"group_reason": pl.String()},
+}
+
+
+class RunFrames:
+    """The rows of stored runs. Frames are lazy: `.collect()` reads the columns that the query needs.
+
+    The column `location` names the folder of the run that has a row.
+
+    Example:
+        >>> runs = rollmill.open_run("runs/quickstart", "s3://bucket/runs/other")
+        >>> trained = runs.trajectories.filter(pl.col("advantage").is_not_null())
+        >>> by_prompt = trained.group_by("example_id").agg(pl.col("reward").mean()).collect()
+
+    Attributes:
+        folders: the runs, in the order given.
+    """
+
+    def __init__(self, folders: Sequence[RunFolder], scorer: str = "") -> None:
+        """Open runs for reading.
+
+        Args:
+            folders: at least one run.
+            scorer: NAME@VERSION of the rewards in `trajectories`; empty: the scorer that each run trains on.
+
+        Raises:
+            ConfigError: no run has scores of this scorer.
+        """
+        self.folders, self._scorer = tuple(folders), scorer
+        if scorer and not any(scorer in list_scorers(folder) for folder in folders):
+            known = sorted({each for folder in folders for each in list_scorers(folder)})
+            raise ConfigError("scorer", scorer, f"the runs have scores of {', '.join(known) or 'no scorer'}")
+
+    @property
+    def trajectories(self) -> pl.LazyFrame:
+        """One row per trajectory: the columns of `rollouts` for its last attempt, and what scoring and the batch made of it.
+
+        Columns besides those of rollouts:
+            location: folder of the run.
+            reward: null unless scored.
+            score_status: scored, failed or dropped; null without a score.
+            subgroup: part of the group that the reward is compared with; null without a score.
+            advantage: null unless it is in the batch of its run.
+            group_reason: why its group is not in the batch; empty if it is, null if the step has not ended.
+        """
+        return pl.concat([self._join(folder) for folder in self.folders])
+
+    def dataset(self, name: str, **partition: PartitionValue) -> pl.LazyFrame:
+        """Return the rows of a data set as they are stored, or of some of its partitions; zero rows if nothing is.
+
+        `scorer` is NAME@VERSION. Of `states`, name one environment.
+
+        Example: runs.dataset("scores", scorer="addition@1")
+
+        Raises:
+            SchemaError: unknown data set or partition.
+        """
+        return pl.concat([_scan(folder, name, partition) for folder in self.folders])
+
+    def sql(self, query: str) -> pl.DataFrame:
+        """Run a query of DuckDB over the views `trajectories` and one for each data set but `states`.
+
+        `group` and `order` are words of SQL: write "group" and "order" for these columns.
+
+        Example: runs.sql('select step, avg(reward) from trajectories group by step order by step')
+
+        Raises:
+            ConfigError: the query is wrong, or reads from a view that does not exist.
+        """
+        import duckdb  # it takes long to import, and only queries in SQL need it
+
+        try:
+            with duckdb.connect() as connection:
+                # Listing the files of a data set takes time: only those that the query may read are registered.
+                for name in sorted(set(VIEWS) & set(re.findall(r"\w+", query.lower()))):
+                    rows = self.trajectories if name == TRAJECTORIES else self.dataset(name)
+                    connection.register(name, rows)
+                result = connection.sql(query)
+                found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
+                return found
+        except duckdb.Error as error:
+            views = f"there are the views {', '.join(VIEWS)}"
+            remedy = f"{error}; {views}" if isinstance(error, duckdb.CatalogException) else str(error)
+            raise ConfigError("QUERY", query, remedy) from error
+
+    def _join(self, folder: RunFolder) -> pl.LazyFrame:
+        """Return the joined trajectories of a run; only the data sets that a query's columns need are read."""
+        rollouts = _scan(folder, "rollouts", {})
+        scorer = self._scorer or resolve_scorer(folder)
+        scores = _scan(folder, "scores", {"scorer": scorer} if scorer else {})
+        schema = rollouts.collect_schema()
+        joined = {name: kind for columns in _JOINED.values() for name, kind in columns.items()}
+
+        def read(
+            names: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _: int | None
+        ) -> Iterator[pl.DataFrame]:
+            names = [*schema, *joined] if names is None else names
+            needed = {*names, *(predicate.meta.root_names() if predicate is not None else ())}
+            found = last_attempts(rollouts)
+            if needed & {*_JOINED["scores"], *_JOINED["groups"]}:
+                found = _join_scores(found, scores)
+            if needed & {*_JOINED["batches"]}:
+                batches = _scan(folder, "batches", {}).select("trajectory_id", "advantage")
+                found = found.join(batches, on="trajectory_id", how="left")
+            if needed & {*_JOINED["groups"]}:
+                found = _join_groups(found, _scan(folder, "groups", {}))
+            yield _finish(found, names, predicate, n_rows)
+
+        return register_io_source(read, schema=pl.Schema({**schema, **joined}))
+
+
+def view_result(found: pl.DataFrame, limit: int) -> View:
+    """Return a table of the first `limit` rows of a query's result (0: all); its JSON values have every row."""
+    shown = found.head(limit or len(found))
+    columns = [
+        Column(name, rank=place, is_text=kind == pl.String or kind.is_nested())
+        for place, (name, kind) in enumerate(found.schema.items())
+    ]
+    return View(
+        {"n": len(found), "rows": found.to_dicts()},
+        count_noun(len(found), "row"),
+        columns,
+        shown.to_dicts(),
+        limit_notes(len(shown), len(found), "none") if found.columns and len(found) else (),
+    )
+
+
+def _join_scores(rollouts: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
+    columns = (pl.col("reward").fill_nan(None), pl.col("status").alias("score_status"), "subgroup")
+    return rollouts.join(scores.select("trajectory_id", *columns), on="trajectory_id", how="left")
+
+
+def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame) -> pl.LazyFrame:
+    """A group without a subgroup of this number, since a trajectory has no score, has one reason for all."""
+    reasons = groups.select("group", "subgroup", pl.col("reason").alias("group_reason"))
+    keyed = rollouts.with_columns(pl.col("subgroup").fill_null(0).alias("_subgroup"))
+    found = keyed.join(
+        reasons, left_on=["group", "_subgroup"], right_on=["group", "subgroup"], how="left", coalesce=True
+    )
+    return found.drop("_subgroup")
+
+
+def _scan(folder: RunFolder, dataset: str, partition: Mapping[str, PartitionValue]) -> pl.LazyFrame:
+    """Return a data set's rows and the run's `location`: read by Polars on a disk, by Rollmill's own reader on S3."""
+    shards = list_shards(folder, dataset, **partition)
+    if folder.is_local and shards:
+        rows = pl.scan_ipc(shards)
+    else:
+        rows = register_io_source(
+            partial(_read_columns, folder, dataset, partition), schema=_polars_schema(dataset)
+        )
+    return rows.with_columns(pl.lit(folder.location).alias("location"))
+
+
+def _read_columns(
+    folder: RunFolder,
+    dataset: str,
+    partition: Mapping[str, PartitionValue],
+    names: list[str] | None,
+    predicate: pl.Expr | None,
+    n_rows: int | None,
+    _: int | None,
+) -> Iterator[pl.DataFrame]:
+    """Read the columns that a query needs, for Polars."""
+    names = [*_polars_schema(dataset)] if names is None else names
+    needed = list(dict.fromkeys([*names, *(predicate.meta.root_names() if predicate is not None else ())]))
+    yield _finish(scan(folder, dataset, needed, **partition), names, predicate, n_rows)
+
+
+def _finish(
+    rows: pl.LazyFrame, names: list[str], predicate: pl.Expr | None, n_rows: int | None
+) -> pl.DataFrame:
+    found = (rows if predicate is None else rows.filter(predicate)).select(names)
+    return (found if n_rows is None else found.head(n_rows)).collect()
+
+
+def _polars_schema(dataset: str) -> pl.Schema:
+    empty = pl.from_arrow(dataset_schema(dataset).empty_table())
+    assert isinstance(empty, pl.DataFrame)
+    return empty.schema
