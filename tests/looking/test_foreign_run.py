@@ -46,6 +46,7 @@ def foreign_run(small_run: RunFolder, tmp_path: Path, monkeypatch: pytest.Monkey
         ("export", "--to", "jsonl", "--output", "OUTPUT"),
         ("compact", "--grace", "0"),
         ("verify",),
+        ("sql", "from trajectories"),
     ],
 )
 def test_a_look_at_a_run_imports_no_code_that_it_names(
