@@ -34,15 +34,20 @@ def preset_values(preset: str) -> dict[str, Any]:
     return values
 
 
+MOST_VALUES = 100_000
+"""Most values of settings: nine lines of YAML whose aliases repeat each other have a billion."""
+
+
 def parse_yaml(text: str) -> Any:
     """Parse settings.
 
     Raises:
-        ValueError: in one line: the text is not YAML, gives a setting twice (YAML would take the last value), or has a number that
-            YAML reads differently than it looks, such as 012 (10) and 1:30 (90).
+        ValueError: in one line: the text is not YAML, gives a setting twice (YAML would take the last value), has a number that
+            YAML reads differently than it looks, such as 012 (10) and 1:30 (90), or repeats too many values by aliases.
     """
     try:
-        return yaml.load(text, _SettingsLoader)
+        values = yaml.load(text, _SettingsLoader)
+        n_values = _count_values(values, {})
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{error.problem} (line {line})") from error
@@ -50,6 +55,31 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+    if n_values > MOST_VALUES:
+        raise ValueError(f"with what its aliases repeat it has {n_values} values, more than {MOST_VALUES}")
+    return values
+
+
+def _count_values(value: object, counts: dict[int, int]) -> int:
+    """Count the values in a value, itself included, and those that YAML's aliases repeat each time.
+
+    `counts` has those of the mappings and lists so far by id, 0 for one that is being counted.
+
+    Raises:
+        ValueError: a value contains itself.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    known = counts.setdefault(id(value), 0)
+    if known:
+        return known
+    inner = value.values() if isinstance(value, dict) else value
+    for each in inner:
+        if counts.get(id(each)) == 0:
+            raise ValueError("a value contains itself")
+        known += _count_values(each, counts)
+    counts[id(value)] = 1 + known
+    return 1 + known
 
 
 class _SettingsLoader(yaml.SafeLoader):

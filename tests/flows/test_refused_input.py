@@ -13,10 +13,10 @@ from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError
 
 
-def laughs(opening: str, closing: str) -> str:
-    """YAML of ten lines whose aliases mean 10^9 values."""
+def laughs(opening: str, closing: str, n_lines: int = 10) -> str:
+    """YAML of `n_lines` lines whose aliases mean 10^(n_lines - 1) values."""
     lines = [f"a0: &a0 {opening}x: 1{closing}" if opening == "{" else f"a0: &a0 {opening}1{closing}"]
-    for n in range(1, 10):
+    for n in range(1, n_lines):
         names = ", ".join(f"k{i}: *a{n - 1}" if opening == "{" else f"*a{n - 1}" for i in range(10))
         lines.append(f"a{n}: &a{n} {opening}{names}{closing}")
     return "\n".join(lines)
@@ -32,6 +32,10 @@ def laughs(opening: str, closing: str) -> str:
         ("seed: [1", "expected ',' or ']', but got '<stream end>' (line 1)"),
         ("steps: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("[" * 1000, "nested too deeply"),
+        ("score: &score [*score]", "a value contains itself"),
+        ("train: &train {kl: {coef: *train}}", "a value contains itself"),
+        (laughs("[", "]").replace("a9:", "score:"), " values, more than 100000"),
+        (laughs("{", "}").replace("a9:", "score:"), " values, more than 100000"),
         ("seed: \x00", "special characters are not allowed"),
     ],
 )
@@ -56,7 +60,7 @@ def test_ordinary_yaml_is_read_as_before() -> None:
     }
 
 
-@pytest.mark.parametrize("text", [laughs("[", "]"), laughs("{", "}")], ids=["lists", "sections"])
+@pytest.mark.parametrize("text", [laughs("[", "]", 5), laughs("{", "}", 5)], ids=["lists", "sections"])
 def test_a_value_is_cut_in_a_message(text: str, tmp_path: Path) -> None:
     preset = tmp_path / "own.yaml"
     preset.write_text(text)
