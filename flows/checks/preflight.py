@@ -294,7 +294,7 @@ class _ModelSettings(msgspec.Struct):
 
     architectures: list[str] | None = None
     model_type: str | None = None
-    text_config: dict[str, Any] | None = None
+    text_config: "_ModelSettings | None" = None
     quantization_config: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None

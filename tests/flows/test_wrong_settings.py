@@ -413,6 +413,13 @@ def test_position_encodings_that_do_not_depend_on_the_longest_row_pass(tmp_path:
         check_rope("model", tmp_path, 4096)
 
 
+def test_a_config_json_of_wrong_types_is_refused(tmp_path: Path) -> None:
+    for settings in ({"text_config": {"rope_scaling": "longrope"}}, {"rope_parameters": [1]}):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ConfigError, match=r"its config\.json cannot be read \(Expected `object"):
+            check_rope("model", tmp_path, 1)
+
+
 def test_a_position_encoding_without_a_length_is_refused(tmp_path: Path) -> None:
     settings = {"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": None}
     (tmp_path / "config.json").write_text(json.dumps(settings))
