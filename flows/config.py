@@ -1,9 +1,9 @@
 """RunConfig: the settings of all stages, those that only flows read, and the names that settings no longer have."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.config import YEAR_S, StageConfig, setting
@@ -20,9 +20,10 @@ RENAMED = {
     "evaluate.version": "the parameter `version` of the flow evaluate (`rollmill evaluate --version`)",
     "observe.experiment": "the environment variable MLFLOW_EXPERIMENT_NAME",
     "observe.task_run_tags": "observe.rollout_tags and observe.score_tags",
-    "retrain.first_step": "retrain.steps ([first, last])",
+    "retrain.first_step": "retrain.where (step >= N)",
     "retrain.groups_per_step": "rollout.groups_per_step",
-    "retrain.last_step": "retrain.steps ([first, last])",
+    "retrain.last_step": "retrain.where (step <= N)",
+    "retrain.steps": "retrain.where (step between A and B)",
     "rollout.group_timeout_s": "rollout.trajectory_timeout_s (a group may take twice as long)",
     "score.judge.prompt": "score.judge.prompt_file",
     "score.judge.score_max": "score.judge.score_range ([smallest, largest])",
@@ -224,11 +225,6 @@ def refuse_moved_settings(values: Any) -> None:
         raise PydanticCustomError("moved_setting", "{field}: {remedy}", context)
 
 
-FirstStep = Annotated[int, Field(ge=0)]
-# -1 is the last one there is.
-LastStep = Annotated[int, Field(ge=-1)]
-
-
 class FlowConfig(StageConfig):
     """Base of a flow's settings: refuses a setting that was renamed or removed, and names what to write instead."""
 
@@ -260,8 +256,11 @@ class RetrainConfig(StageConfig):
         (), "Runs whose rollouts are trained on: folders, or s3://bucket/prefix.", fixed=True, basic=True
     )
     scores: str = setting("", "Scores to take rewards from, as NAME@VERSION.", fixed=True, basic=True)
-    steps: tuple[FirstStep, LastStep] = setting(
-        (0, -1), "First and last step of the sources to draw from; -1: all finished steps.", fixed=True
+    where: str = setting(
+        "",
+        "Condition in SQL on the stored groups to draw from, such as `step < 10 and reward between 0.2 and 0.8` "
+        "(docs/rescoring.md has the columns); empty: all of the finished steps.",
+        fixed=True,
     )
 
 

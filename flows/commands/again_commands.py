@@ -71,6 +71,13 @@ def retrain(
     sources: Annotated[
         list[str] | None, typer.Option("--from", metavar="RUN", help="Run to train from; repeatable.")
     ] = None,
+    where: Annotated[
+        str,
+        typer.Option(
+            metavar="SQL",
+            help="Condition on the stored groups to draw from, such as: step < 10 and reward_std > 0.",
+        ),
+    ] = "",
     overrides: Overrides = None,
     again: Again = False,
 ) -> None:
@@ -78,7 +85,7 @@ def retrain(
     from rollmill.flows.commands.new_runs import retrain_here
     from rollmill.flows.commands.stored_runs import retrain_config
 
-    config = retrain_config(origin, tuple(overrides or ()), sources or (), scores)
+    config = retrain_config(origin, tuple(overrides or ()), sources or (), scores, where)
     retrain_here(config, name, again=again)
 
 

@@ -126,7 +126,7 @@ def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION)
 
 
 def retrain_config(
-    origin: str, overrides: Sequence[str], sources: Sequence[str] = (), scores: str = ""
+    origin: str, overrides: Sequence[str], sources: Sequence[str] = (), scores: str = "", where: str = ""
 ) -> RunConfig:
     """Return the settings of a run that trains from stored rollouts.
 
@@ -135,6 +135,7 @@ def retrain_config(
         overrides: key=value.
         sources: runs to train from.
         scores: NAME@VERSION.
+        where: condition in SQL on the stored groups to draw from; empty: all.
 
     Raises:
         ConfigError: a setting is wrong, or a source is not a run.
@@ -146,8 +147,7 @@ def retrain_config(
     else:
         values = preset_values(origin)
     chosen: dict[str, Any] = {"sources": [find_run(each).absolute for each in sources]} if sources else {}
-    if scores:
-        chosen["scores"] = scores
+    chosen |= {name: given for name, given in (("scores", scores), ("where", where)) if given}
     values["retrain"] = values.get("retrain", {}) | chosen
     with name_override(folder, overrides) if folder else nullcontext():
         return validate(apply_overrides(values, overrides))

@@ -46,7 +46,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class GroupPool:
-    """All groups of the runs in `retrain.sources` that can be trained on.
+    """All groups of the runs in `retrain.sources` that meet `retrain.where` and can be trained on.
 
     Attributes:
         left_out: number of other groups, by the reason why they cannot be trained on.
@@ -100,8 +100,8 @@ def _all_outcomes(config: RunConfig) -> Iterator[tuple[StoredGroup, tuple[GroupO
     seen: set[tuple[str, int, int]] = set()
     for source, steps in find_source_steps(config):
         manifest = read_manifest(source)
-        for step in steps:
-            for group, outcomes in _group_outcomes(source, step, config).items():
+        for step, chosen in steps.items():
+            for group, outcomes in _group_outcomes(source, step, config, chosen).items():
                 if (one := (manifest.run_at_step(step), step, group)) not in seen:
                     seen.add(one)
                     yield StoredGroup(source.absolute, step, group), outcomes

@@ -7,6 +7,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import start_model_folder, stored_model_folder
 from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.terms import check_scorer, resolve_terms
 from rollmill.tasks.store.folders import RunFolder
@@ -45,31 +46,37 @@ def _check_routing(config: RunConfig) -> None:
         if missing := sorted({*steps} - {*list_steps(source, "routing")}):
             remedy = (
                 f"{source.location} has no routed experts of step {missing[0]}, nor of {len(missing) - 1} more steps: use "
-                "other steps (retrain.steps), or set it to false"
+                "other steps (retrain.where), or set it to false"
             )
             raise ConfigError("train.replay_routing", True, remedy)
 
 
-def find_source_steps(config: RunConfig) -> list[tuple[RunFolder, list[int]]]:
-    """Return each source with its finished steps within the bounds retrain.steps.
+def find_source_steps(config: RunConfig) -> list[tuple[RunFolder, dict[int, set[int] | None]]]:
+    """Return each source with its finished steps, and of these the groups that meet retrain.where; None: all groups.
 
     A step is finished when it was trained on; in a run of the flow collect, when all its groups are collected.
 
     Raises:
-        ConfigError: a source is not a run or lacks the scores, or no step is within the bounds.
+        ConfigError: a source is not a run or lacks the scores, retrain.where is no condition, or no group meets it.
     """
-    scores, (first, last) = config.retrain.scores, config.retrain.steps
-    found, done = [], []
+    scores, condition = config.retrain.scores, config.retrain.where
+    found: list[tuple[RunFolder, dict[int, set[int] | None]]] = []
+    done: list[str] = []
     for source in map(find_run, config.retrain.sources):
         if scores not in (there_are := list_scorers(source)):
             remedy = f"give scores that {source.location} has: {', '.join(there_are) or 'none'}; `rollmill rescore` makes others"
             raise ConfigError("retrain.scores", scores, remedy)
         steps = list_done_steps(source, read_manifest(source))
         done.append(f"{source.location} has done {f'steps {steps[0]} to {steps[-1]}' if steps else 'none'}")
-        found.append((source, [step for step in steps if first <= step and (last < 0 or step <= last)]))
-    if found and not any(steps for _, steps in found):
-        bounds = f"no step is from {first} to {last}"
-        raise ConfigError("retrain.steps", [first, last], f"{bounds}: {', '.join(done)}")
+        if condition:
+            chosen = RunFrames([source], scores).find_groups("retrain.where", condition)
+            found.append((source, {step: chosen[step] for step in steps if step in chosen}))
+        else:
+            found.append((source, dict.fromkeys(steps)))
+    if condition and not any(steps for _, steps in found):
+        raise ConfigError(
+            "retrain.where", condition, f"no group of a finished step meets it: {', '.join(done)}"
+        )
     return found
 
 

@@ -42,7 +42,7 @@ RUN = [
     ("checkpoints.md", "rollmill export-policy RUN FOLDER --version 40"),
     ("operations.md", "rollmill fork runs/quickstart 20 --name warmer --set rollout.temperature=1.2 --set seed=1"),
     ("rescoring.md", "rollmill rescore quickstart --scorer rewards:Estimate --evaluations"),
-    ("rescoring.md", "rollmill retrain quickstart --from quickstart --scores estimate@1 --name short --set score.scorer=rewards:Estimate --set train.loss=cispo --set train.clip_low=1 --set train.clip_high=1 --set retrain.steps=[0,9] --set steps=20"),
+    ("rescoring.md", "rollmill retrain quickstart --from quickstart --scores estimate@1 --name short --set score.scorer=rewards:Estimate --set train.loss=cispo --set train.clip_low=1 --set train.clip_high=1 --where 'step < 10' --set steps=20"),
     ("rescoring.md", "rollmill replay quickstart --from 0 --to 40"),
     ("rescoring.md", "rollmill replay quickstart --attribute --step 20 --synthetic-traffic 100"),
 ]  # fmt: skip

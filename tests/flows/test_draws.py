@@ -109,9 +109,42 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
     for wrong in ("nope@1", ""):
         with pytest.raises(ConfigError, match=r"give scores that .* has: short@1"):
             find_source_steps(config_of(source, scores=wrong))
-    for bounds in ({"steps": (9, -1)}, {"steps": (1, 0)}):
-        with pytest.raises(ConfigError, match=r"no step is from .* has done steps 0 to 1"):
-            find_source_steps(config_of(source, **bounds))
+    with pytest.raises(ConfigError, match=r"retrain.where = 'step > 8': no group .* has done steps 0 to 1"):
+        find_source_steps(config_of(source, where="step > 8"))
+
+
+@pytest.mark.parametrize(
+    ("condition", "groups"),
+    [
+        ("step < 1", [(0, 0), (0, 1)]),
+        ('"group" in (1, 2)', [(0, 1), (1, 2)]),
+        (
+            "reward = 0.5 and reward_std > 0 and n_scored = n and step = 1 -- and nothing else",
+            [(1, 2), (1, 3)],
+        ),
+    ],
+)
+async def test_groups_that_meet_a_condition_alone_are_drawn(
+    source: RunFolder, condition: str, groups: list[tuple[int, int]]
+) -> None:
+    pool = GroupPool.read(config_of(source, where=condition))
+    assert [(each.step, each.group) for each in pool.groups] == groups
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        ("rewards > 1", 'Referenced column "rewards" not found'),
+        ("reward >", "syntax error"),
+        ("env in (select * from read_text('/etc/hostname'))", "disabled"),
+    ],
+)
+async def test_what_is_no_condition_on_groups_is_refused(
+    source: RunFolder, condition: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        GroupPool.read(config_of(source, where=condition))
+    assert str(refused.value).startswith("retrain.where = ")
 
 
 async def test_a_source_with_another_vocabulary_is_refused(

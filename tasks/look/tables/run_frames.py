@@ -19,6 +19,23 @@ TRAJECTORIES = "trajectories"
 VIEWS = (TRAJECTORIES, *sorted(SCHEMAS))
 """Names that a query may read from: the joined trajectories, and each data set as it is stored."""
 
+GROUP_COLUMNS: Mapping[str, str] = {
+    "env": "any_value(env)",
+    "example_id": "any_value(example_id)",
+    "n": "count(*)",
+    "n_scored": "count(reward)",
+    "reward": "avg(reward)",
+    "reward_std": "stddev_pop(reward)",
+    "reward_min": "min(reward)",
+    "reward_max": "max(reward)",
+    "tokens": "avg(n_completion_tokens)",
+    "versions_behind": "step - min(policy_version_first) filter (policy_version_first >= 0)",
+}
+"""Columns of a group, besides run, step and group, with the aggregate of its trajectories that each is."""
+_GROUPS = (
+    f'select run, step, "group", {", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())} '
+    f'from {TRAJECTORIES} group by run, step, "group"'
+)
 # Columns of `trajectories` by the data set that has them, besides those of rollouts.
 _JOINED: dict[str, dict[str, pl.DataType]] = {
     "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
@@ -82,6 +99,20 @@ class RunFrames:
         """
         return pl.concat([_scan(folder, name, partition) for folder in self.folders])
 
+    def find_groups(self, field: str, condition: str) -> dict[int, set[int]]:
+        """Return the groups that meet a condition in SQL, by step; `field` names the condition in an error.
+
+        The condition cannot read files. It has the columns of GROUP_COLUMNS.
+
+        Raises:
+            ConfigError: it is no condition on these columns.
+        """
+        query = f'select step, "group" from ({_GROUPS}) where ({condition}\n)'
+        found: dict[int, set[int]] = {}
+        for step, group in self._run(field, condition, query, reads_files=False).iter_rows():
+            found.setdefault(step, set()).add(group)
+        return found
+
     def sql(self, query: str) -> pl.DataFrame:
         """Run a query of DuckDB over the views `trajectories` and one for each data set but `states`.
 
@@ -92,10 +123,14 @@ class RunFrames:
         Raises:
             ConfigError: the query is wrong, or reads from a view that does not exist.
         """
+        return self._run("QUERY", query, query)
+
+    def _run(self, field: str, given: str, query: str, *, reads_files: bool = True) -> pl.DataFrame:
+        """Run a query; an error names `field` and its value `given`."""
         import duckdb  # it takes long to import, and only queries in SQL need it
 
         try:
-            with duckdb.connect() as connection:
+            with duckdb.connect(config={"enable_external_access": str(reads_files)}) as connection:
                 # Listing the files of a data set takes time: only those that the query may read are registered.
                 for name in sorted(set(VIEWS) & set(re.findall(r"\w+", query.lower()))):
                     rows = self.trajectories if name == TRAJECTORIES else self.dataset(name)
@@ -106,7 +141,7 @@ class RunFrames:
         except duckdb.Error as error:
             views = f"there are the views {', '.join(VIEWS)}"
             remedy = f"{error}; {views}" if isinstance(error, duckdb.CatalogException) else str(error)
-            raise ConfigError("QUERY", query, remedy) from error
+            raise ConfigError(field, given, remedy) from error
 
     def _join(self, folder: RunFolder) -> pl.LazyFrame:
         """Return the joined trajectories of a run; only the data sets that a query's columns need are read."""
