@@ -157,11 +157,15 @@ def describe_missing_loss(model: Path, config: TrainConfig) -> str:
     """
     path = model / "config.json"
     settings = json.loads(path.read_text()) if path.is_file() else {}
-    settings |= settings.get("text_config") or {}
+    parts = {
+        name: part if isinstance(part := settings.get(name), dict) else {}
+        for name in ("text_config", "ffn_config")
+    }
+    settings |= parts["text_config"]
     named = (
         settings.get("router_aux_loss_coef"),
         settings.get("aux_loss_coef"),
-        (settings.get("ffn_config") or {}).get("moe_loss_weight"),
+        parts["ffn_config"].get("moe_loss_weight"),
     )
     asked = next((each for each in named if each is not None), None)
     if not settings.get("output_router_logits") or asked == 0 or config.router_aux_loss_coef:

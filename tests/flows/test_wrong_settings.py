@@ -549,6 +549,7 @@ def test_no_preset_has_a_warning(preset: str) -> None:
         ({"output_router_logits": True, "aux_loss_coef": 0.5}, 0.0, True),
         ({"output_router_logits": True, "ffn_config": {"moe_loss_weight": 0.5}}, 0.0, True),
         ({"text_config": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}, 0.0, True),
+        ({"text_config": "x", "ffn_config": [1]}, 0.0, False),
         ({}, 0.0, False),
     ],
 )
