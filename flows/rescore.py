@@ -128,6 +128,7 @@ class Rescoring:
             chunk = ScoreChunk(self._scoring, groups, step.step, store)
             first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
             label = str(first) if first == last else f"{first}-{last}"
+            await self._recorder.count_task_run()
             state = await self._recorder.score(chunk, step.step, label)
             scored: ScoredChunk = await state.aresult()
             await asyncio.gather(*scored.acknowledgements)

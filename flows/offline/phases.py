@@ -125,7 +125,9 @@ class StepPhases:
         step, recorder, label = self._sampled.step, self._run.task_runs, str(group.group)
         await self._run.recording.hold_back()
         async with recorder.watch_group(step, group.group, {}):
+            await recorder.count_task_run()
             rolled = await recorder.rollout(_EmptyChunk(), step, label)
+            await recorder.count_task_run()
             await recorder.score(_EmptyChunk(), step, label, wait_for=[rolled])
 
     async def _compute_advantages(self, group: GroupPlan) -> None:

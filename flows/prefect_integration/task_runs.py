@@ -42,8 +42,8 @@ class TaskRunRecorder:
         recording: counts the task runs.
 
     Attributes:
-        rollout: runs the rollout task.
-        score: runs the score task.
+        rollout: runs the rollout task; `count_task_run` comes before.
+        score: runs the score task; `count_task_run` comes before.
         records_steps: True if each step is a task run, in which those of its groups are.
     """
 
@@ -59,16 +59,14 @@ class TaskRunRecorder:
         if self._kind != "all":
             return partial(_call_function, task)
         # A tag costs a request to the server at the start of each task run, which is why there are none by default.
-        tagged = task.with_options(tags=tags)
+        return partial(task.with_options(tags=tags), return_state=True)
 
-        async def run_task(*arguments: object, wait_for: Sequence[State[Any]] = ()) -> State[Any]:
-            await self._count_task_run()
-            state: State[Any] = await tagged(*arguments, return_state=True, wait_for=wait_for)
-            return state
+    async def count_task_run(self) -> None:
+        """Count a task run that `rollout` or `score` is about to start, if these are task runs."""
+        if self._kind == "all":
+            await self._count()
 
-        return run_task
-
-    async def _count_task_run(self) -> None:
+    async def _count(self) -> None:
         # Prefect's work at the start of a task run blocks the event loop: others run in between.
         await yield_to_loop()
         self._recording.count_start()
@@ -86,7 +84,7 @@ class TaskRunRecorder:
             case "all":
                 yield
             case "groups":
-                await self._count_task_run()
+                await self._count()
                 async with _group_task_run(step, group, summaries):
                     yield
             case "events":

@@ -256,6 +256,7 @@ class GroupCollection:
                 with suppress(TimeoutError):
                     await chunk.tickets[0].wait(chunk.deadline.at)
             with span("recording"):
+                await recorder.count_task_run()
                 rolled = await recorder.rollout(chunk, self._step, label)
             sampled: SampledChunk = await rolled.aresult()
             self._rolled.append(rolled)
@@ -271,6 +272,7 @@ class GroupCollection:
                         concurrent.create_task(self._recompute_once_stored(sampled))
                 if rollouts.num_rows and not run.scoring.by_group:
                     with span("recording"):
+                        await recorder.count_task_run()
                         scored = await recorder.score(
                             self._score_chunk(rollouts), self._step, label, wait_for=[rolled]
                         )
@@ -288,6 +290,7 @@ class GroupCollection:
         if is_scorable_group(self._run.config, survivors):
             label, recorder = str(self._group), self._run.task_runs
             with span("recording"):
+                await recorder.count_task_run()
                 scored = await recorder.score(
                     self._score_chunk(survivors), self._step, label, wait_for=self._rolled
                 )

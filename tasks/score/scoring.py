@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Self, TypeAlias
 
 from rollmill.tasks.errors import ScoreError, ScoreTimeoutError, error_text
@@ -243,8 +244,9 @@ class Scoring:
             async with asyncio.TaskGroup() as calling:
                 asked = []
                 for part, calls in zip(parts, self._calls, strict=True):
-                    asked.append(calling.create_task(_call_term(part, calls, candidates)))
-            by_part = [each.result() for each in asked]
+                    groups = [candidates] if part.function.by_group else [[each] for each in candidates]
+                    asked.append(calling.create_task(calls.call(groups)))
+            by_part = [list(chain.from_iterable(each.result())) for each in asked]
             verdicts = (
                 [sum_verdicts(parts, each) for each in zip(*by_part, strict=True)]
                 if self._scorer.is_sum
@@ -276,13 +278,6 @@ class Scoring:
         if pool is None or part.function.is_async:
             return LoopCalls(part.function, load, timeout_s, label)
         return WorkerCalls(part.function, pool, self._workers_parts().index(part), load, timeout_s, label)
-
-
-async def _call_term(
-    part: ScorerTerm, calls: LoopCalls | WorkerCalls, candidates: Sequence[CandidateText]
-) -> list[ScoreVerdict]:
-    groups = [candidates] if part.function.by_group else [[candidate] for candidate in candidates]
-    return [verdict for verdicts in await calls.call(groups) for verdict in verdicts]
 
 
 async def _close_term(part: ScorerTerm, timeout_s: float) -> None:

@@ -42,6 +42,7 @@ class Chunk:
 @task(name="step", persist_result=False)
 async def step(recorder: TaskRunRecorder, folder: str, hang: bool) -> None:
     async def sample(group: int) -> None:
+        await recorder.count_task_run()
         rolled = await recorder.rollout(Chunk(Path(folder), hang), 0, str(group))
         await rolled.aresult()
 

@@ -68,8 +68,10 @@ class Group:
         chunks = [Chunk(), Chunk(self.error)] if self.number == 2 else [Chunk()]
         for number, chunk in enumerate(chunks):
             label = f"{self.number}.{number}" if len(chunks) > 1 else str(self.number)
+            await self.recorder.count_task_run()
             rolled: State[Any] = await self.recorder.rollout(chunk, 7, label)
             self.summaries[f"rollout {label}"] = (await rolled.aresult()).summary
+        await self.recorder.count_task_run()
         scored = await self.recorder.score(chunk, 7, str(self.number), wait_for=[rolled])
         self.summaries[f"score {self.number}"] = (await scored.aresult()).summary
 

@@ -131,6 +131,9 @@ class Diary(TaskRunRecorder):
 
         return run
 
+    async def count_task_run(self) -> None:
+        pass
+
     @asynccontextmanager
     async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:
         self.lines.append("group")

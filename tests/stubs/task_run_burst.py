@@ -31,7 +31,9 @@ def burst(n_task_runs: int) -> dict[str, Any]:
         recorder = TaskRunRecorder(ObserveConfig(), recording)
 
         async def pair(group: int) -> None:
+            await recorder.count_task_run()
             rolled = await recorder.rollout(EmptyChunk(), 0, str(group))
+            await recorder.count_task_run()
             await recorder.score(EmptyChunk(), 0, str(group), wait_for=[rolled])
 
         since, began, cpu = datetime.now(UTC), time.perf_counter(), time.process_time()
