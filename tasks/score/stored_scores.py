@@ -105,7 +105,8 @@ def recompute_advantages(
     """
     rollouts = rows_from_table(read(folder, "rollouts", _ROLLOUT_COLUMNS, step=step))
     scores = rows_from_table(read(folder, "scores", _SCORE_COLUMNS, scorer=scorer, step=step))
-    numbers = set(column_values(scores, "group")) if only is None else only
+    scored = set(column_values(scores, "group"))
+    numbers = scored if only is None else scored.intersection(only)
     rollouts, scores = rows_where_in(rollouts, "group", numbers), rows_where_in(scores, "group", numbers)
     if n_unscored := rows_without(
         select_scorable(rollouts), "trajectory_id", column_values(scores, "trajectory_id")

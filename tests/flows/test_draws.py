@@ -119,6 +119,10 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
         ("step < 1", [(0, 0), (0, 1)]),
         ('"group" in (1, 2)', [(0, 1), (1, 2)]),
         (
+            "env <> 'random()' and step = 1 and (select count(error) from rollouts) > 0",
+            [(1, 2), (1, 3)],
+        ),
+        (
             "reward = 0.5 and reward_std > 0 and n_scored = n and step = 1 -- and nothing else",
             [(1, 2), (1, 3)],
         ),
@@ -131,12 +135,27 @@ async def test_groups_that_meet_a_condition_alone_are_drawn(
     assert [(each.step, each.group) for each in pool.groups] == groups
 
 
+async def test_a_group_without_a_score_that_meets_a_condition_is_left_out(source: RunFolder) -> None:
+    rollout = {"trajectory_id": "1.9.0", "step": 1, "group": 9, "status": "complete", "env": "addition"}
+    with open_run(source.local) as run:
+        async with run.writer:
+            await run.writer.append("rollouts", make_rows("rollouts", [rollout]), step=1)
+            await run.writer.append(
+                "groups", make_rows("groups", [{"step": 1, "group": 9, "expected": 2}]), step=1
+            )
+    for condition in ("", "step = 1"):
+        pool = GroupPool.read(config_of(source, where=condition))
+        assert [each.group for each in pool.groups if each.step == 1] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("condition", "reason"),
     [
         ("rewards > 1", 'Referenced column "rewards" not found'),
         ("reward >", "syntax error"),
         ("env in (select * from read_text('/etc/hostname'))", "disabled"),
+        ("reward > 0 and Random () < 0.5", "Random would choose other groups each time the run is resumed"),
+        ("current_date < '2030-01-01'", "current_date would choose other groups"),
     ],
 )
 async def test_what_is_no_condition_on_groups_is_refused(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -94,6 +95,29 @@ def test_a_query_for_some_columns_and_rows_gives_those_of_the_whole(
     assert len(frame.filter(predicate).head(1).collect()) == 1
 
 
+def test_a_condition_after_a_limit_is_one_on_the_first_rows(
+    small_run: RunFolder, small_run_on_s3: RunFolder
+) -> None:
+    is_right = pl.col("reward") > 0.5
+    for folder in (small_run, small_run_on_s3):
+        for frame in (
+            api.open_run(folder.location).trajectories,
+            api.open_run(folder.location).dataset("scores"),
+        ):
+            first = frame.head(20).filter(is_right).select("trajectory_id").collect()
+            assert first.equals(frame.collect().head(20).filter(is_right).select("trajectory_id"))
+            assert 0 < len(first) < 20
+
+
+def test_a_name_with_the_signs_of_a_pattern_reads_no_other_run(small_run: RunFolder, tmp_path: Path) -> None:
+    odd = shutil.copytree(small_run.local, tmp_path / "run[12]")
+    other = shutil.copytree(small_run.local, tmp_path / "run1")
+    for shard in other.glob("rollouts/step=000000/*.arrow"):
+        shutil.copy(next(other.glob("rollouts/step=000001/*.arrow")), shard)
+    steps = api.open_run(str(odd)).sql("select distinct step from trajectories order by step")
+    assert steps["step"].to_list() == [0, 1, 2]
+
+
 def test_runs_on_a_disk_and_on_s3_are_read_together(small_run: RunFolder, small_run_on_s3: RunFolder) -> None:
     both = api.open_run(small_run.location, small_run_on_s3.location)
     rows = both.trajectories.sort("location", "trajectory_id").collect()
@@ -159,6 +183,18 @@ def test_the_command_prints_a_table_or_json_of_one_run_or_several(rollmill: Comm
 )
 def test_a_wrong_query_is_refused_with_the_reason(rollmill: Command, query: str, message: str) -> None:
     assert message in rollmill("sql", "small", query)
+
+
+def test_a_result_that_is_no_table_and_a_cut_shard_are_refused(small_run: RunFolder, tmp_path: Path) -> None:
+    cut = shutil.copytree(small_run.local, tmp_path / "cut")
+    for shard in cut.glob("rollouts/*/*.arrow"):
+        os.truncate(shard, 1000)
+    for run, query in (
+        (small_run.location, "select interval 1 day"),
+        (str(cut), "select step from trajectories"),
+    ):
+        with pytest.raises(ConfigError, match="`rollmill verify` names it"):
+            api.open_run(run).sql(query)
 
 
 def test_a_query_alone_is_refused(rollmill: Command) -> None:

@@ -36,6 +36,10 @@ _GROUPS = (
     f'select run, step, "group", {", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())} '
     f'from {TRAJECTORIES} group by run, step, "group"'
 )
+_CHANGING_FUNCTIONS = (
+    "select distinct function_name from duckdb_functions() where stability <> 'CONSISTENT' order by all"
+)
+_TEXTS = re.compile(r"'[^']*'")
 # Columns of `trajectories` by the data set that has them, besides those of rollouts.
 _JOINED: dict[str, dict[str, pl.DataType]] = {
     "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
@@ -105,8 +109,13 @@ class RunFrames:
         The condition cannot read files. It has the columns of GROUP_COLUMNS.
 
         Raises:
-            ConfigError: it is no condition on these columns.
+            ConfigError: it is no condition on these columns, or calls a function whose value changes from query to query.
         """
+        changing = self._run(field, condition, _CHANGING_FUNCTIONS, reads_files=False)["function_name"]
+        called = rf"\b(?:({'|'.join(changing)})\s*\(|(current_(?:date|time|timestamp))\b)"
+        if call := re.search(called, _TEXTS.sub("''", condition), re.IGNORECASE):
+            remedy = f'{call[1] or call[2]} would choose other groups each time the run is resumed; "group" % 4 = 0 chooses the same quarter'
+            raise ConfigError(field, condition, remedy)
         query = f'select step, "group" from ({_GROUPS}) where ({condition}\n)'
         found: dict[int, set[int]] = {}
         for step, group in self._run(field, condition, query, reads_files=False).iter_rows():
@@ -142,6 +151,9 @@ class RunFrames:
             views = f"there are the views {', '.join(VIEWS)}"
             remedy = f"{error}; {views}" if isinstance(error, duckdb.CatalogException) else str(error)
             raise ConfigError(field, given, remedy) from error
+        except pl.exceptions.PolarsError as error:
+            remedy = f"{error} (if a shard is damaged, `rollmill verify` names it)"
+            raise ConfigError(field, given, remedy) from error
 
     def _join(self, folder: RunFolder) -> pl.LazyFrame:
         """Return the joined trajectories of a run; only the data sets that a query's columns need are read."""
@@ -161,7 +173,7 @@ class RunFrames:
                 found = _join_scores(found, scores)
             if needed & {*_JOINED["batches"]}:
                 batches = _scan(folder, "batches", {}).select("trajectory_id", "advantage")
-                found = found.join(batches, on="trajectory_id", how="left")
+                found = found.join(batches, on="trajectory_id", how="left", maintain_order="left")
             if needed & {*_JOINED["groups"]}:
                 found = _join_groups(found, _scan(folder, "groups", {}))
             yield _finish(found, names, predicate, n_rows)
@@ -187,7 +199,9 @@ def view_result(found: pl.DataFrame, limit: int) -> View:
 
 def _join_scores(rollouts: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
     columns = (pl.col("reward").fill_nan(None), pl.col("status").alias("score_status"), "subgroup")
-    return rollouts.join(scores.select("trajectory_id", *columns), on="trajectory_id", how="left")
+    return rollouts.join(
+        scores.select("trajectory_id", *columns), on="trajectory_id", how="left", maintain_order="left"
+    )
 
 
 def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame) -> pl.LazyFrame:
@@ -195,7 +209,12 @@ def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame) -> pl.LazyFrame:
     reasons = groups.select("group", "subgroup", pl.col("reason").alias("group_reason"))
     keyed = rollouts.with_columns(pl.col("subgroup").fill_null(0).alias("_subgroup"))
     found = keyed.join(
-        reasons, left_on=["group", "_subgroup"], right_on=["group", "subgroup"], how="left", coalesce=True
+        reasons,
+        left_on=["group", "_subgroup"],
+        right_on=["group", "subgroup"],
+        how="left",
+        coalesce=True,
+        maintain_order="left",
     )
     return found.drop("_subgroup")
 
@@ -204,7 +223,8 @@ def _scan(folder: RunFolder, dataset: str, partition: Mapping[str, PartitionValu
     """Return a data set's rows and the run's `location`: read by Polars on a disk, by Rollmill's own reader on S3."""
     shards = list_shards(folder, dataset, **partition)
     if folder.is_local and shards:
-        rows = pl.scan_ipc(shards)
+        # A run's name may have signs of a pattern, such as lr[1].
+        rows = pl.scan_ipc(shards, glob=False)
     else:
         rows = register_io_source(
             partial(_read_columns, folder, dataset, partition), schema=_polars_schema(dataset)
@@ -230,8 +250,9 @@ def _read_columns(
 def _finish(
     rows: pl.LazyFrame, names: list[str], predicate: pl.Expr | None, n_rows: int | None
 ) -> pl.DataFrame:
-    found = (rows if predicate is None else rows.filter(predicate)).select(names)
-    return (found if n_rows is None else found.head(n_rows)).collect()
+    """Polars gives a number of rows and a condition when it wants those of the first rows that meet the condition."""
+    found = rows if n_rows is None else rows.head(n_rows)
+    return (found if predicate is None else found.filter(predicate)).select(names).collect()
 
 
 def _polars_schema(dataset: str) -> pl.Schema:
