@@ -7,19 +7,24 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 
 import rollmill as api
 from rollmill.tasks.errors import ConfigError, SchemaError
 from rollmill.tasks.look.tables.run_frames import VIEWS, RunFrames
 from rollmill.tasks.store.attempts import last_attempts
-from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.reader import read, scan
+from rollmill.tasks.store.shards.shard import write_shard
+from rollmill.tasks.store.shards.shard_names import ShardName
 
 Command = Callable[..., str]
 PAGE = (Path(__file__).parents[2] / "docs" / "queries.md").read_text()
@@ -69,6 +74,24 @@ def test_of_a_trajectory_that_was_sampled_again_the_last_attempt_is_there(redone
     assert joined == join_by_hand(redone_run, "addition@1")
     assert any(name.endswith(".5.3.1") for name in joined)
     assert not any(name.endswith(".5.3.0") for name in joined)
+
+
+def test_the_reason_of_a_group_is_that_of_the_scorer_which_trains(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(small_run.local, folder.local)
+    for step in range(3):
+        rows = read(small_run, "scores", scorer="addition@1", step=step)
+        own = rows.to_batches()[0].to_pylist()
+        made = pa.RecordBatch.from_pylist([row | {"subgroup": 1} for row in own], schema=rows.schema)
+        write = partial(write_shard, name=ShardName(2, 0), dataset="scores", appended=[made])
+        open_files(folder).publish(partition_folder("scores", {"scorer": "halves@1", "step": step}), write)
+    trained, other = (read_joined(api.open_run(folder.location, scorer=each)) for each in ("", "halves@1"))
+    assert {row["subgroup"] for row in other.values()} == {1, None}
+    assert {name: row["group_reason"] for name, row in other.items()} == {
+        name: row["group_reason"] for name, row in trained.items()
+    }
 
 
 def test_without_a_scorer_the_rewards_are_those_that_the_run_trains_on(small_run: RunFolder) -> None:

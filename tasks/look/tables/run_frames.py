@@ -169,13 +169,13 @@ class RunFrames:
             names = [*schema, *joined] if names is None else names
             needed = {*names, *(predicate.meta.root_names() if predicate is not None else ())}
             found = last_attempts(rollouts)
-            if needed & {*_JOINED["scores"], *_JOINED["groups"]}:
+            if needed & {*_JOINED["scores"]}:
                 found = _join_scores(found, scores)
             if needed & {*_JOINED["batches"]}:
                 batches = _scan(folder, "batches", {}).select("trajectory_id", "advantage")
                 found = found.join(batches, on="trajectory_id", how="left", maintain_order="left")
             if needed & {*_JOINED["groups"]}:
-                found = _join_groups(found, _scan(folder, "groups", {}))
+                found = _join_groups(found, _scan(folder, "groups", {}), _trained_scores(folder, scores))
             yield _finish(found, names, predicate, n_rows)
 
         return register_io_source(read, schema=pl.Schema({**schema, **joined}))
@@ -204,17 +204,30 @@ def _join_scores(rollouts: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
     )
 
 
-def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame) -> pl.LazyFrame:
+def _trained_scores(folder: RunFolder, chosen: pl.LazyFrame) -> pl.LazyFrame:
+    """Return the scores that the run trains on, whose subgroups `groups` has; those of the chosen scorer if it does not say which."""
+    try:
+        scorer = resolve_scorer(folder)
+    except ConfigError:
+        return chosen
+    return _scan(folder, "scores", {"scorer": scorer}) if scorer else chosen
+
+
+def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
     """A group without a subgroup of this number, since a trajectory has no score, has one reason for all."""
     reasons = groups.select("group", "subgroup", pl.col("reason").alias("group_reason"))
-    keyed = rollouts.with_columns(pl.col("subgroup").fill_null(0).alias("_subgroup"))
-    found = keyed.join(
-        reasons,
-        left_on=["group", "_subgroup"],
-        right_on=["group", "subgroup"],
-        how="left",
-        coalesce=True,
-        maintain_order="left",
+    subgroups = scores.select("trajectory_id", pl.col("subgroup").alias("_subgroup"))
+    found = (
+        rollouts.join(subgroups, on="trajectory_id", how="left", maintain_order="left")
+        .with_columns(pl.col("_subgroup").fill_null(0))
+        .join(
+            reasons,
+            left_on=["group", "_subgroup"],
+            right_on=["group", "subgroup"],
+            how="left",
+            coalesce=True,
+            maintain_order="left",
+        )
     )
     return found.drop("_subgroup")
 
