@@ -259,11 +259,11 @@ def sql(
     from rollmill.tasks.look.terminal.output import print_json, print_view
 
     *runs, query = runs_and_query
-    shown = view_result(rollmill.open_run(*runs, scorer=scorer).sql(query), limit)
+    found = rollmill.open_run(*runs, scorer=scorer).sql(query)
     if as_json:
-        print_json(shown.values)
+        print_json({"n": len(found), "rows": found.to_dicts()})
     else:
-        print_view(shown)
+        print_view(view_result(found, limit))
 
 
 @commands.command(rich_help_panel=PANEL)

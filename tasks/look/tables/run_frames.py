@@ -182,14 +182,14 @@ class RunFrames:
 
 
 def view_result(found: pl.DataFrame, limit: int) -> View:
-    """Return a table of the first `limit` rows of a query's result (0: all); its JSON values have every row."""
+    """Return a table of the first `limit` rows of a query's result; 0: all. It has no JSON values: these would be many rows."""
     shown = found.head(limit or len(found))
     columns = [
         Column(name, rank=place, is_text=kind == pl.String or kind.is_nested())
         for place, (name, kind) in enumerate(found.schema.items())
     ]
     return View(
-        {"n": len(found), "rows": found.to_dicts()},
+        {},
         count_noun(len(found), "row"),
         columns,
         shown.to_dicts(),
