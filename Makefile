@@ -13,7 +13,7 @@ CXX ?= g++
 # Python keeps what it compiles. Without that, each of the many processes that tests start compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests mostly wait for processes to start, so test files run concurrently, in the order of tests/conftest.py.
+# Test files run concurrently, in the order of tests/conftest.py. How many follows: quick tests wait more than those that start services.
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder --numprocesses
 
 REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/test_choice.py sync/test_live_weights.py \

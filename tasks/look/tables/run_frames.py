@@ -175,7 +175,7 @@ class RunFrames:
                 batches = _scan(folder, "batches", {}).select("trajectory_id", "advantage")
                 found = found.join(batches, on="trajectory_id", how="left", maintain_order="left")
             if needed & {*_JOINED["groups"]}:
-                found = _join_groups(found, _scan(folder, "groups", {}), _trained_scores(folder, scores))
+                found = _join_groups(found, _scan(folder, "groups", {}), _scan_trained_scores(folder, scores))
             yield _finish(found, names, predicate, n_rows)
 
         return register_io_source(read, schema=pl.Schema({**schema, **joined}))
@@ -204,8 +204,8 @@ def _join_scores(rollouts: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
     )
 
 
-def _trained_scores(folder: RunFolder, chosen: pl.LazyFrame) -> pl.LazyFrame:
-    """Return the scores that the run trains on, whose subgroups `groups` has; those of the chosen scorer if it does not say which."""
+def _scan_trained_scores(folder: RunFolder, chosen: pl.LazyFrame) -> pl.LazyFrame:
+    """Return the scores that the run trains on, whose subgroups are those of `groups`; the `chosen` ones if it does not name a scorer."""
     try:
         scorer = resolve_scorer(folder)
     except ConfigError:
@@ -214,7 +214,7 @@ def _trained_scores(folder: RunFolder, chosen: pl.LazyFrame) -> pl.LazyFrame:
 
 
 def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
-    """A group without a subgroup of this number, since a trajectory has no score, has one reason for all."""
+    """Add the reason of each trajectory's group, by the subgroup of its score; a trajectory without a score is of subgroup 0."""
     reasons = groups.select("group", "subgroup", pl.col("reason").alias("group_reason"))
     subgroups = scores.select("trajectory_id", pl.col("subgroup").alias("_subgroup"))
     found = (
@@ -263,7 +263,7 @@ def _read_columns(
 def _finish(
     rows: pl.LazyFrame, names: list[str], predicate: pl.Expr | None, n_rows: int | None
 ) -> pl.DataFrame:
-    """Polars gives a number of rows and a condition when it wants those of the first rows that meet the condition."""
+    """Return those of the first `n_rows` rows that meet `predicate`; Polars gives both where a limit comes before a condition."""
     found = rows if n_rows is None else rows.head(n_rows)
     return (found if predicate is None else found.filter(predicate)).select(names).collect()
 
