@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -58,6 +58,9 @@ class WeightSource(Protocol):
 
         Calls `report`, unless it is None, every `every_s` seconds.
         """
+
+    async def stop_sending(self, target: SendTarget) -> None:
+        """End the transfer to one server, which has refused the weights, before its time limit."""
 
 
 class LogprobSource(Protocol):
@@ -152,6 +155,9 @@ class Broadcast:
                     if not updating.done():
                         raise SyncError(error)
                 response = msgspec.json.decode(await updating, type=WeightUpdateResponse)
+            except RequestError:
+                await self._stop_sending(server)
+                raise
             finally:
                 # The server notices the lost connection and gives the update up.
                 updating.cancel()
@@ -162,6 +168,15 @@ class Broadcast:
     def transport(self, server: VllmClient) -> str:
         """Return the transport by which weights reach a server."""
         return self._routes[server].transport
+
+    async def _stop_sending(self, server: VllmClient) -> None:
+        """End the trainer's transfer to a server, unless it has ended."""
+        if self._results.done() or self.transport(server) == FILES:
+            return
+        # Otherwise the trainer waits until sync.timeout_s for links that the server does not open. It still does if it refuses this
+        # command; the server's error is raised in both cases.
+        with suppress(RequestError):
+            await self._source.stop_sending(self._routes[server])
 
     def _send_error(self, server: VllmClient) -> str:
         """Return why the trainer gave a server up; empty if it did not, or does not send to the server."""

@@ -1,9 +1,11 @@
 """One trainer rank's end of a weight transfer: sends its buckets to every server, a thread for each link."""
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,6 +25,7 @@ from rollmill.tasks.sync.links.link import (
     CPU,
     Rendezvous,
     SendingLink,
+    find_refused,
     join_store,
     link_name,
     local_address,
@@ -53,6 +56,8 @@ SOURCE_MEMORY = {"tcp": "cpu", "nccl": "cuda", "shm": "shared", "ipc": "exported
 
 # Seconds that slower servers get once the first one has everything: the rest take the weights by files, and training resumes.
 STRAGGLER_TIMEOUT_S = 30.0
+# Seconds between two looks at which servers have refused: each is a request to the store.
+REFUSAL_CHECK_S = 0.5
 
 
 class WeightSender:
@@ -127,11 +132,12 @@ class WeightSender:
         )
         writers = self._make_writers(buckets, targets, ready, pressure, shared)
         try:
-            for transfer in transfers.values():
-                transfer.start()
-            _write_buckets(writers, pieces)
-            filled_ns = time.perf_counter_ns()
-            self._await(transfers, ended, limit)
+            with self._give_up_refused(targets, transfers):
+                for transfer in transfers.values():
+                    transfer.start()
+                _write_buckets(writers, pieces)
+                filled_ns = time.perf_counter_ns()
+                self._await(transfers, ended, limit)
             _record_stalls(transfers, filled_ns)
         except Exception as error:
             _give_up_all(transfers, ready, f"the trainer could not send its weights: {error}")
@@ -209,6 +215,28 @@ class WeightSender:
             for link in links:
                 link.close()
         self._links.clear()
+
+    @contextmanager
+    def _give_up_refused(
+        self, targets: Sequence[SendTarget], transfers: Mapping[str, ServerTransfer]
+    ) -> Iterator[None]:
+        """Give up, while the block runs, transfers whose server has refused the weights (`report_refusal`)."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(REFUSAL_CHECK_S):
+                refused = find_refused(self._store, [each.prefix for each in targets])
+                for each in targets:
+                    if each.prefix in refused:
+                        transfers[each.server].give_up("the server refused the weights")
+
+        watcher = threading.Thread(target=watch, name="refusals", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
 
     def _await(
         self,

@@ -17,7 +17,7 @@ from rollmill.tasks.errors import StoreError, SyncError
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.store.checkpoints.weight_snapshots import publish_rank_weights, remove_weights
-from rollmill.tasks.sync.links.link import join_store, serve_store
+from rollmill.tasks.sync.links.link import join_store, report_refusal, serve_store
 from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
 from rollmill.tasks.sync.transfer_plan import STREAMS, TransferPlan
 from rollmill.tasks.sync.weight_messages import (
@@ -194,6 +194,11 @@ class WeightTransfer:
             n_bytes, seconds = sum(each.bytes for each in sent), max(each.seconds for each in sent)
             results.append(SendResult(sent[0].server, n_bytes, seconds, next(errors, "")))
         return results
+
+    def stop_sending(self, prefix: str) -> None:
+        """Let all ranks end, within a second, the transfer to a server that refused the weights; on rank 0 alone, on any thread."""
+        if self._store is not None:
+            report_refusal(self._store, prefix)
 
     def progress(self) -> dict[str, int]:
         """Return the bytes sent to each server in the present transfer, by all ranks; on rank 0 alone."""

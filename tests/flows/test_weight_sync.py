@@ -74,6 +74,10 @@ class Trainer:
         await self.release.wait()
         return [SendResult(each.server, 80, 0.0, self.errors.get(each.server, "")) for each in targets]
 
+    async def stop_sending(self, target: SendTarget) -> None:
+        self.calls.append("stop_sending")
+        self.release.set()
+
     async def do(self, command: WriteWeights | DigestWeights) -> Any:
         if isinstance(command, WriteWeights):
             self.calls.append(f"write {command.version}")

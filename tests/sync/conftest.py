@@ -67,6 +67,9 @@ class ModelSource:
     async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
         return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
 
+    async def stop_sending(self, target: SendTarget) -> None:
+        self._transfer.stop_sending(target.prefix)
+
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         return [self.token_logprobs(sequence).tolist() for sequence in sequences]
 

@@ -59,10 +59,11 @@ class Part:
 
 @dataclass(eq=False)
 class Trainer(Part):
-    """A trainer that sends nothing; `errors` are those of its transfers, by server."""
+    """A trainer that sends nothing; `errors` and `stopped` are of its transfers."""
 
     errors: dict[str, str] = field(default_factory=dict)
     targets: list[SendTarget] = field(default_factory=list)
+    stopped: list[SendTarget] = field(default_factory=list)
 
     async def offer(self) -> WeightOffer:
         await self.note("offer")
@@ -72,6 +73,10 @@ class Trainer(Part):
         self.targets += targets
         await self.note("send")
         return [SendResult(each.server, 8, 0.0, self.errors.get(each.server, "")) for each in targets]
+
+    async def stop_sending(self, target: SendTarget) -> None:
+        self.stopped.append(target)
+        await self.note("stop_sending")
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         await self.note("logprobs")
@@ -159,6 +164,17 @@ async def test_a_server_that_the_trainer_gave_up_is_reported_with_the_reason_and
     error, answer = await send_to_all(trainer, gone, other, config=SHORT_STALL)
     assert answer == WeightUpdateResponse(8, 0.0, 0.0)
     assert "http://gone: receiving version run:1:2 by tcp: no byte for 20 s" in str(error)
+
+
+@pytest.mark.parametrize("failing", [{}, {"stop_sending": TransientRequestError("no answer")}])
+async def test_the_transfer_to_a_server_that_refuses_is_ended_and_its_error_is_the_servers(failing) -> None:
+    refusal = TransientRequestError("409 still receiving version run:1:1")
+    refusing, other = Server(url="http://refusing", failing={"take": refusal}), Server(url="http://other")
+    trainer = Trainer(slow={"send"}, failing=failing)
+    error, answer = await send_to_all(trainer, refusing, other)
+    assert [each.server for each in trainer.stopped] == ["http://refusing"]
+    assert "http://refusing: receiving version run:1:2 by tcp: 409 still receiving" in str(error)
+    assert answer == WeightUpdateResponse(8, 0.0, 0.0)
 
 
 async def test_a_trainer_that_cannot_send_fails_every_server_that_has_not_taken() -> None:

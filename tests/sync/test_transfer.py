@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.bucket_writer import Piece
+from rollmill.tasks.sync.links.link import report_refusal
 from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
 from rollmill.tasks.sync.transfer_plan import TransferPlan
 from rollmill.tasks.sync.weight_messages import SendTarget
@@ -132,6 +133,29 @@ def test_a_server_that_is_slower_than_the_first_by_too_much_is_given_up() -> Non
     assert "not done 0.5 s after another server" in lost.error
     assert sent.error == ""
     for each in (slow, good, trainer):
+        each.close()
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_server_that_refuses_is_given_up_by_all_ranks_before_the_time_limit(is_before: bool) -> None:
+    trainer = Trainer(n_ranks=2)
+    refusing, good = Server(trainer), Server(trainer)
+    weights = weights_of(0, [((10,), torch.float32)])
+    plan = plan_of(weights, 2)
+    with ThreadPoolExecutor(3) as threads:
+        if is_before:
+            report_refusal(trainer.store, refusing.target.prefix)
+        received = threads.submit(good.open_and_receive, plan)
+        sent = trainer.send(threads, weights, plan, [refusing.target, good.target])
+        assert_equal(received.result(TIMEOUT_S), weights)
+        if not is_before:
+            report_refusal(trainer.store, refusing.target.prefix)
+        for lost, whole in (each.result(TIMEOUT_S) for each in sent):
+            assert lost.error == "the server refused the weights; 0.0 of 0.0 MB had been sent"
+            assert whole.error == ""
+    again = Server(trainer)
+    transfer(trainer, [again], weights, plan)
+    for each in (good, again, trainer):
         each.close()
 
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,7 +149,25 @@ def link_name(prefix: str, rank: int, worker: int, stream: int) -> str:
 
     The prefix is the links' secret, so the key has its digest.
     """
-    return f"{hashlib.sha256(prefix.encode()).hexdigest()}/{rank}/{worker}/{stream}"
+    return f"{_hash_prefix(prefix)}/{rank}/{worker}/{stream}"
+
+
+def report_refusal(store: Store, prefix: str) -> None:
+    """Record in the rendezvous store that a server will not open the links of a prefix; any process may, at any time."""
+    store.append(_REFUSALS, f"{_hash_prefix(prefix)} ")
+
+
+def find_refused(store: Store, prefixes: Iterable[str]) -> set[str]:
+    """Return those prefixes whose links a server will not open, by `report_refusal`."""
+    refused = store.get(_REFUSALS).decode().split() if store.check([_REFUSALS]) else []
+    return {each for each in prefixes if _hash_prefix(each) in refused}
+
+
+_REFUSALS = "refusals"
+
+
+def _hash_prefix(prefix: str) -> str:
+    return hashlib.sha256(prefix.encode()).hexdigest()
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class Command(msgspec.Struct, Generic[Answer], kw_only=True, forbid_unknown_fiel
     Attributes:
         is_joined: True when an equal command, sent again while this one is being carried out, counts as the same operation.
         is_local: True when rank 0 alone answers, on a thread, while the ranks may carry out another command.
-        needs_policy: False for a command that is allowed before a policy is loaded.
+        needs_policy: False for a command that is allowed before a policy is loaded, as local ones always are.
         span_name: name of the span that records the whole command; empty when its parts are recorded instead.
     """
 
@@ -322,7 +322,6 @@ class OfferWeights(Command[WeightOffer]):
     """Command that returns layout and address of the weights for servers to receive; they change only with a load."""
 
     is_local = True
-    needs_policy = False
 
     def run(self, rank: "RankWorker") -> WeightOffer:
         return rank.transfer.offer()
@@ -345,6 +344,16 @@ class SendWeights(Command[list[SendResult]]):
 
     def progress(self, rank: "RankWorker") -> dict[str, int]:
         return rank.transfer.progress()
+
+
+class StopSending(Command[None]):
+    """Command that ends the transfer to the server with this `SendTarget.prefix`, before or while ranks carry out SendWeights."""
+
+    is_local = True
+    prefix: str
+
+    def run(self, rank: "RankWorker") -> None:
+        rank.transfer.stop_sending(self.prefix)
 
 
 class WriteWeights(Command[list[str]]):
@@ -415,7 +424,6 @@ class AwaitCheckpoint(Command[CheckpointWritten]):
 
     # On a thread of rank 0: the ranks train on while the checkpoint is written.
     is_local = True
-    needs_policy = False
     version: int
 
     def run(self, rank: "RankWorker") -> CheckpointWritten:
@@ -465,7 +473,7 @@ class Shutdown(Command[None]):
 
 
 AnyCommand: Any = Union[tuple(Command.__subclasses__())]  # noqa: UP007 - of types known at run time
-_decoder = msgspec.msgpack.Decoder(AnyCommand)
+_decoder: msgspec.msgpack.Decoder[Command[Any]] = msgspec.msgpack.Decoder(AnyCommand)
 
 
 def encode_command(command: Command[Any]) -> bytes:
@@ -480,10 +488,9 @@ def decode_command(data: bytes) -> Command[Any]:
         RequestError: there is no such command, or its fields do not fit.
     """
     try:
-        command: Command[Any] = _decoder.decode(data)
+        return _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise RequestError(f"not a command of this trainer: {error}") from error
-    return command
 
 
 def decode_answer(command: Command[Answer], data: msgspec.Raw) -> Answer:

@@ -31,6 +31,7 @@ from rollmill.tasks.train.service.commands import (
     OperationState,
     SendWeights,
     Shutdown,
+    StopSending,
     TrainerHealth,
     decode_answer,
     encode_command,
@@ -146,6 +147,10 @@ class TrainerClient(ServiceClient):
             every_s: seconds between two calls of `report`.
         """
         return await self.do(SendWeights(targets=list(targets)), report, every_s)
+
+    async def stop_sending(self, target: SendTarget) -> None:
+        """End the transfer to one server, whose outcome `send` then returns as an error."""
+        await self.do(StopSending(prefix=target.prefix))
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Have the trainer compute [B][T-1] log p(token i+1 | tokens 0..i) of sequences, in nats, at temperature 1."""
