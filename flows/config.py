@@ -225,12 +225,21 @@ def refuse_moved_settings(values: Any) -> None:
         raise PydanticCustomError("moved_setting", "{field}: {remedy}", context)
 
 
+def drop_old_default(values: Any) -> Any:
+    """Return settings without `retrain.steps` = [0, -1], the default that all runs have stored which are older than retrain.where."""
+    retrain = values.get("retrain") if isinstance(values, Mapping) else None
+    if isinstance(retrain, Mapping) and retrain.get("steps") == [0, -1]:
+        return {**values, "retrain": {name: each for name, each in retrain.items() if name != "steps"}}
+    return values
+
+
 class FlowConfig(StageConfig):
     """Base of a flow's settings: refuses a setting that was renamed or removed, and names what to write instead."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_moved_settings(cls, values: Any) -> Any:
+        values = drop_old_default(values)
         refuse_moved_settings(values)
         return values
 

@@ -100,7 +100,10 @@ def first_difference(
 
 
 def comparison_table(folder: RunFolder, steps: list[StepComparison]) -> Table:
-    """Return a table of the loss and the gradient norm of each step, stored and replayed side by side."""
+    """Return a table of the loss and the gradient norm of each step, stored and replayed side by side.
+
+    Its column "same" is empty for a step without stored metrics, which is not compared.
+    """
     table = Table(title=f"{folder.location}: replayed", title_justify="left")
     table.add_column("step", justify="right")
     for name in COMPARED:
@@ -110,5 +113,6 @@ def comparison_table(folder: RunFolder, steps: list[StepComparison]) -> Table:
     for step in steps:
         values = [each.get(name) for name in COMPARED for each in (step.stored, step.replayed)]
         cells = ["" if value is None else f"{value:.9g}" for value in values]
-        table.add_row(str(step.step), *cells, "no" if step.difference else "yes")
+        same = "no" if step.difference else "yes"
+        table.add_row(str(step.step), *cells, same if step.stored else "")
     return table

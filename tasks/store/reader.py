@@ -1,5 +1,6 @@
 """Read data sets: rows as Arrow tables, or as a Polars query; and which partitions have shards."""
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -280,6 +281,9 @@ def list_steps(folder: RunFolder, dataset: str, **partition: PartitionValue) -> 
 
 
 def list_scorers(folder: RunFolder) -> list[str]:
-    """List NAME@VERSION of every scorer with stored scores, sorted."""
+    """List NAME@VERSION of every scorer with stored scores, sorted with digits as numbers: length@9 is before length@10."""
     keys = open_files(folder).keys("scores/scorer=*/step=*/*.arrow")
-    return sorted({key.split("/")[1].removeprefix("scorer=") for key in keys})
+    found = {key.split("/")[1].removeprefix("scorer=") for key in keys}
+    # Every second part is a number.
+    parts = {each: re.split(r"(\d+)", each) for each in found}
+    return sorted(found, key=lambda each: [(int(p) if n % 2 else 0, p) for n, p in enumerate(parts[each])])

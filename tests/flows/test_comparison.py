@@ -5,9 +5,11 @@ import pytest
 from rollmill.flows.offline.replay_comparison import (
     StepComparison,
     choose_versions,
+    comparison_table,
     first_difference,
 )
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.folders import RunFolder
 
 
 def test_a_replay_goes_from_the_last_checkpoint_but_one_to_the_last() -> None:
@@ -46,6 +48,16 @@ def test_the_first_difference_is_named() -> None:
     assert first_difference([same], tensors, {"weights/a": "00", "weights/b": "22"}).startswith(
         "weights/b differs"
     )
+
+
+def test_a_step_without_stored_metrics_is_neither_the_same_nor_another_one() -> None:
+    loss = {"train/loss": 0.5}
+    steps = [
+        StepComparison(3, loss, loss),
+        StepComparison(4, loss, {"train/loss": 0.25}),
+        StepComparison(5, {}, loss),
+    ]
+    assert list(comparison_table(RunFolder("runs/a"), steps).columns[-1].cells) == ["yes", "no", ""]
 
 
 def test_nan_is_the_same_as_nan_and_as_nothing_else() -> None:

@@ -119,7 +119,7 @@ async def test_scores_and_steps_that_no_source_has_are_refused_with_what_there_i
         ("step < 1", [(0, 0), (0, 1)]),
         ('"group" in (1, 2)', [(0, 1), (1, 2)]),
         (
-            "env <> 'random()' and step = 1 and (select count(error) from rollouts) > 0",
+            "env <> 'random()' and step /* not random() */ = 1 and (select count(error) from rollouts) > 0",
             [(1, 2), (1, 3)],
         ),
         (
@@ -155,6 +155,8 @@ async def test_a_group_without_a_score_that_meets_a_condition_is_left_out(source
         ("reward >", "syntax error"),
         ("env in (select * from read_text('/etc/hostname'))", "disabled"),
         ("reward > 0 and Random () < 0.5", "Random would choose other groups each time the run is resumed"),
+        ('reward > 0 and "random"() < 0.5', "random would choose other groups"),
+        ("random /* of 1 */ () < 0.5", "random would choose other groups"),
         ("current_date < '2030-01-01'", "current_date would choose other groups"),
     ],
 )

@@ -28,6 +28,15 @@ def test_a_renamed_setting_is_refused_with_its_new_name(field: str, name: str) -
     assert field not in settings()
 
 
+def test_the_default_of_a_removed_setting_that_every_stored_run_has_is_accepted_and_no_other_value() -> None:
+    stored = load("quickstart", ("retrain.scores=a@1",)).model_dump(mode="json")
+    of_then = stored | {"retrain": stored["retrain"] | {"steps": [0, -1]}}
+    assert validate(of_then) == validate(stored)
+    for other in ([0, 7], [1, -1], None):
+        with pytest.raises(ConfigError, match=r"retrain\.steps = .*use retrain\.where"):
+            validate(stored | {"retrain": stored["retrain"] | {"steps": other}})
+
+
 @pytest.mark.parametrize(("field", "value"), CONSTANTS.items())
 def test_a_removed_setting_is_refused_with_the_constant_that_replaced_it(field: str, value: str) -> None:
     with pytest.raises(ConfigError) as raised:

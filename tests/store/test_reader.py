@@ -11,7 +11,7 @@ from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
 from rollmill.tasks.store import schemas
 from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import read, read_listed, read_shard, read_trajectories, scan
+from rollmill.tasks.store.reader import list_scorers, read, read_listed, read_shard, read_trajectories, scan
 from rollmill.tasks.store.schemas import dataset_schema
 from rollmill.tasks.store.shards.writer import RunWriter
 
@@ -53,6 +53,16 @@ def test_columns_have_the_requested_order_and_partitions_select(filled: RunFolde
     assert read(filled, "scores", scorer="length@1").num_rows == 4
     assert read(filled, "scores", step=0).num_rows == 4
     assert read(filled, "scores", scorer="length@1", step=0).num_rows == 2
+
+
+async def test_scorers_are_in_the_order_of_their_versions_as_numbers(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
+        for version in ("10", "9", "1.2"):
+            scores = rows("scores", 1, step=0, scorer="length", version=version)
+            await writer.append("scores", scores, scorer=f"length@{version}", step=0)
+    assert list_scorers(folder) == ["length@1.2", "length@9", "length@10"]
 
 
 def test_trajectories_have_the_order_of_the_given_ids_and_may_repeat(filled: RunFolder) -> None:

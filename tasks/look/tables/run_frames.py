@@ -39,7 +39,7 @@ _GROUPS = (
 _CHANGING_FUNCTIONS = (
     "select distinct function_name from duckdb_functions() where stability <> 'CONSISTENT' order by all"
 )
-_TEXTS = re.compile(r"'[^']*'")
+_TEXTS_AND_COMMENTS = re.compile(r"'[^']*'|--[^\n]*|/\*.*?\*/", re.DOTALL)
 # Columns of `trajectories` by the data set that has them, besides those of rollouts.
 _JOINED: dict[str, dict[str, pl.DataType]] = {
     "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
@@ -112,8 +112,8 @@ class RunFrames:
             ConfigError: it is no condition on these columns, or calls a function whose value changes from query to query.
         """
         changing = self._run(field, condition, _CHANGING_FUNCTIONS, reads_files=False)["function_name"]
-        called = rf"\b(?:({'|'.join(changing)})\s*\(|(current_(?:date|time|timestamp))\b)"
-        if call := re.search(called, _TEXTS.sub("''", condition), re.IGNORECASE):
+        called = rf"\b(?:({'|'.join(changing)})\"?\s*\(|(current_(?:date|time|timestamp))\b)"
+        if call := re.search(called, _TEXTS_AND_COMMENTS.sub(" ", condition), re.IGNORECASE):
             remedy = f'{call[1] or call[2]} would choose other groups each time the run is resumed; "group" % 4 = 0 chooses the same quarter'
             raise ConfigError(field, condition, remedy)
         query = f'select step, "group" from ({_GROUPS}) where ({condition}\n)'
