@@ -11,10 +11,11 @@ import shutil
 import tempfile
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import typer
@@ -35,6 +36,7 @@ from rollmill.tasks.store.folders import SCRATCH_ENV
 from rollmill.tasks.sync.broadcast import fetch_logprobs
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_parity import FLOAT32_LIMITS, START_LIMITS, LogprobDifferences
+from rollmill.tasks.train.engine.memory_plan import GIB
 from rollmill.tasks.train.service.commands import LoadPolicy
 
 NAME_WIDTH = 24
@@ -84,11 +86,15 @@ def format_result(result: CheckResult, width: int) -> Sequence[str]:
 
 VERSION = PolicyVersion("doctor", 1, 0)
 TRIAL_TIMEOUT_S = 300.0
+# Peak memory of a step as a multiple of its plan, up to which torch's allocator has rounded.
+MOST_OF_PLAN = 1.05
 # First and last lines of an error, which may end with a service's log.
 SHOWN_LINES = 8
 REMEDY = "the trainer and vLLM's server are in the environments that `make setup` makes"
 REMEDIES = {
     "layouts of rows": "set train.layout=padded",
+    "memory of a step": "the plan of `rollmill memory` is too low on this machine: leave more free (serve.gpu_memory_utilization)",
+    "sync by ipc": "set sync.transport=shm",
     "sync by nccl": "set sync.transport=tcp",
     "sync by shm": "set sync.transport=tcp",
     "sync by tcp": "allow connections between processes on 127.0.0.1",
@@ -110,6 +116,8 @@ async def try_services(python: str, report: Report) -> None:
         folder = Path(scratch)
         save_character_tokenizer(folder / "tokenizer")
         report(await try_trial("layouts of rows", lambda: _try_layouts(folder)))
+        if list_visible_gpus():
+            report(await try_trial("memory of a step", lambda: _try_memory(folder)))
         if (folder / "server").is_dir():
             report(
                 await try_trial(
@@ -147,24 +155,55 @@ async def try_trial(name: str, work: Callable[[], Awaitable[str]]) -> CheckResul
         return CheckResult(name, "failed", f"{type(error).__name__}: {error}", REMEDIES.get(name, REMEDY))
 
 
-async def _try_layouts(folder: Path) -> str:
-    log = folder / "layouts.log"
+async def _run_trial(name: str, module: str, folder: Path) -> Sequence[Any]:
+    """Run a program of tasks/train with the setting `folder`, and return the JSON objects that it prints."""
+    log = folder / "trial.log"
     await run_trainer_program(
-        "the comparison of layouts",
-        "rollmill.tasks.train.packing.doctor_trial",
+        name,
+        f"rollmill.tasks.train.{module}",
         {"folder": str(folder)},
         log=log,
         timeout_s=TRIAL_TIMEOUT_S,
         timeout_setting="the limit",
     )
-    # Libraries may log after it.
-    (line,) = (line for line in log.read_text().splitlines() if line.startswith('{"device"'))
-    trial = json.loads(line)
+    lines = log.read_text().splitlines()
+    log.unlink()
+    # Libraries log too.
+    return [json.loads(line) for line in lines if line.startswith('{"')]
+
+
+async def _try_layouts(folder: Path) -> str:
+    (trial,) = await _run_trial("the comparison of layouts", "packing.doctor_trial", folder)
     figures = f"{trial['logprobs']:.1e} nats, gradients by {trial['gradient']:.1e}"
     text = f"varlen and padded differ by {figures} on {trial['device']} in {trial['dtype']}"
     logprobs, gradient = trial["limits"]
     if not (trial["logprobs"] <= logprobs and trial["gradient"] <= gradient):
         raise TrainError(f"{text}; up to {logprobs:.1e} nats and {gradient:.1e} are rounding")
+    return text
+
+
+async def _try_memory(folder: Path) -> str:
+    trials = await _run_trial("the step that measures memory", "engine.memory_trial", folder)
+    return compare_memory(trials)
+
+
+def compare_memory(trials: Sequence[Mapping[str, float]]) -> str:
+    """Describe the peak memory of training steps and what was planned.
+
+    Args:
+        trials: fields of a MemoryTrial for each step.
+
+    Raises:
+        TrainError: a step took more than planned, beyond what torch's allocator rounds up.
+    """
+    steps = [
+        f"{each['peak_bytes'] / GIB:.2f} GiB {'with' if each['gradient_checkpointing'] else 'without'} gradient checkpointing, "
+        f"planned {each['planned_bytes'] / GIB:.2f}"
+        for each in trials
+    ]
+    text = "; ".join(steps)
+    if any(each["peak_bytes"] > MOST_OF_PLAN * each["planned_bytes"] for each in trials):
+        raise TrainError(text)
     return text
 
 
@@ -198,7 +237,8 @@ async def _try_sync(config: RunConfig, folder: Path, report: Report) -> str:
 
 def list_transports() -> tuple[str, ...]:
     """List the transports that can work between a trainer and a server of this machine."""
-    return (*(("nccl",) if len(list_visible_gpus()) > 1 else ()), "shm", "tcp", "files")
+    n_gpus = len(list_visible_gpus())
+    return (*(("nccl",) if n_gpus > 1 else ("ipc",) if n_gpus else ()), "shm", "tcp", "files")
 
 
 async def _sync(trainer: TrainerService, server: ServerService, transport: str, folder: Path) -> str:

@@ -24,7 +24,7 @@ def doctor(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of lines.")] = False,
 ) -> None:
-    """Check this machine: Python, environments, Prefect, GPUs, a trainer, a vLLM server, a sync by each transport; in about a minute.
+    """Check this machine: Python, environments, Prefect, GPUs, a trainer, a vLLM server, a sync by each transport; in about two minutes.
 
     Exit status 1: something failed; its line has the remedy.
     """

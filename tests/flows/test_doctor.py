@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rollmill.flows.checks.machine_checks import CheckResult, check_machine_parts, run_check
-from rollmill.flows.commands.doctor import format_result, try_trial
-from rollmill.tasks.errors import ConfigError, SyncError
+from rollmill.flows.commands.doctor import compare_memory, format_result, list_transports, try_trial
+from rollmill.tasks.errors import ConfigError, SyncError, TrainError
+from rollmill.tasks.processes.gpus import VISIBLE
 
 
 def results(tmp_path: Path, python: str) -> dict[str, CheckResult]:
@@ -85,6 +86,25 @@ def test_lines_fit_the_terminal() -> None:
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("failed   vLLM's environment")
     assert any(line.strip().startswith("-> do") for line in lines)
+
+
+@pytest.mark.parametrize(("visible", "transport"), [("0", "ipc"), ("0,1", "nccl")])
+def test_transports_between_gpus_are_tried_where_there_are_such(
+    monkeypatch: pytest.MonkeyPatch, visible: str, transport: str
+) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    assert list_transports() == (transport, "shm", "tcp", "files")
+    monkeypatch.setenv(VISIBLE, "")
+    assert list_transports() == ("shm", "tcp", "files")
+
+
+def test_a_step_that_needs_more_memory_than_planned_fails() -> None:
+    planned = {"gradient_checkpointing": True, "peak_bytes": 9 << 29, "planned_bytes": 5 << 30}
+    text = "4.50 GiB with gradient checkpointing, planned 5.00"
+    assert compare_memory([planned]) == text
+    more = {"gradient_checkpointing": False, "peak_bytes": 6 << 30, "planned_bytes": 5 << 30}
+    with pytest.raises(TrainError, match=f"{text}; 6.00 GiB without gradient checkpointing, planned 5.00"):
+        compare_memory([planned, more])
 
 
 @pytest.mark.service

@@ -1,9 +1,9 @@
-"""Buckets of one GPU that trainer and server share, copied from process to process on the GPU by CUDA IPC; not run on a GPU.
+"""Buckets of one GPU that trainer and server share, copied from process to process on the GPU by CUDA IPC; run on an H200.
 
 The sender exports the memory of each bucket of its staging ring once; a TCP link carries the handles and the receiver's
 confirmations. The first exchange, when the link opens, shows whether the two processes can share memory at all.
 
-Handles are made and opened by `torch.multiprocessing.reductions`, which torch does not document; seen in torch 2.13. Where a torch
+Handles are made and opened by `torch.multiprocessing.reductions`, which torch does not document; seen in torch 2.11 and 2.13. Where a torch
 lacks them, the link fails and another transport takes its place.
 """
 
