@@ -99,6 +99,9 @@ class BrokenSource:
         (sender,) = self._trainer.senders
         return await asyncio.to_thread(sender.send, plan, targets, pieces())
 
+    async def stop_sending(self, target: SendTarget) -> None:
+        """Do nothing: the failure of the trainer ends the transfer."""
+
 
 class IdleSource:
     """A trainer that offers a model's weights and sends nothing; a WeightSource."""

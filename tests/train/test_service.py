@@ -371,6 +371,22 @@ async def test_a_rank_killed_while_sending_ends_the_service_and_all_receptions(
         assert rank_pids(process) == {}
 
 
+async def test_the_transfer_to_a_server_that_refuses_ends_on_all_ranks(
+    tiny_model: Path, run_trainer: RunTrainer, receive_weights: Receive, tmp_path: Path
+) -> None:
+    refusing = SendTarget("refusing", "tcp", "refused")
+    async with run_trainer(TrainConfig(ranks=2), SyncConfig(timeout_s=10 * END_S)) as (client, _):
+        await load(client, tiny_model, tmp_path / "run")
+        offer = await client.offer()
+        receiving = asyncio.create_task(asyncio.to_thread(receive_weights, offer, "good"))
+        sending = asyncio.create_task(client.send([refusing, SendTarget("good", "tcp", "good")]))
+        await receiving
+        await client.stop_sending(refusing)
+        lost, sent = await asyncio.wait_for(sending, END_S)
+        assert lost.error.startswith("rank 0: the server refused the weights")
+        assert (sent.bytes, sent.error) == (offer.plan.total_bytes, "")
+
+
 async def test_service_ends_when_a_rank_falls_silent(
     tiny_model: Path, batches: Any, run_trainer: RunTrainer, rank_pids: Any, tmp_path: Path
 ) -> None:
