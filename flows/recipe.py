@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.model_folders import MODELS, is_hub_name, model_folder
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.train.config import StartModelRecipe
 
 RECIPE_VERSION = 1
-# Folder, below the working folder, that keeps start models, each under a digest of recipe and seed.
-START_MODELS = Path("models")
-# "." and ".." begin no name.
-HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-
 # Weights as safetensors, settings and tokenizer; neither code nor pickles.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 
@@ -30,24 +25,17 @@ def start_model_recipe(config: RunConfig) -> StartModelRecipe:
     return StartModelRecipe.model_validate(config.start_model.model_dump())
 
 
-def is_hub_name(model: str) -> bool:
-    """Return True if `model` is no folder here but has the form of a name on the Hugging Face hub, ORGANIZATION/NAME."""
-    # A path below the folder of start models is meant as a folder, also when it is missing.
-    is_path = Path(model).exists() or Path(model).parts[:1] == START_MODELS.parts
-    return not is_path and HUB_NAME.fullmatch(model) is not None
-
-
 def start_model_folder(config: RunConfig) -> Path:
     """Return the start model's folder, existing or not.
 
-    It is `config.model`, or below START_MODELS the name of a model on the Hugging Face hub, or a digest of recipe and seed.
+    It is `config.model`, or below MODELS the name of a model on the Hugging Face hub, or a digest of recipe and seed.
     """
     if config.model:
-        return START_MODELS / config.model if is_hub_name(config.model) else Path(config.model)
+        return model_folder(config.model)
     recipe = start_model_recipe(config).model_dump()
     recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    return START_MODELS / f"start-{digest[:16]}"
+    return MODELS / f"start-{digest[:16]}"
 
 
 def stored_model_folder(stored: Mapping[str, Any]) -> Path:
@@ -81,17 +69,21 @@ def run_tokenizer(folder: RunFolder, model: str = "") -> ChatTokenizer:
         raise ConfigError("--model", folder.path("run.json"), remedy) from error
 
 
-def download_model(config: RunConfig) -> None:
-    """Download the model that `model` names on the Hugging Face hub to `start_model_folder`, unless it is there.
+def download_model(field: str, model: str) -> None:
+    """Download the model that a setting names on the Hugging Face hub to `model_folder`, unless it is there.
 
     The library shows bars of its progress. An interrupted download is resumed by the next call. The folder appears when all files
     are there.
 
+    Args:
+        field: the setting.
+        model: its value; nothing is done for a folder.
+
     Raises:
         ConfigError: the hub has no such model, cannot be reached, or there is no room.
     """
-    folder = start_model_folder(config)
-    if not is_hub_name(config.model) or (folder / "config.json").is_file():
+    folder = model_folder(model)
+    if not is_hub_name(model) or (folder / "config.json").is_file():
         return
     # Imported only where a model is downloaded: it takes a third of a second.
     from httpx import HTTPError
@@ -99,7 +91,7 @@ def download_model(config: RunConfig) -> None:
 
     unfinished = folder.with_name(f".{folder.name}.partial")
     try:
-        snapshot_download(config.model, local_dir=unfinished, allow_patterns=[*PATTERNS])
+        snapshot_download(model, local_dir=unfinished, allow_patterns=[*PATTERNS])
         # Another process may have finished the same download.
         if not folder.exists():
             unfinished.rename(folder)
@@ -109,4 +101,4 @@ def download_model(config: RunConfig) -> None:
             f"there is no such folder, and it cannot be downloaded from the Hugging Face hub: {type(error).__name__}: "
             f"{first_line}; give a model folder, or copy one to {folder}"
         )
-        raise ConfigError("model", config.model, remedy) from error
+        raise ConfigError(field, model, remedy) from error

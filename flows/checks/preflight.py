@@ -25,7 +25,7 @@ from rollmill.flows.checks.machine_needs import (
     check_vllm,
 )
 from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import START_MODELS, download_model, start_model_folder
+from rollmill.flows.recipe import download_model, start_model_folder
 from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
@@ -44,6 +44,7 @@ from rollmill.tasks.rollout.environment_calls import check_environment, check_en
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.terms import check_scorer
+from rollmill.tasks.store.model_folders import MODELS, model_folder
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import NUMBERS_OF_EXPERTS
 from rollmill.tasks.train.service.launch import TOKEN_ENV
@@ -245,14 +246,15 @@ def _check_model(config: RunConfig) -> ChatTokenizer | None:
     """
     reference = config.train.kl.model
     if reference and not config.train.url:
-        check_architecture("train.kl.model", Path(reference))
-        check_rope("train.kl.model", Path(reference), config.serve.max_model_len)
-    download_model(config)
+        download_model("train.kl.model", reference)
+        check_architecture("train.kl.model", model_folder(reference))
+        check_rope("train.kl.model", model_folder(reference), config.serve.max_model_len)
+    download_model("model", config.model)
     if config.train.replay_routing and not _has_experts(config):
         remedy = "the start model is not a mixture of experts; set it to false"
         raise ConfigError("train.replay_routing", True, remedy)
     if config.start_model.steps:
-        check_folder("working folder", str(START_MODELS.absolute().parent))
+        check_folder("working folder", str(MODELS.absolute().parent))
         return None
     folder = start_model_folder(config)
     check_architecture("model", folder)

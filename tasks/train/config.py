@@ -34,7 +34,12 @@ class KLConfig(StageConfig):
         "loss: add the divergence to the loss, with its gradient. advantage: subtract it from the token's advantage, "
         "without gradient.",
     )
-    model: str = setting("", "Folder of the reference model; empty: the start model.", fixed=True)
+    model: str = setting(
+        "",
+        "Folder of the reference model, or its name on the Hugging Face hub, from which it is downloaded as `model` is; empty: the "
+        "start model.",
+        fixed=True,
+    )
     urls: tuple[Address, ...] = setting(
         (),
         "Addresses (http://host:port) of the vLLM servers with the reference policy, for reference: deployment.",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.recipe import is_hub_name, start_model_folder
+from rollmill.flows.recipe import start_model_folder
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.store.model_folders import is_hub_name
 from tests.stubs.hub_server import serve_hub
 from tests.stubs.toy_settings import toy_config
 
@@ -15,9 +16,8 @@ NAME = "Some-Org/tiny-model.1"
 DOWNLOAD = f"""\
 from rollmill.flows.recipe import download_model
 from rollmill.tasks.errors import ConfigError
-from tests.stubs.toy_settings import toy_config
 try:
-    download_model(toy_config({{"model": "{NAME}"}}))
+    download_model("model", "{NAME}")
 except ConfigError as error:
     print(error)
 """

@@ -225,6 +225,22 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(
         preflight(load("quickstart", (f"{field}={tmp_path}", *chosen)))
 
 
+def test_a_reference_model_by_its_name_on_the_hub_is_downloaded_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(field: str, model: str) -> None:
+        if field == "train.kl.model":
+            folder = tmp_path / "models" / model
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+
+    settings = load("quickstart", ("train.kl.reference=frozen", "train.kl.model=Some-Org/reference"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rollmill.flows.checks.preflight.download_model", download)
+    with pytest.raises(ConfigError, match=r"train\.kl\.model = .*BertForMaskedLM is not supported"):
+        preflight(settings)
+
+
 @pytest.mark.parametrize("content", ["", "[" * 100_000, '{"architectures": 3}'])
 def test_a_model_with_a_damaged_config_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)

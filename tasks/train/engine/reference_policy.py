@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from rollmill.tasks.store.model_folders import model_folder
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
@@ -105,7 +106,7 @@ def load_reference(
     # The start model is in memory already, below the adapters.
     if config.lora.rank and not config.kl.model:
         return BaseModelPolicy(engine, start_model)
-    folder = config.kl.model or start_model
+    folder = str(model_folder(config.kl.model)) if config.kl.model else start_model
     # The copy never changes, so that a later load of another version keeps it.
     if loaded is not None and loaded.folder == folder:
         return loaded

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.store.checkpoints.checkpoint_store import fetch_checkpoint
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.model_folders import model_folder
 from rollmill.tasks.store.staged_rows import StagedRows
 from rollmill.tasks.train.batch_training import BatchTraining
 from rollmill.tasks.train.checkpoints.checkpoint_writer import CheckpointWriter
@@ -149,10 +149,10 @@ class RankWorker:
             StoreError: the checkpoint is incomplete, or of another run or version.
         """
         # Before the current policy is closed: a wrong command must not make the trainer lose it.
-        for field, folder in (("model", command.model), ("train.kl.model", self._config.kl.model)):
-            if folder and not (Path(folder) / "config.json").is_file():
-                remedy = "there is no model folder (config.json and weights) at this path"
-                raise ConfigError(field, folder, remedy)
+        for field, model in (("model", command.model), ("train.kl.model", self._config.kl.model)):
+            if model and not (model_folder(model) / "config.json").is_file():
+                remedy = f"there is no model folder (config.json and weights) at {model_folder(model)}"
+                raise ConfigError(field, model, remedy)
         check_offload(self._config, self.device.type)
         check_model(self._config, command.model)
         # The checkpoint to load may be the one that is being written.
