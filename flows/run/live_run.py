@@ -316,6 +316,8 @@ def _player(
         ),
         max_tokens=config.serve.max_model_len,
         timeout_s=config.rollout.trajectory_timeout_s,
+        # All segments of a trajectory are computed in one micro-batch, its last completion too.
+        max_stored_tokens=config.train.micro_batch_tokens - config.rollout.max_completion_tokens,
     )
 
 

@@ -5,7 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from rollmill.tasks.observe.span_waits import TimedLock
 from rollmill.tasks.observe.spans import current_lane, record_span, span, within
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trained
+from rollmill.tasks.store.logprob_rows import make_logprob_rows
 from rollmill.tasks.store.reader import read, read_trajectories, scan
 from rollmill.tasks.store.rows import Rows, rows_from_table
 from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.segments import SEGMENT_COLUMNS, index_sequences, read_segments
 
 NO_STEP = -1
 
@@ -116,7 +117,7 @@ class LogprobRecomputation:
         self.hidden_s += time.perf_counter() - started
 
 
-READ = ("trajectory_id", "temperature", "token_ids", "loss_mask")
+READ = ("trajectory_id", "temperature", "token_ids", "loss_mask", *SEGMENT_COLUMNS)
 
 
 class ReferenceServer(Protocol):
@@ -201,17 +202,24 @@ class ReferenceDeployment:
             if isinstance(each, BaseException):
                 raise each
 
-    async def _answer(self, row: dict[str, object]) -> Answer:
+    async def _answer(self, row: dict[str, Any]) -> Answer:
         name, mask = str(row["trajectory_id"]), np.array(row["loss_mask"], bool)
+        token_ids, segments = np.array(row["token_ids"], np.int32), read_segments(row)
         if row["temperature"] != 1.0:
             remedy = (
                 f"trajectory {name} was sampled at temperature {row['temperature']}, and vLLM does not divide the "
                 "logits of a prompt by a temperature: set train.kl.reference to frozen"
             )
             raise ConfigError("train.kl.reference", "deployment", remedy)
+        logprobs, sequences = np.full(len(mask), np.nan, np.float32), index_sequences(segments, len(mask))
         async with self._slots:
-            server, found = await self._request(name, np.array(row["token_ids"], np.int32))
-            return Answer(name, await self._model(server), scatter_to_trained(mask, found[mask[1:]]))
+            for segment, sequence in zip(segments, sequences, strict=True):
+                own = np.arange(segment.prefix_tokens, len(sequence))
+                trained = own[mask[sequence[own]]]
+                if len(trained) or segment is segments[0]:
+                    server, found = await self._request(name, token_ids[sequence])
+                    logprobs[sequence[trained]] = found[trained - 1]
+            return Answer(name, await self._model(server), logprobs)
 
     async def _request(self, name: str, token_ids: np.ndarray) -> tuple[ReferenceServer, np.ndarray]:
         """Return the server that answered and its [T-1] nats; servers with fewer open requests are tried first."""

@@ -48,6 +48,20 @@ class Example:
     content: Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A reply that replaces the conversation: what the policy sees from here on.
+
+    An environment returns it to drop or rewrite context, to begin the conversation of a sub-agent, or to return to an earlier one. What it
+    has in common with what the policy saw before is not computed or stored again; the rest begins a segment of the trajectory.
+
+    Attributes:
+        messages: the whole conversation, at least one message.
+    """
+
+    messages: Sequence[Message]
+
+
 class Episode(Protocol):
     """One attempt at a problem; it may keep state between turns.
 
@@ -55,14 +69,14 @@ class Episode(Protocol):
     returns (), which ends the episode.
     """
 
-    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         """Return the environment's next messages: the opening, then its reply to each message of the policy.
 
         Args:
             messages: the conversation so far, the policy's message last; empty for the opening.
 
         Returns:
-            The messages; none if the episode is over.
+            The messages; none if the episode is over; or, but not as the opening, a Conversation, which replaces the one so far.
         """
 
     async def close(self) -> Mapping[str, object]:

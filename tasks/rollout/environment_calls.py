@@ -20,7 +20,7 @@ from rollmill.tasks.errors import (
 )
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Environment, Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment import Conversation, Environment, Episode, Example, Message, Split
 from rollmill.tasks.store.environment_states import check_columns
 from rollmill.tasks.user_code.left_threads import run_to_end
 
@@ -58,6 +58,15 @@ def check_messages(given: object) -> tuple[Message, ...]:
             )
         _check_json("a message", message.as_json())
     return messages
+
+
+def check_reply(given: object) -> tuple[Message, ...] | Conversation:
+    """Validate what `Episode.reply` returned: messages, or a Conversation; raises EpisodeError if it is neither, or invalid."""
+    return (
+        Conversation(check_messages(given.messages))
+        if isinstance(given, Conversation)
+        else check_messages(given)
+    )
 
 
 def check_outcome(given: object) -> Mapping[str, object]:

@@ -2,15 +2,16 @@
 
 DescribeRequest -> EnvironmentDescription
 ExampleRequest  -> Example
-TurnRequest     -> tuple[Message, ...]; the first one opens the episode
+TurnRequest     -> TurnReply; the first one opens the episode
 CloseRequest    -> ClosedEpisode
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import msgspec
 
-from rollmill.tasks.rollout.environment import Example, Message, Split
+from rollmill.tasks.rollout.environment import Conversation, Example, Message, Split
 
 
 class EnvironmentDescription(msgspec.Struct, frozen=True):
@@ -41,6 +42,24 @@ class TurnRequest(msgspec.Struct, frozen=True, tag=True):
     example: Example
     seed: int
     messages: Sequence[Message]
+
+
+class TurnReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker answers to a TurnRequest: the environment's messages, and whether they replace the conversation."""
+
+    messages: tuple[Message, ...]
+    replaces: bool = False
+
+    @classmethod
+    def of(cls, reply: Sequence[Message] | Conversation) -> Self:
+        """Return the answer that carries an episode's reply."""
+        if isinstance(reply, Conversation):
+            return cls(tuple(reply.messages), replaces=True)
+        return cls(tuple(reply))
+
+    def reply(self) -> tuple[Message, ...] | Conversation:
+        """Return the episode's reply."""
+        return Conversation(self.messages) if self.replaces else self.messages
 
 
 class CloseRequest(msgspec.Struct, frozen=True, tag=True):

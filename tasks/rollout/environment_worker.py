@@ -12,7 +12,7 @@ import msgspec
 
 from rollmill.tasks.errors import ForeignError, describe_error, error_text
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Environment, Episode, Message, make_environment
+from rollmill.tasks.rollout.environment import Environment, Episode, make_environment
 from rollmill.tasks.rollout.environment_calls import EpisodeState, read_episode_state, state_columns
 from rollmill.tasks.rollout.environment_messages import (
     ClosedEpisode,
@@ -20,13 +20,14 @@ from rollmill.tasks.rollout.environment_messages import (
     DescribeRequest,
     EnvironmentDescription,
     ExampleRequest,
+    TurnReply,
     TurnRequest,
 )
 from rollmill.tasks.user_code.concurrent_worker import AsyncHandler, serve_concurrently
 
 Value = TypeVar("Value")
 
-_to_messages = msgspec.json.Decoder(tuple[Message, ...]).decode
+_to_reply = msgspec.json.Decoder(TurnReply).decode
 _to_request = msgspec.json.Decoder(DescribeRequest | ExampleRequest | TurnRequest | CloseRequest).decode
 
 
@@ -71,8 +72,8 @@ class OpenEpisodes:
         self._environment = environment
         self._open: dict[int, _OpenEpisode] = {}
 
-    async def reply(self, turn: TurnRequest) -> tuple[Message, ...]:
-        """Return the environment's next messages in an episode; the first call opens the episode.
+    async def reply(self, turn: TurnRequest) -> TurnReply:
+        """Return the environment's reply in an episode; the first call opens the episode.
 
         Raises:
             ForeignError: the environment raised, or returned something other than messages.
@@ -83,13 +84,13 @@ class OpenEpisodes:
             await self.close(turn.episode)
             raise
 
-    async def _reply(self, turn: TurnRequest) -> tuple[Message, ...]:
+    async def _reply(self, turn: TurnRequest) -> TurnReply:
         if turn.episode not in self._open:
             self._open[turn.episode] = _OpenEpisode(self._environment.episode(turn.example, turn.seed))
         opened = self._open[turn.episode]
         async with opened.lock:
             # What cannot be read from its JSON would fail in the flow, after the episode has advanced.
-            return _to_messages(msgspec.json.encode(tuple(await opened.episode.reply(turn.messages))))
+            return _to_reply(msgspec.json.encode(TurnReply.of(await opened.episode.reply(turn.messages))))
 
     async def close(self, number: int) -> ClosedEpisode:
         """Close the episode with this number and return its outcome and state; empty ones if it is not open."""

@@ -1,10 +1,11 @@
 """Play one episode against a sampler; every outcome becomes a Trajectory."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -12,13 +13,14 @@ import numpy as np
 from rollmill.tasks.errors import EpisodeError, ServiceError, describe_error
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
-from rollmill.tasks.rollout.environment import Environment, Episode, Message
+from rollmill.tasks.rollout.environment import Conversation, Environment, Episode, Message
 from rollmill.tasks.rollout.environment_calls import (
-    check_messages,
     check_outcome,
+    check_reply,
     guard_environment_code,
     read_episode_state,
 )
+from rollmill.tasks.rollout.segment_builder import find_continuation
 from rollmill.tasks.rollout.trajectory import Status, Trajectory, TrajectoryBuilder, TrajectoryRequest
 
 ABORTED = "abort"
@@ -87,6 +89,7 @@ class EpisodePlayer:
         max_tokens: longest sequence, prompt included; an episode that reaches it is truncated.
         timeout_s: time limit of a trajectory in seconds.
         cut_grace_s: seconds after the deadline in which a sampler must return what it has.
+        max_stored_tokens: tokens of all its segments at which an episode of several segments is truncated.
     """
 
     environment: Environment
@@ -95,6 +98,7 @@ class EpisodePlayer:
     max_tokens: int
     timeout_s: float
     cut_grace_s: float = 5.0
+    max_stored_tokens: int = sys.maxsize
 
     async def play(
         self,
@@ -182,44 +186,72 @@ class EpisodePlayer:
 
     async def _turns(self, episode: Episode, draft: TrajectoryBuilder, deadline: Deadline) -> Status:
         tools = self.environment.tools
-        draft.messages = await self._reply(episode, draft, deadline)
+        first = await self._reply(episode, draft, deadline)
+        if isinstance(first, Conversation):
+            raise EpisodeError("the opening has no conversation to replace: return its messages")
+        draft.add_messages(first)
         opening = self.tokenizer.encode(draft.messages, tools)
         if len(opening) >= self.max_tokens:
             text = f"the opening has {len(opening)} tokens; an episode must be shorter than {self.max_tokens}"
             raise EpisodeError(f"{text} (serve.max_model_len)")
         draft.add_context(opening)
         while draft.n_tokens < self.max_tokens:
-            started = time.perf_counter()
-            try:
-                routing = {"routing_from": draft.n_routed} if draft.keeps_routing else {}
-                sampled = await self.sampler.sample(draft.work, draft.token_ids(), deadline.at, **routing)
-            except TimeoutError:
-                raise _DeadlineError from None
-            finally:
-                draft.generate_s += time.perf_counter() - started
+            sampled = await self._sample(draft, deadline)
             self._add_completion(sampled, draft, deadline)
             if draft.finish_reason != "stop":
                 return "truncated"
             reply = await self._reply(episode, draft, deadline)
             if not reply:
                 return "complete"
-            added = self.tokenizer.encode_reply(draft.messages, reply, tools, last_token=draft.last_token)
-            draft.messages += reply
-            if draft.n_tokens + len(added) >= self.max_tokens:
-                # No token could follow, so these are no part of what is trained on.
+            if not self._continue(draft, reply):
                 return "truncated"
-            draft.add_context(added)
         return "truncated"
+
+    def _continue(self, draft: TrajectoryBuilder, reply: tuple[Message, ...] | Conversation) -> bool:
+        """Add the environment's reply to `draft`, or replace its conversation; False, without its tokens, if none could follow them."""
+        tools = self.environment.tools
+        if isinstance(reply, Conversation):
+            found = find_continuation(self.tokenizer, draft.segments, reply.messages, tools)
+            n_tokens, n_stored = found.n_prefix + len(found.added), draft.n_stored + len(found.added)
+            if n_tokens >= self.max_tokens or n_stored >= self.max_stored_tokens:
+                return False
+            draft.continue_at(found, reply.messages)
+            return True
+        last = draft.last_token
+        added = self.tokenizer.encode_reply(draft.messages, reply, tools, last_token=last)
+        draft.add_messages(reply)
+        if draft.n_tokens + len(added) >= self.max_tokens:
+            # No token could follow, so these are no part of what is trained on.
+            return False
+        if len(draft.segments) > 1 and draft.n_stored + len(added) >= self.max_stored_tokens:
+            return False
+        draft.add_context(added)
+        return True
+
+    async def _sample(self, draft: TrajectoryBuilder, deadline: Deadline) -> SampledTokens:
+        """Sample a completion of the present segment; raises _DeadlineError if the deadline came first."""
+        segment, work = draft.segment, draft.work
+        if shift := draft.n_stored - segment.n_tokens:
+            # Sampled again after the same tokens, it has another seed: no two turns are after equally many stored tokens.
+            work = replace(work, seed=(work.seed + shift) % (1 << 63))
+        routing = {"routing_from": segment.n_routed} if draft.keeps_routing else {}
+        started = time.perf_counter()
+        try:
+            return await self.sampler.sample(work, segment.sequence(), deadline.at, **routing)
+        except TimeoutError:
+            raise _DeadlineError from None
+        finally:
+            draft.generate_s += time.perf_counter() - started
 
     async def _reply(
         self, episode: Episode, draft: TrajectoryBuilder, deadline: Deadline
-    ) -> tuple[Message, ...]:
+    ) -> tuple[Message, ...] | Conversation:
         turn = span("environment")
         try:
             with turn:
                 async with asyncio.timeout_at(deadline.at) as limit:
                     with guard_environment_code():
-                        return check_messages(await episode.reply(draft.messages))
+                        return check_reply(await episode.reply(draft.messages))
         except TimeoutError:
             if limit.expired():
                 raise _DeadlineError from None
@@ -235,12 +267,12 @@ class EpisodePlayer:
             EpisodeError: the server aborted it before the deadline.
         """
         draft.server = sampled.server
+        said = self.tokenizer.decode(sampled.token_ids)
         draft.add_completion(
-            sampled.token_ids, sampled.logprobs, sampled.version_spans, sampled.finish_reason
+            sampled.token_ids, sampled.logprobs, sampled.version_spans, sampled.finish_reason, said
         )
         if sampled.routed_experts is not None:
             draft.add_routing(sampled.routed_experts)
-        draft.messages += (Message("assistant", self.tokenizer.decode(sampled.token_ids)),)
         if sampled.finish_reason == ABORTED:
             if asyncio.get_running_loop().time() >= deadline.at:
                 raise _DeadlineError

@@ -19,6 +19,7 @@ from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.processes.launched_process import STOP_GRACE_S
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import (
+    Conversation,
     Environment,
     Episode,
     Example,
@@ -33,6 +34,7 @@ from rollmill.tasks.rollout.environment_messages import (
     CloseRequest,
     EnvironmentDescription,
     ExampleRequest,
+    TurnReply,
     TurnRequest,
 )
 from rollmill.tasks.rollout.environment_pool import Answer, EnvironmentPool, EnvironmentWorker
@@ -117,11 +119,11 @@ class RemoteEpisode:
         self._worker: EnvironmentWorker | None = None
         self._state = NO_STATE
 
-    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         if self._worker is None:
             self._worker = await self._workers.take()
         turn = TurnRequest(self._number, self._example, self._seed, messages)
-        return await self._ask(self._worker, turn, tuple[Message, ...], is_last=False)
+        return (await self._ask(self._worker, turn, TurnReply, is_last=False)).reply()
 
     async def close(self) -> Mapping[str, object]:
         if self._worker is None:

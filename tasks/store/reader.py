@@ -15,7 +15,14 @@ from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import PartitionValue, RunFolder, partition_pattern, step_from_key
 from rollmill.tasks.store.rows import name_first
-from rollmill.tasks.store.schemas import check_version, dataset_schema, schema_like, states_schema
+from rollmill.tasks.store.schemas import (
+    check_version,
+    dataset_schema,
+    fill_added_columns,
+    schema_like,
+    states_schema,
+    stored_schema,
+)
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.shard_names import ShardName, current_shards
 
@@ -246,18 +253,19 @@ def _read_shard(
         size, shard = source.size(), open_shard(source, key, where)
         stored = shard.schema()
         check_version(stored)
-        if not stored.equals(whole):
-            raise ShardError(f"{where} has another schema than {key.split('/')[0]}")
-        fields = [whole.get_field_index(each) for each in selected.names]
+        dataset = key.partition("/")[0]
+        if not stored.equals(whole if dataset == "states" else stored_schema(dataset, stored)):
+            raise ShardError(f"{where} has another schema than {dataset}")
+        fields = [at for each in selected.names if (at := stored.get_field_index(each)) >= 0]
         chosen = None
         if wanted is not None and pieces is not None:
-            ids = shard.read([whole.get_field_index("trajectory_id")])["trajectory_id"]
+            ids = shard.read([stored.get_field_index("trajectory_id")])["trajectory_id"]
             piece = np.arange(len(ids)) * len(pieces) // max(len(ids), 1)
             is_chosen = pc.is_in(ids, value_set=wanted).to_numpy() & pieces[piece]
             if not is_chosen.any():
                 return selected.empty_table()
             chosen = np.split(is_chosen, np.cumsum([len(each) for each in ids.chunks])[:-1])
-        rows = shard.read(fields, chosen)
+        rows = fill_added_columns(dataset, shard.read(fields, chosen), selected.names)
         table = pa.Table.from_arrays([rows[each] for each in selected.names], schema=selected)
         table.validate(full=True)
         if not folder.is_local and table.nbytes < size // 2:

@@ -4,7 +4,7 @@ A shard of a data set has exactly its schema: a missing, extra or null-typed col
 break a plain scan over all of them. Axes: P prompts, G group, T tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 
 from rollmill.tasks.errors import SchemaError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+OLDEST_SCHEMA_VERSION = 2
+"""Oldest version that is read; what its rows lack is filled with ADDED_COLUMNS."""
 # Statuses of rollouts that are scored.
 SCORABLE_STATUSES = ("complete", "truncated")
 # Statuses of rollouts without a result; they are sampled again only when a user asks for it.
@@ -44,11 +46,17 @@ def check_version(schema: pa.Schema) -> None:
     version = (schema.metadata or {}).get(b"schema_version", b"").decode()
     if not version.isdecimal():
         raise SchemaError("its schema has no schema_version; Rollmill did not write it")
-    if int(version) != SCHEMA_VERSION:
-        which = "a newer" if int(version) > SCHEMA_VERSION else "an older"
-        raise SchemaError(
-            f"it has schema version {version}, and this Rollmill reads {SCHEMA_VERSION}; use {which} one"
-        )
+    if fault := describe_unread(int(version)):
+        raise SchemaError(f"it has {fault}")
+
+
+def describe_unread(version: int) -> str:
+    """Return why this Rollmill does not read a schema version, and which one does; empty if it reads it."""
+    if OLDEST_SCHEMA_VERSION <= version <= SCHEMA_VERSION:
+        return ""
+    which = "a newer" if version > SCHEMA_VERSION else "an older"
+    read = f"{OLDEST_SCHEMA_VERSION} to {SCHEMA_VERSION}"
+    return f"schema version {version}, and this Rollmill reads {read}; use {which} one"
 
 
 _RUN = _column("run", pa.string(), "random id of the run, from run.json")
@@ -95,12 +103,46 @@ _SAMPLED = (
     _column(
         "messages",
         pa.large_string(),
-        "JSON: the conversation as a list of {role, content}, and where set name, tool_call_id, tool_calls",
+        "JSON: the conversation as a list of {role, content}, and where set name, tool_call_id, tool_calls; of several "
+        "segments in the order in which it was said, messages that a segment inherits left out",
+    ),
+    _column(
+        "message_segments",
+        _INT32_LIST,
+        "segment of each message; empty: all are of segment 0",
+        shape="[messages]",
+    ),
+    _column(
+        "segment_starts",
+        _INT32_LIST,
+        "index into token_ids where the own tokens of a segment begin; one segment, from 0, unless context was dropped or "
+        "rewritten",
+        shape="[K]",
+    ),
+    _column(
+        "segment_parents",
+        _INT32_LIST,
+        "number of the earlier segment whose first tokens it inherits; -1: none",
+        shape="[K]",
+    ),
+    _column(
+        "segment_prefix_tokens",
+        _INT32_LIST,
+        "tokens that it inherits: the first ones of its parent's whole sequence, what that inherits included",
+        unit="tokens",
+        shape="[K]",
+    ),
+    _column(
+        "segment_prefix_messages",
+        _INT32_LIST,
+        "messages that it inherits: the first ones of its parent's conversation",
+        shape="[K]",
     ),
     _column(
         "token_ids",
         _INT32_LIST,
-        "tokens of the prompt, the completions, and the environment's messages between them",
+        "tokens of the prompt, the completions, and the environment's messages between them; segment by segment, "
+        "those that a segment inherits left out",
         shape="[T]",
     ),
     _column("loss_mask", pa.large_list(pa.bool_()), "True on tokens that the policy sampled", shape="[T]"),
@@ -313,6 +355,36 @@ STATE_FIELDS: tuple[pa.Field, ...] = (
         "why values are null that the environment should have given; empty if none is",
     ),
 )
+
+
+# Value, in every row of an older version, of each column that the version after it added.
+ADDED_COLUMNS: Mapping[str, Mapping[str, Sequence[int]]] = {
+    name: {
+        "message_segments": (),
+        "segment_starts": (0,),
+        "segment_parents": (-1,),
+        "segment_prefix_tokens": (0,),
+        "segment_prefix_messages": (0,),
+    }
+    for name in ("rollouts", "evaluations")
+}
+
+
+def stored_schema(dataset: str, stored: pa.Schema) -> pa.Schema:
+    """Return the schema that a shard with the schema `stored` should have: that of its version. Errors as for `schema_like`."""
+    whole, version = schema_like(dataset, stored), (stored.metadata or {}).get(b"schema_version")
+    if dataset not in ADDED_COLUMNS or version == str(SCHEMA_VERSION).encode():
+        return whole
+    return pa.schema([each for each in whole if each.name not in ADDED_COLUMNS[dataset]], whole.metadata)
+
+
+def fill_added_columns(dataset: str, rows: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Return rows with the columns `names`; those that rows of an older version lack have the value of ADDED_COLUMNS."""
+    for name in names:
+        if name not in rows.column_names:
+            field, value = dataset_schema(dataset).field(name), list(ADDED_COLUMNS[dataset][name])
+            rows = rows.append_column(field, pa.array([value] * rows.num_rows, field.type))
+    return rows.select(names)
 
 
 def states_schema(env: str, columns: Mapping[str, pa.DataType]) -> pa.Schema:

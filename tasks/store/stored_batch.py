@@ -36,7 +36,7 @@ def read_batch_digest(folder: RunFolder, step: int) -> str:
 def read_batch_sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarray]:
     """Read the token ids, [T] int32 each, of at most `n` trajectories that are evenly spread over the batch of a step.
 
-    They are read from the runs that sampled them.
+    Of a trajectory of several segments they are those of the first one. They are read from the runs that sampled them.
     """
     batch = read(folder, "batches", ["trajectory_id", "source", "source_step"], step=step)
     places = np.linspace(0, batch.num_rows - 1, min(n, batch.num_rows)).astype(int)
@@ -51,5 +51,10 @@ def read_batch_sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarra
 
 def _sequences(folder: RunFolder, source: str, step: int, ids: Sequence[str]) -> dict[str, np.ndarray]:
     """Read the [T] int32 token ids of trajectories of one step, by id; an empty `source` is the run in `folder`."""
-    rows = read_trajectories(RunFolder(source) if source else folder, step, ids, ["token_ids"])["token_ids"]
-    return {each: np.asarray(row.values.to_numpy(), np.int32) for each, row in zip(ids, rows, strict=True)}
+    columns = ["token_ids", "segment_starts"]
+    rows = read_trajectories(RunFolder(source) if source else folder, step, ids, columns)
+    found = {}
+    for each, tokens, starts in zip(ids, rows["token_ids"], rows["segment_starts"].to_pylist(), strict=True):
+        end = starts[1] if len(starts) > 1 else None
+        found[each] = np.asarray(tokens.values.to_numpy()[:end], np.int32)
+    return found

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from rollmill.tasks.store.segments import Segments
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.policy_logprobs import MissingLogprobs, OtherPolicy, StoredLogprobs
 from rollmill.tasks.train.rank_messages import swap_messages
@@ -29,6 +30,7 @@ class _SentRow(NamedTuple):
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32]
+    segments: Segments
     routing: tuple[str, tuple[int, ...], bytes] | None
     stored: dict[OtherPolicy, npt.NDArray[np.float32]]
 
@@ -93,6 +95,7 @@ def send_rows(
             samples.token_ids[row],
             samples.loss_masks[row],
             samples.logprobs[row],
+            samples.row_segments(row),
             None if experts is None else (experts.dtype.str, experts.shape, experts.tobytes()),
             {policy: by_id[names[row]] for policy, by_id in stored.items() if names[row] in by_id},
         )
@@ -102,6 +105,8 @@ def send_rows(
     for sent in (each for share in shares for each in share):
         own.token_ids[sent.row], own.loss_masks[sent.row] = sent.token_ids, sent.loss_mask
         own.logprobs[sent.row] = sent.logprobs
+        if own.segments is not None:
+            own.segments[sent.row] = sent.segments
         if own.routing is not None and sent.routing is not None:
             dtype, shape, content = sent.routing
             own.routing[sent.row] = np.frombuffer(content, dtype).reshape(shape)

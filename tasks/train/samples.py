@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +14,22 @@ from rollmill.tasks.store.expert_routing import read_routing
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read, read_chosen, read_trajectories
 from rollmill.tasks.store.rows import name_first
+from rollmill.tasks.store.segments import (
+    LINEAR,
+    SEGMENT_COLUMNS,
+    Segments,
+    find_fault,
+    index_predecessors,
+    index_sequences,
+    read_segments,
+)
 from rollmill.tasks.store.stored_batch import batch_digest
 
 _REMEDY = "; without the sampler's, train with train.old_logprobs=trainer or train.loss=reinforce, and train.importance.mode=none"
-_COLUMNS = ["trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"]
+_COLUMNS = [
+    *("trajectory_id", "env", "temperature", "token_ids", "loss_mask", "logprobs"),
+    *SEGMENT_COLUMNS,
+]
 
 
 class RowOutline(NamedTuple):
@@ -26,13 +38,17 @@ class RowOutline(NamedTuple):
     Attributes:
         n_tokens: tokens of the row, T.
         n_trained: tokens to train among them.
-        n_prefix: tokens before the first one to train; 0 without one.
+        n_segments: segments of the row.
+        longest: tokens of its longest segment's whole sequence; T of a row of one segment.
+        n_prefix: tokens before the first one to train, of the first segment; 0 without one.
         prefix_high: upper 64 bits of the XXH3-128 of those tokens, signed.
         prefix_low: lower 64 bits.
     """
 
     n_tokens: int
     n_trained: int
+    n_segments: int
+    longest: int
     n_prefix: int
     prefix_high: int
     prefix_low: int
@@ -41,6 +57,9 @@ class RowOutline(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Rows of a batch in the batch's order; each field has one entry for each of the B rows of T tokens.
+
+    A row is a trajectory. Its T tokens are those of all its segments, as they are stored; what is said of a row, such as the mean of
+    its losses, is said of the whole trajectory.
 
     Attributes:
         trajectory_ids: [B] ids of the trajectories.
@@ -55,6 +74,7 @@ class Samples:
         reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
         routing: [B][N, layers, experts a token] the experts that the first N tokens were routed to when they were
             sampled, N at most T - 1; None when the model's own choice counts.
+        segments: [B] segments of the trajectories; None: each row is one sequence.
         outlines: [B] outlines of the rows, if the ranks hold different rows: then the fields of [B][T] values have empty arrays for
             rows that this rank does not hold. None: this process holds every row.
     """
@@ -69,6 +89,7 @@ class Samples:
     old_logprobs: list[np.ndarray] | None = None
     reference_logprobs: list[np.ndarray] | None = None
     routing: list[np.ndarray] | None = None
+    segments: list[Segments] | None = None
     outlines: Sequence[RowOutline] | None = None
 
     @classmethod
@@ -92,11 +113,35 @@ class Samples:
         """Return the outline of a row, also of one that another rank holds."""
         if self.outlines is not None:
             return self.outlines[row]
-        mask = self.loss_masks[row]
-        n_prefix = int(mask.argmax()) if len(mask) else 0
+        mask, segments = self.loss_masks[row], self.row_segments(row)
+        n_prefix, longest = int(mask.argmax()) if len(mask) else 0, len(mask)
+        if len(segments) > 1:
+            n_prefix = min(n_prefix, segments[1].start)
+            longest = max(map(len, self.sequences(row)), default=0)
         digest = xxhash.xxh3_128_digest(self.token_ids[row][:n_prefix].tobytes())
         high, low = np.frombuffer(digest, ">i8").tolist()
-        return RowOutline(len(self.token_ids[row]), int(mask.sum()), n_prefix, high, low)
+        return RowOutline(len(mask), int(mask.sum()), len(segments), longest, n_prefix, high, low)
+
+    def row_segments(self, row: int) -> Segments:
+        """Return the segments of a row that this rank holds."""
+        return LINEAR if self.segments is None else self.segments[row]
+
+    def sequences(self, row: int) -> list[np.ndarray]:
+        """Return for each segment of a row that has own tokens the [L] indices into the row's T tokens of its whole sequence."""
+        segments = self.row_segments(row)
+        every = index_sequences(segments, len(self.token_ids[row]))
+        return [
+            each for each, segment in zip(every, segments, strict=True) if len(each) > segment.prefix_tokens
+        ]
+
+    def predecessors(self, row: int, tokens: np.ndarray) -> np.ndarray:
+        """Return [N]: for each of the `tokens` [N] of a row, as indices, the index of the one before it in its segment; -1: none."""
+        segments = self.row_segments(row)
+        return (
+            tokens - 1
+            if len(segments) == 1
+            else index_predecessors(segments, len(self.token_ids[row]))[tokens]
+        )
 
     def has_spread(self, rows: list[int]) -> bool:
         """Return True if any of the rows has an advantage other than 0; if none has, the policy gradient is zero."""
@@ -176,10 +221,12 @@ def read_portion(
         places = pc.index_in(ids, value_set=stored["trajectory_id"])
         rows, found = chosen["row"].filter(places.is_valid()).to_pylist(), stored.take(places.drop_null())
         samples.temperatures[rows] = found["temperature"].to_numpy()
-        columns = [
+        assert samples.segments is not None, "no_tokens makes them"
+        columns: list[tuple[list[Any], Sequence[object]]] = [
             (samples.token_ids, split_rows(found["token_ids"])),
             (samples.loss_masks, split_rows(found["loss_mask"])),
             (samples.logprobs, split_rows(found["logprobs"])),
+            (samples.segments, split_segments(found)),
         ]
         if samples.routing is not None:
             routing = read_routing(origin, source_step, found["trajectory_id"].to_pylist())
@@ -199,6 +246,7 @@ def no_tokens(samples: Samples) -> Samples:
         token_ids=[np.empty(0, np.int32)] * n_rows,
         loss_masks=[np.empty(0, bool)] * n_rows,
         logprobs=[np.empty(0, np.float32)] * n_rows,
+        segments=[LINEAR] * n_rows,
         routing=None if samples.routing is None else [np.empty((0, 0, 0), np.int16)] * n_rows,
     )
 
@@ -238,7 +286,17 @@ def _samples(rows: pa.Table) -> Samples:
         token_ids=split_rows(rows["token_ids"]),
         loss_masks=split_rows(rows["loss_mask"]),
         logprobs=split_rows(rows["logprobs"]),
+        segments=split_segments(rows),
     )
+
+
+def split_segments(rows: pa.Table) -> list[Segments]:
+    """Return the segments of each row of `rollouts`; rows of one segment share an object."""
+    found = [LINEAR] * rows.num_rows
+    counts = pc.list_value_length(rows["segment_starts"]).to_numpy()
+    for row in np.flatnonzero(counts != 1).tolist():
+        found[row] = read_segments({name: rows[name][row].as_py() for name in SEGMENT_COLUMNS})
+    return found
 
 
 def split_rows(column: pa.ChunkedArray) -> list[np.ndarray]:
@@ -270,7 +328,10 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
                 f"trajectory {name}: {len(samples.token_ids[row])} token_ids, {len(mask)} of loss_mask, "
                 f"{len(logprobs)} logprobs; they must be as many"
             )
-        if len(mask) and mask[0]:
+        if fault := find_fault(samples.row_segments(row), len(mask)):
+            raise BatchRefusedError(f"trajectory {name}: {fault}")
+        firsts = [each.start for each in samples.row_segments(row) if not each.prefix_tokens]
+        if len(mask) and mask[[each for each in firsts if each < len(mask)]].any():
             raise BatchRefusedError(
                 f"trajectory {name}: its first token is to be trained; nothing comes before it"
             )
@@ -296,5 +357,5 @@ def check_lengths(samples: Samples, most_tokens: int) -> None:
         if (n_tokens := samples.outline(row).n_tokens) > most_tokens:
             raise BatchRefusedError(
                 f"trajectory {samples.trajectory_ids[row]}: it has {n_tokens} tokens, and train.micro_batch_tokens is "
-                f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len)"
+                f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len, or fewer segments)"
             )

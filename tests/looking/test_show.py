@@ -25,11 +25,14 @@ from rollmill.tasks.look.terminal.trajectory_tokens import (
     Token,
     advantage_scale,
     check_has_values,
+    list_tokens,
     print_tokens,
 )
+from rollmill.tasks.look.web.pages.trajectory_page import make_token_data
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.manifest import TrainingSource, read_manifest, write_manifest
+from rollmill.tasks.store.segments import SEGMENT_COLUMNS
 
 Command = Callable[..., str]
 
@@ -225,7 +228,8 @@ def talkative() -> TrajectoryRecord:
     texts = dict.fromkeys(("env", "status", "finish_reason", "error_type", "server", "example_id"), "")
     row: dict[str, Any] = {**figures, **numbers, **texts, "components": {}, "example": {}, "outcome": {}}
     row |= {"trajectory_id": "x", "greedy": True, "started_at": datetime(2026, 11, 1, tzinfo=UTC)}
-    row |= {"version_span_versions": [], "version_span_starts": []}
+    row |= {name: [] for name in ("version_span_versions", "version_span_starts", "message_segments")}
+    row |= {name: [] for name in SEGMENT_COLUMNS}
     return TrajectoryRecord("x", row | {"messages": [{"role": "assistant", "content": SAID}]}, [], None, {})
 
 
@@ -234,6 +238,42 @@ def test_a_pipe_gets_every_line_of_a_message_unchanged(talkative: TrajectoryReco
     print_trajectory(Console(file=pipe), talkative)
     said = [line.removeprefix("  ") for line in pipe.getvalue().split("\n")]
     assert "\n".join(said).endswith(f"\n{SAID}\n")
+
+
+@pytest.fixture
+def branched(talkative: TrajectoryRecord) -> TrajectoryRecord:
+    """A trajectory of three segments: a question, another conversation, and the first question rewritten in its middle."""
+    said = [("user", "1+1="), ("assistant", "2"), ("user", "help"), ("assistant", "ok"), ("user", "1*1=")]
+    row = talkative.row | {"messages": [{"role": role, "content": text} for role, text in said]}
+    row |= {"message_segments": [0, 0, 1, 1, 2], "segment_starts": [0, 5, 10], "segment_parents": [-1, -1, 0]}
+    row |= {"segment_prefix_tokens": [0, 0, 1], "segment_prefix_messages": [0, 0, 0]}
+    row |= {"token_ids": list(range(13)), "loss_mask": [False] * 4 + [True] + [False] * 8}
+    row |= {"logprobs": [math.nan] * 4 + [-0.5] + [math.nan] * 8}
+    row |= {"version_span_starts": [4], "version_span_versions": [7]}
+    return replace(talkative, row=row)
+
+
+def test_a_tree_of_segments_is_shown_segment_by_segment(branched: TrajectoryRecord) -> None:
+    pipe = io.StringIO()
+    print_trajectory(Console(file=pipe, width=60), branched)
+    shown = [line.split(" ═")[0].split(" ─")[0] for line in pipe.getvalue().split("\n")]
+    assert shown[shown.index("segment 0: inherits nothing") :] == [
+        *("segment 0: inherits nothing", "user", "  1+1=", "assistant", "  2"),
+        *("segment 1: inherits nothing", "user", "  help", "assistant", "  ok"),
+        *("segment 2: continues segment 0 after 1 token (0 messages)", "user", "  1*1=", ""),
+    ]
+
+
+def test_tokens_are_listed_with_their_segment(
+    branched: TrajectoryRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = list_tokens(branched, None)
+    assert [each.segment for each in tokens] == [0] * 5 + [1] * 5 + [2] * 3
+    assert [each.version for each in tokens if each.is_sampled] == [7]
+    print_tokens(Console(), RunFolder("unused"), branched, tokens, "logprob")
+    assert capsys.readouterr().out.split("\n")[1].split()[:2] == ["segment", "index"]
+    data = make_token_data(RunFolder("unused"), branched, None)
+    assert data["heads"][10] == "segment 2: continues segment 0 after 1 token (0 messages)"
 
 
 def test_a_terminal_gets_the_beginning_of_a_long_text_and_a_file_all_of_it(

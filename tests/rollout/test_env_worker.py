@@ -7,7 +7,7 @@ import pytest
 
 from rollmill.tasks.errors import ForeignError
 from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
-from rollmill.tasks.rollout.environment_messages import TurnRequest
+from rollmill.tasks.rollout.environment_messages import TurnReply, TurnRequest
 from rollmill.tasks.rollout.environment_worker import OpenEpisodes
 
 TURN = TurnRequest(1, Example("e", {}), 0, ())
@@ -101,7 +101,7 @@ async def test_a_reply_that_is_no_messages_is_a_failed_answer_and_its_episode_is
 async def test_an_exception_at_the_close_is_a_failed_answer(misdeed: str) -> None:
     environment = Acting(lambda: ())
     episodes = OpenEpisodes(environment)
-    assert await episodes.reply(TURN) == ()
+    assert await episodes.reply(TURN) == TurnReply(())
     environment.act, kind, _ = MISDEEDS[misdeed]
     closed = await episodes.close(1)
     assert closed.raised is not None

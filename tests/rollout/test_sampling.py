@@ -158,9 +158,11 @@ def test_stitched_turns_are_the_rows_of_the_whole_sequence(turns: list[tuple[int
     for n_context, n_sampled in turns:
         draft.add_context(np.zeros(n_context, np.int32))
         end = draft.n_tokens + n_sampled - 1
-        draft.add_routing(np.arange(draft.n_routed, end).reshape(-1, 1, 1))
+        draft.add_routing(np.arange(draft.segment.n_routed, end).reshape(-1, 1, 1))
         draft.add_completion(np.zeros(n_sampled, np.int32), np.zeros(n_sampled), [(0, 0)], "stop")
-    assert np.concatenate(draft.routed_experts).ravel().tolist() == list(range(draft.n_tokens - 1))
+    assert np.concatenate(draft.build("complete").routed_experts).ravel().tolist() == list(
+        range(draft.n_tokens - 1)
+    )
 
 
 async def test_an_episode_of_two_turns_masks_exactly_the_sampled_tokens(tokenizer: ChatTokenizer) -> None:

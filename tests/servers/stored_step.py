@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
+from rollmill.tasks.store.segments import SEGMENT_COLUMNS
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
 from rollmill.tasks.store.stored_batch import batch_digest
@@ -16,14 +17,36 @@ VOCABULARY = 57
 EMPTY_TEXT = ("example_id", "example", "error_type", "error", "messages", "server")
 
 
+class Branch(NamedTuple):
+    """A further segment of a trajectory: the tokens that it inherits, and how many own ones of context and sampled ones it has."""
+
+    parent: int
+    prefix_tokens: int
+    n_context: int
+    n_completion: int
+
+
 class Row(NamedTuple):
-    """A trajectory of `n_prompt` prompt tokens and `n_completion` sampled ones."""
+    """A trajectory of `n_prompt` prompt tokens and `n_completion` sampled ones, and of further segments."""
 
     n_prompt: int
     n_completion: int
     advantage: float
     env: str = "addition"
     temperature: float = 1.0
+    branches: tuple[Branch, ...] = ()
+
+    def loss_mask(self) -> np.ndarray:
+        parts = [(self.n_prompt, self.n_completion), *(each[2:] for each in self.branches)]
+        return np.concatenate([np.arange(sum(part)) >= part[0] for part in parts])
+
+    def segments(self) -> list[list[int]]:
+        """Start, parent, inherited tokens and messages of each segment."""
+        found, start = [[0, -1, 0, 0]], self.n_prompt + self.n_completion
+        for each in self.branches:
+            found.append([start, each.parent, each.prefix_tokens, 0])
+            start += each.n_context + each.n_completion
+        return found
 
 
 def uneven_rows(n_rows: int, seed: int = 0) -> list[Row]:
@@ -53,8 +76,8 @@ def write_step(
 ) -> str:
     """Store rollouts and batch of a step, of random tokens where none are given; returns the batch's digest."""
     rng = np.random.default_rng([seed, step])
-    lengths = [row.n_prompt + row.n_completion for row in rows]
-    masks = [np.arange(length) >= row.n_prompt for length, row in zip(lengths, rows, strict=True)]
+    masks = [row.loss_mask() for row in rows]
+    lengths = [len(mask) for mask in masks]
     kind = dataset_schema("rollouts")
     columns: dict[str, object] = {
         name: [0] * len(rows) if not pa.types.is_large_list(kind.field(name).type) else [[]] * len(rows)
@@ -79,6 +102,8 @@ def write_step(
             kind.field("logprobs").type,
         ),
     }
+    for place, name in enumerate(SEGMENT_COLUMNS):
+        columns[name] = [[each[place] for each in row.segments()] for row in rows]
     rollouts = make_batch("rollouts", columns)
     batch = make_batch(
         "batches",

@@ -1,21 +1,31 @@
 """Rows of any data set, made from its schema."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from rollmill.tasks.store import schemas
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
-from rollmill.tasks.store.schemas import dataset_schema, make_batch
+from rollmill.tasks.store.rows import no_rows
+from rollmill.tasks.store.run import writable_run
+from rollmill.tasks.store.schemas import ADDED_COLUMNS, dataset_schema, make_batch
 
 RowMaker = Callable[..., pa.RecordBatch]
+Writing = Callable[[], AbstractContextManager[None]]
 
 
 def make_rows(dataset: str, n: int = 1, **columns: object) -> pa.RecordBatch:
     """`n` rows with a plain value in every column but those given, each one value for all rows or a list."""
-    made = {field.name: columns.get(field.name, _plain(field.type)) for field in dataset_schema(dataset)}
+    # Each row is one segment.
+    plain = {name: list(value) for name, value in ADDED_COLUMNS.get(dataset, {}).items()}
+    made = {
+        field.name: columns.get(field.name, plain.get(field.name, _plain(field.type)))
+        for field in dataset_schema(dataset)
+    }
     return make_batch(
         dataset,
         {name: value if _is_column(name, value, columns) else [value] * n for name, value in made.items()},
@@ -57,3 +67,32 @@ def folder(root: str) -> RunFolder:
     run = RunFolder(f"{root}/run")
     run.tmp.mkdir(parents=True)
     return run
+
+
+@pytest.fixture
+def version_2(monkeypatch: pytest.MonkeyPatch) -> Writing:
+    """A context in which rows are made and written as version 2 did: without the columns that came after it."""
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        old = {
+            name: pa.schema(
+                [each for each in schema if each.name not in schemas.ADDED_COLUMNS.get(name, ())],
+                {**schema.metadata, b"schema_version": b"2"},
+            )
+            for name, schema in schemas.SCHEMAS.items()
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(schemas, "SCHEMAS", old)
+            patch.setattr(schemas, "SCHEMA_VERSION", 2)
+            patch.setattr(writable_run, "SCHEMA_VERSION", 2)
+            _forget()
+            yield
+        _forget()
+
+    return writing
+
+
+def _forget() -> None:
+    for each in (schemas._kinds, schemas._struct, no_rows):
+        each.cache_clear()

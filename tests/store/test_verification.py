@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rollmill.tasks.store.shards.inventory import list_shard_sizes
 from rollmill.tasks.store.verify.run_verification import verify_run
 
 RowMaker = Callable[..., pa.RecordBatch]
+Writing = Callable[[], AbstractContextManager[None]]
 REPOSITORY = Path(__file__).parents[2]
 GROUPS, SIZE, STEPS = 2, 2, 2
 CONFIG: dict[str, Any] = {
@@ -151,6 +153,12 @@ def findings(folder: RunFolder) -> list[str]:
     ]
 
 
+async def test_a_run_of_schema_version_2_has_no_findings(story: Story, version_2: Writing) -> None:
+    with version_2():
+        folder = await story.write()
+    assert verify_run(folder).findings == []
+
+
 async def test_a_run_of_the_writer_has_no_findings(story: Story) -> None:
     found = verify_run(await story.write())
     assert (found.findings, found.notes, found.steps) == ([], [], STEPS)
@@ -264,6 +272,22 @@ def a_span_outside(columns: dict[str, Any]) -> None:
     columns["version_span_starts"] = [[4]] * 4
 
 
+def segments_of_a_later_parent(columns: dict[str, Any]) -> None:
+    columns["segment_starts"], columns["segment_parents"] = (
+        [[0], [0, 2], [0], [0]],
+        [[-1], [-1, 1], [-1], [-1]],
+    )
+    columns["segment_prefix_tokens"] = columns["segment_prefix_messages"] = [[0], [0, 1], [0], [0]]
+
+
+def a_segment_too_late(columns: dict[str, Any]) -> None:
+    columns["segment_starts"] = [[0], [0], [0], [1]]
+
+
+def a_segment_without_parent(columns: dict[str, Any]) -> None:
+    columns["segment_starts"] = [[0, 3], *[[0]] * 3]
+
+
 def too_stale(columns: dict[str, Any]) -> None:
     columns["policy_version_first"] = 0
 
@@ -287,6 +311,9 @@ def remove_from_plan(columns: dict[str, Any]) -> None:
         (no_logprob, "rollouts/step=000001: logprobs of sampled tokens are not finite: r.2.0"),
         (a_logprob_too_many, "logprobs of tokens that were not sampled are not NaN: r.2.0"),
         (a_short_mask, "token_ids, loss_mask and logprobs differ in length: r.2.0"),
+        (segments_of_a_later_parent, "segments are not in order within the tokens of their parents: r.2.1"),
+        (a_segment_too_late, "segments are not in order within the tokens of their parents: r.3.1"),
+        (a_segment_without_parent, "segments are not in order within the tokens of their parents: r.2.0"),
         (
             a_wrong_count,
             "n_completion_tokens is not the number of True in loss_mask: r.2.0, r.2.1, r.3.0, r.3.1",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from stored_step import Row, replace_shard, uneven_rows, write_step
+from stored_step import Branch, Row, replace_shard, uneven_rows, write_step
 
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.sync.config import SyncConfig
@@ -144,11 +144,12 @@ class Batches(NamedTuple):
     uneven_rows: Callable[..., list[Row]]
     write_step: Callable[..., str]
     write_shard: Callable[..., None]
+    branch: type[Branch]
 
 
 @pytest.fixture(scope="session")
 def batches() -> Batches:
-    return Batches(Row, uneven_rows, write_step, replace_shard)
+    return Batches(Row, uneven_rows, write_step, replace_shard, Branch)
 
 
 @pytest.fixture

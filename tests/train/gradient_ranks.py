@@ -64,6 +64,7 @@ def reorder(samples: Samples, order: list[int], shift_nats: float) -> Samples:
         token_ids=[samples.token_ids[row] for row in order],
         loss_masks=[samples.loss_masks[row] for row in order],
         logprobs=[samples.logprobs[row] + shift_nats for row in order],
+        segments=[samples.row_segments(row) for row in order],
     )
 
 

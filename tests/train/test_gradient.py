@@ -15,6 +15,7 @@ import torch
 from hypothesis import Phase, given, settings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
@@ -111,7 +112,7 @@ def cases_of(n_ranks: int, n_drawn: int) -> list[Case]:
 
 @dataclass
 class Naive:
-    """A step, one row at a time, in double precision, the loss written out as in the papers.
+    """A step, one segment of one row at a time, in double precision, the loss written out as in the papers.
 
     Attributes:
         gradient: of the last update.
@@ -156,14 +157,8 @@ class Naive:
     def _row(self, policy: Any, row: int, number: int) -> torch.Tensor:
         """[T] loss of a row's trained tokens."""
         samples, advantage = self.samples, float(self.samples.advantages[row])
-        ids, trained = samples.token_ids[row], samples.loss_masks[row].nonzero()[0]
-        wants = {"output_router_logits": True} if self.config.router_aux_loss_coef else {}
-        output = policy(input_ids=torch.tensor(ids[None].astype("int64")), **wants)
-        if wants and advantage:
-            self.balance.append((len(ids), output.aux_loss))
-        logits = output.logits[0]
-        every = torch.log_softmax(logits / float(samples.temperatures[row]), dim=-1)[trained - 1]
-        log_p = every[range(len(trained)), ids[trained].astype("int64")]
+        trained = samples.loss_masks[row].nonzero()[0]
+        every, log_p = self._segments(policy, row)
         sampler = torch.tensor(samples.logprobs[row][trained], dtype=torch.float64)
         found = log_p - sampler
         ratio = torch.exp(found)
@@ -182,6 +177,33 @@ class Naive:
         for name, tokens in values.items():
             self.seen[name] += [(samples.envs[row], advantage != 0.0, each) for each in tokens.tolist()]
         return loss
+
+    def _segments(self, policy: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of a row's trained tokens, [T, vocabulary] and [T]: each segment's whole sequence by itself."""
+        samples, parts, routers = self.samples, [], []
+        wants = {"output_router_logits": True} if self.config.router_aux_loss_coef else {}
+        sequences: list[list[int]] = []
+        segments = samples.row_segments(row)
+        ends = [*(each.start for each in segments[1:]), len(samples.token_ids[row])]
+        for segment, end in zip(segments, ends, strict=True):
+            inherited = sequences[segment.parent][: segment.prefix_tokens] if segment.parent >= 0 else []
+            sequences.append([*inherited, *range(segment.start, end)])
+            ids = samples.token_ids[row][sequences[-1]].astype("int64")
+            output = policy(input_ids=torch.tensor(ids[None]), **wants)
+            every = torch.log_softmax(output.logits[0] / float(samples.temperatures[row]), dim=-1)
+            own = range(segment.prefix_tokens, len(ids))
+            chosen = [at for at in own if samples.loss_masks[row][sequences[-1][at]]]
+            before = [at - 1 for at in chosen]
+            parts.append((every[before], every[before, ids[chosen]]))
+            routers.append([each[segment.prefix_tokens :] for each in output.router_logits] if wants else [])
+        if wants and samples.advantages[row]:
+            settings = policy.config
+            # A row's tokens count once, whichever segments they are context of.
+            layers = tuple(torch.cat(each) for each in zip(*routers, strict=True))
+            loss = load_balancing_loss_func(layers, settings.num_experts, settings.num_experts_per_tok)
+            self.balance.append((len(samples.token_ids[row]), loss))
+        found, log_p = zip(*parts, strict=True)
+        return torch.cat(found), torch.cat(log_p)
 
     def metrics(self, *, annotated: bool) -> Metrics:
         """What the trainer reports of the tokens: those of rows with an advantage, or of all when they are annotated."""
@@ -204,6 +226,12 @@ class Naive:
         rows = self.samples.split(1)[0]
         n_without = sum(not self.samples.advantages[row] for row in rows)
         yield ("train/skipped_rows", "all", "value"), 0 if annotated else n_without * self.config.epochs
+
+
+def branch(batches: Any, row: Any) -> tuple[Any, ...]:
+    """Further segments of a row: rewritten in the middle, sampled again after a prefix of that, and one that inherits nothing."""
+    half = (row.n_prompt + row.n_completion) // 2
+    return (batches.branch(0, half, 3, 4), batches.branch(1, half + 4, 0, 5), batches.branch(-1, 0, 4, 2))
 
 
 def average(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:
@@ -277,6 +305,10 @@ def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
     rows = [
         each._replace(advantage=0.0) if row % 3 == 1 else each
         for row, each in enumerate(batches.uneven_rows(N_ROWS))
+    ]
+    rows = [
+        each._replace(branches=branch(batches, each)) if row % 4 == 0 else each
+        for row, each in enumerate(rows)
     ]
     batches.write_step(tmp_path, 0, rows)
     stored = read_samples(str(tmp_path), 0)[1]

@@ -13,7 +13,7 @@ from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_note
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_shards, scan
-from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema
+from rollmill.tasks.store.schemas import ADDED_COLUMNS, SCHEMAS, dataset_schema
 
 TRAJECTORIES = "trajectories"
 VIEWS = (TRAJECTORIES, *sorted(SCHEMAS))
@@ -236,13 +236,30 @@ def _scan(folder: RunFolder, dataset: str, partition: Mapping[str, PartitionValu
     """Return a data set's rows and the run's `location`: read by Polars on a disk, by Rollmill's own reader on S3."""
     shards = list_shards(folder, dataset, **partition)
     if folder.is_local and shards:
-        # A run's name may have signs of a pattern, such as lr[1].
-        rows = pl.scan_ipc(shards, glob=False)
+        rows = _scan_shards(dataset, shards)
     else:
         rows = register_io_source(
             partial(_read_columns, folder, dataset, partition), schema=_polars_schema(dataset)
         )
     return rows.with_columns(pl.lit(folder.location).alias("location"))
+
+
+def _scan_shards(dataset: str, shards: list[str]) -> pl.LazyFrame:
+    """Scan local shards; where the schema version of their rows had fewer columns, those that it lacked are filled."""
+    # A run's name may have signs of a pattern, such as lr[1].
+    scan_files = partial(pl.scan_ipc, glob=False)
+    added = ADDED_COLUMNS.get(dataset, {})
+    older = [each for each in shards if added.keys() - pl.read_ipc_schema(each)] if added else []
+    if not older:
+        return scan_files(shards)
+    schema = _polars_schema(dataset)
+    filled = scan_files(older).with_columns(
+        pl.lit(pl.Series([list(value)], dtype=schema[name])).first().alias(name)
+        for name, value in added.items()
+    )
+    newer = [each for each in shards if each not in set(older)]
+    parts = [filled.select(schema.names()), *([scan_files(newer)] if newer else [])]
+    return pl.concat(parts)
 
 
 def _read_columns(

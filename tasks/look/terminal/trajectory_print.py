@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from rollmill.tasks.look.tables.segment_views import list_segment_views
 from rollmill.tasks.look.tables.trajectory_record import TrajectoryRecord
 from rollmill.tasks.look.tables.view import count_noun, escape_controls
 
@@ -23,7 +24,7 @@ SHOWN_CHARACTERS = 20_000
 
 
 def print_trajectory(console: Console, found: TrajectoryRecord) -> None:
-    """Print the outcome of a trajectory and its conversation.
+    """Print the outcome of a trajectory and its conversation; of several segments one after another, each with its own messages.
 
     On a terminal, lines are wrapped and long texts cut; into a file or a pipe everything is written unchanged.
     """
@@ -36,11 +37,14 @@ def print_trajectory(console: Console, found: TrajectoryRecord) -> None:
     for name, value in list_facts(found):
         table.add_row(name, _cut_text(value))
     console.print(table)
-    for message in found.row["messages"]:
-        colour = ROLES.get(message["role"], "white")
-        console.print(Rule(Text(message_heading(message), f"bold {colour}"), align="left", style=colour))
-        for text, style in message_texts(message):
-            console.print(Padding(_cut_text(text, style), (0, 0, 0, INDENT)))
+    for segment in list_segment_views(found.row):
+        if segment.heading:
+            console.print(Rule(Text(segment.heading, "bold"), align="left", characters="═"))
+        for message in segment.messages:
+            colour = ROLES.get(message["role"], "white")
+            console.print(Rule(Text(message_heading(message), f"bold {colour}"), align="left", style=colour))
+            for text, style in message_texts(message):
+                console.print(Padding(_cut_text(text, style), (0, 0, 0, INDENT)))
 
 
 def _cut_text(text: str, style: str = "") -> Text:
@@ -55,13 +59,18 @@ def _print_plain(console: Console, found: TrajectoryRecord) -> None:
     known = [(name, escape_controls(value)) for name, value in list_facts(found)]
     width = max(len(name) for name, _ in known) + INDENT
     lines = [f"{name:{width}}{value}" for name, value in known]
-    for message in found.row["messages"]:
-        heading = message_heading(message)
-        lines.append(f"{heading} {'─' * (console.width - cell_len(heading) - 1)}")
-        for text, _ in message_texts(message):
-            lines += [f"{' ' * INDENT}{line}" for line in escape_controls(text).split("\n")]
+    for segment in list_segment_views(found.row):
+        lines += [_rule(segment.heading, "═", console.width)] if segment.heading else []
+        for message in segment.messages:
+            lines.append(_rule(message_heading(message), "─", console.width))
+            for text, _ in message_texts(message):
+                lines += [f"{' ' * INDENT}{line}" for line in escape_controls(text).split("\n")]
     # Rich would wrap lines, which a file should have as they are.
     console.file.write("".join(f"{line}\n" for line in lines))
+
+
+def _rule(heading: str, character: str, width: int) -> str:
+    return f"{heading} {character * (width - cell_len(heading) - 1)}"
 
 
 def list_facts(found: TrajectoryRecord) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import polars as pl
@@ -14,11 +15,13 @@ from rich.style import Style
 from rich.text import Text
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.segment_views import list_segment_views
 from rollmill.tasks.look.tables.trajectory_record import TrajectoryRecord
 from rollmill.tasks.look.tables.view import Column, View, drop_uniform, escape_controls
 from rollmill.tasks.look.terminal.output import has_colours, print_view
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.segments import read_segments
 
 BRIGHT = 140
 """Luminance (0 to 255) from which a background gets black text."""
@@ -116,6 +119,7 @@ class Token:
         is_sampled: True if the policy sampled it.
         logprob: nats; None if it was not sampled.
         version: policy version that sampled it; None if it was not sampled.
+        segment: number of the segment that it is an own token of.
     """
 
     index: int
@@ -124,6 +128,7 @@ class Token:
     is_sampled: bool
     logprob: float | None
     version: int | None
+    segment: int = 0
 
 
 def list_tokens(found: TrajectoryRecord, tokenizer: TokenTexts | None) -> list[Token]:
@@ -136,13 +141,18 @@ def list_tokens(found: TrajectoryRecord, tokenizer: TokenTexts | None) -> list[T
     version: int | None = None
     tokens = []
     ids = row["token_ids"]
-    texts = [None] * len(ids) if tokenizer is None else tokenizer.pieces(ids)
-    columns = (ids, texts, row["loss_mask"], row["logprobs"])
-    for index, (id_, text, is_sampled, logprob) in enumerate(zip(*columns, strict=True)):
+    starts = [each.start for each in read_segments(row)]
+    texts: list[str | None] = []
+    numbers: list[int] = []
+    for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):
+        numbers += [number] * (end - start)
+        texts += [None] * (end - start) if tokenizer is None else tokenizer.pieces(ids[start:end])
+    columns = (ids, texts, row["loss_mask"], row["logprobs"], numbers)
+    for index, (id_, text, is_sampled, logprob, number) in enumerate(zip(*columns, strict=True)):
         version = spans.get(index, version)
         # Tokens of the prompt have NaN, which JSON does not have.
         known = logprob if is_sampled and not math.isnan(logprob) else None
-        tokens.append(Token(index, id_, text, is_sampled, known, version if is_sampled else None))
+        tokens.append(Token(index, id_, text, is_sampled, known, version if is_sampled else None, number))
     return tokens
 
 
@@ -168,8 +178,10 @@ def print_tokens(
         print_view(_token_view(found, tokens, by))
         return
     scale = token_scale(folder, found, by)
-    text = Text()
+    text, heads = Text(), {each.start: each.heading for each in list_segment_views(found.row)}
     for token in tokens:
+        if heads.get(token.index):
+            text.append(f"{'' if token.index == 0 else chr(10)}═ {heads[token.index]}\n", "bold")
         text.append(mark_whitespace(token.text or ""), scale.style(_token_value(found, token, by)))
     console.print(scale.legend(f"{by}{_UNITS[by]}"))
     console.print(text)
@@ -206,10 +218,13 @@ def _token_view(found: TrajectoryRecord, tokens: list[Token], by: TokenMeasure) 
             "text": token.text and escape_controls(repr(token.text)),
             by: _token_value(found, token, by),
             "version": token.version,
+            "segment": token.segment,
         }
         for token in tokens
     ]
     columns = [Column("index"), Column("id", rank=2), Column("text"), Column(by), Column("version", rank=1)]
+    if tokens[-1].segment:
+        columns.insert(0, Column("segment"))
     return View({}, "", drop_uniform(columns, rows, (), ("text",)), rows)
 
 

@@ -11,7 +11,7 @@ from rollmill.tasks.errors import ConfigError, ManifestError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
 from rollmill.tasks.store.run.step_settings import EarlierSettings, keep_earlier, select_settings
-from rollmill.tasks.store.schemas import SCHEMA_VERSION
+from rollmill.tasks.store.schemas import describe_unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Manifest:
         run: random id; never the folder's name.
         incarnation: counter that rises by one whenever a trainer loads state; 0: no trainer has.
         epoch: counter that rises by one whenever the folder is opened for writing, from 1; part of the name of each shard.
-        schema_version: of all data sets of the run.
+        schema_version: newest one among the shards of the run.
         config: resolved configuration, as it was when the folder was last opened for writing.
         versions: of the packages then in use, by name.
         git_commit: of the checkout then in use; empty outside of one.
@@ -135,12 +135,8 @@ def read_manifest(folder: RunFolder) -> Manifest:
         raise ManifestError(
             f"{folder.path(MANIFEST)} is damaged: {place or 'the whole'}: {first['msg']}"
         ) from error
-    if manifest.schema_version != SCHEMA_VERSION:
-        which = "a newer" if manifest.schema_version > SCHEMA_VERSION else "an older"
-        raise StoreError(
-            f"{folder.path(MANIFEST)} has schema version {manifest.schema_version}, this Rollmill reads "
-            f"{SCHEMA_VERSION}; use {which} one"
-        )
+    if fault := describe_unread(manifest.schema_version):
+        raise StoreError(f"{folder.path(MANIFEST)} has {fault}")
     return manifest
 
 

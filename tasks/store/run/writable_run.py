@@ -198,7 +198,15 @@ def _resume_manifest(
     # A stored batch is applied again under the settings of its step; the new ones hold from the first step without a batch.
     n_stored = find_resume_point(folder).stored_batches
     earlier = stored.keep_earlier_settings(n_stored, now["config"], by_step)
-    return replace(stored, epoch=stored.epoch + 1, status="running", earlier_settings=earlier, **now)
+    return replace(
+        stored,
+        epoch=stored.epoch + 1,
+        # A run of an older version gets shards of this one.
+        schema_version=SCHEMA_VERSION,
+        status="running",
+        earlier_settings=earlier,
+        **now,
+    )
 
 
 def check_run_kind(folder: RunFolder, manifest: Manifest, *, trains: bool) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollmill.tasks.errors import ShardError
+from rollmill.tasks.errors import SchemaError, ShardError
 from rollmill.tasks.store.filesystem import Files
-from rollmill.tasks.store.schemas import schema_like
+from rollmill.tasks.store.rows import rows_from_table
+from rollmill.tasks.store.schemas import check_version, dataset_schema, fill_added_columns, stored_schema
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import ShardEvent
 from rollmill.tasks.store.shards.shard import publish_shard, write_shard
@@ -81,18 +82,30 @@ def compact_partition(files: Files, folder: str, name: ShardName, large_bytes: i
 
 
 def _read_batches(files: Files, keys: Iterable[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of shards; every byte is checked, so that damage is never copied under new hashes."""
+    """Yield the rows of shards; every byte is checked, so that damage is never copied under new hashes.
+
+    Rows of an older schema version get the columns that they lack.
+    """
     for key in keys:
         dataset = key.partition("/")[0]
         try:
             with files.open(key) as source:
                 shard = open_shard(source, key, key)
                 stored = shard.schema()
-                if not stored.equals(schema_like(dataset, stored)):
+                check_version(stored)
+                if not stored.equals(stored_schema(dataset, stored)):
                     raise ShardError(f"{key} has another schema than {dataset}")
-                yield from shard.batches()
-        except (pa.ArrowException, OSError) as error:
+                for batch in shard.batches():
+                    yield _upgrade(dataset, batch)
+        except (SchemaError, pa.ArrowException, OSError) as error:
             raise ShardError(f"cannot read {key}: {error}") from error
+
+
+def _upgrade(dataset: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+    if dataset == "states" or batch.schema.equals(dataset_schema(dataset)):
+        return batch
+    rows = fill_added_columns(dataset, pa.Table.from_batches([batch]), dataset_schema(dataset).names)
+    return rows_from_table(rows)
 
 
 def _check_written(path: Path, dataset: str, n_rows: int, keys: list[str]) -> None:

@@ -25,7 +25,7 @@ from rollmill.tasks.store.folders import (
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.manifest import describe_misplaced
-from rollmill.tasks.store.schemas import check_version, schema_like
+from rollmill.tasks.store.schemas import check_version, stored_schema
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import (
     INVENTORY,
@@ -67,7 +67,7 @@ def find_damage(shard: ShardView) -> Iterator[Finding]:
         stored = open_shard(shard.run.files.open(shard.key), shard.key, where)
         stored.check()
         check_version(stored.schema())
-        if not stored.schema().equals(schema_like(dataset, stored.schema())):
+        if not stored.schema().equals(stored_schema(dataset, stored.schema())):
             yield Finding(where, "its schema is not that of its data set", _MOVE_OUT)
             return
         n_rows = stored.read([0]).num_rows

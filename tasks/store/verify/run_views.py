@@ -17,6 +17,7 @@ from rollmill.tasks.store.reader import list_scorers, list_steps, read
 from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
+from rollmill.tasks.store.segments import SEGMENT_COLUMNS
 from rollmill.tasks.store.shards.inventory import ShardEvent, list_file_sizes, read_inventory
 
 RESTORE = "restore what is missing from a copy"
@@ -107,6 +108,7 @@ VALUE_COLUMNS = (
     "version_span_starts",
     "version_span_versions",
     "n_completion_tokens",
+    *SEGMENT_COLUMNS,
 )
 _BATCH_COLUMNS = ("run", "order", "trajectory_id", "source", "source_step")
 

@@ -13,6 +13,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES
+from rollmill.tasks.store.segments import LINEAR, SEGMENT_COLUMNS, find_fault, read_segments
 from rollmill.tasks.store.verify.run_views import Finding, StepView
 
 _REMOVE_ONE = "move one of them out of the run: a shard that was copied in by hand, for example"
@@ -217,7 +218,8 @@ def find_wrong_rollout_values(step: StepView) -> Iterator[Finding]:
     """Find rollouts whose values by token contradict each other.
 
     Loss_mask and logprobs are as long as token_ids; logprobs are finite where the mask is True and NaN elsewhere;
-    n_completion_tokens is the number of True ones; spans have a start and a version each, and ascend within the tokens.
+    n_completion_tokens is the number of True ones; spans have a start and a version each, and ascend within the tokens; segments
+    follow each other and continue tokens that their parents have.
     """
     ids = step.rollout_values["trajectory_id"].to_numpy()
     for what, is_wrong in _find_faults(step.rollout_values):
@@ -243,6 +245,7 @@ def _find_faults(rows: pa.Table) -> Iterator[tuple[str, np.ndarray]]:
     n_stored = rows["n_completion_tokens"].to_numpy()
     yield "n_completion_tokens is not the number of True in loss_mask", ~is_uneven & (n_sampled != n_stored)
     yield "spans of policy versions are not in order within the tokens", _find_wrong_spans(rows, n_tokens)
+    yield "segments are not in order within the tokens of their parents", _find_wrong_segments(rows, n_tokens)
 
 
 def _find_wrong_spans(rows: pa.Table, n_tokens: np.ndarray) -> np.ndarray:
@@ -253,6 +256,23 @@ def _find_wrong_spans(rows: pa.Table, n_tokens: np.ndarray) -> np.ndarray:
     descends = (row[1:] == row[:-1]) & (starts[1:] <= starts[:-1])
     is_wrong[row[is_outside]] = True
     is_wrong[row[1:][descends]] = True
+    return is_wrong
+
+
+def _find_wrong_segments(rows: pa.Table, n_tokens: np.ndarray) -> np.ndarray:
+    n_segments = _lengths(rows, SEGMENT_COLUMNS[0])
+    is_wrong: np.ndarray = n_segments < 1
+    for name in SEGMENT_COLUMNS[1:]:
+        is_wrong |= _lengths(rows, name) != n_segments
+    whole = np.flatnonzero(~is_wrong)
+    even = rows.filter(pa.array(~is_wrong))
+    firsts = np.cumsum(n_segments[whole]) - n_segments[whole]
+    # Most rows have one segment, which is known to be right without a look at each row.
+    for name, value in zip(SEGMENT_COLUMNS, LINEAR[0], strict=True):
+        is_wrong[whole] |= _flatten(even, name)[firsts] != value
+    for row in whole[n_segments[whole] > 1].tolist():
+        segments = read_segments({name: rows[name][row].as_py() for name in SEGMENT_COLUMNS})
+        is_wrong[row] = bool(find_fault(segments, int(n_tokens[row])))
     return is_wrong
 
 

@@ -1,17 +1,19 @@
 """Micro-batches as tensors, in two layouts.
 
-`padded`: rows of like length, padded together on the right. With causal attention no real token sees what is to its
-right, so padding needs neither an attention mask nor position ids, and its outputs are never selected.
+`padded`: rows of like length, padded together on the right, a row of several segments as one row for each, with what the segment
+inherits. With causal attention no real token sees what is to its right, so padding needs neither an attention mask nor position ids,
+and its outputs are never selected.
 
-`varlen`: rows one after another in a packed sequence, shared prefixes once (see varlen).
+`varlen`: rows one after another in a packed sequence, shared prefixes once, also those of a row's segments (see varlen).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rollmill.tasks.train.engine.routing_replay import experts_at
+from rollmill.tasks.train.engine.routing_replay import NO_EXPERT, experts_at
 from rollmill.tasks.train.packing.packing_plan import Layout
 from rollmill.tasks.train.packing.prefixes import group_by_prefix
 from rollmill.tasks.train.packing.varlen import PackedSequence, build_sequence, sequence_positions
@@ -26,7 +28,8 @@ class MicroBatch:
         row_numbers: [M] numbers of the rows in the batch.
         token_ids: [B, T] int64, the model's input.
         packed: how the rows are packed into one sequence; None when they are padded.
-        places: [M][tokens of the row] positions of each row's tokens in the flattened [B * T].
+        places: [M][tokens of the row] positions of each row's tokens in the flattened [B * T]; where padded rows repeat a token
+            that a segment inherits, that in its own segment.
         positions: [N] int64, places in the flattened [B * T] of the tokens *before* the trained ones: the
             positions whose logits predict them. Row by row, in the order of `row_numbers`.
         rows: [N] int64, index of each trained token's row among the M.
@@ -69,7 +72,8 @@ def build_micro_batch(
         device: device of the tensors.
         layout: padded: rows side by side as [B, T]; varlen: rows packed into one sequence.
     """
-    token_ids, places, packed = (_lay_padded if layout == "padded" else _lay_packed)(samples, rows, device)
+    lay = _lay_padded if layout == "padded" else _lay_packed
+    token_ids, places, written, packed = lay(samples, rows, device)
     trained = [np.flatnonzero(samples.loss_masks[row]) for row in rows]
     counts = [len(each) for each in trained]
 
@@ -80,8 +84,10 @@ def build_micro_batch(
     def repeat(values: np.ndarray, kind: type) -> torch.Tensor:
         return torch.from_numpy(np.repeat(values, counts).astype(kind)).to(device)
 
-    # The logits at a token predict the next one.
-    before = [place[each - 1] for place, each in zip(places, trained, strict=True)]
+    # The logits at a token predict the next one of its segment.
+    before = [
+        place[samples.predecessors(row, each)] for row, place, each in zip(rows, places, trained, strict=True)
+    ]
     return MicroBatch(
         row_numbers=rows,
         token_ids=torch.from_numpy(token_ids).to(device),
@@ -99,24 +105,38 @@ def build_micro_batch(
         advantages=repeat(samples.advantages[rows], np.float32),
         envs=repeat(np.array([env_names.index(samples.envs[row]) for row in rows]), np.int64),
         routing=(
-            experts_at([samples.routing[row] for row in rows], places, token_ids.size).to(device)
+            _arrange_experts(samples, written, token_ids.size).to(device)
             if samples.routing is not None and rows
             else None
         ),
     )
 
 
-_Laid = tuple[np.ndarray, list[np.ndarray], PackedSequence | None]
+class _Written(NamedTuple):
+    """Where tokens of a row are written: their indices in the row, and their positions in the flattened [B * T]."""
+
+    row: int
+    tokens: np.ndarray
+    positions: np.ndarray
+
+
+_Laid = tuple[np.ndarray, list[np.ndarray], list[_Written], PackedSequence | None]
 
 
 def _lay_padded(samples: Samples, rows: list[int], _: torch.device) -> _Laid:
-    lengths = [len(samples.token_ids[row]) for row in rows]
+    sequences = [(row, each) for row in rows for each in samples.sequences(row)]
     # Without rows two tokens go through the model, so that a rank without work takes part in the collectives.
-    width = max(lengths, default=2)
-    token_ids = np.zeros((max(len(rows), 1), width), np.int64)
-    for place, row in enumerate(rows):
-        token_ids[place, : lengths[place]] = samples.token_ids[row]
-    return token_ids, [place * width + np.arange(length) for place, length in enumerate(lengths)], None
+    width = max((len(each) for _, each in sequences), default=2)
+    token_ids = np.zeros((max(len(sequences), 1), width), np.int64)
+    places = {row: np.empty(len(samples.token_ids[row]), np.int64) for row in rows}
+    written = []
+    for line, (row, tokens) in enumerate(sequences):
+        token_ids[line, : len(tokens)] = samples.token_ids[row][tokens]
+        written.append(_Written(row, tokens, line * width + np.arange(len(tokens))))
+    # In reverse, so that a token's place is in the first sequence with it, that of the segment that the token was added in.
+    for row, tokens, positions in reversed(written):
+        places[row][tokens] = positions
+    return token_ids, [places[row] for row in rows], written, None
 
 
 def _lay_packed(samples: Samples, rows: list[int], device: torch.device) -> _Laid:
@@ -125,7 +145,27 @@ def _lay_packed(samples: Samples, rows: list[int], device: torch.device) -> _Lai
     token_ids = np.zeros((1, max((int(each[-1]) + 1 for each in places), default=2)), np.int64)
     for place, row in zip(places, rows, strict=True):
         token_ids[0, place] = samples.token_ids[row]
-    return token_ids, places, build_sequence(places or [np.arange(2)], device)
+    written = [_Written(row, np.arange(len(place)), place) for row, place in zip(rows, places, strict=True)]
+    sequences = [
+        place[tokens] for row, place in zip(rows, places, strict=True) for tokens in samples.sequences(row)
+    ]
+    return token_ids, places, written, build_sequence(sequences or [np.arange(2)], device)
+
+
+def _arrange_experts(samples: Samples, written: list[_Written], n_tokens: int) -> torch.Tensor:
+    """Arrange the stored experts of all written tokens by position, as `experts_at` does."""
+    assert samples.routing is not None
+    routing = []
+    for row, tokens, _ in written:
+        stored, segments = samples.routing[row], samples.row_segments(row)
+        if len(segments) > 1:
+            # A segment's last token was sampled, not computed; what is stored of it has no meaning.
+            by_token = np.full((len(samples.token_ids[row]), *stored.shape[1:]), NO_EXPERT, np.int16)
+            by_token[: len(stored)] = stored
+            by_token[[each.start - 1 for each in segments[1:]]] = NO_EXPERT
+            stored = by_token[tokens]
+        routing.append(stored)
+    return experts_at(routing, [each.positions for each in written], n_tokens)
 
 
 def _join(parts: list[np.ndarray], kind: type, device: torch.device) -> torch.Tensor:

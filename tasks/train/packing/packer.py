@@ -42,8 +42,18 @@ class Packer:
         """
         if self.layout == "varlen":
             return pack_varlen(group_by_prefix(samples, rows), n_ranks, self._budget.tokens)
-        shares = pack_padded([samples.outline(row).n_tokens for row in rows], n_ranks, self._budget)
-        return [[[rows[place] for place in cut] for cut in share] for share in shares]
+        outlines = {row: samples.outline(row) for row in rows}
+        single = [row for row in rows if outlines[row].n_segments == 1]
+        several = [row for row in rows if outlines[row].n_segments > 1]
+        shares = pack_padded([outlines[row].n_tokens for row in single], n_ranks, self._budget)
+        # A row of several segments is padded to as many rows, which have a micro-batch to themselves.
+        sizes = [outlines[row].n_segments * outlines[row].longest for row in several]
+        others = pack_padded(sizes, n_ranks, TokenBudget(1))
+        return [
+            [[single[place] for place in cut] for cut in share]
+            + [[several[place] for place in cut] for cut in other]
+            for share, other in zip(shares, others, strict=True)
+        ]
 
     def micro_batch(self, samples: Samples, rows: RowNumbers, env_names: list[str]) -> MicroBatch:
         """Build the tensors of one micro-batch from its row numbers.

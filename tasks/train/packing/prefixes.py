@@ -16,6 +16,8 @@ _LEAST_SAVED_SHARE = 0.05
 class PrefixGroup(NamedTuple):
     """Rows whose first `shared` tokens are the same; with one row nothing is shared.
 
+    A row of several segments has its own tokens of each once.
+
     Attributes:
         rows: row numbers, longest first.
         lengths: number of tokens of each row, the shared ones included.
@@ -47,8 +49,9 @@ def group_by_prefix(samples: Samples, rows: Sequence[int]) -> list[PrefixGroup]:
     groups: dict[object, list[int]] = {}
     for row in rows:
         # Rows with replayed routing may differ in the experts of equal tokens, and so in hidden states.
-        key = row if samples.routing else samples.outline(row)[2:]
-        groups.setdefault(key, []).append(row)
+        outline = samples.outline(row)
+        prefix = (outline.n_prefix, outline.prefix_high, outline.prefix_low)
+        groups.setdefault(row if samples.routing else prefix, []).append(row)
     return [unit for group in groups.values() for unit in _build_groups(samples, group)]
 
 

@@ -103,6 +103,7 @@
       for (; shown < end; shown++) {
         const token = document.createElement("span");
         token.dataset.at = shown;
+        if (data.heads[shown]) token.dataset.head = data.heads[shown];
         token.textContent = data.text[shown];
         dress(token, stops, data.values[by][shown]);
         part.append(token);

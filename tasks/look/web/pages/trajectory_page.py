@@ -8,6 +8,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.segment_views import list_segment_views
 from rollmill.tasks.look.tables.trajectory_record import ANNOTATED, TrajectoryRecord, find_trajectory
 from rollmill.tasks.look.tables.view import count_noun, escape_controls
 from rollmill.tasks.look.terminal.trajectory_print import (
@@ -46,7 +47,8 @@ def make_token_data(
     """Return a trajectory's tokens and their values, as JSON for the script that colours them in the browser.
 
     Keys: text, id, version ([T]), values ({measure: [T], null for tokens that were not sampled}), plain ({name: [T]} shown next
-    to a token), scales ({measure: [[number, colour], ...]}), names ({measure: its name}), n (number of tokens).
+    to a token), scales ({measure: [[number, colour], ...]}), names ({measure: its name}), n (number of tokens), heads ({index of a
+    segment's first own token: its heading}, empty for one segment).
     """
     tokens = list_tokens(found, tokenizer)
     shown = tokens[:MOST_TOKENS]
@@ -74,6 +76,7 @@ def make_token_data(
         "scales": {name: list(token_scale(folder, found, parse_measure(name)).stops) for name in values},
         "names": {name: NAMES[name] for name in values},
         "n": len(tokens),
+        "heads": {each.start: each.heading for each in list_segment_views(found.row) if each.heading},
     }
 
 
@@ -105,11 +108,14 @@ def _render_record(found: TrajectoryRecord) -> list[Component]:
     for name, value in list_facts(found):
         rows += [html.Dt(name), html.Dd(_cut_long(value))]
     shown: list[Component] = []
-    for message in found.row["messages"]:
-        # The role becomes a class of the style sheet, and a data set may have any text there.
-        role = message["role"] if message["role"] in ("system", "user", "assistant", "tool") else "other"
-        texts = [_render_text(text, "call" if style else "") for text, style in message_texts(message)]
-        shown.append(html.Article([html.H3(message_heading(message)), *texts], className=f"message {role}"))
+    for segment in list_segment_views(found.row):
+        shown += [html.H3(segment.heading, className="segment")] if segment.heading else []
+        for message in segment.messages:
+            # The role becomes a class of the style sheet, and a data set may have any text there.
+            role = message["role"] if message["role"] in ("system", "user", "assistant", "tool") else "other"
+            texts = [_render_text(text, "call" if style else "") for text, style in message_texts(message)]
+            heading = html.H3(message_heading(message))
+            shown.append(html.Article([heading, *texts], className=f"message {role}"))
     shown = shown or [html.P("Nothing was said.", className="quiet")]
     return [html.Dl(rows, className="facts"), html.Div(shown, className="conversation")]
 
