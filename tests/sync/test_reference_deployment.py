@@ -13,6 +13,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import ragged_array
+from rollmill.tasks.store.segments import SEGMENT_COLUMNS
 from rollmill.tasks.sync.broadcast import create_prefix
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.train.config import KLConfig, TrainConfig
@@ -42,6 +43,7 @@ async def test_a_deployment_returns_the_log_probabilities_of_the_frozen_copy(
             "temperature": pa.array([1.0] * 3, pa.float32()),
             "token_ids": ragged_array(sequences, pa.large_list(pa.int32())),
             "loss_mask": ragged_array(masks, pa.large_list(pa.bool_())),
+            **{name: pa.array([[]] * 3, pa.list_(pa.int32())) for name in SEGMENT_COLUMNS},
         }
     )
     config = StoreConfig(root=str(tmp_path))
