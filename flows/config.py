@@ -169,6 +169,7 @@ FOREIGN = {
     "max_async_level": "rollout.max_staleness",
     "max_completion_length": "rollout.max_completion_tokens",
     "max_off_policy_steps": "rollout.max_staleness",
+    "max_prompt_length": "rollout.max_prompt_tokens",
     "max_response_length": "rollout.max_completion_tokens",
     "max_steps": "steps",
     "max_tokens": "rollout.max_completion_tokens",
@@ -185,6 +186,7 @@ FOREIGN = {
     "seq_len": "serve.max_model_len and train.micro_batch_tokens",
     "staleness_threshold": "rollout.max_staleness",
     "total_training_steps": "steps",
+    "truncation": "rollout.long_prompts",
     "train_batch_size": "rollout.groups_per_step",
     "vllm_max_model_length": "serve.max_model_len",
 }

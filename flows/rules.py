@@ -134,6 +134,16 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             f"must not exceed rollout.group_size, which is {rollout.group_size}",
         ),
         (
+            "rollout.max_prompt_tokens",
+            rollout.max_prompt_tokens >= serve.max_model_len,
+            f"must be below serve.max_model_len, which is {serve.max_model_len}",
+        ),
+        (
+            "rollout.long_prompts",
+            rollout.long_prompts == "keep_end" and not rollout.max_prompt_tokens,
+            "keeps the last rollout.max_prompt_tokens tokens of a prompt: give their number",
+        ),
+        (
             "rollout.max_completion_tokens",
             rollout.max_completion_tokens >= serve.max_model_len,
             f"must be below serve.max_model_len, which is {serve.max_model_len}",

@@ -194,6 +194,10 @@ class EpisodeError(RolloutError):
     """An environment failed; the trajectory is stored as a failed row."""
 
 
+class LongPromptError(EpisodeError):
+    """A prompt has more tokens than `rollout.max_prompt_tokens` or `serve.max_model_len` allows."""
+
+
 class ToolError(EpisodeError):
     """A tool that the policy called raised an exception."""
 

@@ -77,12 +77,14 @@ class Openings:
         tokenizer: of the policy.
         max_tokens: an opening has fewer tokens than this.
         timeout_s: seconds for a problem, for its opening, and for closing the episode.
+        kept_tokens: of a longer opening, the last tokens that are used; 0: all.
     """
 
     environment: Environment
     tokenizer: ChatTokenizer
     max_tokens: int
     timeout_s: float
+    kept_tokens: int = 0
 
     async def first(self, n: int) -> Sequence[Opening]:
         """Return the first messages of the first `n` training problems, in order; problems that fail are passed over.
@@ -128,7 +130,7 @@ class Openings:
             raise
         async with self._limit_time("close its episode"):
             await episode.close()
-        token_ids = self.tokenizer.encode(messages, self.environment.tools)
+        token_ids = self.tokenizer.encode(messages, self.environment.tools)[-self.kept_tokens :]
         if len(token_ids) >= self.max_tokens:
             raise EpisodeError(
                 f"it has {len(token_ids)} tokens, and serve.max_model_len is {self.max_tokens}"
@@ -193,6 +195,7 @@ class ServedRun:
             run.player.tokenizer,
             max_tokens=run.config.serve.max_model_len,
             timeout_s=run.config.rollout.env_timeout_s,
+            kept_tokens=run.player.prompt_limit.kept_tokens if run.player.prompt_limit else 0,
         )
         return cls(run.id, run.folder, run.config, run.pool, openings)
 

@@ -30,6 +30,7 @@ from rollmill.tasks.rollout.completions import PoolSampler
 from rollmill.tasks.rollout.environment import Environment
 from rollmill.tasks.rollout.environment_calls import state_columns
 from rollmill.tasks.rollout.episode import EpisodePlayer
+from rollmill.tasks.rollout.prompt_limit import PromptLimit
 from rollmill.tasks.rollout.remote_environment import open_environment
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.scoring import Scoring
@@ -318,6 +319,7 @@ def _player(
         timeout_s=config.rollout.trajectory_timeout_s,
         # All segments of a trajectory are computed in one micro-batch, its last completion too.
         max_stored_tokens=config.train.micro_batch_tokens - config.rollout.max_completion_tokens,
+        prompt_limit=PromptLimit.of(config.rollout, config.serve.max_model_len),
     )
 
 

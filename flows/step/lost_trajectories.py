@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,6 +29,7 @@ class FailureWatch:
         n_planned: trajectories of the step.
         max_share: share of them that may fail.
         logger: gives the logger of the task run, or flow run, that saw the failure.
+        uncounted: types of errors that do not count for the share; they are logged as others.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class FailureWatch:
         n_planned: int,
         max_share: float,
         logger: Callable[[], logging.Logger | logging.LoggerAdapter[logging.Logger]],
+        uncounted: Collection[str] = (),
     ) -> None:
         self._step, self._n_planned, self._max_share, self._logger = step, n_planned, max_share, logger
+        self._uncounted = uncounted
         self._kinds: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
 
@@ -55,7 +58,7 @@ class FailureWatch:
                 # An error may quote what a model wrote, with terminal escapes.
                 said = (escape_controls(str(row[column])) for column in COLUMNS)
                 self._logger().warning("trajectory %s %s: %s: %s", *said)
-            if row["status"] in FAILED:
+            if row["status"] in FAILED and row["error_type"] not in self._uncounted:
                 self._kinds[row["error_type"]] += 1
                 # One example a kind: thousands of failures usually have the same cause.
                 self._examples.setdefault(row["error_type"], row["error"])
@@ -73,7 +76,7 @@ class FailureWatch:
 
     @property
     def n_failed(self) -> int:
-        """Number of failed and cancelled trajectories and scores so far."""
+        """Number of failed and cancelled trajectories and scores so far, those of uncounted errors left out."""
         return self._kinds.total()
 
 

@@ -84,6 +84,10 @@ async def report_step(
     }
     if isinstance(run.environment, RemoteEnvironment):
         measured["rollout/env_restarts_so_far"] = float(run.environment.restarts)
+    limit = run.player.prompt_limit
+    cut = f"{limit.n_cut} prompts cut so far" if limit and limit.n_cut else ""
+    if limit and limit.keeps_end:
+        measured["rollout/cut_prompts_so_far"] = float(limit.n_cut)
     own = [Metric(name, "all", "value", value) for name, value in measured.items()]
     services = [*run.scoring.metrics(), *run.pool.metrics()]
     await store_step(run, step, [*metrics, *own, *services, *drop_metrics(dropped)], clock)
@@ -92,7 +96,7 @@ async def report_step(
         reward=reward,
         tokens_per_s=measured["rollout/tokens"] / collected.seconds,
         seconds=clock.elapsed_s,
-        dropped=drop_line(dropped),
+        dropped=", ".join(filter(None, (drop_line(dropped), cut))),
     )
     run.artifacts.step_done(step, run.scoring.key, collected.task_run_id)
     # Prefect keeps what ended task runs returned until the flow ends, and memory would grow with each step.

@@ -24,6 +24,7 @@ from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.step_groups import Refills, plan_groups, plan_ranges, store_group_outcomes
+from rollmill.tasks.errors import LongPromptError
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket
 from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk, StepSampler, StoredChunk
@@ -86,7 +87,10 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
     rollout = run.config.rollout
     n_planned = len(plan.groups) * rollout.group_size
-    failures = FailureWatch(step, n_planned, rollout.max_failed_share, logger=get_run_logger)
+    uncounted = {LongPromptError.__name__} if rollout.long_prompts == "drop" else set()
+    failures = FailureWatch(
+        step, n_planned, rollout.max_failed_share, logger=get_run_logger, uncounted=uncounted
+    )
     for group in plan.groups:
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)

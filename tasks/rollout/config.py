@@ -109,6 +109,19 @@ class RolloutConfig(StageConfig):
     group_size: int = setting(
         8, "Trajectories that are sampled for each prompt.", ge=1, fixed=True, basic=True
     )
+    max_prompt_tokens: int = setting(
+        0,
+        "Largest number of tokens of a prompt: the messages before the policy's first one; 0: as many as fit into "
+        "serve.max_model_len.",
+        ge=0,
+        fixed=True,
+    )
+    long_prompts: Literal["fail", "drop", "keep_end"] = setting(
+        "fail",
+        "What becomes of a longer prompt. fail: its trajectories fail, and count for max_failed_share. drop: they fail, and do not "
+        "count. keep_end: its last max_prompt_tokens tokens are used.",
+        fixed=True,
+    )
     max_completion_tokens: int = setting(
         1024, "Largest number of tokens of one completion.", ge=1, fixed=True, basic=True
     )

@@ -20,6 +20,7 @@ from rollmill.tasks.rollout.environment_calls import (
     guard_environment_code,
     read_episode_state,
 )
+from rollmill.tasks.rollout.prompt_limit import PromptLimit
 from rollmill.tasks.rollout.segment_builder import find_continuation
 from rollmill.tasks.rollout.trajectory import Status, Trajectory, TrajectoryBuilder, TrajectoryRequest
 
@@ -90,6 +91,7 @@ class EpisodePlayer:
         timeout_s: time limit of a trajectory in seconds.
         cut_grace_s: seconds after the deadline in which a sampler must return what it has.
         max_stored_tokens: tokens of all its segments at which an episode of several segments is truncated.
+        prompt_limit: of openings; None: they are shorter than `max_tokens`.
     """
 
     environment: Environment
@@ -99,6 +101,7 @@ class EpisodePlayer:
     timeout_s: float
     cut_grace_s: float = 5.0
     max_stored_tokens: int = sys.maxsize
+    prompt_limit: PromptLimit | None = None
 
     async def play(
         self,
@@ -190,11 +193,8 @@ class EpisodePlayer:
         if isinstance(first, Conversation):
             raise EpisodeError("the opening has no conversation to replace: return its messages")
         draft.add_messages(first)
-        opening = self.tokenizer.encode(draft.messages, tools)
-        if len(opening) >= self.max_tokens:
-            text = f"the opening has {len(opening)} tokens; an episode must be shorter than {self.max_tokens}"
-            raise EpisodeError(f"{text} (serve.max_model_len)")
-        draft.add_context(opening)
+        limit = self.prompt_limit or PromptLimit.below(self.max_tokens)
+        draft.add_context(limit.fit(self.tokenizer.encode(draft.messages, tools)))
         while draft.n_tokens < self.max_tokens:
             sampled = await self._sample(draft, deadline)
             self._add_completion(sampled, draft, deadline)

@@ -107,6 +107,17 @@ async def test_an_episode_is_closed_though_its_opening_failed(tokenizer: ChatTok
     assert environment.closed == [0, 1]
 
 
+async def test_of_a_longer_opening_the_end_is_compared_where_rollouts_keep_the_end(
+    tokenizer: ChatTokenizer,
+) -> None:
+    whole = (await first(1, Planned(), tokenizer))[0]
+    with disable_run_logger():
+        (cut,) = await Openings(Planned(), tokenizer, 4, timeout_s=0.05, kept_tokens=3).first(1)
+    assert cut.token_ids.tolist() == whole.token_ids[-3:].tolist()
+    assert len(whole.token_ids) >= 4
+    assert cut.messages == whole.messages
+
+
 async def test_an_opening_that_no_server_has_room_for_is_passed_over(tokenizer: ChatTokenizer) -> None:
     length = len((await first(11, Planned(), tokenizer))[10].token_ids)
     openings = await first(11, Planned(), tokenizer, max_tokens=length)

@@ -12,9 +12,12 @@ from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, open_planned
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.run.live_run import Run
+from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import CollectedStep, collect_step
 from rollmill.flows.step.step_groups import store_batch
 from rollmill.tasks.errors import FailedShareError, RequestError
+from rollmill.tasks.rollout.environment import Example, Message, SingleTurn
+from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.rollout.episode import SampledTokens
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
 from rollmill.tasks.store.folders import RunFolder
@@ -156,3 +159,45 @@ async def test_a_broken_environment_ends_the_run_and_not_its_refills(tmp_path: P
         with pytest.raises(FailedShareError):
             await collect(run)
         assert read_plan(run.folder, 0) == (GroupRange(0, 3),)
+
+
+class Lengthy(Addition):
+    """Every second problem has a prompt of 6 tokens, the others of 4."""
+
+    def episode(self, example: Example, seed: int) -> SingleTurn:
+        is_long = sum(map(int, example.example_id.split("+"))) % 2
+        return SingleTurn((Message("user", "11+22=" if is_long else "1+2="),))
+
+
+async def test_a_group_whose_long_prompt_is_dropped_gets_a_refill_and_is_counted_as_lost_not_as_a_failure(
+    tmp_path: Path,
+) -> None:
+    limits = {"max_prompt_tokens": 5, "max_failed_share": 0.0, "max_refill_groups": 20}
+    async with open_planned_run(
+        tmp_path,
+        GroupSampler(tmp_path),
+        PlannedScoring(),
+        Lengthy(),
+        **allow_refills(long_prompts="drop", **limits),
+    ) as run:
+        found = await collect(run)
+        rows = read_stored(run, "rollouts")
+        fates = find_drops(StoredStepRows.read(run.folder, 0, "planned@1"))
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert {row["error_type"] for row in failed} == {"LongPromptError"}
+    n_dropped = len(failed) // GROUP_SIZE
+    assert n_dropped
+    assert len(list_trained(found)) == N_GROUPS
+    assert len(found.outcomes) == N_GROUPS + n_dropped
+    lost = {each.name: each.value for each in drop_metrics(fates)}
+    assert lost["drops/cause_LongPromptError"] == len(failed)
+    assert drop_line(fates) == f"{len(failed)} lost ({len(failed)} LongPromptError)"
+
+
+async def test_long_prompts_that_may_not_be_dropped_are_failures(tmp_path: Path) -> None:
+    limits = {"max_prompt_tokens": 5, "max_failed_share": 0.0, "max_refill_groups": 20}
+    async with open_planned_run(
+        tmp_path, GroupSampler(tmp_path), PlannedScoring(), Lengthy(), **allow_refills(**limits)
+    ) as run:
+        with pytest.raises(FailedShareError, match="LongPromptError, for example: the opening has 6 tokens"):
+            await collect(run)

@@ -23,6 +23,7 @@ from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_
 from rollmill.tasks.rollout.environment import Environment
 from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.prompt_limit import PromptLimit
 from rollmill.tasks.rollout.task import rollout
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
 from rollmill.tasks.score.task import score
@@ -176,7 +177,13 @@ async def open_planned_run(
                 scoring=scoring,
                 held_out_scoring=scoring,
                 player=EpisodePlayer(
-                    environment, tokenizer, sampler, 256, config.rollout.trajectory_timeout_s, 0.1
+                    environment,
+                    tokenizer,
+                    sampler,
+                    max_tokens=256,
+                    timeout_s=config.rollout.trajectory_timeout_s,
+                    cut_grace_s=0.1,
+                    prompt_limit=PromptLimit.of(config.rollout, 256),
                 ),
                 admission=Admission(config.rollout.max_in_flight),
                 pool=ServerPool(),
