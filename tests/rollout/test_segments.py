@@ -1,6 +1,6 @@
 """Episodes that drop or rewrite context: which segments their tokens are stored in."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from rollmill.tasks.rollout.environment import Conversation, Environment, Episod
 from rollmill.tasks.rollout.environment_messages import TurnReply, TurnRequest
 from rollmill.tasks.rollout.environment_worker import OpenEpisodes
 from rollmill.tasks.rollout.environments.addition import Addition
+from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import RolloutEnd, VerifiersEpisode
+from rollmill.tasks.rollout.environments.verifiers.wire import Wire
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
 from rollmill.tasks.store.segments import (
@@ -290,6 +292,47 @@ async def test_whatever_becomes_of_the_context_each_completion_is_stored_once(
     check(trajectory, sampler)
     said = list_conversations(trajectory.segments, trajectory.messages, trajectory.message_segments)
     assert {tuple(each) for each in seen} <= {tuple(of[:n]) for of in said for n in range(len(of) + 1)}
+
+
+class Requesting(Addition):
+    """An environment of the verifiers library that sends these requests, each with a function of the messages said so far."""
+
+    def __init__(self, requests: Sequence[Callable[[list[Wire]], list[Wire]]]) -> None:
+        self.requests = requests
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        async def run(ask: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+            said: list[Wire] = []
+            for request in self.requests:
+                said.append(await ask("trace", {"messages": request(said)}))
+            return RolloutEnd({"reward": 1.0})
+
+        return VerifiersEpisode(run, ())
+
+
+def user(text: str) -> Wire:
+    return {"role": "user", "content": text}
+
+
+async def test_a_verifiers_environment_that_rewrites_messages_begins_segments(plain: ChatTokenizer) -> None:
+    environment = Requesting(
+        [
+            lambda said: [user("1+1=")],
+            # It compacts its context, then returns to the first conversation, whose reasoning the library does not send.
+            lambda said: [user("so far 2, 2+2=")],
+            lambda said: [user("1+1="), {"role": "assistant", "content": said[0]["content"]}, user("+3=")],
+            lambda said: [user("1+1="), {"role": "assistant", "content": "rewritten"}, user("+3=")],
+        ]
+    )
+    trajectory, sampler = await play(plain, environment, ["one</think>2", "4", "5", "6"])
+    check(trajectory, sampler)
+    assert (trajectory.status, trajectory.outcome) == ("complete", {"reward": 1.0})
+    assert [each.parent for each in trajectory.segments] == [-1, -1, 0]
+    assert trajectory.message_segments == (0, 0, 1, 1, 0, 0, 2, 2, 2)
+    assert sampler.calls[2][0][: len("1+1=") + len("one</think>2") + 1] == [
+        *sampler.calls[0][0],
+        *sampler.calls[0][1],
+    ]
 
 
 class Documented(Addition):

@@ -10,7 +10,7 @@ import pytest
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environment import Conversation, Message
 from rollmill.tasks.rollout.environment_calls import read_episode_state
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
 from rollmill.tasks.rollout.environments.verifiers.verifiers_environment import Verifiers
@@ -154,11 +154,12 @@ async def test_a_hanging_environment_leaves_nothing_behind_when_it_is_cancelled(
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_rewritten_conversation_is_refused_with_what_was_rewritten(house: Verifiers) -> None:
+async def test_a_rewritten_conversation_replaces_the_one_so_far(house: Verifiers) -> None:
     episode, messages = await open_episode(house)
     episode._conversation[0] = {"role": "user", "content": "something else"}
-    with pytest.raises(EpisodeError, match="rewrote message 0"):
-        await say(episode, messages, "again")
+    reply = await episode.reply([*messages, Message("assistant", "<think>so</think> again")])
+    again = Message("assistant", "<think>so</think> again")
+    assert reply == Conversation((*messages, again, Message("user", "and now?")))
     await episode.close()
 
 

@@ -10,8 +10,8 @@ from rollmill.tasks.rollout.environments.verifiers.wire import (
     assistant_message,
     chat_completion,
     completion_events,
+    continues,
     message_from_wire,
-    new_messages,
     refuse_sampling_settings,
 )
 
@@ -46,32 +46,31 @@ def test_reasoning_is_not_part_of_the_policys_message() -> None:
     assert (said["reasoning_content"], said["content"]) == ("17*50 is 850", "935")
 
 
-def test_a_request_adds_the_messages_after_the_policys_message() -> None:
+def test_the_echo_of_a_call_is_the_policys_message() -> None:
     said = assistant_message(CALL, 0)
     echoed = {**said, "content": "", "refusal": None}
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "935"}
-    assert new_messages([USER, said], [USER, echoed, answer]) == [answer]
+    assert continues([USER, said], [USER, echoed, answer])
 
 
 def test_parts_of_text_are_the_same_as_their_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "17*"}, {"type": "text", "text": "55?"}]}
-    assert new_messages([USER], [parts, USER]) == [USER]
+    assert continues([USER], [parts, USER])
     assert message_from_wire(parts) == Message("user", "17*55?")
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "message"),
+    ("before", "now"),
     [
-        ([USER, USER], [USER], "dropped messages: its request has 1, the conversation 2"),
-        ([USER], [{"role": "user", "content": "18*55?"}], "rewrote message 0 .*'17\\*55.' became user: '18"),
-        ([assistant_message(CALL, 0)], [{"role": "assistant", "content": None}], "rewrote message 0"),
+        ([USER, USER], [USER]),
+        ([USER], [{"role": "user", "content": "18*55?"}]),
+        ([assistant_message(CALL, 0)], [{"role": "assistant", "content": None}]),
     ],
 )
-def test_a_conversation_that_is_no_extension_is_refused(
-    before: list[dict], now: list[dict], message: str
+def test_dropped_and_rewritten_messages_do_not_continue_a_conversation(
+    before: list[dict], now: list[dict]
 ) -> None:
-    with pytest.raises(EpisodeError, match=message):
-        new_messages(before, now)
+    assert not continues(before, now)
 
 
 @pytest.mark.parametrize(

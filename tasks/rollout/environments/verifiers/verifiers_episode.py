@@ -1,7 +1,8 @@
 """An episode that an environment of the `verifiers` library runs itself, presented as replies.
 
 The environment's rollout runs as one task. When it requests a completion, `reply` returns the new messages of its
-conversation. The flow samples the policy's next message, which becomes the completion.
+conversation, or the whole conversation if the request does not begin with the one so far. The flow samples the policy's next
+message, which becomes the completion.
 """
 
 import asyncio
@@ -11,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rollmill.tasks.errors import EpisodeError
-from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environment import Conversation, Message
 from rollmill.tasks.rollout.environments.verifiers.wire import (
     Wire,
     assistant_message,
+    continues,
+    is_same_message,
     message_from_wire,
-    new_messages,
     refuse_sampling_settings,
 )
 
@@ -55,14 +57,17 @@ class VerifiersEpisode:
     def __init__(self, play: PlayRollout, tools: Sequence[Wire] | None) -> None:
         self._play, self.tools = play, tools
         self._conversation: list[Wire] = []
+        self._said: list[tuple[int, Wire, Message]] = []
         self._trace = ""
         self._turn = 0
         self._run: asyncio.Task[RolloutEnd] | None = None
-        self._asked: asyncio.Future[Sequence[Message]] = asyncio.get_running_loop().create_future()
+        self._asked: asyncio.Future[Sequence[Message] | Conversation] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._answer: asyncio.Future[Wire] | None = None
 
-    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages that the environment adds to the conversation; () when its rollout is over and scored.
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
+        """Return what the environment adds to the conversation or replaces it by; () when its rollout is over and scored.
 
         Raises:
             EpisodeError: the environment failed, or made a request that one conversation of one policy cannot answer.
@@ -71,6 +76,7 @@ class VerifiersEpisode:
             self._run = asyncio.create_task(self._play(self._ask))
         elif self._answer is not None and not self._answer.done():
             said = assistant_message(messages[-1].content, self._turn)
+            self._said.append((len(self._conversation), said, messages[-1]))
             self._conversation.append(said)
             self._asked = asyncio.get_running_loop().create_future()
             self._turn += 1
@@ -115,18 +121,32 @@ class VerifiersEpisode:
     async def _ask(self, trace: str, request: Wire) -> Wire:
         try:
             self._check(trace, request)
-            new = new_messages(self._conversation, request["messages"])
-            if not new:
-                raise EpisodeError("the environment asks for a second message of the policy after the first")
-            said = tuple(message_from_wire(each) for each in new)
+            reply = self._read(request["messages"])
         except EpisodeError as error:
             if not self._asked.done():
                 self._asked.set_exception(error)
             raise
         self._conversation = list(request["messages"])
         self._answer = asyncio.get_running_loop().create_future()
-        self._asked.set_result(said)
+        self._asked.set_result(reply)
         return await self._answer
+
+    def _read(self, now: Sequence[Wire]) -> Sequence[Message] | Conversation:
+        """Return what the messages of a request add to the conversation, or all of them if they do not begin with it."""
+        before, messages = self._conversation, tuple(self._restore(*each) for each in enumerate(now))
+        if not continues(before, now):
+            return Conversation(messages)
+        if len(now) == len(before):
+            raise EpisodeError("the environment asks for a second message of the policy after the first")
+        return messages[len(before) :]
+
+    def _restore(self, place: int, wire: Wire) -> Message:
+        """Convert the message at a place of a conversation; one that the policy said has the text that was sampled.
+
+        Of several with the same text and calls, which may differ in reasoning, it is the one said at this place, otherwise the last one.
+        """
+        said = [(at == place, each) for at, known, each in self._said if is_same_message(known, wire)]
+        return max(reversed(said), key=lambda each: each[0])[1] if said else message_from_wire(wire)
 
     def _check(self, trace: str, request: Wire) -> None:
         if self._answer is not None and not self._answer.done():

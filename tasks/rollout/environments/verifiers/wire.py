@@ -65,38 +65,23 @@ def text_from_wire(wire: Wire) -> str:
     return "".join(str(part["text"]) for part in parts)
 
 
-def new_messages(before: Sequence[Wire], now: Sequence[Wire]) -> Sequence[Wire]:
-    """Return the messages that a request adds to the conversation `before`, whose last message is the policy's.
+def continues(before: Sequence[Wire], now: Sequence[Wire]) -> bool:
+    """Return True if a request begins with all messages of the conversation `before`.
 
-    Example: new_messages([user, assistant], [user, assistant, tool]) is [tool].
-
-    Raises:
-        EpisodeError: the request does not begin with that conversation.
+    Example: continues([user, assistant], [user, assistant, tool]) is True, and continues([user, assistant], [other, tool]) is False.
     """
-    # The policy's tokens are stored as they were sampled: a rewritten message would have other tokens than the trained ones.
-    for i, (old, new) in enumerate(zip(before, now, strict=False)):
-        if _comparable_parts(old) != _comparable_parts(new):
-            raise EpisodeError(
-                f"the environment rewrote message {i} of the conversation ({old['role']}: {_shorten(old)} became "
-                f"{new.get('role')}: {_shorten(new)}); its turns cannot be joined by token ids"
-            )
-    if len(now) < len(before):
-        raise EpisodeError(
-            f"the environment dropped messages: its request has {len(now)}, the conversation {len(before)}; "
-            "its turns cannot be joined by token ids"
-        )
-    return now[len(before) :]
+    return len(before) <= len(now) and all(map(is_same_message, before, now))
+
+
+def is_same_message(one: Wire, other: Wire) -> bool:
+    """Return True if two messages have the same role, text and calls; the ids of calls may differ."""
+    return _comparable_parts(one) == _comparable_parts(other)
 
 
 def _comparable_parts(wire: Wire) -> tuple[object, ...]:
     calls = [each["function"] for each in wire.get("tool_calls") or ()]
     called = [(each["name"], each["arguments"]) for each in calls]
     return ROLES.get(str(wire.get("role"))), text_from_wire(wire), called
-
-
-def _shorten(wire: Wire, length: int = 60) -> str:
-    text = text_from_wire(wire)
-    return repr(text if len(text) <= length else f"{text[:length]}...")
 
 
 def refuse_sampling_settings(request: Wire) -> None:
