@@ -21,7 +21,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run import writable_run
 from rollmill.tasks.store.run.immutable_settings import list_changes
-from rollmill.tasks.store.run.lock import lock_run, unwritable_error
+from rollmill.tasks.store.run.lock import is_written_to, lock_run, unwritable_error
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.step_settings import list_setting_changes
 from rollmill.tasks.store.run.writable_run import OpenRun
@@ -164,6 +164,14 @@ def test_a_finished_run_is_refused_until_it_is_given_more_steps(root: str) -> No
         open_run(root)
     with open_run(root, CONFIG | {"steps": 5}) as run:
         assert run.manifest.status == "running"
+
+
+def test_a_reader_sees_whether_a_run_is_written_to(root: str) -> None:
+    run = open_run(root)
+    assert is_written_to(run.folder)
+    run.close()
+    assert not is_written_to(run.folder)
+    assert not is_written_to(RunFolder(f"{root}/none"))
 
 
 def test_a_path_that_cannot_be_written_is_a_wrong_setting_that_names_store_root(tmp_path: Path) -> None:

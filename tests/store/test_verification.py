@@ -593,6 +593,32 @@ async def test_a_running_run_is_verified_up_to_its_last_step(story: Story) -> No
     assert found.notes == ["step 1 is not done: it has no batch yet"]
 
 
+async def test_a_finished_run_whose_writer_still_stores_spans_has_no_findings(
+    story: Story, rows: RowMaker, tmp_path: Path
+) -> None:
+    folder = await story.write()
+    with OpenRun.extend(folder, config_of=StoreConfig(root=str(tmp_path))) as run:
+        async with run.writer as writer:
+            await writer.append("spans", rows("spans", step=1), step=1)
+            assert verify_run(folder).findings == []
+    assert verify_run(folder).findings == []
+
+
+async def test_a_run_that_continues_while_it_is_verified_has_no_findings(
+    story: Story, tmp_path: Path
+) -> None:
+    folder = await story.write(finish=False)
+    later = [key for key in open_files(folder).keys("*/**/*.arrow") if not key.startswith("plans/")]
+    for number, key in enumerate(later):
+        (folder.local / key).rename(tmp_path / str(number))
+
+    def store_meanwhile(done: int, total: int) -> None:
+        for number, key in enumerate(later if done == 1 else []):
+            (tmp_path / str(number)).rename(folder.local / key)
+
+    assert verify_run(folder, store_meanwhile).findings == []
+
+
 @pytest.mark.parametrize(
     ("key", "what"),
     [

@@ -118,6 +118,28 @@ def lock_run(
     return lock
 
 
+def is_written_to(folder: RunFolder) -> bool:
+    """Return True if a process holds the lock of a run; False also if that cannot be known from here. Nothing is written.
+
+    Raises:
+        StoreError: the S3 server does not answer.
+    """
+    if not folder.is_local:
+        from rollmill.tasks.store.s3.s3_lease import is_leased
+
+        return is_leased(folder)
+    try:
+        with folder.lock.open("rb") as file:
+            # Shared, so that two that ask do not see each other; a process that wants the run tries again.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        # There is no lock, as in a copy of a run, or another user has made it.
+        return False
+    return False
+
+
 class FolderLock:
     """An exclusive flock on RUN/lock, held until it is released or the process ends, killed included."""
 

@@ -56,6 +56,13 @@ class LeaseRecord(BaseModel):
         return self.model_dump_json(indent=2).encode() + b"\n"
 
 
+def is_leased(folder: RunFolder) -> bool:
+    """Return True if a process holds the lease on a run; raises StoreError if the server does not answer."""
+    there = open_objects(folder, ATTEMPTS).find(LOCK_KEY)
+    lease = _parse_lease(there)
+    return bool(there and lease and lease.remaining_s(there.age_s) > 0.0)
+
+
 class S3Lease:
     """An exclusive lease on a run, renewed by a thread of this process until it is released or lost."""
 

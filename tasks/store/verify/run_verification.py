@@ -24,6 +24,7 @@ from rollmill.tasks.store.folders import (
 )
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
+from rollmill.tasks.store.run.lock import is_written_to
 from rollmill.tasks.store.run.manifest import describe_misplaced
 from rollmill.tasks.store.schemas import check_version, stored_schema
 from rollmill.tasks.store.shards.integrity import open_shard
@@ -32,6 +33,7 @@ from rollmill.tasks.store.shards.inventory import (
     ShardEvent,
     is_recorded,
     list_shard_sizes,
+    read_inventory,
 )
 from rollmill.tasks.store.shards.shard_names import ShardName, list_superseded_shards
 from rollmill.tasks.store.stored_batch import read_batch_digest
@@ -96,18 +98,25 @@ def find_missing_shards(run: RunView) -> Iterator[Finding]:
     Raises:
         ShardError: the inventory is damaged.
     """
-    notes, files = run.inventory, run.files
-    if notes is None:
+    before = run.inventory
+    if before is None:
         raise ShardError("the inventory is damaged, and missing shards cannot be found without it")
-    present = set(list_shard_sizes(files))
-    unrecorded = _list_unrecorded(run, present, notes)
+    # In this order, since a writer may be at work: what it had stored by the listing it had recorded by the second reading, and
+    # what it had recorded by the first one was there at the listing, unless its removal is recorded too. A finished run's writer
+    # still stores spans until it ends.
+    is_closed = run.is_finished and not is_written_to(run.folder)
+    present = set(list_shard_sizes(run.files))
+    notes = read_inventory(run.folder)
+    unrecorded = _list_unrecorded(run, present, notes, is_closed=is_closed)
     if not notes:
         if unrecorded:
             # One finding instead of one for each shard, none of which is at fault.
             what = "there is no inventory, so that shards that are missing are seen by their rows alone"
             yield Finding(run.folder.dataset(INVENTORY), what, RESTORE)
         return
-    gone = [key for key, note in notes.items() if note.event == "written" and key not in present]
+    gone = [
+        key for key in before if is_recorded(before, key) and is_recorded(notes, key) and key not in present
+    ]
     replaced = set(list_superseded_shards([*present, *gone]))
     for key in sorted(set(gone) - replaced - set(_list_expired(run, notes))):
         what = f"it is missing: it was written with {notes[key].rows} rows"
@@ -135,14 +144,16 @@ def _unknown_remedy(key: str) -> str:
     )
 
 
-def _list_unrecorded(run: RunView, keys: Collection[str], notes: Mapping[str, ShardEvent]) -> list[str]:
-    """Shards that are not recorded and should be."""
+def _list_unrecorded(
+    run: RunView, keys: Collection[str], notes: Mapping[str, ShardEvent], *, is_closed: bool
+) -> list[str]:
+    """Shards that are not recorded and should be: all, but the newest of the inventory, if the run is closed."""
     names = {key: name for key in keys if (name := ShardName.of(key))}
     newest = max(
         (key for key in names if key.startswith(f"{INVENTORY}/")), key=lambda key: names[key], default=""
     )
     unnoted = [key for key in names if not is_recorded(notes, key) and key != newest]
-    if run.is_finished:
+    if is_closed:
         return unnoted
     # A writer records at each step's end, and when it is opened. So in a running run, shards older than the newest recorded
     # one should be recorded, and those up to the last batch but one of the same writer.
