@@ -189,6 +189,7 @@ FOREIGN = {
     "truncation": "rollout.long_prompts",
     "train_batch_size": "rollout.groups_per_step",
     "vllm_max_model_length": "serve.max_model_len",
+    "vllm_structured_outputs_regex": "rollout.sampling.structured_output",
 }
 """Settings for what TRL, verl and prime-rl call otherwise, by the last part of its name there; docs/glossary.md has all."""
 

@@ -9,11 +9,12 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.forms import RetrainSettings
 from rollmill.flows.offline.draws import Draw, GroupPool, store_draw
-from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers
+from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, read_altered
 from rollmill.flows.policies.run_policy import RunPolicy, open_policy, restore_policy
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order, release_finished_tasks
 from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import RunName, find_run, run_folder
 from rollmill.flows.run.live_run import Run, TrainingRun, open_offline_run, open_run
 from rollmill.flows.start_model import check_start, ensure_start_model
@@ -54,6 +55,9 @@ async def retrain(run_name: RunName, config: RetrainSettings) -> str:
         # The start model may have been made just now.
         check_tokenizers(config)
         report_pool(pool, config)
+        altered = {each for source in map(find_run, config.retrain.sources) for each in read_altered(source)}
+        if line := describe_altered(sorted(altered)):
+            say(line)
         # Without evaluation nothing is sampled, so no environment and no scorer are opened.
         opened = (open_run if config.evaluate.every else open_offline_run)(run_name, config, model)
         async with opened as run, open_policy(run) as policy:

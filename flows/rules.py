@@ -1,6 +1,7 @@
 """The rules that settings of several stages must keep together."""
 
 import re
+from collections.abc import Sequence
 
 from rollmill.flows.config import RunConfig
 from rollmill.tasks.errors import ConfigError, show_value
@@ -8,7 +9,7 @@ from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import START_MODEL_POSITIONS, CheckpointConfig, TrainConfig
-from rollmill.tasks.train.setting_rules import check_objective, check_offload
+from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective, check_offload
 
 # A setting's dotted name, whether its value is wrong, and what to do then.
 Rule = tuple[str, bool, str]
@@ -25,6 +26,51 @@ def check_config(config: RunConfig) -> None:
     # The trainer checks its settings with these too, so they raise instead of returning errors.
     check_objective(config.train)
     check_offload(config.train)
+
+
+def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
+    """Refuse to train, without importance weights, on tokens that were not sampled from the trained distribution.
+
+    The trained distribution is softmax(logits / temperature). The stored log-probabilities are those of the distribution that tokens
+    were sampled from, so the ratio to them is below 1 from the start where tokens were left out.
+
+    Args:
+        train: settings of the trainer.
+        altered: the settings of sampling that make the two differ (`SamplingConfig.list_altered`).
+
+    Raises:
+        ConfigError: names the setting of the trainer to change.
+    """
+    if not altered:
+        return
+    mode, level = train.importance.mode, train.importance.level
+    why = f"{', '.join(altered)}: tokens are sampled from another distribution than the one that is trained"
+    undo = "or leave the sampling as it is by default (docs/rollouts.md)"
+    has_ratio = HAS_RATIO.get(train.loss, True)
+    if mode == "none":
+        further = (
+            " and train.old_logprobs to trainer" if has_ratio and train.old_logprobs == "sampler" else ""
+        )
+        remedy = f"{why}; set it to truncated{further}, which weights each token by the ratio of both, {undo}"
+        raise ConfigError("train.importance.mode", mode, remedy)
+    if has_ratio and train.old_logprobs == "sampler":
+        remedy = (
+            f"{why}, and the ratio of the loss {train.loss} would not begin at 1; set it to trainer, {undo}"
+        )
+        raise ConfigError("train.old_logprobs", train.old_logprobs, remedy)
+    if level == "sequence_mean":
+        remedy = f"{why}, and a geometric mean over the answer does not correct that; set it to token, {undo}"
+        raise ConfigError("train.importance.level", level, remedy)
+
+
+def describe_altered(altered: Sequence[str]) -> str:
+    """Return a line about settings by which tokens are sampled from another distribution than the trained one; empty for none."""
+    if not altered:
+        return ""
+    return (
+        f"{', '.join(altered)}: stored log-probabilities are those of the distribution that tokens are sampled from, not of the "
+        "trained one; training corrects for that with train.importance (docs/rollouts.md)"
+    )
 
 
 # The paper of GSPO clips the ratio of a whole answer at 4e-4 (arXiv:2507.18071); from here on hardly any answer is clipped.

@@ -61,7 +61,7 @@ class Opening:
 
     Attributes:
         messages: what the environment says before the first answer.
-        token_ids: [T] int32, the tokenized messages and the environment's tools.
+        token_ids: [T] int32, the tokenized messages and the environment's tools; the last of them if only these are used.
     """
 
     messages: tuple[Message, ...]
@@ -203,7 +203,7 @@ class ServedRun:
 def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> str:
     """Return a warning if trainer and servers give a step's sampled tokens other probabilities where they must not; else empty.
 
-    They are equal, but for rounding, where a step trains the policy version that sampled it.
+    They are equal, but for rounding, where a step trains the policy version that sampled it from the distribution that is trained.
     """
     is_exact = config.train.dtype == config.serve.dtype == "float32"
     threshold = RATIO_THRESHOLD if is_exact else HALF_RATIO_THRESHOLD
@@ -214,7 +214,8 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
         else (MISMATCH, "the difference of log-probabilities")
     )
     found = [each.value for each in metrics if (each.name, each.env, each.stat) == (name, ALL, "mean")]
-    if config.rollout.max_staleness or not found or found[0] <= threshold:
+    is_other = config.rollout.max_staleness or config.rollout.sampling.list_altered()
+    if is_other or not found or found[0] <= threshold:
         return ""
     return (
         f"step {step}: the trainer gives the sampled tokens other probabilities than the servers that sampled them: "

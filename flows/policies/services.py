@@ -156,6 +156,7 @@ class ServerService:
 
         Raises:
             ServiceStartError: it did not become healthy in time, ended, or failed the request.
+            ConfigError: it refuses rollout.sampling.
         """
         serve = self._config.serve
         if self.is_ours:
@@ -173,9 +174,8 @@ class ServerService:
                 log=self._logs / f"vllm-{self._number}.log",
                 env=vllm_launch.vllm_environment(serve, api_key=self._key, gpus=self._gpus),
             )
-        timeout_s = self._config.start_timeout_s
-        await self.client.wait_until_healthy(timeout_s, self.process)
-        await self.client.warm_up(timeout_s, self.process, needs_routing=self._keeps_routing)
+        await self.client.wait_until_healthy(self._config.start_timeout_s, self.process)
+        await self._warm_up(self.process)
 
     async def wait_for_failure(self, alarm: asyncio.Event) -> str:
         """Wait until the server fails or the alarm is set; returns the reason, "" after an alarm."""
@@ -208,7 +208,15 @@ class ServerService:
             await asyncio.sleep(HEALTH_INTERVAL_S)
         # A server that still has a version's name did not restart, so it has answered requests before.
         if not PolicyVersion.is_one(await self.client.version()):
-            await self.client.warm_up(self._config.start_timeout_s, needs_routing=self._keeps_routing)
+            await self._warm_up()
+
+    async def _warm_up(self, process: LaunchedProcess | None = None) -> None:
+        await self.client.warm_up(
+            self._config.start_timeout_s,
+            process,
+            needs_routing=self._keeps_routing,
+            further=self._config.rollout.sampling.parameters(),
+        )
 
 
 async def restart(

@@ -16,6 +16,7 @@ from rollmill.flows.prefect_integration.leftovers import mark_leftovers
 from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, start_prefect_thread
+from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
@@ -264,6 +265,8 @@ async def open_run(
         )
         scorings = await _open_scorings(opened, stack)
         environment = await stack.enter_async_context(open_environment(rollout, logs=store.folder.logs))
+        if not adds and (line := describe_altered(rollout.sampling.list_altered())):
+            say(line)
         check_stored_columns(store.folder, environment.name, state_columns(environment))
         check_prompts(environment, rollout, config.evaluate.n_prompts)
         pool = ServerPool()
@@ -316,10 +319,10 @@ def _player(
             pool, config.rollout, run.id, config.serve.request_timeout_s, stop_token_ids=stop
         ),
         max_tokens=config.serve.max_model_len,
+        prompt_limit=PromptLimit.of(config.rollout, config.serve.max_model_len),
         timeout_s=config.rollout.trajectory_timeout_s,
         # All segments of a trajectory are computed in one micro-batch, its last completion too.
         max_stored_tokens=config.train.micro_batch_tokens - config.rollout.max_completion_tokens,
-        prompt_limit=PromptLimit.of(config.rollout, config.serve.max_model_len),
     )
 
 

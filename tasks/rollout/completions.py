@@ -1,7 +1,7 @@
 """Sample completions from the pool of vLLM servers, with retries on other servers."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,11 @@ class PoolSampler:
     timeout_s: float
     stop_token_ids: tuple[int, ...] = ()
     backoff_s: float = BACKOFF_S
+    _further: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Once, and not for each request.
+        object.__setattr__(self, "_further", self.config.sampling.parameters())
 
     async def sample(
         self, work: TrajectoryRequest, token_ids: np.ndarray, until: float, routing_from: int | None = None
@@ -72,6 +77,7 @@ class PoolSampler:
                                     timeout_s=self.timeout_s,
                                     until=until,
                                     routing_from=self._routing_start(token_ids, routing_from),
+                                    further=self._further,
                                 )
                             versions = [version for _, version in completion.version_spans]
                             await self.pool.require_verified(server, versions)

@@ -1,18 +1,31 @@
 """Settings of sampling."""
 
 import json
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.config import YEAR_S, StageConfig, VariablePattern, setting
+from rollmill.tasks.errors import show_value
 
 # Arguments of rendering that are no arguments of a template.
 _RENDERING = (
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"),
     *("return_assistant_tokens_mask", "sanitize_control_tokens", "tokenize", "tools"),
 )
+
+# Settings by which tokens are sampled from another distribution than softmax(logits / temperature), which is trained.
+_ALTERING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "structured_output")
+# Members of vLLM's `StructuredOutputsParams` that give a form, and the types of their values.
+_FORMS: Mapping[str, type | tuple[type, ...]] = {
+    "json": (dict, str),
+    "regex": str,
+    "choice": list,
+    "grammar": str,
+}
+StopText = Annotated[str, Field(min_length=1)]
 
 
 class PromptsConfig(StageConfig):
@@ -72,6 +85,89 @@ class PromptsConfig(StageConfig):
     )
 
 
+class SamplingConfig(StageConfig):
+    """Settings of the sampler besides its temperature."""
+
+    top_p: float = setting(
+        1.0,
+        "Sample from the fewest most probable tokens whose probabilities sum to at least this; 1: from all.",
+        gt=0.0,
+        le=1.0,
+        fixed=True,
+    )
+    top_k: int = setting(
+        0, "Sample from this many most probable tokens; 0: from all.", ge=0, le=2**31 - 1, fixed=True
+    )
+    min_p: float = setting(
+        0.0,
+        "Sample from tokens with at least this share of the most probable token's probability; 0: from all.",
+        ge=0.0,
+        le=1.0,
+        fixed=True,
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "The logit of a token that prompt or completion already have is divided by this if it is positive, else multiplied; 1: none.",
+        gt=0.0,
+        le=10.0,
+        fixed=True,
+    )
+    presence_penalty: float = setting(
+        0.0,
+        "Subtracted from the logit of a token that the completion already has; 0: none.",
+        ge=-2.0,
+        le=2.0,
+        fixed=True,
+    )
+    stop: tuple[StopText, ...] = setting(
+        (),
+        "Texts, such as [</answer>], each of which ends a completion; its tokens stay in the trajectory as they were sampled.",
+        fixed=True,
+    )
+
+    structured_output: str = setting(
+        "",
+        "Form of every completion, thoughts included: a JSON object with one of json (a JSON schema), regex, choice (a list of texts) "
+        'and grammar (EBNF), such as {"regex": "[0-9]+"}; empty: any.',
+        fixed=True,
+    )
+
+    @field_validator("structured_output", mode="before")
+    @classmethod
+    def _write_form(cls, given: object) -> object:
+        return _write_object(given)
+
+    @field_validator("structured_output")
+    @classmethod
+    def _check_form(cls, text: str) -> str:
+        if text and (remedy := _find_wrong_form(text)):
+            raise PydanticCustomError("form", "{remedy}", {"remedy": remedy})
+        return text
+
+    def list_altered(self) -> list[str]:
+        """List the settings, with their values, by which tokens are sampled from another distribution than the trained one.
+
+        Example: ["rollout.sampling.top_p = 0.9"].
+        """
+        return [f"rollout.sampling.{name} = {show_value(value)}" for name, value in self._altering().items()]
+
+    def parameters(self) -> dict[str, object]:
+        """Return the settings that differ from their defaults as fields of vLLM's `SamplingParams`."""
+        found = self._altering()
+        if form := found.pop("structured_output", ""):
+            found["structured_outputs"] = json.loads(str(form))
+        if self.stop:
+            # vLLM looks for the texts in what it detokenizes, from which it leaves out special tokens by default.
+            found |= {"stop": list(self.stop), "detokenize": True, "skip_special_tokens": False}
+        return found
+
+    def _altering(self) -> dict[str, object]:
+        values = {name: getattr(self, name) for name in _ALTERING}
+        return {
+            name: value for name, value in values.items() if value != type(self).model_fields[name].default
+        }
+
+
 class RolloutConfig(StageConfig):
     """Settings of rollouts: environment, groups, sampling and limits."""
 
@@ -127,6 +223,7 @@ class RolloutConfig(StageConfig):
     )
     # vLLM raises lower temperatures to 0.01, and the trainer would divide the logits by another number than the sampler.
     temperature: float = setting(1.0, "Sampling temperature.", ge=0.01, le=10.0, fixed=True, basic=True)
+    sampling: SamplingConfig = setting(SamplingConfig(), "How tokens are chosen.")
     max_staleness: int = setting(
         0,
         "Largest number of policy versions from the one that began a trajectory to the step that trains on it (also "
@@ -197,22 +294,64 @@ class RolloutConfig(StageConfig):
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _write_template_arguments(cls, given: object) -> object:
-        # YAML, and so --set, reads a JSON object as a mapping; one with dates or cycles is none.
-        try:
-            return json.dumps(given) if isinstance(given, dict) else given
-        except (TypeError, ValueError):
-            return given
+        return _write_object(given)
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_arguments(cls, text: str) -> str:
-        try:
-            arguments = json.loads(text or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = _read_object(text or "{}")
+        if arguments is None:
             raise PydanticCustomError("json", 'give a JSON object, such as {"enable_thinking": false}')
         if found := next((each for each in _RENDERING if each in arguments), ""):
             remedy = f"{found} is no argument of a template: Rollmill renders with its own; remove it"
             raise PydanticCustomError("reserved", "{remedy}", {"remedy": remedy})
         return text
+
+
+def _write_object(given: object) -> object:
+    """Return a mapping as JSON, anything else unchanged: YAML, and so --set, reads a JSON object as a mapping."""
+    try:
+        return json.dumps(given) if isinstance(given, dict) else given
+    except (TypeError, ValueError):
+        # One with dates or cycles is no JSON.
+        return given
+
+
+def _read_object(text: str) -> dict[str, object] | None:
+    """Parse a JSON object; None for a text that is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _find_wrong_form(text: str) -> str:
+    """Return what is wrong with the value of structured_output; empty if vLLM alone can tell whether it takes it."""
+    form = _read_object(text)
+    if form is None or len(form) != 1 or not form.keys() <= _FORMS.keys():
+        return f'give a JSON object with one of {", ".join(_FORMS)}, such as {{"regex": "[0-9]+"}}'
+    ((kind, value),) = form.items()
+    is_empty = not (value.strip() if isinstance(value, str) else value)
+    if not isinstance(value, _FORMS[kind]) or is_empty:
+        return (
+            f"{kind} is empty or of another type: give a JSON schema, a list of texts for choice, or a text"
+        )
+    if isinstance(value, list) and not all(isinstance(each, str) and each for each in value):
+        return "choice is not a list of texts"
+    return _find_wrong_schema(value) if kind == "json" else ""
+
+
+def _find_wrong_schema(value: object) -> str:
+    # Its import takes a while, and hardly any run needs it.
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        validator_for(schema, Draft202012Validator).check_schema(schema)
+    except SchemaError as error:
+        return f"json is no JSON schema: {error.message} (at {error.json_path})"
+    except (ValueError, RecursionError) as error:
+        return f"json cannot be read: {error}"
+    return ""

@@ -6,12 +6,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from rollmill.tasks.errors import RequestError, ServiceStartError, TransientRequestError
+from rollmill.tasks.errors import ConfigError, RequestError, ServiceStartError, TransientRequestError
 from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.serve.config import ServeConfig
@@ -124,7 +125,12 @@ class VllmClient(ServiceClient):
         return True
 
     async def warm_up(
-        self, timeout_s: float, process: LaunchedProcess | None = None, *, needs_routing: bool = False
+        self,
+        timeout_s: float,
+        process: LaunchedProcess | None = None,
+        *,
+        needs_routing: bool = False,
+        further: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Check that the plugin is loaded, and send the first, slow requests, with every feature that later ones use.
 
@@ -132,9 +138,11 @@ class VllmClient(ServiceClient):
             timeout_s: seconds for each of them.
             process: the launched process, whose log an error quotes.
             needs_routing: True if responses must have the routed experts.
+            further: those of the run's later requests; see `generate`.
 
         Raises:
             ServiceStartError: it failed; some models load and cannot be computed.
+            ConfigError: the server refuses `further`.
         """
         tokens = np.zeros(2, np.int32)
         try:
@@ -147,10 +155,27 @@ class VllmClient(ServiceClient):
                     f"it returned no routed experts, which rollout.keep_routing needs: start it with {ROUTING_ARGUMENT}"
                 )
             await self.prompt_logprobs(tokens, timeout_s)
+            if further:
+                await self._try_sampling(tokens, further, timeout_s)
         except RequestError as error:
             tail = process.log_tail() if process else ""
             reason = f"its first request failed: {error}"
             raise ServiceStartError(f"vLLM server {self.url}", reason, tail) from error
+
+    async def _try_sampling(
+        self, token_ids: np.ndarray, further: Mapping[str, object], timeout_s: float
+    ) -> None:
+        """Sample two tokens with further fields of `SamplingParams`; ConfigError if the server refuses them."""
+        try:
+            await self._again(
+                lambda: self.generate(
+                    token_ids, max_tokens=2, temperature=1.0, seed=0, timeout_s=timeout_s, further=further
+                )
+            )
+        except TransientRequestError:
+            raise
+        except RequestError as error:
+            raise ConfigError("rollout.sampling", dict(further), f"vLLM refuses it: {error}") from error
 
     async def generate(
         self,
@@ -163,6 +188,7 @@ class VllmClient(ServiceClient):
         timeout_s: float,
         until: float | None = None,
         routing_from: int = 0,
+        further: Mapping[str, object] = MappingProxyType({}),
     ) -> Completion:
         """Sample one completion of a prompt, with the log-probabilities of its tokens.
 
@@ -175,6 +201,7 @@ class VllmClient(ServiceClient):
             timeout_s: seconds until the request fails.
             until: moment of the event loop's clock at which the completion is aborted; its tokens so far are returned.
             routing_from: number of first tokens whose routed experts are left out.
+            further: fields of vLLM's `SamplingParams`, which replace those above.
 
         Raises:
             TimeoutError: the server did not return the tokens of an aborted request within ClientLimits.abort_grace_s.
@@ -186,6 +213,7 @@ class VllmClient(ServiceClient):
             "logprobs": 0,
             "detokenize": False,
             "stop_token_ids": list(stop_token_ids),
+            **further,
         }
         if routing_from:
             sampling["routed_experts_prompt_start"] = routing_from
