@@ -9,7 +9,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.forms import RetrainSettings
 from rollmill.flows.offline.draws import Draw, GroupPool, store_draw
-from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, read_altered
+from rollmill.flows.offline.retrain_sources import check_offline, check_source_sampling, check_tokenizers
 from rollmill.flows.policies.run_policy import RunPolicy, open_policy, restore_policy
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order, release_finished_tasks
@@ -48,6 +48,7 @@ async def retrain(run_name: RunName, config: RetrainSettings) -> str:
             await asyncio.to_thread(check_offline, config)
             # A source may have been replaced by another run since an earlier attempt at this run.
             await asyncio.to_thread(check_sources, run_folder(run_name, config))
+            altered = await asyncio.to_thread(check_source_sampling, config)
             sources = await asyncio.to_thread(lambda: read_sources(map(find_run, config.retrain.sources)))
             # Before any service starts: a run without a trainable group ends here.
             pool = await asyncio.to_thread(GroupPool.read, config)
@@ -55,8 +56,7 @@ async def retrain(run_name: RunName, config: RetrainSettings) -> str:
         # The start model may have been made just now.
         check_tokenizers(config)
         report_pool(pool, config)
-        altered = {each for source in map(find_run, config.retrain.sources) for each in read_altered(source)}
-        if line := describe_altered(sorted(altered)):
+        if line := describe_altered(altered):
             say(line)
         # Without evaluation nothing is sampled, so no environment and no scorer are opened.
         opened = (open_run if config.evaluate.every else open_offline_run)(run_name, config, model)

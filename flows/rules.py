@@ -28,6 +28,15 @@ def check_config(config: RunConfig) -> None:
     check_offload(config.train)
 
 
+def check_sampling(config: RunConfig) -> None:
+    """Refuse to train on rollouts whose sampling nothing corrects for (`check_correction`).
+
+    The sampling settings of a run that trains from stored rollouts are those of its evaluations alone.
+    """
+    if not config.retrain.sources:
+        check_correction(config.train, config.rollout.sampling.list_altered())
+
+
 def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
     """Refuse to train, without importance weights, on tokens that were not sampled from the trained distribution.
 

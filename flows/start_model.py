@@ -15,7 +15,7 @@ from rollmill.flows.checks.preflight import check_machine
 from rollmill.flows.config import RunConfig
 from rollmill.flows.prefect_integration.progress import count_progress, has_bar, say
 from rollmill.flows.recipe import start_model_folder, start_model_recipe
-from rollmill.flows.rules import check_config
+from rollmill.flows.rules import check_config, check_sampling
 from rollmill.flows.run.folder import check_resumable, run_folder
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.tasks.errors import ConfigError
@@ -59,6 +59,8 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
     """
     with span("checking"):
         check_config(config)
+        if trains:
+            check_sampling(config)
         if samples:
             check_scorer(config.score, config.evaluate.scorer)
         await check_machine(config, samples=samples, trains=trains)

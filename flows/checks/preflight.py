@@ -26,7 +26,7 @@ from rollmill.flows.checks.machine_needs import (
 )
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import download_model, start_model_folder
-from rollmill.flows.rules import check_correction
+from rollmill.flows.rules import check_sampling
 from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
@@ -83,8 +83,8 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     Raises:
         ConfigError: the first thing that is missing.
     """
-    if trains and not config.retrain.sources:
-        check_correction(config.train, config.rollout.sampling.list_altered())
+    if trains:
+        check_sampling(config)
     tried = _check_stages(config) if samples else None
     # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:

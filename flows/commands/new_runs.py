@@ -9,7 +9,12 @@ import typer
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.config import RunConfig
-from rollmill.flows.offline.retrain_sources import check_offline, check_tokenizers, find_source_steps
+from rollmill.flows.offline.retrain_sources import (
+    check_offline,
+    check_source_sampling,
+    check_tokenizers,
+    find_source_steps,
+)
 from rollmill.flows.recipe import start_model_folder
 from rollmill.flows.rules import list_warnings
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
@@ -98,6 +103,7 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
         check_sources(run_folder(name, config))
     find_source_steps(config)
     check_offline(config)
+    check_source_sampling(config)
     check_tokenizers(config)
     # Both would write to the folder that they read.
     if run_folder(name, config).absolute in config.retrain.sources:

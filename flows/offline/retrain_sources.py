@@ -1,14 +1,12 @@
 """The source runs of the flow retrain: which of their steps are used, and checks before anything starts."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.recipe import start_model_folder, stored_model_folder
 from rollmill.flows.rules import check_correction
 from rollmill.flows.run.folder import find_run
-from rollmill.flows.settings import parse_settings
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.rollout.config import SamplingConfig
@@ -25,15 +23,12 @@ def check_offline(config: RunConfig) -> None:
     """Check the settings of the flow retrain.
 
     Raises:
-        ConfigError: there are no sources, they were sampled from another distribution than the trained one and no importance
-            weights correct for that, the routed experts to replay are not stored, or held-out trajectories would be
+        ConfigError: there are no sources, the routed experts to replay are not stored, or held-out trajectories would be
             scored by another scorer than the training scores, without evaluate.scorer naming it.
     """
     if not config.retrain.sources:
         raise ConfigError("retrain.sources", (), "name the runs to train from")
     resolve_advantage(config.score.advantage)
-    for source in map(find_run, config.retrain.sources):
-        check_correction(config.train, read_altered(source))
     if config.train.replay_routing:
         _check_routing(config)
     if not config.evaluate.every:
@@ -49,10 +44,19 @@ def check_offline(config: RunConfig) -> None:
         raise ConfigError("retrain.scores", config.retrain.scores, remedy)
 
 
-def read_altered(source: RunFolder) -> list[str]:
-    """Return the settings by which a run's tokens were sampled from another distribution than the trained one, with their values."""
-    stored = get_setting(read_manifest(source).config, "rollout.sampling", {})
-    return parse_settings(SamplingConfig, dict(stored)).list_altered() if isinstance(stored, Mapping) else []
+def check_source_sampling(config: RunConfig) -> list[str]:
+    """Return the settings, with their values, by which sources sampled from another distribution than the trained one.
+
+    Raises:
+        ConfigError: there are some, and no importance weights correct for that.
+    """
+    altered: set[str] = set()
+    for source in map(find_run, config.retrain.sources):
+        # A run that is older than these settings has none.
+        stored = get_setting(read_manifest(source).config, "rollout.sampling", {})
+        altered |= {*SamplingConfig.model_validate(stored).list_altered()}
+    check_correction(config.train, sorted(altered))
+    return sorted(altered)
 
 
 def _check_routing(config: RunConfig) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from rollmill.flows.checks.preflight import preflight
-from rollmill.flows.offline.retrain_sources import check_offline
+from rollmill.flows.offline.retrain_sources import check_source_sampling
 from rollmill.flows.policies.server_parity import ratio_warning
 from rollmill.flows.rules import check_correction, describe_altered
 from rollmill.flows.settings import find_fixed_settings, load
+from rollmill.flows.start_model import check_start
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.store.folders import RunFolder
@@ -76,6 +77,12 @@ def test_a_run_is_refused_before_anything_is_opened_and_one_that_only_collects_i
         preflight(config, trains=False)
 
 
+async def test_a_flow_that_no_command_started_refuses_it_too() -> None:
+    config = validate_toy({"rollout": {"sampling": {"top_k": 5}}})
+    with pytest.raises(ConfigError, match=r"train\.importance\.mode = 'none': rollout\.sampling\.top_k = 5"):
+        await check_start("never-begun", config)
+
+
 def make_source(root: Path, rollout: dict[str, Any]) -> str:
     folder = RunFolder(str(root / "source"))
     config = validate_toy({"rollout": rollout})
@@ -88,12 +95,13 @@ def test_stored_rollouts_of_another_distribution_are_trained_on_with_the_correct
     tmp_path: Path,
 ) -> None:
     source = make_source(tmp_path, {"sampling": {"min_p": 0.1}})
-    retrain = {"retrain": {"sources": [source]}, "evaluate": {"every": 0}}
+    retrain = {"retrain": {"sources": [source]}}
     with pytest.raises(
         ConfigError, match=r"train\.importance\.mode = 'none': rollout\.sampling\.min_p = 0\.1"
     ):
-        check_offline(validate_toy(retrain))
-    check_offline(validate_toy({**retrain, "train": CORRECTED}))
+        check_source_sampling(validate_toy(retrain))
+    altered = check_source_sampling(validate_toy({**retrain, "train": CORRECTED}))
+    assert altered == ["rollout.sampling.min_p = 0.1"]
 
 
 def test_stored_rollouts_of_a_run_older_than_these_settings_need_no_correction(tmp_path: Path) -> None:
@@ -102,7 +110,7 @@ def test_stored_rollouts_of_a_run_older_than_these_settings_need_no_correction(t
     stored = json.loads(manifest.read_text())
     del stored["config"]["rollout"]["sampling"]
     manifest.write_text(json.dumps(stored))
-    check_offline(validate_toy({"retrain": {"sources": [source]}, "evaluate": {"every": 0}}))
+    assert check_source_sampling(validate_toy({"retrain": {"sources": [source]}})) == []
 
 
 def test_a_run_older_than_these_settings_is_resumed_with_their_defaults_and_with_no_other() -> None:
