@@ -237,7 +237,9 @@ class UpdateLoop:
                     batch, forward, terms, mismatch, is_first=epoch == number == place == 0
                 )
                 add_metrics(self.table, values, batch.envs, self._envs)
-                self.table.add("train/padded_tokens", Reduced("value", float(batch.token_ids.numel())))
+                n_computed = float(batch.token_ids.numel())
+                self.table.add("train/padded_tokens", Reduced("value", n_computed))
+                self.table.add("train/computed_share", Reduced("mean", n_computed, batch.n_row_tokens))
         return self._apply()
 
     def _balance_loss(self, balance: torch.Tensor, rows: list[int], balanced: list[int]) -> torch.Tensor:

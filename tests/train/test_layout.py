@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.segments import LINEAR, Segment
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.memory_plan import HEAD_CHUNK_BYTES
 from rollmill.tasks.train.engine.policy_model import PolicyModel
@@ -82,8 +83,10 @@ def outcome(
     cuts: list[list[int]],
     config: TrainConfig,
     chunk_bytes: int = HEAD_CHUNK_BYTES,
+    *,
+    is_weighted: bool = True,
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probabilities by row, and the gradient of a weighted sum of them and of the entropies."""
+    """Log-probabilities by row, and the gradient of a weighted sum of them and of the entropies; of the plain sum if not weighted."""
     packer = Packer(config, choose_layout(model, config, CPU), CPU)
     policy, found = PolicyModel(model, is_partitioned=False, chunk_bytes=chunk_bytes), {}
     model.zero_grad()
@@ -91,6 +94,7 @@ def outcome(
         batch = packer.micro_batch(samples, rows, [""])
         logprobs, entropies = policy.values(model, batch, entropy_gradient=True)
         weights = torch.cat([torch.linspace(-1, 2, int(samples.loss_masks[row].sum())) for row in rows])
+        weights = weights if is_weighted else torch.ones_like(weights)
         (weights * logprobs + 0.3 * entropies).sum().backward()
         for place, row in enumerate(rows):
             found[row] = logprobs.detach()[batch.rows == place]
@@ -117,6 +121,67 @@ def test_packed_rows_have_the_log_probabilities_of_single_rows(kind: str, layout
     assert len(cuts) < 9
     assert distance(together[0], alone[0]) < 1e-5
     assert distance(together[1], alone[1]) < 1e-5
+
+
+def branched_rows() -> tuple[Samples, Samples]:
+    """Two groups of two rows that share a prompt, one of each with further segments; and every segment's whole sequence as a row."""
+    rng, rows = np.random.default_rng(0), rows_with_prompts()
+    ids, masks = ([values[row] for row in (1, 2, 3, 4)] for values in (rows.token_ids, rows.loss_masks))
+    segments, whole_ids, whole_masks = [LINEAR] * 4, [], []
+    for row in range(4):
+        n, first = len(ids[row]), len(whole_ids)
+        whole_ids.append(ids[row])
+        whole_masks.append(masks[row])
+        # Rewritten in its prompt, sampled again after that, continued before its end, and another conversation.
+        further = [(0, 4, 6, 5), (1, 8, 0, 3), (0, n - 1, 2, 1), (-1, 0, 4, 2)] if row % 2 else []
+        for parent, n_prefix, n_context, n_sampled in further:
+            own, is_sampled = (
+                rng.integers(0, V, n_context + n_sampled),
+                [False] * n_context + [True] * n_sampled,
+            )
+            segments[row] = (*segments[row], Segment(len(ids[row]), parent, n_prefix, 0))
+            ids[row], masks[row] = np.append(ids[row], own), np.append(masks[row], is_sampled)
+            whole_ids.append(np.append(whole_ids[first + max(parent, 0)][:n_prefix], own))
+            whole_masks.append(np.array([False] * n_prefix + is_sampled))
+    samples = replace(Samples.from_tokens(ids, masks), segments=segments)
+    return samples, Samples.from_tokens(whole_ids, whole_masks)
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_segments_have_the_log_probabilities_and_gradients_of_their_whole_sequences(
+    kind: str, layout: Any
+) -> None:
+    (samples, whole), config = branched_rows(), TrainConfig(layout=layout, micro_batch_tokens=300)
+    (cuts,) = Packer(config, layout, CPU).plan(samples, list(range(4)), 1)
+    together = outcome(model_of(CONFIGS[kind]), samples, cuts, config, is_weighted=False)
+    alone = outcome(
+        model_of(CONFIGS[kind]),
+        whole,
+        [[row] for row in range(len(whole.token_ids))],
+        TrainConfig(layout="padded"),
+        is_weighted=False,
+    )
+
+    firsts = [0, *np.cumsum([len(samples.row_segments(row)) for row in range(4)]).tolist()]
+    by_row = {row: torch.cat([alone[0][each] for each in range(*firsts[row : row + 2])]) for row in range(4)}
+    assert distance(together[0], by_row) < 1e-5
+    assert distance(together[1], alone[1]) < 1e-5
+
+
+def test_what_segments_inherit_is_computed_once_in_packed_rows_and_for_each_in_padded_ones() -> None:
+    # [a b c d] and, inheriting a, [a x y e]; [f g].
+    ids, masks = [np.arange(7), np.arange(2)], [np.array([0, 0, 1, 1, 0, 0, 1], bool), np.array([0, 1], bool)]
+    segments = [(LINEAR[0], Segment(4, 0, 1, 0)), LINEAR]
+    samples = replace(Samples.from_tokens(ids, masks), segments=segments)
+    packed, padded = (
+        Packer(TrainConfig(), layout, CPU).micro_batch(samples, [0, 1], [""])
+        for layout in ("varlen", "padded")
+    )
+
+    assert (packed.token_ids.numel(), packed.n_row_tokens) == (7 + 2, 4 + 4 + 2)
+    assert (padded.token_ids.numel(), padded.n_row_tokens) == (3 * 4, 4 + 4 + 2)
+    assert Packer(TrainConfig(), "varlen", CPU).micro_batch(samples, [], [""]).n_row_tokens == 0
 
 
 @pytest.mark.parametrize("layout", ["padded", "varlen"])

@@ -31,6 +31,7 @@ def micro_batch(**columns: Any) -> MicroBatch:
             token_ids=torch.zeros(2, 4),
             packed=None,
             places=[np.arange(4), np.arange(4, 8)],
+            n_row_tokens=8,
             positions=torch.arange(4),
             rows=torch.tensor([0, 0, 0, 1]),
             targets=torch.zeros(4),

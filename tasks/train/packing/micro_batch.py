@@ -30,6 +30,8 @@ class MicroBatch:
         packed: how the rows are packed into one sequence; None when they are padded.
         places: [M][tokens of the row] positions of each row's tokens in the flattened [B * T]; where padded rows repeat a token
             that a segment inherits, that in its own segment.
+        n_row_tokens: tokens of the rows, each segment's whole sequence written out; as many are computed without padding and
+            without shared prefixes.
         positions: [N] int64, places in the flattened [B * T] of the tokens *before* the trained ones: the
             positions whose logits predict them. Row by row, in the order of `row_numbers`.
         rows: [N] int64, index of each trained token's row among the M.
@@ -48,6 +50,7 @@ class MicroBatch:
     token_ids: torch.Tensor
     packed: PackedSequence | None
     places: list[np.ndarray]
+    n_row_tokens: int
     positions: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
@@ -93,6 +96,7 @@ def build_micro_batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         packed=packed,
         places=places,
+        n_row_tokens=sum(packed.lengths if packed else (len(each.tokens) for each in written)) if rows else 0,
         positions=_join(before, np.int64, device),
         rows=repeat(np.arange(len(rows)), np.int64),
         targets=select_trained(samples.token_ids, np.int64),
