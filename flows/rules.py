@@ -54,13 +54,13 @@ def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
         return
     mode, level = train.importance.mode, train.importance.level
     why = f"{', '.join(altered)}: tokens are sampled from another distribution than the one that is trained"
-    undo = "or leave the sampling as it is by default (docs/rollouts.md)"
+    undo = "or train on what was sampled without it (docs/rollouts.md)"
     has_ratio = HAS_RATIO.get(train.loss, True)
     if mode == "none":
         further = (
             " and train.old_logprobs to trainer" if has_ratio and train.old_logprobs == "sampler" else ""
         )
-        remedy = f"{why}; set it to truncated{further}, which weights each token by the ratio of both, {undo}"
+        remedy = f"{why}; set it to truncated{further}, so that each token is weighted by the ratio of both, {undo}"
         raise ConfigError("train.importance.mode", mode, remedy)
     if has_ratio and train.old_logprobs == "sampler":
         remedy = (

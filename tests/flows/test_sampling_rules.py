@@ -31,8 +31,11 @@ CORRECTED = {"old_logprobs": "trainer", "importance": {"mode": "truncated"}}
             {},
             r"train\.importance\.mode = 'none': .*top_p = 0\.9.* to truncated and train\.old_logprobs to trainer",
         ),
-        ({"loss": "reinforce"}, r"train\.importance\.mode = 'none': .*; set it to truncated, which weights"),
-        ({"old_logprobs": "trainer"}, r"train\.importance\.mode = 'none': .*; set it to truncated, which"),
+        (
+            {"loss": "reinforce"},
+            r"train\.importance\.mode = 'none': .*; set it to truncated, so that each token is",
+        ),
+        ({"old_logprobs": "trainer"}, r"train\.importance\.mode = 'none': .*; set it to truncated, so that"),
         (
             {"importance": {"mode": "masked"}},
             r"train\.old_logprobs = 'sampler': .* the ratio of the loss ppo_clip would not begin at 1; set it to trainer",
