@@ -108,7 +108,7 @@ async def test_an_opening_that_leaves_no_room_is_a_failed_row_with_that_error(
     tokenizer: ChatTokenizer,
 ) -> None:
     trajectory = await play(tokenizer, Calculator(), await Calculator().example("train", 0), [], max_tokens=9)
-    assert (trajectory.status, trajectory.error_type) == ("failed", "EpisodeError")
+    assert (trajectory.status, trajectory.error_type) == ("failed", "LongPromptError")
     assert "serve.max_model_len" in trajectory.error
 
 
