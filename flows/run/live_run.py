@@ -33,6 +33,7 @@ from rollmill.tasks.rollout.environment_calls import state_columns
 from rollmill.tasks.rollout.episode import EpisodePlayer
 from rollmill.tasks.rollout.prompt_limit import PromptLimit
 from rollmill.tasks.rollout.remote_environment import open_environment
+from rollmill.tasks.rollout.segment_builder import RowLimit
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.serve.server_pool import ServerPool
@@ -321,8 +322,11 @@ def _player(
         max_tokens=config.serve.max_model_len,
         prompt_limit=PromptLimit.of(config.rollout, config.serve.max_model_len),
         timeout_s=config.rollout.trajectory_timeout_s,
-        # All segments of a trajectory are computed in one micro-batch, its last completion too.
-        max_stored_tokens=config.train.micro_batch_tokens - config.rollout.max_completion_tokens,
+        row_limit=RowLimit(
+            config.train.micro_batch_tokens,
+            config.rollout.max_completion_tokens,
+            is_padded=config.train.layout == "padded",
+        ),
     )
 
 

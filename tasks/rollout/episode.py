@@ -1,7 +1,6 @@
 """Play one episode against a sampler; every outcome becomes a Trajectory."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from rollmill.tasks.rollout.environment_calls import (
     read_episode_state,
 )
 from rollmill.tasks.rollout.prompt_limit import PromptLimit
-from rollmill.tasks.rollout.segment_builder import find_continuation
+from rollmill.tasks.rollout.segment_builder import NO_LIMIT, RowLimit, find_continuation
 from rollmill.tasks.rollout.trajectory import Status, Trajectory, TrajectoryBuilder, TrajectoryRequest
 
 ABORTED = "abort"
@@ -90,7 +89,7 @@ class EpisodePlayer:
         max_tokens: longest sequence, prompt included; an episode that reaches it is truncated.
         timeout_s: time limit of a trajectory in seconds.
         cut_grace_s: seconds after the deadline in which a sampler must return what it has.
-        max_stored_tokens: tokens of all its segments at which an episode of several segments is truncated.
+        row_limit: what the trainer computes at once of an episode of several segments.
         prompt_limit: of openings; None: they are shorter than `max_tokens`.
     """
 
@@ -100,7 +99,7 @@ class EpisodePlayer:
     max_tokens: int
     timeout_s: float
     cut_grace_s: float = 5.0
-    max_stored_tokens: int = sys.maxsize
+    row_limit: RowLimit = NO_LIMIT
     prompt_limit: PromptLimit | None = None
 
     async def play(
@@ -212,8 +211,10 @@ class EpisodePlayer:
         tools = self.environment.tools
         if isinstance(reply, Conversation):
             found = find_continuation(self.tokenizer, draft.segments, reply.messages, tools)
-            n_tokens, n_stored = found.n_prefix + len(found.added), draft.n_stored + len(found.added)
-            if n_tokens >= self.max_tokens or n_stored >= self.max_stored_tokens:
+            n_tokens = found.n_prefix + len(found.added)
+            if n_tokens >= self.max_tokens or not self.row_limit.allows(
+                draft.segments, found.segment, n_tokens, len(found.added)
+            ):
                 return False
             draft.continue_at(found, reply.messages)
             return True
@@ -223,7 +224,7 @@ class EpisodePlayer:
         if draft.n_tokens + len(added) >= self.max_tokens:
             # No token could follow, so these are no part of what is trained on.
             return False
-        if len(draft.segments) > 1 and draft.n_stored + len(added) >= self.max_stored_tokens:
+        if not self.row_limit.allows(draft.segments, draft.number, draft.n_tokens + len(added), len(added)):
             return False
         draft.add_context(added)
         return True

@@ -1,5 +1,6 @@
 """One segment of a trajectory while its tokens are collected, and where a changed conversation continues those that there are."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -63,6 +64,42 @@ class SegmentBuilder:
         return [*self.routed_experts, np.zeros((n_left, *first.shape[1:]), first.dtype)]
 
 
+class RowLimit(NamedTuple):
+    """What the trainer computes at once: all segments of a trajectory are in one micro-batch.
+
+    Attributes:
+        tokens: largest number of tokens of a micro-batch.
+        completion_tokens: most tokens of a completion.
+        is_padded: True if each segment is computed with what it inherits, and padded to the longest.
+    """
+
+    tokens: int = sys.maxsize
+    completion_tokens: int = 0
+    is_padded: bool = False
+
+    def allows(self, segments: Sequence[SegmentBuilder], number: int, n_tokens: int, n_added: int) -> bool:
+        """Return True if a completion may follow; a trajectory of one segment is limited by the length of a sequence alone.
+
+        Args:
+            segments: those so far.
+            number: of the segment that the completion would be in.
+            n_tokens: tokens of this segment before the completion.
+            n_added: those of them that it does not have or inherit yet.
+
+        Example: with RowLimit(20, 5), segments of 4 and 3 own tokens leave room for 8 more before the next completion.
+        """
+        n_segments = max(number + 1, len(segments))
+        if n_segments == 1:
+            return True
+        if self.is_padded:
+            longest = max(n_tokens + self.completion_tokens, *(each.n_tokens for each in segments))
+            return n_segments * longest <= self.tokens
+        return sum(each.n_own for each in segments) + n_added + self.completion_tokens <= self.tokens
+
+
+NO_LIMIT = RowLimit()
+
+
 class Continuation(NamedTuple):
     """Where a conversation continues: in a segment that it extends, or in a new one.
 
@@ -102,9 +139,9 @@ def find_continuation(
         raise EpisodeError(
             "the conversation from here on has no message; return no messages to end the episode"
         )
-    tokens = _encode(tokenizer, segments, messages, tools)
-    common = [count_common(each.sequence(), tokens) for each in segments]
     n_messages = [_count_messages(each.messages, messages) for each in segments]
+    tokens = _encode(tokenizer, segments, n_messages, messages, tools)
+    common = [count_common(each.sequence(), tokens) for each in segments]
     extended = [
         number
         for number, each in enumerate(segments)
@@ -123,14 +160,21 @@ def find_continuation(
 
 
 def _encode(
-    tokenizer: ChatTokenizer, segments: Sequence[SegmentBuilder], messages: Sequence[Message], tools: Tools
+    tokenizer: ChatTokenizer,
+    segments: Sequence[SegmentBuilder],
+    n_common: Sequence[int],
+    messages: Sequence[Message],
+    tools: Tools,
 ) -> np.ndarray:
-    """Return [L] int32 token ids of a conversation; as much of it as was sampled in this form has the tokens that were sampled."""
+    """Return [L] int32 token ids of a conversation; as much of it as was sampled in this form has the tokens that were sampled.
+
+    `n_common` says how many of its first messages each segment has.
+    """
     known = [
         (n_messages, n_tokens, each)
-        for each in segments
+        for each, n_same in zip(segments, n_common, strict=True)
         for n_messages, n_tokens in each.turns
-        if n_messages < len(messages) and each.messages[:n_messages] == tuple(messages[:n_messages])
+        if n_messages <= n_same and n_messages < len(messages)
     ]
     if known:
         n_messages, n_tokens, segment = max(known, key=lambda each: each[0])

@@ -91,6 +91,7 @@ class TrajectoryBuilder:
     Attributes:
         segments: those that were begun.
         segment: the one that the policy continues next.
+        number: its number.
         said: (number of its segment, message) of each message, in the order in which they were said.
     """
 
@@ -110,7 +111,7 @@ class TrajectoryBuilder:
     error: str = ""
     state: EpisodeState = NO_STATE
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    _number: int = 0
+    number: int = 0
     _started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -145,11 +146,11 @@ class TrajectoryBuilder:
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append messages to the conversation."""
         self.segment.messages += tuple(messages)
-        self.said += [(self._number, each) for each in messages]
+        self.said += [(self.number, each) for each in messages]
 
     def continue_at(self, found: Continuation, messages: Sequence[Message]) -> None:
         """Continue a segment, or begin a new one, with the conversation `messages`; its new tokens are context."""
-        self._number = found.segment
+        self.number = found.segment
         if found.segment == len(self.segments):
             parent = self.segments[found.parent] if found.n_prefix else SegmentBuilder()
             self.segments.append(

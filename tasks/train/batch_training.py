@@ -431,7 +431,7 @@ class BatchTraining:
             folder, step, [samples.trajectory_ids[row] for row in sorted(held)], config
         )
         check_samples(samples, needs_sampler=self._objective.needs_sampler)
-        check_lengths(samples, config.micro_batch_tokens)
+        check_lengths(samples, config.micro_batch_tokens, is_padded=engine.packer.layout == "padded")
         engine.check_routing(samples)
         check_stored_logprobs(samples, stored)
         return samples, held, stored

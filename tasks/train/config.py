@@ -122,7 +122,10 @@ class TrainConfig(StageConfig):
         fixed=True,
     )
     micro_batch_tokens: int = setting(
-        8192, "Largest number of tokens, padding included, of one forward pass of a rank.", ge=1
+        8192,
+        "Largest number of tokens, padding included, of one forward pass of a rank. All segments of a trajectory are in one: an "
+        "environment that changes the context ends where they would be more.",
+        ge=1,
     )
     gradient_checkpointing: bool = setting(
         True,

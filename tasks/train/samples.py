@@ -347,15 +347,22 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
             )
 
 
-def check_lengths(samples: Samples, most_tokens: int) -> None:
-    """Refuse a row with a trained token that is longer than a micro-batch of `most_tokens` tokens.
+def check_lengths(samples: Samples, most_tokens: int, *, is_padded: bool) -> None:
+    """Refuse a row with a trained token that takes more than a micro-batch of `most_tokens` tokens.
+
+    With `is_padded`, each segment of a row is computed by itself, and padded to the longest.
 
     Raises:
-        BatchRefusedError: names the trajectory, its length and the setting.
+        BatchRefusedError: names the trajectory, its tokens and the setting.
     """
     for row in samples.split(1)[0]:
-        if (n_tokens := samples.outline(row).n_tokens) > most_tokens:
+        outline = samples.outline(row)
+        n_tokens, what = outline.n_tokens, f"it has {outline.n_tokens} tokens"
+        if is_padded and outline.n_segments > 1:
+            n_tokens = outline.n_segments * outline.longest
+            what = f"its {outline.n_segments} segments, padded to {outline.longest} tokens, take {n_tokens}"
+        if n_tokens > most_tokens:
             raise BatchRefusedError(
-                f"trajectory {samples.trajectory_ids[row]}: it has {n_tokens} tokens, and train.micro_batch_tokens is "
-                f"{most_tokens}; raise that, or let rollouts be shorter (serve.max_model_len, or fewer segments)"
+                f"trajectory {samples.trajectory_ids[row]}: {what}, and train.micro_batch_tokens is {most_tokens}; raise that, or let "
+                "rollouts be shorter (serve.max_model_len, or fewer segments; train.layout=padded, if set, limits these too)"
             )

@@ -19,6 +19,7 @@ from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import RolloutEnd, VerifiersEpisode
 from rollmill.tasks.rollout.environments.verifiers.wire import Wire
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.segment_builder import NO_LIMIT, RowLimit
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
 from rollmill.tasks.store.segments import (
     Segment,
@@ -104,13 +105,11 @@ async def play(
     said: Sequence[str],
     *,
     max_tokens: int = 512,
-    max_stored_tokens: int = 4096,
+    row_limit: RowLimit = NO_LIMIT,
     keeps_routing: bool = False,
 ) -> tuple[Trajectory, Answering]:
     sampler = Answering(tokenizer, said)
-    player = EpisodePlayer(
-        environment, tokenizer, sampler, max_tokens, timeout_s=60.0, max_stored_tokens=max_stored_tokens
-    )
+    player = EpisodePlayer(environment, tokenizer, sampler, max_tokens, timeout_s=60.0, row_limit=row_limit)
     work = TrajectoryRequest("r.0.0.0", 0, 0, 0, Example("47+38", {"problem": "47+38="}), 3, 1.0)
     return await player.play(work, keeps_routing=keeps_routing), sampler
 
@@ -204,12 +203,18 @@ async def test_segments_end_where_the_trainer_could_not_take_more(tokenizer: Cha
         return Conversation((Message("user", f"{len(messages[0].content)}+1="),))
 
     endless = Scripted([(Message("user", "1+1="),), *[shorter] * 100])
-    trajectory, _ = await play(tokenizer, endless, ["2"], max_stored_tokens=120)
+    trajectory, _ = await play(tokenizer, endless, ["2"], row_limit=RowLimit(122, 2))
     assert trajectory.status == "truncated"
     assert 2 < len(trajectory.segments) < 60
-    assert len(trajectory.token_ids) < 120 + 2
+    assert len(trajectory.token_ids) <= 122
+    n_packed = len(trajectory.segments)
+    trajectory, _ = await play(tokenizer, endless, ["2"], row_limit=RowLimit(122, 2, is_padded=True))
+    lengths = [len(each) for each in index_sequences(trajectory.segments, len(trajectory.token_ids))]
+    assert trajectory.status == "truncated"
+    assert 1 < len(lengths) < n_packed
+    assert len(lengths) * max(lengths) <= 122
     linear = Scripted([(Message("user", "1+1="),), *[(Message("user", "1+1="),)] * 5])
-    trajectory, _ = await play(tokenizer, linear, ["2"], max_stored_tokens=10)
+    trajectory, _ = await play(tokenizer, linear, ["2"], row_limit=RowLimit(10, 2))
     assert (trajectory.status, len(trajectory.segments)) == ("complete", 1)
 
 

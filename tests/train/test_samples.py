@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollmill.tasks.errors import BatchRefusedError, ShardError
+from rollmill.tasks.store.segments import LINEAR, Segment
 from rollmill.tasks.train.packing.micro_batch import build_micro_batch
 from rollmill.tasks.train.samples import Samples, check_lengths, check_samples, read_samples
 
@@ -83,12 +84,29 @@ def test_unknown_log_probabilities_of_the_sampler_are_refused_only_where_they_ar
 def test_a_row_longer_than_a_micro_batch_is_refused_by_name(samples: Samples) -> None:
     lengths = [len(each) for each in samples.token_ids]
     longest = int(np.argmax(lengths))
-    check_lengths(samples, max(lengths))
+    check_lengths(samples, max(lengths), is_padded=True)
     with pytest.raises(
         BatchRefusedError,
         match=rf"r-0-{longest}: it has {lengths[longest]} tokens, and train\.micro_batch_tokens is {lengths[longest] - 1};",
     ):
-        check_lengths(samples, lengths[longest] - 1)
+        check_lengths(samples, lengths[longest] - 1, is_padded=True)
+
+
+def test_segments_that_padding_makes_longer_than_a_micro_batch_are_refused_by_name(samples: Samples) -> None:
+    n = len(samples.token_ids[0])
+    segments = [LINEAR] * len(samples.token_ids)
+    # The last token is sampled again: n + 1 tokens, which are 2 n when both segments are written out.
+    segments[0] = (LINEAR[0], Segment(n, 0, n - 1, 0))
+    ids, masks = [*samples.token_ids], [*samples.loss_masks]
+    ids[0], masks[0] = np.append(ids[0], 5), np.append(masks[0], True)
+    others = [samples.loss_masks[row][:0] for row in range(1, len(ids))]
+    branched = dataclasses.replace(samples, token_ids=ids, loss_masks=[masks[0], *others], segments=segments)
+    check_lengths(branched, n + 1, is_padded=False)
+    check_lengths(branched, 2 * n, is_padded=True)
+    with pytest.raises(
+        BatchRefusedError, match=f"r-0-0: its 2 segments, padded to {n} tokens, take {2 * n}, and"
+    ):
+        check_lengths(branched, 2 * n - 1, is_padded=True)
 
 
 def test_positions_point_at_the_token_before_each_trained_one(samples: Samples) -> None:
