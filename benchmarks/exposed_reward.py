@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from rollmill.tasks.rollout.environment import Example, Message
-from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, Turn, rollout_rows
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.scorer import Candidate
 from rollmill.tasks.score.scoring import Scoring
@@ -58,7 +58,7 @@ def group(number: int) -> Rows:
             logprobs=np.zeros(32, np.float32),
             version_spans=((0, 0),),
             finish_reason="stop",
-            turns=1,
+            turns=(Turn(0, 32, 1),),
             server="",
             started_at=datetime.now(UTC),
             duration_s=1.0,

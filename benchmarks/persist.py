@@ -22,7 +22,7 @@ import orjson
 from benchmarks.deliveries.machine import measure_idle_lag_ms
 from rollmill.tasks.observe.loop_lag import LoopLag
 from rollmill.tasks.rollout.environment import Example, Message
-from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, Turn, rollout_rows
 from rollmill.tasks.store.filesystem import LocalFiles
 from rollmill.tasks.store.rows import Rows
 from rollmill.tasks.store.shards.writer import RunWriter
@@ -49,7 +49,7 @@ def trajectory(sample: int) -> Trajectory:
         logprobs=np.where(mask, random.normal(size=N_TOKENS), np.nan).astype(np.float32),
         version_spans=((N_TOKENS // 4, 0),),
         finish_reason="stop",
-        turns=1,
+        turns=(Turn(N_TOKENS // 4, N_TOKENS - N_TOKENS // 4, 1),),
         server="http://127.0.0.1:8000",
         started_at=datetime.now(UTC),
         duration_s=1.0,

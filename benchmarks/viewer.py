@@ -87,6 +87,8 @@ class MadeUpStep:
             "error_type": [""] * n,
             "error": [""] * n,
             "reward": np.where(self._is_failed, np.nan, self._random.random(n)),
+            "turn_rewards": [[]] * n,
+            "token_rewards": [[]] * n,
             "components": ["{}"] * n,
             "subgroup": np.zeros(n, np.int32),
         }
@@ -110,6 +112,7 @@ class MadeUpStep:
             "trajectory_id": trained,
             "scorer": ["addition@1"] * len(trained),
             "advantage": self._random.normal(size=len(trained)).astype(np.float32),
+            "token_advantages": [[]] * len(trained),
         }
         return make_rows("batches", len(trained), self._step, **columns)
 

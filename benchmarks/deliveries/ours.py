@@ -69,6 +69,7 @@ async def store_batch(folder: RunFolder, env: str) -> None:
         "sample": [0] * N_ROWS,
         "env": [env] * N_ROWS,
         "advantage": [1.0] * N_ROWS,
+        "token_advantages": [[]] * N_ROWS,
         "reward": [1.0] * N_ROWS,
         "source": [""] * N_ROWS,
         "source_step": [STEP] * N_ROWS,

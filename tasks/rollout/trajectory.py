@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,20 @@ class TrajectoryRequest:
     missing: Exception | None = None
 
 
+class Turn(NamedTuple):
+    """One completion of an episode.
+
+    Attributes:
+        start: index of its first token in the trajectory's token_ids.
+        n_tokens: sampled tokens.
+        message: index into the trajectory's messages of what was said.
+    """
+
+    start: int
+    n_tokens: int
+    message: int
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished attempt at a problem.
@@ -52,6 +66,7 @@ class Trajectory:
         loss_mask: [T] bool, True on tokens that the policy sampled.
         logprobs: [T] float32 in nats, from the sampler; NaN where loss_mask is False.
         version_spans: (index into token_ids, policy version) at which each span of one version begins.
+        turns: completions in the order in which they were sampled.
         outcome: the environment's report at the end of the episode.
         routed_experts: arrays [N, layers, experts a token] that concatenate to T - 1 tokens (fewer if it failed): the last
             token was sampled, not computed, and so was the last token of each segment, which has zeros. Empty if they are not kept.
@@ -68,7 +83,7 @@ class Trajectory:
     logprobs: np.ndarray
     version_spans: tuple[tuple[int, int], ...]
     finish_reason: str
-    turns: int
+    turns: tuple["Turn", ...]
     server: str
     started_at: datetime
     duration_s: float
@@ -93,6 +108,7 @@ class TrajectoryBuilder:
         segment: the one that the policy continues next.
         number: its number.
         said: (number of its segment, message) of each message, in the order in which they were said.
+        turns: (number of its segment, completion), the completion's start as an index into the segment's own tokens.
     """
 
     work: TrajectoryRequest
@@ -103,7 +119,7 @@ class TrajectoryBuilder:
     said: list[tuple[int, Message]] = field(default_factory=list)
     server: str = ""
     finish_reason: str = ""
-    turns: int = 0
+    turns: list[tuple[int, Turn]] = field(default_factory=list)
     generate_s: float = 0.0
     environment_s: float = 0.0
     outcome: Mapping[str, object] = field(default_factory=dict)
@@ -186,13 +202,13 @@ class TrajectoryBuilder:
         `text` is what the policy said by it.
         """
         segment = self.segment
+        self.turns.append((self._number, Turn(segment.n_own, len(token_ids), len(self.said))))
         segment.spans += [(segment.n_own + start, version) for start, version in spans]
         segment.parts.append((token_ids, logprobs))
         segment.n_tokens += len(token_ids)
         self.add_messages((Message("assistant", text),))
         segment.turns.append((len(segment.messages), segment.n_tokens))
         self.finish_reason = finish_reason
-        self.turns += 1
 
     def add_routing(self, routed_experts: np.ndarray) -> None:
         """Append routed experts, [N, layers, experts a token], of the N tokens of the segment from index `n_routed` on.
@@ -222,7 +238,7 @@ class TrajectoryBuilder:
                 for at, version in each.spans
             ),
             finish_reason=self.finish_reason,
-            turns=self.turns,
+            turns=tuple(each._replace(start=starts[of] + each.start) for of, each in self.turns),
             server=self.server,
             started_at=self.started_at,
             duration_s=self.elapsed_s,
@@ -286,6 +302,10 @@ def rollout_columns(run: str, step: int, env: str, trajectories: Sequence[Trajec
         "logprobs": ragged_array([row.logprobs for row in rows], schema.field("logprobs").type),
         "n_prompt_tokens": [_prompt_length(row.loss_mask) for row in rows],
         "n_completion_tokens": completion_tokens,
+        "turns": [len(row.turns) for row in rows],
+        "turn_starts": [[turn.start for turn in row.turns] for row in rows],
+        "turn_tokens": [[turn.n_tokens for turn in row.turns] for row in rows],
+        "turn_messages": [[turn.message for turn in row.turns] for row in rows],
     } | {name: [getattr(row, name) for row in rows] for name in _PLAIN_COLUMNS}
 
 
@@ -294,7 +314,6 @@ _PLAIN_COLUMNS = (
     "error_type",
     "error",
     "finish_reason",
-    "turns",
     "server",
     "started_at",
     "duration_s",

@@ -16,6 +16,7 @@ from rollmill.tasks.score.score_function import load_object
 
 OfGroup: TypeAlias = Callable[[np.ndarray], Any]
 OfBatch: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
+ByPosition: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,23 @@ class Advantage:
     """The functions that compute advantages from rewards: one over a group, and optionally one over the batch.
 
     Attributes:
-        of_group: takes [G] float64 rewards of a group's survivors, returns [G] numbers.
+        of_group: takes [G] float64 rewards of a group's survivors, returns [G] numbers. With `score.credit` turn or token it takes the
+            returns to go of the G trajectories that have a turn or token, once for each.
         of_batch: takes [B] float64 group advantages of all trained trajectories and [B] int64 numbers of sampled tokens,
-            returns [B] numbers; None: there is no batch part.
-        needs_spread: True if a group whose rewards are all equal has nothing to train on, and is left out.
+            returns [B] numbers; with `score.credit` turn or token B are all sampled tokens, each 1 token. None: there is no
+            batch part.
+        needs_spread: True if a group whose rewards are all equal has nothing to train on, and is left out; likewise a turn or token
+            at which all returns to go are equal has the advantage 0.
+        by_position: with `score.credit` turn or token, takes [G, K] float64 rewards and [G, K] bool and returns [G, K] numbers, of K
+            turns or sampled tokens; False and 0 where a trajectory has ended. None: `of_group` over returns to go.
+        takes_columns: True if `of_group` also takes [G, K] and returns [G, K], each column by itself; it is then called less often.
     """
 
     of_group: OfGroup
     of_batch: OfBatch | None = None
     needs_spread: bool = True
+    by_position: ByPosition | None = None
+    takes_columns: bool = False
 
 
 STD_EPSILON = 1e-6
@@ -56,7 +65,7 @@ def mean(rewards: np.ndarray) -> np.ndarray:
     Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, equation 3), without the division by
     the deviation that over-weights groups which are nearly solved or nearly unsolved.
     """
-    return np.asarray(rewards - rewards.mean())
+    return np.asarray(rewards - rewards.mean(axis=0))
 
 
 def mean_std(rewards: np.ndarray) -> np.ndarray:
@@ -67,7 +76,7 @@ def mean_std(rewards: np.ndarray) -> np.ndarray:
 
     Example: [1, 0, 0, 1] gives about [1, -1, -1, 1].
     """
-    return np.asarray((rewards - rewards.mean()) / (rewards.std() + STD_EPSILON))
+    return np.asarray((rewards - rewards.mean(axis=0)) / (rewards.std(axis=0) + STD_EPSILON))
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
@@ -80,7 +89,7 @@ def rloo(rewards: np.ndarray) -> np.ndarray:
 
     Example: [1, 0, 0, 1] gives [2/3, -2/3, -2/3, 2/3].
     """
-    return np.asarray((rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1))
+    return np.asarray((rewards - rewards.mean(axis=0)) * len(rewards) / (len(rewards) - 1))
 
 
 def normalize_over_batch(advantages: np.ndarray, n_tokens: np.ndarray) -> np.ndarray:
@@ -106,11 +115,11 @@ def normalize_over_batch(advantages: np.ndarray, n_tokens: np.ndarray) -> np.nda
 
 
 ADVANTAGES: Mapping[str, Advantage] = {
-    "none": Advantage(none, needs_spread=False),
-    "mean": Advantage(mean),
-    "mean_std": Advantage(mean_std),
-    "rloo": Advantage(rloo),
-    "reinforce_pp": Advantage(mean, normalize_over_batch, needs_spread=False),
+    "none": Advantage(none, needs_spread=False, takes_columns=True),
+    "mean": Advantage(mean, takes_columns=True),
+    "mean_std": Advantage(mean_std, takes_columns=True),
+    "rloo": Advantage(rloo, takes_columns=True),
+    "reinforce_pp": Advantage(mean, normalize_over_batch, needs_spread=False, takes_columns=True),
 }
 
 
@@ -137,7 +146,9 @@ def resolve_advantage(name: str) -> Advantage:
     return Advantage(
         partial(_call_checked, name, found.of_group),
         found.of_batch and partial(_call_checked, name, found.of_batch),
-        needs_spread=found.needs_spread,
+        found.needs_spread,
+        found.by_position and partial(_call_checked, name, found.by_position),
+        found.takes_columns,
     )
 
 
@@ -150,8 +161,9 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
             f"score.advantage {name} raised {type(error).__name__}: {error_text(error)}"
         ) from error
     if advantages.shape != arrays[0].shape:
+        expected = " x ".join(map(str, arrays[0].shape))
         raise ScoreError(
-            f"score.advantage {name}: expected {len(arrays[0])} advantages, got the shape {advantages.shape}"
+            f"score.advantage {name}: expected {expected} advantages, got the shape {advantages.shape}"
         )
     return advantages
 

@@ -1,5 +1,7 @@
 """Settings of scoring and advantages."""
 
+from typing import Literal
+
 from rollmill.tasks.config import ADDRESS, YEAR_S, SecretVariable, StageConfig, env_variable_setting, setting
 
 RUBRIC = """\
@@ -70,6 +72,19 @@ class ScoreConfig(StageConfig):
         "mean, divided by the batch's standard deviation. Or an import path package.module:function (docs/algorithms.md).",
         fixed=True,
         basic=True,
+    )
+    credit: Literal["trajectory", "turn", "token"] = setting(
+        "trajectory",
+        "What an advantage is for. trajectory: all sampled tokens of a trajectory have the same. turn, token: each turn or token has a "
+        "separate one, from the rewards that follow it, compared with the same turn or token of the group.",
+        fixed=True,
+    )
+    discount: float = setting(
+        1.0,
+        "Factor of a later reward for each turn or token that it is away, with `credit` turn or token. 0: only its own reward.",
+        ge=0.0,
+        le=1.0,
+        fixed=True,
     )
     sum: tuple[WeightedScorer, ...] = setting(
         (), "Scorers whose weighted rewards are added up; if there are any, `scorer` is not used.", fixed=True

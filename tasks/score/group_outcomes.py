@@ -10,8 +10,9 @@ import numpy as np
 from rollmill.tasks.errors import ScoreError
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.credit import PositionRewards, compute_token_advantages
 from rollmill.tasks.store.rows import Rows
-from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
 
 
 def overlong_penalties(config: ScoreConfig, n_tokens: np.ndarray) -> np.ndarray:
@@ -41,6 +42,10 @@ class Survivor:
         n_tokens: number of sampled tokens.
         reward: the scorer's reward, as stored.
         is_truncated: True if a length limit ended it.
+        turn_starts: [turns] index of each turn's first token in the row.
+        turn_tokens: [turns] sampled tokens of each turn.
+        turn_rewards: [turns] as stored; empty: the scorer gave none.
+        token_rewards: [n_tokens] as stored; empty: the scorer gave none.
     """
 
     trajectory_id: str
@@ -50,6 +55,19 @@ class Survivor:
     reward: float
     subgroup: int = 0
     is_truncated: bool = False
+    turn_starts: tuple[int, ...] = ()
+    turn_tokens: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+    token_rewards: tuple[float, ...] = ()
+
+
+SURVIVOR_COLUMNS = (
+    *("trajectory_id", "sample", "env", "n_completion_tokens", "status"),
+    *("turn_starts", "turn_tokens"),
+)
+"""Columns of `rollouts` that `survivors_from_rows` reads."""
+SURVIVOR_SCORE_COLUMNS = ("trajectory_id", "status", "reward", "subgroup", "turn_rewards", "token_rewards")
+"""Columns of `scores` that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +78,10 @@ class GroupOutcome:
         subgroup: 0 unless a scorer split the group.
         expected: number of trajectories requested for the whole group.
         reason: why it is left out of the batch; empty if it is in the batch.
-        advantages: [len(survivors)] float32; all 0 if it is left out.
+        advantages: [len(survivors)] float32; all 0 if it is left out. With `score.credit` turn or token the means of
+            `token_advantages`.
+        token_advantages: [len(survivors)][n_tokens] float32 of each sampled token in the row's order, with `score.credit` turn or
+            token; else empty.
         trains_truncated: False: truncated survivors count in the baseline but are left out of the batch.
     """
 
@@ -72,6 +93,7 @@ class GroupOutcome:
     reason: str
     advantages: np.ndarray
     trains_truncated: bool = True
+    token_advantages: tuple[np.ndarray, ...] = ()
 
     @property
     def in_batch(self) -> np.ndarray:
@@ -83,10 +105,11 @@ class GroupOutcome:
         return np.array(chosen, np.bool_)
 
     @property
-    def trained(self) -> list[tuple[Survivor, float]]:
-        """Survivors in the batch, each with its advantage."""
-        rows = zip(self.survivors, self.advantages, self.in_batch, strict=True)
-        return [(survivor, float(advantage)) for survivor, advantage, is_in in rows if is_in]
+    def trained(self) -> list[tuple[Survivor, float, np.ndarray]]:
+        """Survivors in the batch, each with its advantage and those of its tokens, which are empty with one for the trajectory."""
+        by_token = self.token_advantages or [np.empty(0, np.float32)] * len(self.survivors)
+        rows = zip(self.survivors, self.advantages, by_token, self.in_batch, strict=True)
+        return [(survivor, float(one), of_tokens) for survivor, one, of_tokens, is_in in rows if is_in]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +129,10 @@ def survivors_from_rows(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
     """Return a group's trajectories that have a score, from its rows of `rollouts` and `scores`, ordered by sample."""
     scored = {
         row["trajectory_id"]: row
-        for row in scores.select(["trajectory_id", "status", "reward", "subgroup"]).to_pylist()
+        for row in scores.select(SURVIVOR_SCORE_COLUMNS).to_pylist()
         if row["status"] == "scored"
     }
-    columns = ["trajectory_id", "sample", "env", "n_completion_tokens", "status"]
-    rows = (row for row in rollouts.select(columns).to_pylist() if row["trajectory_id"] in scored)
+    rows = (row for row in rollouts.select(SURVIVOR_COLUMNS).to_pylist() if row["trajectory_id"] in scored)
     found = (
         Survivor(
             trajectory_id=row["trajectory_id"],
@@ -120,6 +142,10 @@ def survivors_from_rows(rollouts: Rows, scores: Rows) -> tuple[Survivor, ...]:
             reward=scored[row["trajectory_id"]]["reward"],
             subgroup=scored[row["trajectory_id"]]["subgroup"],
             is_truncated=row["status"] == "truncated",
+            turn_starts=tuple(row["turn_starts"]),
+            turn_tokens=tuple(row["turn_tokens"]),
+            turn_rewards=tuple(scored[row["trajectory_id"]]["turn_rewards"]),
+            token_rewards=tuple(scored[row["trajectory_id"]]["token_rewards"]),
         )
         for row in rows
     )
@@ -155,20 +181,59 @@ def compute_advantages(
         reason = _drop_reason(config, rewards, is_short=is_short, is_dropped=not members and dropped > 0)
         if not reason and not config.train_truncated and all(member.is_truncated for member in members):
             reason = ALL_TRUNCATED
-        advantages = np.zeros(len(members), np.float32)
+        advantages, by_token = np.zeros(len(members), np.float32), tuple[np.ndarray, ...]()
         if not reason:
-            # A finite reward may overflow here: `mean` of 1e39 and 0 is 5e38, more than a float32 can hold.
-            with np.errstate(over="ignore", invalid="ignore"):
-                given = resolve_advantage(config.advantage).of_group(rewards).astype(np.float32)
-            # One such number would make the whole batch's gradient NaN.
-            advantages, reason = (
-                (given, "") if np.isfinite(given).all() else (advantages, NO_FINITE_ADVANTAGE)
-            )
+            given, given_by_token = _compute_members(config, members, rewards)
+            reason = _advantage_reason(config, given, given_by_token)
+        if not reason:
+            advantages, by_token = given, given_by_token
         outcome = GroupOutcome(
-            group, env, subgroup, expected, members, reason, advantages, config.train_truncated
+            group, env, subgroup, expected, members, reason, advantages, config.train_truncated, by_token
         )
         outcomes.append(outcome)
     return tuple(outcomes)
+
+
+def _compute_members(
+    config: ScoreConfig, members: Sequence[Survivor], rewards: np.ndarray
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Return the advantages [G] of a group's members with these [G] rewards, and those of their tokens; see GroupOutcome."""
+    advantage = resolve_advantage(config.advantage)
+    # A finite reward may overflow here: `mean` of 1e39 and 0 is 5e38, more than a float32 can hold.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if config.credit == "trajectory":
+            return advantage.of_group(rewards).astype(np.float32), ()
+        penalties = rewards - [member.reward for member in members]
+        trajectories = [
+            PositionRewards(
+                reward=each.reward,
+                penalty=penalty,
+                n_tokens=each.n_tokens,
+                turn_starts=each.turn_starts,
+                turn_tokens=each.turn_tokens,
+                turn_rewards=each.turn_rewards,
+                token_rewards=each.token_rewards,
+            )
+            for each, penalty in zip(members, penalties.tolist(), strict=True)
+        ]
+        by_token = compute_token_advantages(advantage, trajectories, config.credit, config.discount)
+        return _means(by_token), tuple(by_token)
+
+
+def _means(by_token: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of each of the arrays as float32, 0 of an empty one."""
+    return np.array([each.mean(dtype=np.float64) if each.size else 0.0 for each in by_token], np.float32)
+
+
+def _advantage_reason(config: ScoreConfig, advantages: np.ndarray, by_token: Sequence[np.ndarray]) -> str:
+    """Return the reason not to train on a group with these advantages; empty if there is none."""
+    values = np.concatenate([advantages, *by_token])
+    # One such number would make the whole batch's gradient NaN.
+    if not np.isfinite(values).all():
+        return NO_FINITE_ADVANTAGE
+    if config.credit == "trajectory" or values.any():
+        return ""
+    return NO_REWARD_SPREAD if resolve_advantage(config.advantage).needs_spread else ""
 
 
 def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is_dropped: bool) -> str:
@@ -180,7 +245,7 @@ def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is
     # A subgroup of a complete group may have one trajectory, which no baseline can be computed for.
     if len(rewards) < (config.min_group_size or 2):
         return TOO_FEW_SURVIVORS
-    needs_spread = resolve_advantage(config.advantage).needs_spread
+    needs_spread = config.credit == "trajectory" and resolve_advantage(config.advantage).needs_spread
     return NO_REWARD_SPREAD if needs_spread and np.ptp(rewards) == 0.0 else ""
 
 
@@ -207,6 +272,9 @@ def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s
     )
 
 
+_TOKEN_ADVANTAGES = dataset_schema("batches").field("token_advantages").type
+
+
 def batch_rows(
     run: str,
     step: int,
@@ -221,9 +289,9 @@ def batch_rows(
     """
     here = RolloutOrigin("", step)
     chosen = [
-        (outcome, survivor, advantage, origins.get(outcome.group, here))
+        (outcome, *trained, origins.get(outcome.group, here))
         for outcome in sorted(outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
-        for survivor, advantage in outcome.trained
+        for trained in outcome.trained
     ]
     return make_batch(
         "batches",
@@ -231,14 +299,15 @@ def batch_rows(
             "run": [run] * len(chosen),
             "step": [step] * len(chosen),
             "order": list(range(len(chosen))),
-            "trajectory_id": [survivor.trajectory_id for _, survivor, _, _ in chosen],
-            "group": [outcome.group for outcome, _, _, _ in chosen],
-            "sample": [survivor.sample for _, survivor, _, _ in chosen],
-            "env": [survivor.env for _, survivor, _, _ in chosen],
-            "advantage": [advantage for _, _, advantage, _ in chosen],
-            "reward": [survivor.reward for _, survivor, _, _ in chosen],
-            "source": [origin.source for _, _, _, origin in chosen],
-            "source_step": [origin.step for _, _, _, origin in chosen],
+            "trajectory_id": [survivor.trajectory_id for _, survivor, *_ in chosen],
+            "group": [outcome.group for outcome, *_ in chosen],
+            "sample": [survivor.sample for _, survivor, *_ in chosen],
+            "env": [survivor.env for _, survivor, *_ in chosen],
+            "advantage": [advantage for _, _, advantage, *_ in chosen],
+            "token_advantages": ragged_array([each[3] for each in chosen], _TOKEN_ADVANTAGES),
+            "reward": [survivor.reward for _, survivor, *_ in chosen],
+            "source": [origin.source for *_, origin in chosen],
+            "source_step": [origin.step for *_, origin in chosen],
             "scorer": [scorer] * len(chosen),
         },
     )
@@ -255,20 +324,36 @@ def compute_batch_advantages(config: ScoreConfig, outcomes: Sequence[GroupOutcom
     of_batch = resolve_advantage(config.advantage).of_batch
     if of_batch is None or not any(outcome.in_batch.any() for outcome in ordered):
         return ordered
-    advantages = np.concatenate([outcome.advantages[outcome.in_batch] for outcome in ordered])
-    n_tokens = np.array(
-        [survivor.n_tokens for outcome in ordered for survivor, _ in outcome.trained], np.int64
-    )
+    trained = [each for outcome in ordered for each in outcome.trained]
+    if config.credit == "trajectory":
+        advantages = np.array([advantage for _, advantage, _ in trained])
+        n_tokens = np.array([survivor.n_tokens for survivor, *_ in trained], np.int64)
+    else:
+        advantages = np.concatenate([of_tokens for *_, of_tokens in trained])
+        n_tokens = np.ones(len(advantages), np.int64)
     with np.errstate(over="ignore", invalid="ignore"):
         given = np.asarray(of_batch(advantages.astype(np.float64), n_tokens)).astype(np.float32)
     if not np.isfinite(given).all():
         raise ScoreError(
             f"score.advantage {config.advantage}: over the batch it gave a number that is not finite"
         )
-    parts, final = np.split(given, np.cumsum([outcome.in_batch.sum() for outcome in ordered])[:-1]), []
-    for outcome, part in zip(ordered, parts, strict=True):
-        # Survivors outside the batch, such as truncated ones, keep the advantage of their group.
-        advantages = outcome.advantages.copy()
-        advantages[outcome.in_batch] = part
-        final.append(replace(outcome, advantages=advantages))
+    if config.credit == "trajectory":
+        parts = np.split(given, np.cumsum([outcome.in_batch.sum() for outcome in ordered])[:-1])
+        return [_replace_trained(outcome, part) for outcome, part in zip(ordered, parts, strict=True)]
+    by_token = iter(np.split(given, np.cumsum([survivor.n_tokens for survivor, *_ in trained])[:-1]))
+    final = []
+    for outcome in ordered:
+        of_outcome = [
+            next(by_token) if is_in else old
+            for old, is_in in zip(outcome.token_advantages, outcome.in_batch, strict=False)
+        ]
+        means = _means(of_outcome)[outcome.in_batch] if of_outcome else np.empty(0, np.float32)
+        final.append(replace(_replace_trained(outcome, means), token_advantages=tuple(of_outcome)))
     return final
+
+
+def _replace_trained(outcome: GroupOutcome, advantages: np.ndarray) -> GroupOutcome:
+    """Return the outcome with other advantages of its survivors in the batch; those outside, such as truncated ones, keep theirs."""
+    own = outcome.advantages.copy()
+    own[outcome.in_batch] = advantages
+    return replace(outcome, advantages=own)

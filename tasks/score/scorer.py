@@ -17,6 +17,9 @@ class Candidate:
         outcome: what the environment reported at the end of the episode; JSON values, {} for nothing.
         env: name of the environment.
         n_completion_tokens: number of tokens that the policy sampled.
+        turn_messages: [turns] index of each of the policy's own messages in `messages`, in the order in which they were sampled; like
+            `turn_tokens` empty for a trajectory that an older Rollmill stored.
+        turn_tokens: [turns] number of tokens that the policy sampled for each.
     """
 
     trajectory_id: str
@@ -26,6 +29,13 @@ class Candidate:
     outcome: Mapping[str, object] = field(default_factory=dict)
     env: str = ""
     n_completion_tokens: int = 0
+    turn_messages: Sequence[int] = ()
+    turn_tokens: Sequence[int] = ()
+
+    @property
+    def answers(self) -> list[str]:
+        """[turns] what the policy said, turn by turn; messages of role assistant that it did not sample are left out."""
+        return [self.messages[place]["content"] for place in self.turn_messages]
 
     @property
     def answer(self) -> str:
@@ -36,16 +46,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A trajectory's reward.
+    """A trajectory's reward, and optionally those of its turns or of its sampled tokens.
+
+    Example: Reward(turns=[0.0, 1.0]) of a trajectory with two turns has the value 1.
 
     Attributes:
+        value: of the whole trajectory; None: the sum of `turns` or `tokens`.
         components: the terms it consists of, by name.
         subgroup: the subgroup it is compared with; 0 unless the scorer splits the group.
+        turns: [turns] reward of each of the policy's turns, as in `Candidate.turn_messages`; empty: not given.
+        tokens: [n_completion_tokens] reward of each sampled token, in the order in which they were sampled; empty: not given.
     """
 
-    value: float
+    value: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     subgroup: int = 0
+    turns: Sequence[float] = ()
+    tokens: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,8 @@ class CandidateText:
     messages: str
     outcome: str
     n_completion_tokens: int
+    turn_messages: Sequence[int] = ()
+    turn_tokens: Sequence[int] = ()
 
     def parse(self) -> Candidate:
         """Return the Candidate, with its JSON parsed."""
@@ -114,4 +133,6 @@ class CandidateText:
             outcome=json.loads(self.outcome),
             env=self.env,
             n_completion_tokens=self.n_completion_tokens,
+            turn_messages=self.turn_messages,
+            turn_tokens=self.turn_tokens,
         )

@@ -19,7 +19,13 @@ from rollmill.tasks.score.score_function import ScoreFunction
 from rollmill.tasks.score.score_worker_pool import ScoreWorkerPool
 from rollmill.tasks.score.scorer import CandidateText
 from rollmill.tasks.score.terms import ScorerTerm, resolve_terms, sum_verdicts
-from rollmill.tasks.score.verdict import ScoreVerdict, set_duration, verdict_from_error, verdicts_from_result
+from rollmill.tasks.score.verdict import (
+    ScoreVerdict,
+    check_positions,
+    set_duration,
+    verdict_from_error,
+    verdicts_from_result,
+)
 from rollmill.tasks.store.attempts import short_id
 from rollmill.tasks.store.rows import Rows, rows_where_in
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES, make_batch
@@ -173,6 +179,8 @@ def score_rows(
             "error_type": [verdict.error_type for verdict in verdicts],
             "error": [verdict.error for verdict in verdicts],
             "reward": [verdict.reward for verdict in verdicts],
+            "turn_rewards": [verdict.turn_rewards for verdict in verdicts],
+            "token_rewards": [verdict.token_rewards for verdict in verdicts],
             "components": [json.dumps(dict(verdict.components)) for verdict in verdicts],
             "subgroup": [verdict.subgroup for verdict in verdicts],
             "duration_s": [verdict.duration_s for verdict in verdicts],
@@ -246,9 +254,18 @@ class Scoring:
                 for part, calls in zip(parts, self._calls, strict=True):
                     groups = [candidates] if part.function.by_group else [[each] for each in candidates]
                     asked.append(calling.create_task(calls.call(groups)))
-            by_part = [list(chain.from_iterable(each.result())) for each in asked]
+            by_part = [
+                [
+                    check_positions(verdict, len(each.turn_tokens), each.n_completion_tokens)
+                    for verdict, each in zip(chain.from_iterable(asking.result()), candidates, strict=True)
+                ]
+                for asking in asked
+            ]
             verdicts = (
-                [sum_verdicts(parts, each) for each in zip(*by_part, strict=True)]
+                [
+                    sum_verdicts(parts, of_terms, each.turn_tokens)
+                    for each, *of_terms in zip(candidates, *by_part, strict=True)
+                ]
                 if self._scorer.is_sum
                 else by_part[0]
             )

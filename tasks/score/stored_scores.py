@@ -4,7 +4,13 @@ from collections.abc import Collection, Mapping
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.score.config import ScoreConfig
-from rollmill.tasks.score.group_outcomes import GroupOutcome, compute_advantages, survivors_from_rows
+from rollmill.tasks.score.group_outcomes import (
+    SURVIVOR_COLUMNS,
+    SURVIVOR_SCORE_COLUMNS,
+    GroupOutcome,
+    compute_advantages,
+    survivors_from_rows,
+)
 from rollmill.tasks.score.scoring import select_scorable
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
@@ -20,7 +26,7 @@ from rollmill.tasks.store.rows import (
 # Columns of a rollout that scoring needs; tokens and log-probabilities, nearly all of a row's bytes, are not read.
 SCORING_COLUMNS = (
     *("group", "sample", "trajectory_id", "env", "status"),
-    *("example", "messages", "outcome", "n_completion_tokens"),
+    *("example", "messages", "outcome", "n_completion_tokens", "turn_messages", "turn_tokens"),
 )
 
 
@@ -83,8 +89,8 @@ def _by_group(rows: Rows) -> list[Rows]:
     return [rows_where(ordered, "group", group) for group in dict.fromkeys(column_values(ordered, "group"))]
 
 
-_ROLLOUT_COLUMNS = ("group", "sample", "trajectory_id", "env", "status", "n_completion_tokens")
-_SCORE_COLUMNS = ("group", "trajectory_id", "status", "reward", "subgroup")
+_ROLLOUT_COLUMNS = ("group", *SURVIVOR_COLUMNS)
+_SCORE_COLUMNS = ("group", *SURVIVOR_SCORE_COLUMNS)
 
 
 def recompute_advantages(

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -11,12 +12,14 @@ from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError, error_text
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.credit import PositionRewards
 from rollmill.tasks.score.score_function import ScoreFunction, load_function, settings_version
 from rollmill.tasks.score.verdict import ScoreVerdict, verdict_from_error
 
 SCORERS: Mapping[str, str] = {
     "addition": "rollmill.tasks.score.scorers.built_in:AdditionScorer",
     "calculator": "rollmill.tasks.score.scorers.built_in:CalculatorScorer",
+    "calculator_turns": "rollmill.tasks.score.scorers.built_in:CalculatorTurnsScorer",
     "environment": "rollmill.tasks.score.scorers.built_in:EnvironmentScorer",
     "exact": "rollmill.tasks.score.scorers.built_in:ExactScorer",
     "guess": "rollmill.tasks.score.scorers.built_in:GuessScorer",
@@ -127,6 +130,9 @@ def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
         found = advantage.of_group(rewards)
         if advantage.of_batch is not None:
             advantage.of_batch(found, np.ones(len(rewards), np.int64))
+        if advantage.by_position is not None and config.credit != "trajectory":
+            present = np.tri(len(rewards), dtype=bool)
+            advantage.by_position(present * rewards, present)
     except ScoreError as error:
         remedy = f"tried on the rewards {rewards.tolist()}: {error}"
         raise ConfigError("score.advantage", config.advantage, remedy) from error
@@ -135,10 +141,13 @@ def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
         raise ConfigError("evaluate.scorer", held_out_scorer, remedy)
 
 
-def sum_verdicts(parts: Sequence[ScorerTerm], verdicts: Sequence[ScoreVerdict]) -> ScoreVerdict:
+def sum_verdicts(
+    parts: Sequence[ScorerTerm], verdicts: Sequence[ScoreVerdict], turn_tokens: Sequence[int]
+) -> ScoreVerdict:
     """Add the verdicts of all terms for one trajectory; the components are the weighted rewards.
 
-    A failed term makes the sum fail, a dropped one drops the trajectory; at most one term may split the group.
+    If a term has rewards of turns or tokens, so has the sum: a coarser reward counts at the last turn or token that it is for.
+    `turn_tokens` are the sampled tokens of each turn. A failed term makes the sum fail, a dropped one drops the trajectory; at most one term may split the group.
 
     Example: weights 1 and 0.5 and rewards .8 and 1 give 1.3 with components .8 and .5.
     """
@@ -161,5 +170,28 @@ def sum_verdicts(parts: Sequence[ScorerTerm], verdicts: Sequence[ScoreVerdict]) 
         reward=sum(components.values()),
         components=components,
         subgroup=max(subgroups, default=0),
+        turn_rewards=_sum_positions(parts, verdicts, turn_tokens, "turn"),
+        token_rewards=_sum_positions(parts, verdicts, turn_tokens, "token"),
         duration_s=duration_s,
     )
+
+
+def _sum_positions(
+    parts: Sequence[ScorerTerm],
+    verdicts: Sequence[ScoreVerdict],
+    turn_tokens: Sequence[int],
+    level: Literal["turn", "token"],
+) -> tuple[float, ...]:
+    """Return the weighted sums at each turn or token; empty unless that is the finest level at which a term has rewards."""
+    has_tokens = any(each.token_rewards for each in verdicts)
+    if has_tokens != (level == "token") or not (has_tokens or any(each.turn_rewards for each in verdicts)):
+        return ()
+    n_tokens = sum(turn_tokens)
+    rewards = [
+        part.weight
+        * PositionRewards(each.reward, n_tokens, (), turn_tokens, each.turn_rewards, each.token_rewards).at(
+            level
+        )
+        for part, each in zip(parts, verdicts, strict=True)
+    ]
+    return tuple(np.sum(rewards, axis=0).tolist())

@@ -21,6 +21,8 @@ class ScoreVerdict:
 
     Attributes:
         reward: NaN unless `status` is scored.
+        turn_rewards: [turns]; empty: the scorer gave none.
+        token_rewards: [n_completion_tokens]; empty: the scorer gave none.
         error: text of the error; the reason if `status` is dropped.
         duration_s: seconds that the scorer took; for a group scorer, over the whole group.
     """
@@ -29,6 +31,8 @@ class ScoreVerdict:
     reward: float = math.nan
     components: Mapping[str, float] = field(default_factory=dict)
     subgroup: int = 0
+    turn_rewards: tuple[float, ...] = ()
+    token_rewards: tuple[float, ...] = ()
     error_type: str = ""
     error: str = ""
     duration_s: float = 0.0
@@ -92,8 +96,12 @@ def _verdict_from_result(given: object) -> ScoreVerdict:
             printable(str(name)): _number(f"component {name}", value)
             for name, value in reward.components.items()
         }
+        turns, tokens = _numbers("turns", reward.turns), _numbers("tokens", reward.tokens)
+        if turns and tokens:
+            raise VerdictError("expected rewards of turns or of tokens, got both")
+        value = sum(turns or tokens) if reward.value is None and (turns or tokens) else reward.value
         return ScoreVerdict(
-            "scored", _number("a reward", reward.value), components, _subgroup(reward.subgroup)
+            "scored", _number("a reward", value), components, _subgroup(reward.subgroup), turns, tokens
         )
     except Exception as error:  # noqa: BLE001 - what a scorer gave is foreign: its attributes may raise
         return verdict_from_error(error)
@@ -106,6 +114,28 @@ def _number(what: str, value: object) -> float:
     if not math.isfinite(number):
         raise VerdictError(f"expected a finite number as {what}, got {number}")
     return number
+
+
+def _numbers(what: str, values: object) -> tuple[float, ...]:
+    # An array of numpy or torch, without an import of either.
+    if not isinstance(values, Sequence) and hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise VerdictError(f"expected a sequence of numbers as {what}, got {_show(values)}")
+    return tuple(_number(f"a reward in {what}", each) for each in values)
+
+
+def check_positions(verdict: ScoreVerdict, n_turns: int, n_tokens: int) -> ScoreVerdict:
+    """Return the verdict, or a failed one if it has not one reward for each turn or token of a trajectory with so many."""
+    for what, rewards, n in (
+        ("turns", verdict.turn_rewards, n_turns),
+        ("tokens", verdict.token_rewards, n_tokens),
+    ):
+        if rewards and len(rewards) != n:
+            remedy = "" if n_turns or not n_tokens else " (an older Rollmill stored it, without its turns)"
+            error = VerdictError(f"expected {n} rewards of {what}{remedy}, got {len(rewards)}")
+            return verdict_from_error(error, verdict.duration_s)
+    return verdict
 
 
 def _subgroup(value: object) -> int:

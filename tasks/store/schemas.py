@@ -23,6 +23,7 @@ LOST_STATUSES = ("failed", "cancelled")
 
 _INT32_LIST = pa.large_list(pa.int32())
 _FLOAT32_LIST = pa.large_list(pa.float32())
+_FLOAT64_LIST = pa.large_list(pa.float64())
 
 
 def _column(
@@ -166,6 +167,15 @@ _SAMPLED = (
         "reported by the sampler: stop | length | abort; empty without a response",
     ),
     _column("turns", pa.int32(), "completions of the episode"),
+    _column(
+        "turn_starts",
+        _INT32_LIST,
+        "index into token_ids of the first token of each completion, in the order in which they were sampled; empty in rows "
+        "that schema 2 stored",
+        shape="[turns]",
+    ),
+    _column("turn_tokens", _INT32_LIST, "sampled tokens of each completion", unit="tokens", shape="[turns]"),
+    _column("turn_messages", _INT32_LIST, "index into messages of each completion", shape="[turns]"),
     _column("server", pa.string(), "address of the server that sampled it"),
     _column("started_at", pa.timestamp("us", tz="UTC"), "when sampling began", unit="us, UTC"),
     _DURATION,
@@ -181,6 +191,18 @@ _SCORED = (
     _ERROR_TYPE,
     _ERROR,
     _column("reward", pa.float64(), "reward; NaN unless scored"),
+    _column(
+        "turn_rewards",
+        _FLOAT64_LIST,
+        "reward of each completion, if the scorer gave one for each",
+        shape="[turns] or [0]",
+    ),
+    _column(
+        "token_rewards",
+        _FLOAT64_LIST,
+        "reward of each sampled token in the order in which they were sampled, if the scorer gave one for each",
+        shape="[n_completion_tokens] or [0]",
+    ),
     _column(
         "components",
         pa.large_string(),
@@ -247,7 +269,17 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _GROUP,
         _SAMPLE,
         _ENV,
-        _column("advantage", pa.float32(), "advantage of every sampled token of the trajectory"),
+        _column(
+            "advantage",
+            pa.float32(),
+            "advantage of every sampled token of the trajectory; their mean where they differ",
+        ),
+        _column(
+            "token_advantages",
+            _FLOAT32_LIST,
+            "advantage of each sampled token in the order of token_ids, with score.credit turn or token",
+            shape="[n_completion_tokens] or [0]",
+        ),
         _column("reward", pa.float64(), "reward that the advantage is computed from"),
         _column("source", pa.string(), "run folder that holds the rollout; empty: this run"),
         _column("source_step", pa.int32(), "step under which the rollout is stored"),
@@ -358,15 +390,23 @@ STATE_FIELDS: tuple[pa.Field, ...] = (
 
 
 # Value, in every row of an older version, of each column that the version after it added.
+_ADDED_TO_SAMPLED: Mapping[str, Sequence[int]] = {
+    "message_segments": (),
+    "segment_starts": (0,),
+    "segment_parents": (-1,),
+    "segment_prefix_tokens": (0,),
+    "segment_prefix_messages": (0,),
+    "turn_starts": (),
+    "turn_tokens": (),
+    "turn_messages": (),
+}
+_ADDED_TO_SCORED: Mapping[str, Sequence[int]] = {"turn_rewards": (), "token_rewards": ()}
 ADDED_COLUMNS: Mapping[str, Mapping[str, Sequence[int]]] = {
-    name: {
-        "message_segments": (),
-        "segment_starts": (0,),
-        "segment_parents": (-1,),
-        "segment_prefix_tokens": (0,),
-        "segment_prefix_messages": (0,),
-    }
-    for name in ("rollouts", "evaluations")
+    "rollouts": _ADDED_TO_SAMPLED,
+    "evaluations": _ADDED_TO_SAMPLED,
+    "scores": _ADDED_TO_SCORED,
+    "evaluation_scores": _ADDED_TO_SCORED,
+    "batches": {"token_advantages": ()},
 }
 
 

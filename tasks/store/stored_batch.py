@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read, read_trajectories
@@ -17,7 +18,8 @@ _TEXT_COLUMNS = ("trajectory_id", "source")
 def batch_digest(rows: pa.Table) -> str:
     """Compute the SHA-256 of what the trainer trains on, 64 hex digits; independent of the rows' order and chunks.
 
-    It covers the columns order, trajectory_id, advantage (bit for bit), source and source_step of `batches`.
+    It covers the columns order, trajectory_id, advantage (bit for bit), source and source_step of `batches`, and token_advantages
+    (bit for bit) if a row has any.
     """
     rows = rows.sort_by("order")
     digest = hashlib.sha256(f"{rows.num_rows} rows".encode())
@@ -25,6 +27,10 @@ def batch_digest(rows: pa.Table) -> str:
         digest.update(np.asarray(rows[name].to_numpy(), kind).tobytes())
     for name in _TEXT_COLUMNS:
         digest.update(json.dumps(rows[name].to_pylist()).encode())
+    counts = pc.list_value_length(rows["token_advantages"]).to_numpy()
+    if counts.any():
+        digest.update(np.asarray(counts, "<i8").tobytes())
+        digest.update(np.asarray(pc.list_flatten(rows["token_advantages"]).to_numpy(), "<f4").tobytes())
     return digest.hexdigest()
 
 

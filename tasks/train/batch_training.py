@@ -118,7 +118,7 @@ def find_skip_reason(samples: Samples, objective: Objective) -> str:
     (rows,) = samples.split(1)
     if not rows:
         return EMPTY_BATCH
-    return "" if objective.is_without_advantage or samples.has_spread(rows) else NO_SPREAD
+    return "" if objective.is_without_advantage or any(map(samples.has_advantage, rows)) else NO_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,12 @@ def plan_updates(
     """Plan the updates of a pass over the batch from the outlines of its rows; the plan is equal on every rank."""
     parts = samples.split(config.updates_per_step)
     has_gradient = [
-        bool(part) and (objective.is_without_advantage or samples.has_spread(part)) for part in parts
+        bool(part) and (objective.is_without_advantage or any(map(samples.has_advantage, part)))
+        for part in parts
     ]
     kept = list(compress(parts, has_gradient))
     skips = objective.skips_without_advantage
-    balanced = [[row for row in part if samples.advantages[row] or not skips] for part in kept]
+    balanced = [[row for row in part if samples.has_advantage(row) or not skips] for part in kept]
     # Annotations are stored of every row, whether or not it has a gradient.
     computed = kept if is_annotated else balanced
     dropped = [row for part, is_kept in zip(parts, has_gradient, strict=True) if not is_kept for row in part]

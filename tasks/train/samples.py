@@ -65,7 +65,7 @@ class Samples:
         trajectory_ids: [B] ids of the trajectories.
         envs: [B] names of environments.
         temperatures: [B] sampling temperatures.
-        advantages: [B] advantage, the same for every trained token of a row.
+        advantages: [B] advantage of every trained token of a row, or the mean of its token_advantages.
         token_ids: [B][T] token ids.
         loss_masks: [B][T] True on tokens to train; the first token is never one.
         logprobs: [B][T] nats, the sampler's; NaN where loss_mask is False, and where they are not known.
@@ -74,6 +74,8 @@ class Samples:
         reference_logprobs: [B][T] nats, the reference policy's, NaN where loss_mask is False; None without one.
         routing: [B][N, layers, experts a token] the experts that the first N tokens were routed to when they were
             sampled, N at most T - 1; None when the model's own choice counts.
+        token_advantages: [B][n] advantages of the n trained tokens of a row; empty, or None for all rows: they all have that of
+            the row.
         segments: [B] segments of the trajectories; None: each row is one sequence.
         outlines: [B] outlines of the rows, if the ranks hold different rows: then the fields of [B][T] values have empty arrays for
             rows that this rank does not hold. None: this process holds every row.
@@ -89,6 +91,7 @@ class Samples:
     old_logprobs: list[np.ndarray] | None = None
     reference_logprobs: list[np.ndarray] | None = None
     routing: list[np.ndarray] | None = None
+    token_advantages: list[np.ndarray] | None = None
     segments: list[Segments] | None = None
     outlines: Sequence[RowOutline] | None = None
 
@@ -143,9 +146,17 @@ class Samples:
             else index_predecessors(segments, len(self.token_ids[row]))[tokens]
         )
 
-    def has_spread(self, rows: list[int]) -> bool:
-        """Return True if any of the rows has an advantage other than 0; if none has, the policy gradient is zero."""
-        return bool(self.advantages[rows].any())
+    def has_advantage(self, row: int) -> bool:
+        """Return True if a trained token of the row has an advantage other than 0; if none has, the policy gradient is zero."""
+        by_token = self.token_advantages[row] if self.token_advantages is not None else ()
+        return bool(np.any(by_token) if len(by_token) else self.advantages[row])
+
+    def trained_advantages(self, row: int) -> np.ndarray:
+        """Return [n] float32 advantages of the n trained tokens of a row that this rank holds."""
+        by_token = self.token_advantages[row] if self.token_advantages is not None else ()
+        if len(by_token):
+            return np.asarray(by_token, np.float32)
+        return np.full(int(self.loss_masks[row].sum()), self.advantages[row], np.float32)
 
     def n_trained(self, rows: Iterable[int]) -> int:
         """Number of tokens to train among the rows."""
@@ -208,6 +219,7 @@ def read_portion(
             loss_masks=[],
             logprobs=[],
             routing=[] if with_routing else None,
+            token_advantages=split_rows(batch["token_advantages"]),
         )
     )
     held = set[int]()
@@ -340,7 +352,12 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
             raise BatchRefusedError(
                 f"trajectory {name}: a sampled token's log-probability is not finite{remedy}"
             )
-        if not np.isfinite(samples.advantages[row]) or not samples.temperatures[row] > 0.0:
+        by_token = samples.token_advantages[row] if samples.token_advantages is not None else ()
+        if len(mask) and len(by_token) not in (0, int(mask.sum())):
+            raise BatchRefusedError(
+                f"trajectory {name}: {len(by_token)} token_advantages, and {int(mask.sum())} tokens to train; they must be as many"
+            )
+        if not np.isfinite([samples.advantages[row], *by_token]).all() or not samples.temperatures[row] > 0.0:
             raise BatchRefusedError(
                 f"trajectory {name}: advantage {samples.advantages[row]}, temperature {samples.temperatures[row]}; "
                 "expected a finite advantage and a temperature above 0"

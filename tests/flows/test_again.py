@@ -93,6 +93,8 @@ def make_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
         "error_type": "",
         "error": "",
         "components": "{}",
+        "turn_rewards": [],
+        "token_rewards": [],
     }
     given |= {"subgroup": 0, "duration_s": 0.0}
     columns = kept | {name: [value] * shown.num_rows for name, value in given.items()}

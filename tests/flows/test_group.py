@@ -269,7 +269,7 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_with_that
         (outcome,) = await collect_group(run)
         fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key), train_truncated=False)
         assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))) == ""
-    assert [survivor.sample for survivor, _ in outcome.trained] == [0, 3]
+    assert [survivor.sample for survivor, *_ in outcome.trained] == [0, 3]
     assert drop_line(fates) == "2 lost (2 truncated)"
 
 

@@ -25,7 +25,13 @@ from rollmill.tasks.rollout.chat_tokenizer import (
     tokenize_conversation,
 )
 from rollmill.tasks.rollout.environment import Example, Message
-from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_columns, rollout_rows
+from rollmill.tasks.rollout.trajectory import (
+    Trajectory,
+    TrajectoryRequest,
+    Turn,
+    rollout_columns,
+    rollout_rows,
+)
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.group_outcomes import (
     batch_rows,
@@ -63,6 +69,14 @@ def is_right(group: int, sample: int) -> bool:
     return place == 3 or (place != 0 and sample <= step)
 
 
+def turns_of(mask: np.ndarray, messages: list[Message]) -> tuple[Turn, ...]:
+    """Return the turns of a conversation: its runs of sampled tokens, each with a message of the policy."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    said = [number for number, each in enumerate(messages) if each.role == "assistant"]
+    runs = edges.reshape(-1, 2).tolist()
+    return tuple(Turn(start, end - start, place) for (start, end), place in zip(runs, said, strict=True))
+
+
 def trajectory(tokenizer: ChatTokenizer, group: int, sample: int) -> Trajectory:
     """Groups with even numbers are single-turn additions, the others use a tool first."""
     a, b = 10 + group, 20 + group
@@ -96,7 +110,7 @@ def trajectory(tokenizer: ChatTokenizer, group: int, sample: int) -> Trajectory:
         logprobs=logprobs,
         version_spans=spans,
         finish_reason="stop" if messages else "",
-        turns=1 + group % 2,
+        turns=turns_of(mask, messages),
         server=f"http://10.0.0.{1 + sample % 2}:8000",
         started_at=BEGAN + timedelta(seconds=10 * step),
         duration_s=0.5 * (1 + sample),
@@ -129,6 +143,8 @@ def make_scores(rollouts: Rows, scorer: str) -> Rows:
             "error_type": ["ScoreTimeoutError" if each else "" for each in late],
             "error": ["no verdict within 60 s" if each else "" for each in late],
             "reward": [float("nan") if each else reward for each, reward in zip(late, rewards, strict=True)],
+            "turn_rewards": [[]] * len(parts),
+            "token_rewards": [[]] * len(parts),
             "components": [json.dumps(part) for part in parts],
             "subgroup": [0] * len(rows),
             "duration_s": [0.01] * len(rows),

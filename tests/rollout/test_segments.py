@@ -138,6 +138,11 @@ def check(trajectory: Trajectory, sampler: Answering) -> None:
         assert logprobs[own].tolist() == [-1.0 - place for place in range(len(ids))]
         n_found += len(ids)
     assert mask.sum() == n_found == row["n_completion_tokens"]
+    turns = zip(row["turn_starts"], row["turn_tokens"], row["turn_messages"], strict=True)
+    for (start, n, place), (_, ids) in zip(turns, sampler.calls, strict=True):
+        assert tokens[start : start + n].tolist() == list(ids)
+        assert mask[start : start + n].all()
+        assert trajectory.messages[place].role == "assistant"
     assert len(set(sampler.seeds)) == len(sampler.seeds)
     assert (row["policy_version_first"], row["policy_version_last"]) == (1, len(sampler.calls))
     predecessors = index_predecessors(segments, len(tokens))
@@ -149,7 +154,7 @@ def check(trajectory: Trajectory, sampler: Answering) -> None:
 
 async def test_compacted_context_begins_segments_and_is_no_failure(tokenizer: ChatTokenizer) -> None:
     trajectory, sampler = await play(tokenizer, Compacting(), ["85", "97", "12"])
-    assert (trajectory.status, trajectory.turns, len(trajectory.segments)) == ("complete", 3, 3)
+    assert (trajectory.status, len(trajectory.turns), len(trajectory.segments)) == ("complete", 3, 3)
     check(trajectory, sampler)
     said = list_conversations(trajectory.segments, trajectory.messages, trajectory.message_segments)
     assert [[each.role for each in of] for of in said] == [["user", "assistant"]] * 3
@@ -293,7 +298,7 @@ async def test_whatever_becomes_of_the_context_each_completion_is_stored_once(
 
     replies = [(Message("user", "1+1="),), *(make(*each) for each in moves)]
     trajectory, sampler = await play(tokenizer, Scripted(replies), ["2", "31", "2"])
-    assert (trajectory.status, trajectory.turns) == ("complete", len(moves) + 1)
+    assert (trajectory.status, len(trajectory.turns)) == ("complete", len(moves) + 1)
     check(trajectory, sampler)
     said = list_conversations(trajectory.segments, trajectory.messages, trajectory.message_segments)
     assert {tuple(each) for each in seen} <= {tuple(of[:n]) for of in said for n in range(len(of) + 1)}

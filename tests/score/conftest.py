@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollmill.tasks.rollout.environment import Example, Message
-from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, Turn, rollout_rows
 from rollmill.tasks.store.rows import Rows
 
 
@@ -42,7 +42,7 @@ def trajectory(sample: int, answer: str) -> Trajectory:
         logprobs=np.zeros(3, np.float32),
         version_spans=((2, 0),),
         finish_reason="stop",
-        turns=1,
+        turns=(Turn(2, 1, 1),),
         server="",
         started_at=datetime.now(UTC),
         duration_s=0.0,

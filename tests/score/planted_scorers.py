@@ -91,6 +91,15 @@ class ClosesSlowly:
         await asyncio.sleep(1000)
 
 
+def by_turn(candidate: Candidate) -> Reward:
+    """The numbers that the answer says are the rewards of turns."""
+    return Reward(turns=[float(each) for each in candidate.answer.split()])
+
+
+async def by_token(candidate: Candidate) -> Reward:
+    return Reward(tokens=[2.0] * candidate.n_completion_tokens)
+
+
 class Graded:
     name, version = "graded", "7"
 
@@ -190,3 +199,6 @@ CENTRED = Advantage(
     lambda rewards: rewards, lambda advantages, _: advantages - advantages.mean(), needs_spread=False
 )
 OVERFLOWS = Advantage(lambda rewards: rewards, lambda advantages, _: advantages * 1e39)
+
+
+FLAT_BY_POSITION = Advantage(lambda rewards: rewards, by_position=lambda rewards, present: rewards.ravel())

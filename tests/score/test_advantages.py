@@ -114,7 +114,7 @@ def test_a_batchs_part_sees_what_is_in_the_batch_in_its_order_and_changes_nothin
     raw = [first.advantages[0], first.advantages[2], second.advantages[0], second.advantages[2]]
 
     assert [outcome.group for outcome in found] == [2, 3, 7]
-    trained = [advantage for outcome in found for _, advantage in outcome.trained]
+    trained = [advantage for outcome in found for _, advantage, _ in outcome.trained]
     assert trained == pytest.approx(
         openrlhf_normalized([float(each) for each in raw], [3, 5, 3, 5]), rel=1e-5
     )

@@ -33,6 +33,18 @@ def documented(tmp_path: Path) -> Iterator[None]:
     sys.modules.pop(MODULE, None)
 
 
+async def test_the_pages_rewards_of_turns_and_its_function_of_positions(
+    rollouts: Callable[[Sequence[str]], Rows],
+) -> None:
+    async with Scoring(ScoreConfig(scorer=f"{MODULE}:tests_passed"), "r") as scoring:
+        scores = await scoring.score(rollouts(["3 tests passed"]), step=0)
+    assert column_values(scores, "turn_rewards") == [[1.0]]
+    function = resolve_advantage(f"{MODULE}:TO_GO").by_position
+    assert function is not None
+    found = function(np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([[True, False], [True, True]]))
+    assert found[0, 0] == pytest.approx(-1 / 3)
+
+
 async def test_the_functions_of_the_page_are_scorers(rollouts: Callable[[Sequence[str]], Rows]) -> None:
     async with Scoring(ScoreConfig(scorer=f"{MODULE}:concise"), "r") as scoring:
         scores = await scoring.score(rollouts(["2", "3"]), step=0)

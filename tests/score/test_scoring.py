@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rollmill.tasks.errors import ConfigError, ScoreError
 from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scorer import Reward
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.terms import check_scorer
 from rollmill.tasks.score.verdict import verdicts_from_result
@@ -334,6 +335,29 @@ def test_a_part_that_is_not_there_is_named_by_its_number() -> None:
 def test_the_same_part_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="once"):
         Scoring(sum_config(("exact", 1.0), ("exact", 2.0)), "run")
+
+
+async def test_rewards_of_turns_are_stored_and_their_sum_is_the_trajectorys(rollouts: MakeRows) -> None:
+    rows = await score(config("by_turn"), rollouts(["0.5", "0.5 1", "nan"]))
+    assert rows["status"] == ["scored", "failed", "failed"]
+    assert (rows["turn_rewards"][0], rows["reward"][0]) == ([0.5], 0.5)
+    assert rows["error"][1] == "expected 1 rewards of turns, got 2"
+    assert "finite" in rows["error"][2]
+    rows = await score(config("by_token"), rollouts(["a"]))
+    assert (rows["token_rewards"], rows["reward"]) == ([[2.0]], [2.0])
+
+
+async def test_a_sum_has_rewards_at_the_finest_level_of_its_parts(rollouts: MakeRows) -> None:
+    turns, tokens = ("planted_scorers:by_turn", 2.0), ("planted_scorers:by_token", 3.0)
+    rows = await score(sum_config(turns, ("planted_scorers:Graded", 1.0)), rollouts(["4"]))
+    assert (rows["turn_rewards"], rows["token_rewards"], rows["reward"]) == ([[8.5]], [[]], [8.5])
+    rows = await score(sum_config(turns, tokens), rollouts(["4"]))
+    assert (rows["turn_rewards"], rows["token_rewards"], rows["reward"]) == ([[]], [[14.0]], [14.0])
+
+
+def test_rewards_of_turns_and_of_tokens_at_once_are_refused() -> None:
+    (verdict,) = verdicts_from_result(Reward(turns=[1.0], tokens=[1.0]), 1, by_group=False)
+    assert (verdict.status, verdict.error) == ("failed", "expected rewards of turns or of tokens, got both")
 
 
 ANYTHING = st.recursive(

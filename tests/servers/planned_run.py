@@ -101,6 +101,8 @@ class PlannedScoring:
                 "error_type": ["" if scored else "ScoreError" for scored in is_scored],
                 "error": ["" if scored else "it would not" for scored in is_scored],
                 "reward": [each if ok else math.nan for each, ok in zip(rewards, is_scored, strict=True)],
+                "turn_rewards": [[]] * n,
+                "token_rewards": [[]] * n,
                 "components": ["{}"] * n,
                 "subgroup": [0] * n,
                 "duration_s": [0.0] * n,

@@ -27,7 +27,10 @@ class Branch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A trajectory of `n_prompt` prompt tokens and `n_completion` sampled ones, and of further segments."""
+    """A trajectory of `n_prompt` prompt tokens and `n_completion` sampled ones, and of further segments.
+
+    token_advantages: of each sampled token; empty: `advantage` is that of each.
+    """
 
     n_prompt: int
     n_completion: int
@@ -35,6 +38,7 @@ class Row(NamedTuple):
     env: str = "addition"
     temperature: float = 1.0
     branches: tuple[Branch, ...] = ()
+    token_advantages: tuple[float, ...] = ()
 
     def loss_mask(self) -> np.ndarray:
         parts = [(self.n_prompt, self.n_completion), *(each[2:] for each in self.branches)]
@@ -116,6 +120,7 @@ def write_step(
             "sample": list(range(len(rows))),
             "env": columns["env"],
             "advantage": [row.advantage for row in rows],
+            "token_advantages": [row.token_advantages for row in rows],
             "reward": [0.0] * len(rows),
             "source": [""] * len(rows),
             "source_step": [step] * len(rows),

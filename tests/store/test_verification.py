@@ -288,6 +288,15 @@ def a_segment_without_parent(columns: dict[str, Any]) -> None:
     columns["segment_starts"] = [[0, 3], *[[0]] * 3]
 
 
+def turns_of_other_tokens(columns: dict[str, Any]) -> None:
+    columns["turn_starts"] = columns["turn_messages"] = [[1]] * 4
+    columns["turn_tokens"] = [[7]] * 4
+
+
+def a_turn_without_message(columns: dict[str, Any]) -> None:
+    columns["turn_starts"], columns["turn_tokens"] = [[1]] * 4, [[2]] * 4
+
+
 def too_stale(columns: dict[str, Any]) -> None:
     columns["policy_version_first"] = 0
 
@@ -314,6 +323,8 @@ def remove_from_plan(columns: dict[str, Any]) -> None:
         (segments_of_a_later_parent, "segments are not in order within the tokens of their parents: r.2.1"),
         (a_segment_too_late, "segments are not in order within the tokens of their parents: r.3.1"),
         (a_segment_without_parent, "segments are not in order within the tokens of their parents: r.2.0"),
+        (turns_of_other_tokens, "turns do not have all sampled tokens: r.2.0, r.2.1, r.3.0, r.3.1"),
+        (a_turn_without_message, "turns do not have all sampled tokens: r.2.0, r.2.1, r.3.0, r.3.1"),
         (
             a_wrong_count,
             "n_completion_tokens is not the number of True in loss_mask: r.2.0, r.2.1, r.3.0, r.3.1",

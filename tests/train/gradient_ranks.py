@@ -65,6 +65,7 @@ def reorder(samples: Samples, order: list[int], shift_nats: float) -> Samples:
         loss_masks=[samples.loss_masks[row] for row in order],
         logprobs=[samples.logprobs[row] + shift_nats for row in order],
         segments=[samples.row_segments(row) for row in order],
+        token_advantages=[(samples.token_advantages or [])[row] for row in order],
     )
 
 

@@ -156,14 +156,16 @@ class Naive:
 
     def _row(self, policy: Any, row: int, number: int) -> torch.Tensor:
         """[T] loss of a row's trained tokens."""
-        samples, advantage = self.samples, float(self.samples.advantages[row])
+        samples, advantage = self.samples, self._advantages(row)
+        has_advantage = bool(advantage.any())
         trained = samples.loss_masks[row].nonzero()[0]
         every, log_p = self._segments(policy, row)
         sampler = torch.tensor(samples.logprobs[row][trained], dtype=torch.float64)
         found = log_p - sampler
         ratio = torch.exp(found)
         if self.config.loss == "gspo":
-            ratio = torch.exp(found.mean()).expand(len(found))
+            # Each token has its own advantage: the paper's equation 13.
+            ratio = torch.exp(found.mean()).detach() * torch.exp(found - found.detach())
         bounded = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high) * advantage
         loss = -torch.minimum(ratio * advantage, bounded)
         values = {
@@ -175,8 +177,15 @@ class Naive:
             "clip_fraction": (bounded < ratio * advantage).double(),
         } | ({} if number else {"mismatch_nats": found.abs()})
         for name, tokens in values.items():
-            self.seen[name] += [(samples.envs[row], advantage != 0.0, each) for each in tokens.tolist()]
+            self.seen[name] += [(samples.envs[row], has_advantage, each) for each in tokens.tolist()]
         return loss
+
+    def _advantages(self, row: int) -> torch.Tensor:
+        """[T] advantages of a row's trained tokens."""
+        assert self.samples.token_advantages is not None
+        own = self.samples.token_advantages[row]
+        n = int(self.samples.loss_masks[row].sum())
+        return torch.tensor(own if len(own) else [self.samples.advantages[row]] * n, dtype=torch.float64)
 
     def _segments(self, policy: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of a row's trained tokens, [T, vocabulary] and [T]: each segment's whole sequence by itself."""
@@ -196,7 +205,7 @@ class Naive:
             before = [at - 1 for at in chosen]
             parts.append((every[before], every[before, ids[chosen]]))
             routers.append([each[segment.prefix_tokens :] for each in output.router_logits] if wants else [])
-        if wants and samples.advantages[row]:
+        if wants and self._advantages(row).any():
             settings = policy.config
             # A row's tokens count once, whichever segments they are context of.
             layers = tuple(torch.cat(each) for each in zip(*routers, strict=True))
@@ -224,11 +233,11 @@ class Naive:
             yield ("train/skipped_tokens", env, "value"), n_skipped
             yield ("train/trained_tokens", env, "value"), len(of_env["loss"]) - n_skipped
         rows = self.samples.split(1)[0]
-        computed = [row for row in rows if annotated or self.samples.advantages[row]]
+        computed = [row for row in rows if annotated or self._advantages(row).any()]
         n_written = sum(map(len, (each for row in computed for each in self.samples.sequences(row))))
         n_tokens = sum(len(self.samples.token_ids[row]) for row in computed)
         yield ("train/computed_share", "all", "mean"), n_tokens / n_written
-        n_without = sum(not self.samples.advantages[row] for row in rows)
+        n_without = sum(not self._advantages(row).any() for row in rows)
         yield ("train/skipped_rows", "all", "value"), 0 if annotated else n_without * self.config.epochs
 
 
@@ -236,6 +245,12 @@ def branch(batches: Any, row: Any) -> tuple[Any, ...]:
     """Further segments of a row: rewritten in the middle, sampled again after a prefix of that, and one that inherits nothing."""
     half = (row.n_prompt + row.n_completion) // 2
     return (batches.branch(0, half, 3, 4), batches.branch(1, half + 4, 0, 5), batches.branch(-1, 0, 4, 2))
+
+
+def advantages_of(row: Any, number: int) -> tuple[float, ...]:
+    """Advantages of a row's sampled tokens, all 0 for every second row that has them."""
+    n = int(row.loss_mask().sum())
+    return (0.0,) * n if number % 4 == 3 else tuple(np.random.default_rng(number).normal(size=n).tolist())
 
 
 def average(rows: list[torch.Tensor], config: TrainConfig) -> torch.Tensor:
@@ -312,6 +327,10 @@ def test_gradient_and_metrics_do_not_depend_on_how_a_batch_is_split(
     ]
     rows = [
         each._replace(branches=branch(batches, each)) if row % 4 == 0 else each
+        for row, each in enumerate(rows)
+    ]
+    rows = [
+        each._replace(token_advantages=advantages_of(each, row)) if row % 6 in (3, 4) else each
         for row, each in enumerate(rows)
     ]
     batches.write_step(tmp_path, 0, rows)

@@ -31,7 +31,8 @@ class TrajectoryRecord:
         short: id of the trajectory without the run's id.
         row: row of the trajectory in `rollouts`, or in `evaluations` with its reward; JSON columns as parsed values.
         scores: one row for each scorer, the run's own first; empty for a held-out trajectory.
-        advantage: None if no batch contains it.
+        advantage: None if no batch contains it; the mean over its sampled tokens where these have different ones.
+        token_advantages: [T] of each token, None where it was not sampled; empty if no batch contains it.
         group: row of its group in `groups`; empty for a held-out trajectory or an unfinished group.
         annotations: the trainer's values for its tokens, by column; empty without annotations.
     """
@@ -42,6 +43,16 @@ class TrajectoryRecord:
     advantage: float | None
     group: dict[str, Any]
     annotations: dict[str, list[Any]] = field(default_factory=dict)
+    token_advantages: list[float | None] = field(default_factory=list)
+
+    @property
+    def turn_advantages(self) -> list[float]:
+        """[turns] advantage of the last token of each turn that has tokens; empty if all sampled tokens have the same one."""
+        by_token = self.token_advantages
+        if len({each for each in by_token if each is not None}) < 2:
+            return []
+        ends = zip(self.row["turn_starts"], self.row["turn_tokens"], strict=True)
+        return [value for start, n in ends if n and (value := by_token[start + n - 1]) is not None]
 
     @property
     def is_held_out(self) -> bool:
@@ -52,6 +63,7 @@ class TrajectoryRecord:
         """Return the stored row, scores, advantage, group and annotations of the trajectory as one JSON object."""
         said = {
             "advantage": self.advantage,
+            "token_advantages": self.token_advantages,
             "scores": self.scores,
             "group_row": self.group,
             "annotations": self.annotations,
@@ -103,22 +115,30 @@ def _find_sampled(folder: RunFolder, short: str, step: int, is_it: pl.Expr) -> T
         each["components"] = json.loads(each["components"])
     own = resolve_scorer(folder)
     scores.sort(key=lambda each: f"{each['scorer']}@{each['version']}" != own)
-    batch = scan(folder, "batches", ["trajectory_id", "advantage"], step=step).filter(of_it).collect()
+    trained = scan(folder, "batches", ["trajectory_id", "advantage", "token_advantages"], step=step)
+    batch = trained.filter(of_it).collect().to_dicts()
     # A group whose trajectories are scored in parts has a row of each; the run's own scorer decides which.
     subgroup = scores[0]["subgroup"] if scores else 0
     of_group = (pl.col("group") == row["group"]) & (pl.col("subgroup") == subgroup)
     group = scan(folder, "groups", step=step).filter(of_group).collect().to_dicts()
-    advantage = float(batch["advantage"][0]) if len(batch) else None
     annotated = scan(folder, "annotations", ["trajectory_id", *ANNOTATED], step=step).filter(of_it).collect()
     annotations = annotated.drop("trajectory_id").to_dicts()
     return TrajectoryRecord(
         short=short_id(row["trajectory_id"]),
         row=row,
         scores=scores,
-        advantage=advantage,
+        advantage=batch[0]["advantage"] if batch else None,
         group=group[0] if group else {},
         annotations=annotations[0] if annotations else {},
+        token_advantages=_by_token(row["loss_mask"], **batch[0]) if batch else [],
     )
+
+
+def _by_token(
+    loss_mask: list[bool], *, advantage: float, token_advantages: list[float], **_: object
+) -> list[float | None]:
+    sampled = iter(token_advantages or [advantage] * sum(loss_mask))
+    return [next(sampled) if is_sampled else None for is_sampled in loss_mask]
 
 
 def _read_row(folder: RunFolder, rows: pl.LazyFrame, short: str, is_it: pl.Expr) -> dict[str, Any]:

@@ -118,14 +118,16 @@ def _advantage(found: TrajectoryRecord) -> str:
     figures = f"mean {group['reward_mean']:z.3f}, std {group['reward_std']:.3f}"
     spread = f"({group['survived']} of {group['expected']} survived: {figures})"
     if found.advantage is not None:
-        return f"{found.advantage:+z.3f}  {spread}"
+        by_turn = ", ".join(f"{each:+z.3f}" for each in found.turn_advantages)
+        return f"{found.advantage:+z.3f}{by_turn and f' on average, by turn {by_turn}'}  {spread}"
     return f"not trained on: {group['reason'] or 'it has no reward'}  {spread}"
 
 
 def _reward(row: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{name} {value:g}" for name, value in row["components"].items())
     reward = "none" if math.isnan(row["reward"]) else f"{row['reward']:z.3f}"
-    return f"{reward}{parts and f'  ({parts})'}"
+    turns = ", ".join(f"{each:g}" for each in row.get("turn_rewards", ()))
+    return f"{reward}{parts and f'  ({parts})'}{turns and f'  (by turn {turns})'}"
 
 
 def _versions(row: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ def advantage_scale(largest: float) -> Scale:
 TokenMeasure: TypeAlias = Literal["advantage", "logprob", "entropy", "ratio"]
 _UNITS: dict[TokenMeasure, str] = {
     "logprob": " (nats)",
-    "advantage": ", of the whole trajectory",
+    "advantage": "",
     "entropy": " (nats)",
     "ratio": ", of the policy to the old one",
 }
@@ -191,8 +191,11 @@ def token_scale(folder: RunFolder, found: TrajectoryRecord, by: TokenMeasure) ->
     """Return the colour scale of a measure; that of advantages ends at the largest one in the trajectory's batch."""
     if by != "advantage":
         return {"logprob": LOGPROB, "entropy": ENTROPY, "ratio": RATIO}[by]
-    batch = scan(folder, "batches", ["advantage"], step=found.row["step"])
-    return advantage_scale(float(batch.select(pl.col("advantage").abs().max()).collect().item() or 0.0))
+    batch = scan(folder, "batches", ["advantage", "token_advantages"], step=found.row["step"])
+    largest = pl.max_horizontal(
+        pl.col("advantage").abs().max(), pl.col("token_advantages").explode().abs().max()
+    )
+    return advantage_scale(float(batch.select(largest).collect().item() or 0.0))
 
 
 def _token_value(found: TrajectoryRecord, token: Token, by: TokenMeasure) -> float:
@@ -201,7 +204,7 @@ def _token_value(found: TrajectoryRecord, token: Token, by: TokenMeasure) -> flo
         return math.nan
     if by in ("entropy", "ratio"):
         return float(found.annotations[by][token.index])
-    value = found.advantage if by == "advantage" else token.logprob
+    value = found.token_advantages[token.index] if by == "advantage" else token.logprob
     return math.nan if value is None else value
 
 

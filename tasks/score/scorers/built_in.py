@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
 from rollmill.tasks.errors import ScoreError
@@ -37,6 +37,25 @@ class CalculatorScorer:
         is_number = candidate.is_complete and _NUMBER.fullmatch(candidate.answer) is not None
         is_right = is_number and candidate.answer == candidate.example["answer"]
         return _grade(is_formatted=is_number, is_right=is_right)
+
+
+class CalculatorTurnsScorer:
+    """Scorer: the reward of `calculator`, divided over the turns: 0.9 for a call whose result is right, the rest for the answer.
+
+    Example: a call whose result is right and an answer that miscopies it get 0.9 and -0.8, and the trajectory 0.1.
+    """
+
+    name = "calculator_turns"
+    version = "1"
+
+    def score(self, candidate: Candidate) -> Reward:
+        components = CalculatorScorer().score(candidate).components
+        value = sum(components.values())
+        results = [each["content"] for each in candidate.messages if each["role"] == "tool"]
+        of_call = ANSWER_REWARD * (f"{candidate.example['answer']}|" in results)
+        # Without a second turn it was not answered, or without a call.
+        turns = [value] if len(candidate.turn_messages) == 1 else [of_call, value - of_call]
+        return Reward(value, components, turns=turns)
 
 
 def _grade(*, is_formatted: bool, is_right: bool) -> Reward:
@@ -169,7 +188,8 @@ class GuessScorer:
 class EnvironmentScorer:
     """Scorer: the reward that the environment reported in outcome["reward"].
 
-    Numbers in outcome["rewards"] and outcome["metrics"] are its components.
+    Numbers in outcome["rewards"] and outcome["metrics"] are its components. Numbers in a list outcome["turn_rewards"] are the rewards
+    of its turns; without outcome["reward"] their sum is that of the trajectory.
 
     An outcome with an "error" and no reward, which the environment could not score, gives a failed score.
 
@@ -187,12 +207,16 @@ class EnvironmentScorer:
         """
         # Asynchronous scorers run on the event loop: nothing is computed here that would need a worker process.
         reward = candidate.outcome.get("reward")
-        if reward is None and (error := candidate.outcome.get("error")):
+        turns = candidate.outcome.get("turn_rewards") or ()
+        if reward is None and not turns and (error := candidate.outcome.get("error")):
             raise ScoreError(f"environment {candidate.env} could not score it: {error}")
-        if not isinstance(reward, SupportsFloat):
+        if not isinstance(turns, Sequence) or not (
+            (turns and reward is None) or isinstance(reward, SupportsFloat)
+        ):
             names = ", ".join(sorted(candidate.outcome)) or "none"
             raise ScoreError(
-                f"expected a number as `reward` in the outcome of environment {candidate.env}, got {reward!r}; "
+                f"expected a number as `reward` or a list as `turn_rewards` in the outcome of environment {candidate.env}, got "
+                f"{reward!r} and {turns!r:.200}; "
                 f"the outcome's fields: {names}"
             )
         components = {
@@ -202,4 +226,5 @@ class EnvironmentScorer:
             for name, value in values.items()
             if isinstance(value, int | float)
         }
-        return Reward(float(reward), components)
+        value = None if reward is None else float(reward)
+        return Reward(value, components, turns=turns)

@@ -109,6 +109,7 @@ VALUE_COLUMNS = (
     "version_span_versions",
     "n_completion_tokens",
     *SEGMENT_COLUMNS,
+    *("turn_starts", "turn_tokens", "turn_messages"),
 )
 _BATCH_COLUMNS = ("run", "order", "trajectory_id", "source", "source_step")
 

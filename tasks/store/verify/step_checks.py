@@ -219,7 +219,7 @@ def find_wrong_rollout_values(step: StepView) -> Iterator[Finding]:
 
     Loss_mask and logprobs are as long as token_ids; logprobs are finite where the mask is True and NaN elsewhere;
     n_completion_tokens is the number of True ones; spans have a start and a version each, and ascend within the tokens; segments
-    follow each other and continue tokens that their parents have.
+    follow each other and continue tokens that their parents have; turns have the sampled tokens.
     """
     ids = step.rollout_values["trajectory_id"].to_numpy()
     for what, is_wrong in _find_faults(step.rollout_values):
@@ -246,6 +246,15 @@ def _find_faults(rows: pa.Table) -> Iterator[tuple[str, np.ndarray]]:
     yield "n_completion_tokens is not the number of True in loss_mask", ~is_uneven & (n_sampled != n_stored)
     yield "spans of policy versions are not in order within the tokens", _find_wrong_spans(rows, n_tokens)
     yield "segments are not in order within the tokens of their parents", _find_wrong_segments(rows, n_tokens)
+    n_turns = _lengths(rows, "turn_starts")
+    is_wrong = (_lengths(rows, "turn_tokens") != n_turns) | (_lengths(rows, "turn_messages") != n_turns)
+    in_turns = np.bincount(
+        np.repeat(np.arange(rows.num_rows), _lengths(rows, "turn_tokens")),
+        _flatten(rows, "turn_tokens"),
+        rows.num_rows,
+    )
+    # Rows of schema 2 have no turns.
+    yield "turns do not have all sampled tokens", is_wrong | ((n_turns > 0) & (in_turns != n_stored))
 
 
 def _find_wrong_spans(rows: pa.Table, n_tokens: np.ndarray) -> np.ndarray:

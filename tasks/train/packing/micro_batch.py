@@ -106,7 +106,7 @@ def build_micro_batch(
         reference_logprobs=(
             select_trained(samples.reference_logprobs, np.float32) if samples.reference_logprobs else None
         ),
-        advantages=repeat(samples.advantages[rows], np.float32),
+        advantages=_join([samples.trained_advantages(row) for row in rows], np.float32, device),
         envs=repeat(np.array([env_names.index(samples.envs[row]) for row in rows]), np.int64),
         routing=(
             _arrange_experts(samples, written, token_ids.size).to(device)

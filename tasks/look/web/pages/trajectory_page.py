@@ -35,7 +35,7 @@ MOST_CHARACTERS = 500_000
 """Most characters of a text in the page; the download has all of it."""
 NAMES = {
     "logprob": "log-probability (nats)",
-    "advantage": "advantage, of the whole trajectory",
+    "advantage": "advantage",
     "entropy": "entropy (nats), the trainer's",
     "ratio": "ratio of the policy to the old one, the trainer's",
 }
@@ -53,8 +53,8 @@ def make_token_data(
     tokens = list_tokens(found, tokenizer)
     shown = tokens[:MOST_TOKENS]
     values: dict[str, list[float | None]] = {"logprob": [token.logprob for token in shown]}
-    if found.advantage is not None:
-        values["advantage"] = [found.advantage if token.is_sampled else None for token in shown]
+    if found.token_advantages:
+        values["advantage"] = [found.token_advantages[token.index] for token in shown]
     annotated = {
         name: [
             float(column[token.index]) if token.is_sampled and not math.isnan(column[token.index]) else None

@@ -11,9 +11,9 @@ mu the old policy, and each of its tokens has
 
 whose value is s and whose gradient is s A grad log pi(token_t): the mean of the loss over the row's tokens has the value
 and the gradient of -min(s A, clip(s) A). (Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv:2507.18071,
-equations 5 and 7, in the form of equations 13 and 14.) It is meant for `normalization: sequence`, which takes that mean;
-the bounds there are 3e-4 and 4e-4, since s is far closer to 1 than a token's ratio. There is no denominator here: see
-normalization.
+equations 5 and 7, in the form of equations 13 and 14, in which the tokens of a row may have different advantages.) It is meant
+for `normalization: sequence`, which takes that mean; the bounds there are 3e-4 and 4e-4, since s is far closer to 1 than a
+token's ratio. There is no denominator here: see normalization.
 """
 
 import torch
