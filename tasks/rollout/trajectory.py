@@ -202,7 +202,7 @@ class TrajectoryBuilder:
         `text` is what the policy said by it.
         """
         segment = self.segment
-        self.turns.append((self._number, Turn(segment.n_own, len(token_ids), len(self.said))))
+        self.turns.append((self.number, Turn(segment.n_own, len(token_ids), len(self.said))))
         segment.spans += [(segment.n_own + start, version) for start, version in spans]
         segment.parts.append((token_ids, logprobs))
         segment.n_tokens += len(token_ids)
