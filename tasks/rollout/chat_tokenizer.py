@@ -114,7 +114,7 @@ class ChatTokenizer:
 
         Args:
             messages: the conversation so far; the policy's message is the last one.
-            reply: the environment's messages that follow it.
+            reply: the environment's messages that follow it; none: the policy speaks again.
             tools: what the policy may call.
             last_token: id of the last token that was sampled.
 
@@ -220,7 +220,7 @@ class ChatTokenizer:
         if start < 0:
             raise EpisodeError("the chat template leaves out the policy's messages")
         added = text[start + len(placeholder) :]
-        if calls and reply[0].role == "tool":
+        if calls and reply and reply[0].role == "tool":
             # The rest of the call is the policy's text; the template closes it with an end of sequence.
             ends = [at for end in self._end_texts if (at := added.find(end)) >= 0]
             if not ends:

@@ -174,7 +174,7 @@ def _encode(
         (n_messages, n_tokens, each)
         for each, n_same in zip(segments, n_common, strict=True)
         for n_messages, n_tokens in each.turns
-        if n_messages <= n_same and n_messages < len(messages)
+        if n_messages <= n_same
     ]
     if known:
         n_messages, n_tokens, segment = max(known, key=lambda each: each[0])
@@ -185,7 +185,7 @@ def _encode(
             return np.concatenate([sampled, rest])
         except EpisodeError:
             # A template may write messages of role assistant otherwise where another follows.
-            if all(each.role != "assistant" for each in after):
+            if after and all(each.role != "assistant" for each in after):
                 raise
     return tokenizer.encode(messages, tools)
 

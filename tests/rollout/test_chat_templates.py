@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,35 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(
     text = compare(folder, messages, tools)
     if tools and family in {"QWEN3", "LLAMA3", "MISTRAL"}:
         assert '"name": "price", "description"' in " ".join(text.split())
+
+
+TOOLS_AFTER_CALLS = """
+{%- for message in messages %}
+{%- if message.role == "tool" and not loop.previtem.tool_calls %}{{ raise_exception("no call") }}{% endif %}
+{{- "(" + message.role + ")" + message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}|
+{%- endfor %}
+{%- if add_generation_prompt %}(assistant){% endif %}
+"""
+
+
+@pytest.mark.parametrize("conversation", ["several turns", "a tool call"])
+@pytest.mark.parametrize("family", [*FAMILIES, "TOOLS_AFTER_CALLS"])
+def test_the_policy_speaks_again_without_a_reply_where_the_template_allows_it(
+    save: SaveModel, family: str, conversation: str
+) -> None:
+    folder = save(FAMILIES.get(family, TOOLS_AFTER_CALLS))
+    tokenizer, answer = ChatTokenizer.load(folder), Message("assistant", "It is 6.")
+    said = (*CONVERSATIONS[conversation], answer)
+    # The policy's own calls are in the text of its messages, and some templates refuse the tool's message after those.
+    own = tuple(replace(each, content=each.content or "call", tool_calls=()) for each in said)
+    try:
+        added = tokenizer.encode_reply(own, (), TOOLS, last_token=-1)
+    except EpisodeError:
+        assert family in {"MISTRAL", "GEMMA"}
+        return
+    text, _ = render(folder, said, TOOLS)
+    assert text.endswith(answer.content + "".join(tokenizer.pieces(added.tolist())))
 
 
 @pytest.mark.parametrize("family", ["QWEN2", "LLAMA3", "GENERATION"])

@@ -196,6 +196,18 @@ async def test_the_same_conversation_again_is_sampled_with_another_seed(tokenize
     assert len(trajectory.token_ids) == n_opening + 3 * 2
 
 
+async def test_a_conversation_that_ends_with_the_policys_message_keeps_its_sampled_tokens(
+    tokenizer: ChatTokenizer,
+) -> None:
+    trajectory, sampler = await play(
+        tokenizer, Scripted([(Message("user", "1+1="),), Conversation]), ["2", "3"]
+    )
+    check(trajectory, sampler)
+    (opening, first), (second, _) = sampler.calls
+    assert second[: len(opening) + len(first)] == [*opening, *first]
+    assert len(trajectory.segments) == 1
+
+
 async def test_a_conversation_that_leaves_no_room_truncates_the_trajectory(tokenizer: ChatTokenizer) -> None:
     long = Conversation((Message("user", "9" * 600),))
     trajectory, sampler = await play(tokenizer, Scripted([(Message("user", "1+1="),), long]), ["2"])
@@ -266,7 +278,8 @@ def replace_messages(turn: TurnRequest, messages: Sequence[Message]) -> TurnRequ
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["append", "cut", "rewrite", "fresh", "back"]), st.integers(0, 9)), max_size=8
+    st.tuples(st.sampled_from(["append", "cut", "rewrite", "fresh", "back", "again"]), st.integers(0, 9)),
+    max_size=8,
 )
 
 
@@ -290,6 +303,8 @@ async def test_whatever_becomes_of_the_context_each_completion_is_stored_once(
                 return Conversation(
                     (*messages[:place], replace(messages[place], content="7*"), *messages[place + 1 :], asked)
                 )
+            if move == "again":
+                return Conversation(messages)
             if move == "fresh":
                 return Conversation((asked,))
             return Conversation((*seen[number % len(seen)], asked))
