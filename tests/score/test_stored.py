@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, ScoreError
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.group_outcomes import RolloutOrigin, batch_rows
 from rollmill.tasks.score.stored_scores import recompute_advantages
@@ -63,6 +63,12 @@ async def test_survivors_get_the_advantages_of_the_scores_that_were_chosen(tmp_p
     assert [survivor.trajectory_id for survivor in trained.survivors] == ["4.0", "4.1"]
     assert left_out.reason == "no_reward_spread"
     assert recompute_advantages(folder, 0, SCORER, ScoreConfig(), only={5}).keys() == {5}
+
+
+async def test_stored_rollouts_without_their_turns_have_no_credit_by_turn(tmp_path: Path) -> None:
+    folder = await store_run(tmp_path, {4: [1.0, 0.0]}, 2)
+    with pytest.raises(ScoreError, match="an older Rollmill stored it without its turns; set score.credit"):
+        recompute_advantages(folder, 0, SCORER, ScoreConfig(credit="turn"))
 
 
 async def test_a_group_that_is_scored_in_part_is_refused_and_one_without_any_score_is_left_out(

@@ -34,6 +34,8 @@ def test_a_batch_has_the_same_digest_in_any_order_and_any_pieces(rows: RowMaker)
         {"advantage": [0.5, -0.50000006]},
         {"source": ["", "runs/b"]},
         {"source_step": [3, 4]},
+        {"token_advantages": [[0.5], [-0.5]]},
+        {"token_advantages": [[0.5, -0.5], []]},
     ],
 )
 def test_a_batch_that_would_train_otherwise_has_another_digest(

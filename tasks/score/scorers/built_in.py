@@ -50,11 +50,16 @@ class CalculatorTurnsScorer:
 
     def score(self, candidate: Candidate) -> Reward:
         components = CalculatorScorer().score(candidate).components
-        value = sum(components.values())
+        value, of_format = sum(components.values()), components["format"]
         results = [each["content"] for each in candidate.messages if each["role"] == "tool"]
         of_call = ANSWER_REWARD * (f"{candidate.example['answer']}|" in results)
         # Without a second turn it was not answered, or without a call.
-        turns = [value] if len(candidate.turn_messages) == 1 else [of_call, value - of_call]
+        turns = (
+            [value]
+            if len(candidate.turn_messages) == 1
+            # Of a right call and answer exactly the rest, without a rounding error, which would be a spread between equal rewards.
+            else [of_call, components["answer"] - of_call + of_format]
+        )
         return Reward(value, components, turns=turns)
 
 
