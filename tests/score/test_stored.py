@@ -67,7 +67,7 @@ async def test_survivors_get_the_advantages_of_the_scores_that_were_chosen(tmp_p
 
 async def test_stored_rollouts_without_their_turns_have_no_credit_by_turn(tmp_path: Path) -> None:
     folder = await store_run(tmp_path, {4: [1.0, 0.0]}, 2)
-    with pytest.raises(ScoreError, match="an older Rollmill stored it without its turns; set score.credit"):
+    with pytest.raises(ScoreError, match=r"an older Rollmill stored it without its turns; set score\.credit"):
         recompute_advantages(folder, 0, SCORER, ScoreConfig(credit="turn"))
 
 
