@@ -15,13 +15,11 @@ from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import PartitionValue, RunFolder, partition_pattern, step_from_key
 from rollmill.tasks.store.rows import name_first
+from rollmill.tasks.store.schema_versions import check_version, fill_added_columns, stored_schema
 from rollmill.tasks.store.schemas import (
-    check_version,
     dataset_schema,
-    fill_added_columns,
     schema_like,
     states_schema,
-    stored_schema,
 )
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.shard_names import ShardName, current_shards

@@ -12,7 +12,8 @@ from rollmill.tasks.store import schemas
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.rows import no_rows
 from rollmill.tasks.store.run import writable_run
-from rollmill.tasks.store.schemas import ADDED_COLUMNS, dataset_schema, make_batch
+from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
+from rollmill.tasks.store.schemas import dataset_schema, make_batch
 
 RowMaker = Callable[..., pa.RecordBatch]
 Writing = Callable[[], AbstractContextManager[None]]
@@ -77,7 +78,7 @@ def version_2(monkeypatch: pytest.MonkeyPatch) -> Writing:
     def writing() -> Iterator[None]:
         old = {
             name: pa.schema(
-                [each for each in schema if each.name not in schemas.ADDED_COLUMNS.get(name, ())],
+                [each for each in schema if each.name not in ADDED_COLUMNS.get(name, ())],
                 {**schema.metadata, b"schema_version": b"2"},
             )
             for name, schema in schemas.SCHEMAS.items()

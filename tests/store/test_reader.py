@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rollmill.tasks.errors import SchemaError, ShardError, ShardGoneError
-from rollmill.tasks.store import schemas
+from rollmill.tasks.store import schema_versions
 from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_scorers, read, read_listed, read_shard, read_trajectories, scan
@@ -142,8 +142,8 @@ def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) 
 def test_a_shard_of_another_schema_version_is_refused_by_name(
     filled: RunFolder, monkeypatch: pytest.MonkeyPatch, version: int, remedy: str
 ) -> None:
-    monkeypatch.setattr(schemas, "SCHEMA_VERSION", version)
-    monkeypatch.setattr(schemas, "OLDEST_SCHEMA_VERSION", version)
+    monkeypatch.setattr(schema_versions, "SCHEMA_VERSION", version)
+    monkeypatch.setattr(schema_versions, "OLDEST_SCHEMA_VERSION", version)
     (shard,) = open_files(filled).keys("rollouts/step=000000/*.arrow")
     expected = f"{filled.path(shard)}: it has schema version 3, and this Rollmill reads {version} to {version}; use {remedy} one"
     with pytest.raises(ShardError, match=expected):

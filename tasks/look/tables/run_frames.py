@@ -13,7 +13,8 @@ from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_note
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_shards, scan
-from rollmill.tasks.store.schemas import ADDED_COLUMNS, SCHEMAS, dataset_schema
+from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
+from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema
 
 TRAJECTORIES = "trajectories"
 VIEWS = (TRAJECTORIES, *sorted(SCHEMAS))

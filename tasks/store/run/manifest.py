@@ -11,7 +11,7 @@ from rollmill.tasks.errors import ConfigError, ManifestError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
 from rollmill.tasks.store.run.step_settings import EarlierSettings, keep_earlier, select_settings
-from rollmill.tasks.store.schemas import describe_unread
+from rollmill.tasks.store.schema_versions import describe_unread
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from rollmill.tasks.errors import SchemaError, ShardError
 from rollmill.tasks.store.filesystem import Files
 from rollmill.tasks.store.rows import rows_from_table
-from rollmill.tasks.store.schemas import check_version, dataset_schema, fill_added_columns, stored_schema
+from rollmill.tasks.store.schema_versions import check_version, fill_added_columns, stored_schema
+from rollmill.tasks.store.schemas import dataset_schema
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import ShardEvent
 from rollmill.tasks.store.shards.shard import publish_shard, write_shard

@@ -26,7 +26,7 @@ from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.lock import is_written_to
 from rollmill.tasks.store.run.manifest import describe_misplaced
-from rollmill.tasks.store.schemas import check_version, stored_schema
+from rollmill.tasks.store.schema_versions import check_version, stored_schema
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import (
     INVENTORY,
