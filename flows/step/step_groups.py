@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from rollmill.flows.run.live_run import Run
 from rollmill.tasks.observe.spans import span
@@ -121,7 +122,8 @@ async def store_group_outcomes(
     run: Run, step: int, plan: GroupPlan, rollouts: Rows, scores: Rows, duration_s: float
 ) -> tuple[GroupOutcome, ...]:
     """Compute the advantages of a group whose rows are all stored, and store its outcomes unless they are stored."""
-    outcomes = compute_advantages(
+    compute = partial(
+        compute_advantages,
         run.config.score,
         group=plan.group,
         env=run.environment.name,
@@ -129,6 +131,9 @@ async def store_group_outcomes(
         survivors=survivors_from_rows(rollouts, scores),
         dropped=rows_where(scores, "status", "dropped").num_rows,
     )
+    # For each of a group's tokens a function may compute for seconds.
+    by_position = run.config.score.credit != "trajectory"
+    outcomes = await asyncio.to_thread(compute) if by_position else compute()
     # A row that is stored stays: a resumed step computes the same outcomes again.
     if not plan.has_outcome:
         await run.store.writer.append("groups", group_rows(run.id, step, outcomes, duration_s), step=step)
@@ -138,7 +143,7 @@ async def store_group_outcomes(
 async def store_batch(run: Run, step: int, outcomes: Sequence[GroupOutcome]) -> str:
     """Select the trajectories that the step is trained on, and store them as its batch; return the batch's digest."""
     with span("storing"):
-        settled = compute_batch_advantages(run.config.score, outcomes)
+        settled = await asyncio.to_thread(compute_batch_advantages, run.config.score, outcomes)
         rows = batch_rows(run.id, step, settled, run.scoring.key)
         await run.store.writer.append("batches", rows, step=step)
         # From the stored rows and not from memory: the trainer compares the digest with what it reads.

@@ -44,7 +44,14 @@ class Advantage:
 
 
 STD_EPSILON = 1e-6
+ROUNDING = 1e-9
+"""Largest difference of rewards, relative to the largest of them, that counts as rounding."""
 LEAST_VARIANCE = 1e-8
+
+
+def differ(rewards: np.ndarray) -> np.ndarray:
+    """Return [] or [K] bool: whether [G] or [G, K] rewards differ, column by column, by more than rounding."""
+    return np.asarray(np.ptp(rewards, axis=0) > ROUNDING * np.abs(rewards).max(axis=0))
 
 
 def none(rewards: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from rollmill.tasks.errors import ScoreError
-from rollmill.tasks.score.advantages import Advantage
+from rollmill.tasks.score.advantages import Advantage, differ
 
 Credit: TypeAlias = Literal["trajectory", "turn", "token"]
 
@@ -133,7 +133,8 @@ def _apply_by_position(advantage: Advantage, returns: np.ndarray, present: np.nd
         columns = returns[members, start:end]
         is_compared = np.full(end - start, True)
         if advantage.needs_spread:
-            is_compared = np.ptp(columns, axis=0) != 0.0
+            # Sums of the same rewards in another order are not equal.
+            is_compared = differ(columns)
         chosen = columns[:, is_compared]
         if advantage.takes_columns:
             values = advantage.of_group(chosen) if chosen.size else chosen

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from rollmill.tasks.errors import ScoreError
-from rollmill.tasks.score.advantages import resolve_advantage
+from rollmill.tasks.score.advantages import differ, resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.credit import PositionRewards, compute_token_advantages
 from rollmill.tasks.store.rows import Rows
@@ -184,7 +184,7 @@ def compute_advantages(
         advantages, by_token = np.zeros(len(members), np.float32), tuple[np.ndarray, ...]()
         if not reason:
             given, given_by_token = _compute_members(config, members, rewards)
-            reason = _advantage_reason(config, given, given_by_token)
+            reason = _advantage_reason(config, members, given, given_by_token)
         if not reason:
             advantages, by_token = given, given_by_token
         outcome = GroupOutcome(
@@ -225,13 +225,20 @@ def _means(by_token: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([each.mean(dtype=np.float64) if each.size else 0.0 for each in by_token], np.float32)
 
 
-def _advantage_reason(config: ScoreConfig, advantages: np.ndarray, by_token: Sequence[np.ndarray]) -> str:
+def _advantage_reason(
+    config: ScoreConfig, members: Sequence[Survivor], advantages: np.ndarray, by_token: Sequence[np.ndarray]
+) -> str:
     """Return the reason not to train on a group with these advantages; empty if there is none."""
     values = np.concatenate([advantages, *by_token])
     # One such number would make the whole batch's gradient NaN.
     if not np.isfinite(values).all():
         return NO_FINITE_ADVANTAGE
-    if config.credit == "trajectory" or values.any():
+    trained = [
+        each
+        for each, member in zip(by_token, members, strict=False)
+        if config.train_truncated or not member.is_truncated
+    ]
+    if config.credit == "trajectory" or any(each.any() for each in trained):
         return ""
     return NO_REWARD_SPREAD if resolve_advantage(config.advantage).needs_spread else ""
 
@@ -246,7 +253,7 @@ def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is
     if len(rewards) < (config.min_group_size or 2):
         return TOO_FEW_SURVIVORS
     needs_spread = config.credit == "trajectory" and resolve_advantage(config.advantage).needs_spread
-    return NO_REWARD_SPREAD if needs_spread and np.ptp(rewards) == 0.0 else ""
+    return NO_REWARD_SPREAD if needs_spread and not differ(rewards) else ""
 
 
 def group_rows(run: str, step: int, outcomes: Sequence[GroupOutcome], duration_s: float) -> Rows:

@@ -51,18 +51,19 @@ class Reward:
     Example: Reward(turns=[0.0, 1.0]) of a trajectory with two turns has the value 1.
 
     Attributes:
-        value: of the whole trajectory; None: the sum of `turns` or `tokens`.
+        value: of the whole trajectory; None: the sum of `turns` or `tokens`. Given with them, it is what evaluations and the statistics of
+            groups use; credit by turn or token uses them alone.
         components: the terms it consists of, by name.
         subgroup: the subgroup it is compared with; 0 unless the scorer splits the group.
-        turns: [turns] reward of each of the policy's turns, as in `Candidate.turn_messages`; empty: not given.
-        tokens: [n_completion_tokens] reward of each sampled token, in the order in which they were sampled; empty: not given.
+        turns: [turns] reward of each of the policy's turns, as in `Candidate.turn_messages`; None: not given.
+        tokens: [n_completion_tokens] reward of each sampled token, in the order in which they were sampled; None: not given.
     """
 
     value: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     subgroup: int = 0
-    turns: Sequence[float] = ()
-    tokens: Sequence[float] = ()
+    turns: Sequence[float] | None = None
+    tokens: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ class Scoring:
             ]
             verdicts = (
                 [
-                    sum_verdicts(parts, of_terms, each.turn_tokens)
+                    sum_verdicts(parts, of_terms, each.turn_tokens, each.n_completion_tokens)
                     for each, *of_terms in zip(candidates, *by_part, strict=True)
                 ]
                 if self._scorer.is_sum

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, ScoreError
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.group_outcomes import (
     SURVIVOR_COLUMNS,
@@ -108,6 +108,7 @@ def recompute_advantages(
     Raises:
         ConfigError: a group is scored only in part.
         ShardError: a shard cannot be read.
+        ScoreError: the advantage function returned the wrong shape, or the turns of a trajectory are not known.
     """
     rollouts = rows_from_table(read(folder, "rollouts", _ROLLOUT_COLUMNS, step=step))
     scores = rows_from_table(read(folder, "scores", _SCORE_COLUMNS, scorer=scorer, step=step))
@@ -123,6 +124,15 @@ def recompute_advantages(
         )
         raise ConfigError("retrain.scores", scorer, remedy)
     sizes = read_group_sizes(folder, step)
+    try:
+        return _compute_groups(rollouts, scores, numbers, sizes, config)
+    except ScoreError as error:
+        raise ScoreError(f"step {step} of {folder.location}: {error}") from error
+
+
+def _compute_groups(
+    rollouts: Rows, scores: Rows, numbers: Collection[object], sizes: Mapping[int, int], config: ScoreConfig
+) -> dict[int, tuple[GroupOutcome, ...]]:
     return {
         group: compute_advantages(
             config,

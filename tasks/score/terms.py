@@ -10,7 +10,7 @@ import numpy as np
 
 from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError, error_text
-from rollmill.tasks.score.advantages import resolve_advantage
+from rollmill.tasks.score.advantages import Advantage, resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.credit import PositionRewards
 from rollmill.tasks.score.score_function import ScoreFunction, load_function, settings_version
@@ -130,9 +130,8 @@ def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
         found = advantage.of_group(rewards)
         if advantage.of_batch is not None:
             advantage.of_batch(found, np.ones(len(rewards), np.int64))
-        if advantage.by_position is not None and config.credit != "trajectory":
-            present = np.tri(len(rewards), dtype=bool)
-            advantage.by_position(present * rewards, present)
+        if config.credit != "trajectory":
+            _try_positions(advantage, rewards)
     except ScoreError as error:
         remedy = f"tried on the rewards {rewards.tolist()}: {error}"
         raise ConfigError("score.advantage", config.advantage, remedy) from error
@@ -141,13 +140,35 @@ def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
         raise ConfigError("evaluate.scorer", held_out_scorer, remedy)
 
 
+def _try_positions(advantage: Advantage, rewards: np.ndarray) -> None:
+    """Try an advantage function on some positions; raises ScoreError if it cannot be used for credit by turn or token."""
+    if advantage.by_position is not None:
+        present = np.tri(len(rewards), dtype=bool)
+        advantage.by_position(present * rewards, present)
+        return
+    columns = np.stack([rewards, 2.0 * rewards + 3.0], axis=1)
+    by_column = np.stack([advantage.of_group(each) for each in columns.T], axis=1)
+    if advantage.takes_columns and not np.allclose(advantage.of_group(columns), by_column, equal_nan=True):
+        raise ScoreError(
+            "with takes_columns it must give each column of [G, K] what it gives that column alone"
+        )
+    # A position that one trajectory alone has.
+    if not advantage.needs_spread and not np.isfinite(advantage.of_group(np.ones(1))).all():
+        raise ScoreError(
+            "without needs_spread it must take one reward alone, [1], and return a finite number"
+        )
+
+
 def sum_verdicts(
-    parts: Sequence[ScorerTerm], verdicts: Sequence[ScoreVerdict], turn_tokens: Sequence[int]
+    parts: Sequence[ScorerTerm],
+    verdicts: Sequence[ScoreVerdict],
+    turn_tokens: Sequence[int],
+    n_tokens: int,
 ) -> ScoreVerdict:
     """Add the verdicts of all terms for one trajectory; the components are the weighted rewards.
 
     If a term has rewards of turns or tokens, so has the sum: a coarser reward counts at the last turn or token that it is for.
-    `turn_tokens` are the sampled tokens of each turn. A failed term makes the sum fail, a dropped one drops the trajectory; at most one term may split the group.
+    `turn_tokens` are the sampled tokens of each turn, `n_tokens` those of the trajectory. A failed term makes the sum fail, a dropped one drops the trajectory; at most one term may split the group.
 
     Example: weights 1 and 0.5 and rewards .8 and 1 give 1.3 with components .8 and .5.
     """
@@ -170,8 +191,8 @@ def sum_verdicts(
         reward=sum(components.values()),
         components=components,
         subgroup=max(subgroups, default=0),
-        turn_rewards=_sum_positions(parts, verdicts, turn_tokens, "turn"),
-        token_rewards=_sum_positions(parts, verdicts, turn_tokens, "token"),
+        turn_rewards=_sum_positions(parts, verdicts, turn_tokens, n_tokens, "turn"),
+        token_rewards=_sum_positions(parts, verdicts, turn_tokens, n_tokens, "token"),
         duration_s=duration_s,
     )
 
@@ -180,13 +201,13 @@ def _sum_positions(
     parts: Sequence[ScorerTerm],
     verdicts: Sequence[ScoreVerdict],
     turn_tokens: Sequence[int],
+    n_tokens: int,
     level: Literal["turn", "token"],
 ) -> tuple[float, ...]:
     """Return the weighted sums at each turn or token; empty unless that is the finest level at which a term has rewards."""
     has_tokens = any(each.token_rewards for each in verdicts)
     if has_tokens != (level == "token") or not (has_tokens or any(each.turn_rewards for each in verdicts)):
         return ()
-    n_tokens = sum(turn_tokens)
     rewards = [
         part.weight
         * PositionRewards(each.reward, n_tokens, (), turn_tokens, each.turn_rewards, each.token_rewards).at(

@@ -96,10 +96,12 @@ def _verdict_from_result(given: object) -> ScoreVerdict:
             printable(str(name)): _number(f"component {name}", value)
             for name, value in reward.components.items()
         }
-        turns, tokens = _numbers("turns", reward.turns), _numbers("tokens", reward.tokens)
-        if turns and tokens:
+        if reward.turns is not None and reward.tokens is not None:
             raise VerdictError("expected rewards of turns or of tokens, got both")
-        value = sum(turns or tokens) if reward.value is None and (turns or tokens) else reward.value
+        turns = _numbers("turns", () if reward.turns is None else reward.turns)
+        tokens = _numbers("tokens", () if reward.tokens is None else reward.tokens)
+        has_positions = reward.turns is not None or reward.tokens is not None
+        value = math.fsum(turns or tokens) if reward.value is None and has_positions else reward.value
         return ScoreVerdict(
             "scored", _number("a reward", value), components, _subgroup(reward.subgroup), turns, tokens
         )
@@ -122,6 +124,9 @@ def _numbers(what: str, values: object) -> tuple[float, ...]:
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise VerdictError(f"expected a sequence of numbers as {what}, got {_show(values)}")
+    # One type is the usual case: thousands of tokens are checked at once.
+    if all(type(each) is float for each in values) and all(map(math.isfinite, values)):
+        return tuple(values)
     return tuple(_number(f"a reward in {what}", each) for each in values)
 
 

@@ -260,7 +260,11 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             "advantage of each sampled token in the order of token_ids, with score.credit turn or token",
             shape="[n_completion_tokens] or [0]",
         ),
-        _column("reward", pa.float64(), "reward that the advantage is computed from"),
+        _column(
+            "reward",
+            pa.float64(),
+            "reward of the trajectory; with score.credit turn or token the advantages are from those of its turns or tokens",
+        ),
         _column("source", pa.string(), "run folder that holds the rollout; empty: this run"),
         _column("source_step", pa.int32(), "step under which the rollout is stored"),
         _column("scorer", pa.string(), "NAME@VERSION of the scorer of the reward"),

@@ -357,7 +357,9 @@ def check_samples(samples: Samples, *, needs_sampler: bool = True) -> None:
             raise BatchRefusedError(
                 f"trajectory {name}: {len(by_token)} token_advantages, and {int(mask.sum())} tokens to train; they must be as many"
             )
-        if not np.isfinite([samples.advantages[row], *by_token]).all() or not samples.temperatures[row] > 0.0:
+        if len(mask) and not np.isfinite(by_token).all():
+            raise BatchRefusedError(f"trajectory {name}: some of its token_advantages are not finite")
+        if not np.isfinite(samples.advantages[row]) or not samples.temperatures[row] > 0.0:
             raise BatchRefusedError(
                 f"trajectory {name}: advantage {samples.advantages[row]}, temperature {samples.temperatures[row]}; "
                 "expected a finite advantage and a temperature above 0"

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from rollmill.tasks.score.advantages import Advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.scorer import Candidate, DropGroup, Dropped, Reward, by_group
@@ -202,3 +204,7 @@ OVERFLOWS = Advantage(lambda rewards: rewards, lambda advantages, _: advantages 
 
 
 FLAT_BY_POSITION = Advantage(lambda rewards: rewards, by_position=lambda rewards, present: rewards.ravel())
+NOT_BY_COLUMN = Advantage(lambda rewards: rewards - rewards.mean(), takes_columns=True)
+NOT_OF_ONE = Advantage(
+    lambda rewards: rewards * np.float64(1.0) / (len(rewards) - np.float64(1.0)), needs_spread=False
+)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -198,6 +199,23 @@ def test_a_group_without_spread_at_any_turn_and_one_without_finite_advantages_ar
     assert outcome_of(huge, credit="token").reason == NO_FINITE_ADVANTAGE
 
 
+def test_sums_of_the_same_rewards_in_another_order_are_no_spread() -> None:
+    group = (make(0.6, [0.1 + 0.2, 0.3]), make(0.6, [0.0, 0.6], 1))
+    assert 0.1 + 0.2 + 0.3 != 0.6
+    assert outcome_of(group, credit="turn").token_advantages[0].tolist()[:2] == [0.0, 0.0]
+    same = (make(0.1 + 0.2 + 0.3), make(0.6, (), 1))
+    assert outcome_of(same, credit="turn").reason == outcome_of(same).reason == NO_REWARD_SPREAD
+
+
+def test_a_group_whose_spread_is_among_trajectories_that_are_not_trained_on_is_left_out() -> None:
+    right, wrong = make(1.0, [1.0, 1.0], 1), make(0.0, [1.0, 0.0], 2)
+    alone = Survivor("r.0.0.0", 0, "e", 2, 1.0, turn_starts=(3,), turn_tokens=(2,), turn_rewards=(1.0,))
+    cut = [replace(each, is_truncated=True) for each in (right, wrong)]
+    config = {"credit": "turn", "discount": 0.0}
+    assert outcome_of((alone, *cut), **config).reason == ""
+    assert outcome_of((alone, *cut), **config, train_truncated=False).reason == NO_REWARD_SPREAD
+
+
 def test_over_the_batch_all_sampled_tokens_have_mean_zero_and_deviation_one() -> None:
     config = ScoreConfig(advantage="reinforce_pp", credit="turn", discount=0.0)
     given = config.model_dump(exclude_unset=True)
@@ -229,6 +247,11 @@ def test_a_function_of_ones_own_sees_rewards_and_ends_by_position() -> None:
 def test_a_function_that_gives_another_shape_is_refused_before_the_start() -> None:
     wrong = "planted_scorers:FLAT_BY_POSITION"
     check_scorer(ScoreConfig(scorer="planted_scorers:length", advantage=wrong))
+    for name, match in (("NOT_BY_COLUMN", "takes_columns"), ("NOT_OF_ONE", "needs_spread")):
+        given = {"scorer": "planted_scorers:length", "advantage": f"planted_scorers:{name}"}
+        check_scorer(ScoreConfig.model_validate(given))
+        with pytest.raises(ConfigError, match=match):
+            check_scorer(ScoreConfig.model_validate(given | {"credit": "token"}))
     with pytest.raises(
         ConfigError, match=r"score\.advantage.*expected 2 x 2 advantages, got the shape \(4,\)"
     ):

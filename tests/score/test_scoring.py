@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -353,6 +354,23 @@ async def test_a_sum_has_rewards_at_the_finest_level_of_its_parts(rollouts: Make
     assert (rows["turn_rewards"], rows["token_rewards"], rows["reward"]) == ([[8.5]], [[]], [8.5])
     rows = await score(sum_config(turns, tokens), rollouts(["4"]))
     assert (rows["turn_rewards"], rows["token_rewards"], rows["reward"]) == ([[]], [[14.0]], [14.0])
+
+
+async def test_a_sum_with_rewards_of_tokens_of_rollouts_without_turns_is_a_row(rollouts: MakeRows) -> None:
+    rows = rollouts(["4"])
+    older = rows.set_column(
+        rows.schema.get_field_index("turn_tokens"),
+        rows.schema.field("turn_tokens"),
+        pa.array([[]], rows.schema.field("turn_tokens").type),
+    )
+    both = (("planted_scorers:by_token", 3.0), ("planted_scorers:Graded", 1.0))
+    found = await score(sum_config(*both), older)
+    assert (found["token_rewards"], found["status"]) == ([[6.5]], ["scored"])
+
+
+def test_no_rewards_of_turns_are_the_reward_0_of_a_trajectory_without_a_turn() -> None:
+    (verdict,) = verdicts_from_result(Reward(turns=[]), 1, by_group=False)
+    assert (verdict.status, verdict.reward) == ("scored", 0.0)
 
 
 def test_rewards_of_turns_and_of_tokens_at_once_are_refused() -> None:

@@ -170,6 +170,7 @@ class Naive:
         loss = -torch.minimum(ratio * advantage, bounded)
         values = {
             "loss": loss,
+            "advantage": advantage,
             "ratio": ratio,
             "entropy_nats": -(every.exp() * every).sum(1),
             "kl_nats": torch.exp(found) - 1 - found,

@@ -46,13 +46,16 @@ class TrajectoryRecord:
     token_advantages: list[float | None] = field(default_factory=list)
 
     @property
-    def turn_advantages(self) -> list[float]:
-        """[turns] advantage of the last token of each turn that has tokens; empty if all sampled tokens have the same one."""
+    def turn_advantages(self) -> list[float | None]:
+        """[turns] mean advantage of each turn's tokens, None without any; empty if all sampled tokens have the same one."""
         by_token = self.token_advantages
         if len({each for each in by_token if each is not None}) < 2:
             return []
-        ends = zip(self.row["turn_starts"], self.row["turn_tokens"], strict=True)
-        return [value for start, n in ends if n and (value := by_token[start + n - 1]) is not None]
+        of_turns = [
+            [each for each in by_token[start : start + n] if each is not None]
+            for start, n in zip(self.row["turn_starts"], self.row["turn_tokens"], strict=True)
+        ]
+        return [sum(each) / len(each) if each else None for each in of_turns]
 
     @property
     def is_held_out(self) -> bool:

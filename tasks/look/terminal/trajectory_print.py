@@ -118,7 +118,7 @@ def _advantage(found: TrajectoryRecord) -> str:
     figures = f"mean {group['reward_mean']:z.3f}, std {group['reward_std']:.3f}"
     spread = f"({group['survived']} of {group['expected']} survived: {figures})"
     if found.advantage is not None:
-        by_turn = ", ".join(f"{each:+z.3f}" for each in found.turn_advantages)
+        by_turn = ", ".join("-" if each is None else f"{each:+z.3f}" for each in found.turn_advantages)
         return f"{found.advantage:+z.3f}{by_turn and f' on average, by turn {by_turn}'}  {spread}"
     return f"not trained on: {group['reason'] or 'it has no reward'}  {spread}"
 

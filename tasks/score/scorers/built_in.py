@@ -53,14 +53,13 @@ class CalculatorTurnsScorer:
         value, of_format = sum(components.values()), components["format"]
         results = [each["content"] for each in candidate.messages if each["role"] == "tool"]
         of_call = ANSWER_REWARD * (f"{candidate.example['answer']}|" in results)
-        # Without a second turn it was not answered, or without a call.
+        # Without a call there is one turn, and none where the problem left no room for an answer.
         turns = (
             [value]
             if len(candidate.turn_messages) == 1
-            # Of a right call and answer exactly the rest, without a rounding error, which would be a spread between equal rewards.
             else [of_call, components["answer"] - of_call + of_format]
         )
-        return Reward(value, components, turns=turns)
+        return Reward(value, components, turns=turns if candidate.turn_messages else None)
 
 
 def _grade(*, is_formatted: bool, is_right: bool) -> Reward:
@@ -212,12 +211,11 @@ class EnvironmentScorer:
         """
         # Asynchronous scorers run on the event loop: nothing is computed here that would need a worker process.
         reward = candidate.outcome.get("reward")
-        turns = candidate.outcome.get("turn_rewards") or ()
-        if reward is None and not turns and (error := candidate.outcome.get("error")):
+        turns = candidate.outcome.get("turn_rewards")
+        if reward is None and turns is None and (error := candidate.outcome.get("error")):
             raise ScoreError(f"environment {candidate.env} could not score it: {error}")
-        if not isinstance(turns, Sequence) or not (
-            (turns and reward is None) or isinstance(reward, SupportsFloat)
-        ):
+        is_known = isinstance(reward, SupportsFloat) or (reward is None and turns is not None)
+        if not is_known or not isinstance(turns, Sequence | None):
             names = ", ".join(sorted(candidate.outcome)) or "none"
             raise ScoreError(
                 f"expected a number as `reward` or a list as `turn_rewards` in the outcome of environment {candidate.env}, got "
@@ -231,5 +229,5 @@ class EnvironmentScorer:
             for name, value in values.items()
             if isinstance(value, int | float)
         }
-        value = None if reward is None else float(reward)
+        value = float(reward) if isinstance(reward, SupportsFloat) else None
         return Reward(value, components, turns=turns)

@@ -52,6 +52,7 @@ def token_metrics(
     ratio, logprobs = terms.policy.ratio.double(), forward.logprobs.double()
     values = {
         "train/loss": terms.total,
+        "train/advantage": batch.advantages,
         "train/clip_fraction": terms.policy.clipped,
         "train/entropy_nats": forward.entropies,
         "train/ratio": ratio,
