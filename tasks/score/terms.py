@@ -131,7 +131,9 @@ def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
         if advantage.of_batch is not None:
             advantage.of_batch(found, np.ones(len(rewards), np.int64))
         if config.credit != "trajectory":
-            _try_positions(advantage, rewards)
+            # What is not finite is reported as an error.
+            with np.errstate(divide="ignore", invalid="ignore"):
+                _try_positions(advantage, rewards)
     except ScoreError as error:
         remedy = f"tried on the rewards {rewards.tolist()}: {error}"
         raise ConfigError("score.advantage", config.advantage, remedy) from error
