@@ -19,7 +19,14 @@ MOST_STALENESS = 32
 
 def check_config(config: RunConfig) -> None:
     """Refuse settings that contradict each other; ConfigError names the first."""
-    of_stages = (_model_rules, _rollout_rules, _overlong_rules, _trainer_rules, _reference_rules)
+    of_stages = (
+        _model_rules,
+        _rollout_rules,
+        _serve_rules,
+        _overlong_rules,
+        _trainer_rules,
+        _reference_rules,
+    )
     for field, is_wrong, remedy in (rule for rules in of_stages for rule in rules(config)):
         if is_wrong:
             raise ConfigError(field, get_setting(config.model_dump(mode="json"), field, None), remedy)
@@ -160,7 +167,7 @@ def _model_rules(config: RunConfig) -> list[Rule]:
 
 
 def _rollout_rules(config: RunConfig) -> list[Rule]:
-    """Return the rules for the settings of sampling and of the vLLM servers."""
+    """Return the rules for the settings of sampling."""
     rollout, serve = config.rollout, config.serve
     return [
         (
@@ -203,6 +210,13 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             rollout.max_completion_tokens >= serve.max_model_len,
             f"must be below serve.max_model_len, which is {serve.max_model_len}",
         ),
+    ]
+
+
+def _serve_rules(config: RunConfig) -> list[Rule]:
+    """Return the rules for the settings of the vLLM servers."""
+    serve = config.serve
+    return [
         (
             "serve.extra_args",
             (serve.dtype, config.train.head_dtype) == ("bfloat16", "float32")
@@ -222,7 +236,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
         ),
         (
             "serve.sleep",
-            serve.sleep and rollout.max_staleness > 0,
+            serve.sleep and config.rollout.max_staleness > 0,
             "servers that sample for the next step while the trainer trains cannot sleep: set rollout.max_staleness=0, or "
             "serve.sleep=false",
         ),

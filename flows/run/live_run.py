@@ -320,7 +320,7 @@ def _player(
             pool, config.rollout, run.id, config.serve.request_timeout_s, stop_token_ids=stop
         ),
         max_tokens=config.serve.max_model_len,
-        prompt_limit=PromptLimit.of(config.rollout, config.serve.max_model_len),
+        prompt_limit=PromptLimit.from_config(config.rollout, config.serve.max_model_len),
         timeout_s=config.rollout.trajectory_timeout_s,
         row_limit=RowLimit(
             config.train.micro_batch_tokens,

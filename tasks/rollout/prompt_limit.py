@@ -26,7 +26,7 @@ class PromptLimit:
     n_cut: int = 0
 
     @classmethod
-    def of(cls, config: RolloutConfig, max_model_len: int) -> Self:
+    def from_config(cls, config: RolloutConfig, max_model_len: int) -> Self:
         """Read the limit from the settings."""
         if config.max_prompt_tokens:
             setting = f"rollout.max_prompt_tokens = {config.max_prompt_tokens}"

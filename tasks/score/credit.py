@@ -136,13 +136,10 @@ def _apply_by_position(advantage: Advantage, returns: np.ndarray, present: np.nd
             # Sums of the same rewards in another order are not equal.
             is_compared = differ(columns)
         chosen = columns[:, is_compared]
-        if advantage.takes_columns:
-            values = advantage.of_group(chosen) if chosen.size else chosen
-        else:
-            values = (
-                np.stack([advantage.of_group(each) for each in chosen.T], axis=1) if chosen.size else chosen
-            )
-        block = np.zeros(columns.shape)
-        block[:, is_compared] = values
-        found[members, start:end] = block
+        values = np.zeros(columns.shape)
+        if advantage.takes_columns and chosen.size:
+            values[:, is_compared] = advantage.of_group(chosen)
+        elif chosen.size:
+            values[:, is_compared] = np.stack([advantage.of_group(each) for each in chosen.T], axis=1)
+        found[members, start:end] = values
     return found

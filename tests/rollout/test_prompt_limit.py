@@ -53,9 +53,9 @@ async def play(tmp_path: Path, limit: PromptLimit) -> Trajectory:
 async def test_a_prompt_of_the_limit_is_sampled_and_a_longer_one_is_a_failed_row_with_both_lengths(
     tmp_path: Path,
 ) -> None:
-    allowed = await play(tmp_path, PromptLimit.of(RolloutConfig(max_prompt_tokens=10), 64))
+    allowed = await play(tmp_path, PromptLimit.from_config(RolloutConfig(max_prompt_tokens=10), 64))
     assert allowed.status == "complete"
-    failed = await play(tmp_path, PromptLimit.of(RolloutConfig(max_prompt_tokens=9), 64))
+    failed = await play(tmp_path, PromptLimit.from_config(RolloutConfig(max_prompt_tokens=9), 64))
     assert (failed.status, failed.error_type) == ("failed", "LongPromptError")
     assert failed.error == "the opening has 10 tokens, and may have 9 (rollout.max_prompt_tokens = 9)"
     assert len(failed.token_ids) == 0
@@ -64,28 +64,30 @@ async def test_a_prompt_of_the_limit_is_sampled_and_a_longer_one_is_a_failed_row
 async def test_without_a_limit_a_prompt_leaves_room_for_a_token_of_the_longest_sequence(
     tmp_path: Path,
 ) -> None:
-    assert (await play(tmp_path, PromptLimit.of(RolloutConfig(), 11))).status == "complete"
-    failed = await play(tmp_path, PromptLimit.of(RolloutConfig(), 10))
+    assert (await play(tmp_path, PromptLimit.from_config(RolloutConfig(), 11))).status == "complete"
+    failed = await play(tmp_path, PromptLimit.from_config(RolloutConfig(), 10))
     assert failed.error == "the opening has 10 tokens, and may have 9 (serve.max_model_len = 10)"
 
 
 async def test_the_end_of_a_long_prompt_is_kept_its_messages_stay_and_it_is_counted(tmp_path: Path) -> None:
-    limit = PromptLimit.of(RolloutConfig(max_prompt_tokens=4, long_prompts="keep_end"), 64)
-    whole = await play(tmp_path, PromptLimit.of(RolloutConfig(), 64))
+    limit = PromptLimit.from_config(RolloutConfig(max_prompt_tokens=4, long_prompts="keep_end"), 64)
+    whole = await play(tmp_path, PromptLimit.from_config(RolloutConfig(), 64))
     cut = await play(tmp_path, limit)
     assert cut.status == "complete"
     assert cut.token_ids.tolist() == whole.token_ids[6:].tolist()
     assert int(np.argmax(cut.loss_mask)) == 4
     assert cut.messages == whole.messages
     assert limit.n_cut == 1
-    await play(tmp_path, PromptLimit.of(RolloutConfig(max_prompt_tokens=10, long_prompts="keep_end"), 64))
+    await play(
+        tmp_path, PromptLimit.from_config(RolloutConfig(max_prompt_tokens=10, long_prompts="keep_end"), 64)
+    )
     assert limit.n_cut == 1
 
 
 async def test_a_dropped_prompt_is_logged_and_stored_and_does_not_count_for_the_failed_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failed = await play(tmp_path, PromptLimit.of(RolloutConfig(max_prompt_tokens=9), 64))
+    failed = await play(tmp_path, PromptLimit.from_config(RolloutConfig(max_prompt_tokens=9), 64))
     rows = rollout_rows("ab", 0, "echo", [failed])
     with pytest.raises(FailedShareError, match="1 times LongPromptError"):
         FailureWatch(0, 2, 0.4, logging.getLogger).see(rows)

@@ -185,7 +185,7 @@ async def open_planned_run(
                     max_tokens=256,
                     timeout_s=config.rollout.trajectory_timeout_s,
                     cut_grace_s=0.1,
-                    prompt_limit=PromptLimit.of(config.rollout, 256),
+                    prompt_limit=PromptLimit.from_config(config.rollout, 256),
                 ),
                 admission=Admission(config.rollout.max_in_flight),
                 pool=ServerPool(),
