@@ -1,11 +1,13 @@
 """A launched process that ends with all its descendants on request, or when the process that launched it has ended."""
 
 import asyncio
+import fcntl
 import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -147,7 +149,13 @@ class LaunchedProcess:
 
 
 def free_port() -> int:
-    """Return a free loopback port, if possible outside the range from which the kernel assigns ports."""
+    """Return a free loopback port, if possible outside the range from which the kernel assigns ports.
+
+    No other call returns it, in any process of this user, while this process runs.
+
+    Raises:
+        ServiceError: all ports that were tried are taken.
+    """
     # A server may take a minute until it listens. A port that the kernel assigns would be taken by another process.
     try:
         first_given = int(_PORTS_GIVEN.read_text().split()[0])
@@ -155,14 +163,32 @@ def free_port() -> int:
         # The kernel of a sandbox may not show it.
         first_given = 0
     ports = range(_FIRST_PORT, first_given)
-    # At random, so that two processes do not choose the same port; at last 0, any that the kernel assigns.
+    # At last 0, any that the kernel assigns.
     for port in (*random.SystemRandom().sample(ports, min(_MAX_PORTS, len(ports))), 0):
-        with socket.socket() as probe, suppress(OSError):
-            # Somebody listens on it.
-            probe.bind(("127.0.0.1", port))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                # Somebody listens on it.
+                continue
             chosen: int = probe.getsockname()[1]
-            return chosen
+            if _reserve_port(chosen):
+                return chosen
     raise ServiceError("port", "all that were tried are taken")
+
+
+def _reserve_port(port: int) -> bool:
+    """Return True if no process of this user has reserved a port; it is then reserved until this process ends."""
+    folder = Path(tempfile.gettempdir(), f"rollmill-ports-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(folder / str(port), os.O_CREAT | os.O_RDONLY, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    # Left open: the kernel releases the lock of a process that ends, killed included.
+    return True
 
 
 async def _wait_for_exit(pid: int) -> None:

@@ -287,6 +287,27 @@ def test_a_free_port_can_be_listened_on_and_is_of_those_given_to_nobody_where_th
         assert free_port() != port
 
 
+def test_a_free_port_is_given_to_one_of_two_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "given").write_text("12003\t60999\n")
+    monkeypatch.setattr("rollmill.tasks.processes.launched_process._PORTS_GIVEN", tmp_path / "given")
+    chosen = {free_port() for _ in range(4)}
+    assert len(chosen) == 4
+    other = f"""
+from pathlib import Path
+from rollmill.tasks.processes import launched_process
+launched_process._PORTS_GIVEN = Path({str(tmp_path / "given")!r})
+print(launched_process.free_port())
+"""
+    assert int(subprocess.check_output([sys.executable, "-c", other])) not in {
+        *chosen,
+        12_000,
+        12_001,
+        12_002,
+    }
+
+
 def _is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
