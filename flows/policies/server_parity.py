@@ -24,11 +24,11 @@ from rollmill.tasks.errors import (
     describe_error,
 )
 from rollmill.tasks.observe.metrics import ALL, Metric
-from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, Tools
 from rollmill.tasks.rollout.environment import Environment, Message
 from rollmill.tasks.rollout.environment_calls import (
     check_example,
-    check_messages,
+    check_opening,
     guard_environment_code,
 )
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -61,10 +61,12 @@ class Opening:
 
     Attributes:
         messages: what the environment says before the first answer.
-        token_ids: [T] int32, the tokenized messages and the environment's tools; the last of them if only these are used.
+        tools: what the policy may call.
+        token_ids: [T] int32, the tokenized messages and tools; the last of them if only these are used.
     """
 
     messages: tuple[Message, ...]
+    tools: Tools
     token_ids: np.ndarray
 
 
@@ -121,7 +123,7 @@ class Openings:
             episode = self.environment.episode(problem, seed=0)
         try:
             async with self._limit_time("answer"):
-                messages = check_messages(await episode.reply(()))
+                opening = check_opening(await episode.reply(()), self.environment)
         except BaseException:
             # The first error is the one to report.
             with suppress(Exception):
@@ -130,12 +132,13 @@ class Openings:
             raise
         async with self._limit_time("close its episode"):
             await episode.close()
-        token_ids = self.tokenizer.encode(messages, self.environment.tools)[-self.kept_tokens :]
+        tools = opening.tools or ()
+        token_ids = self.tokenizer.encode(opening.messages, tools)[-self.kept_tokens :]
         if len(token_ids) >= self.max_tokens:
             raise EpisodeError(
                 f"it has {len(token_ids)} tokens, and serve.max_model_len is {self.max_tokens}"
             )
-        return Opening(messages, token_ids)
+        return Opening(tuple(opening.messages), tools, token_ids)
 
     @asynccontextmanager
     async def _limit_time(self, what: str) -> AsyncIterator[None]:

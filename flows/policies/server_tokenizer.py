@@ -28,7 +28,7 @@ async def check_tokenizer(openings: Openings, server: VllmClient) -> None:
     """
     (opening,) = await openings.first(1)
     tokenizer, messages = openings.tokenizer, opening.messages
-    tools = normalize_tools(openings.environment.tools)
+    tools = normalize_tools(opening.tools)
     ours = tokenizer.encode(messages, tools).tolist()
     if tokenizer.has_template:
         theirs = await server.tokenize_chat([each.as_json() for each in messages], tools)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.config import YEAR_S, StageConfig, VariablePattern, setting
+from rollmill.tasks.config import ADDRESS, YEAR_S, StageConfig, VariablePattern, setting
 from rollmill.tasks.errors import show_value
 
 # Arguments of rendering that are no arguments of a template.
@@ -168,6 +168,31 @@ class SamplingConfig(StageConfig):
         }
 
 
+class AgentConfig(StageConfig):
+    """Settings of the environment `agent`."""
+
+    command: str = setting(
+        "",
+        "Command that plays an episode, such as python my_agent.py. It gets the problem's messages as JSON on its standard input, and "
+        "the endpoint and its key in OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.",
+        fixed=True,
+    )
+    url: str = setting(
+        "",
+        "Address of an HTTP service that plays an episode for each POST request {messages, base_url, api_key}; instead of `command`.",
+        pattern=ADDRESS,
+        fixed=True,
+    )
+    problems: str = setting(
+        "prompts", "Environment whose problems the agent is given, as for `rollout.environment`.", fixed=True
+    )
+    host: str = setting(
+        "127.0.0.1",
+        "Address of this machine at which endpoints listen; for agents on other machines, one that they reach.",
+        min_length=1,
+    )
+
+
 class RolloutConfig(StageConfig):
     """Settings of rollouts: environment, groups, sampling and limits."""
 
@@ -184,6 +209,7 @@ class RolloutConfig(StageConfig):
         fixed=True,
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "The data set of the environment `prompts`.")
+    agent: AgentConfig = setting(AgentConfig(), "The program of the environment `agent`.")
     chat_template: str = setting(
         "",
         "Chat template (Jinja): the path of a file or, with a brace, the template itself; launched vLLM servers get it too. Empty: the "
@@ -265,7 +291,7 @@ class RolloutConfig(StageConfig):
     )
     env_workers: int = setting(
         0,
-        "Worker processes of the environment; 0: it runs in the flow's process, a verifiers environment in one worker.",
+        "Worker processes of the environment; 0: it runs in the flow's process, an agent or a verifiers environment in one worker.",
         ge=0,
         le=4096,
     )

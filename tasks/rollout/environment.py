@@ -50,16 +50,18 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A reply that replaces the conversation: what the policy sees from here on.
+    """A reply that is the whole conversation: what the policy sees from here on.
 
     An environment returns it to drop or rewrite context, to begin the conversation of a sub-agent, or to return to an earlier one. What it
     has in common with what the policy saw before is not computed or stored again; the rest begins a segment of the trajectory.
 
     Attributes:
         messages: the whole conversation, at least one message.
+        tools: JSON schemas of the tools from here on; None: those of the environment.
     """
 
     messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] | None = None
 
 
 class Episode(Protocol):
@@ -76,7 +78,7 @@ class Episode(Protocol):
             messages: the conversation so far, the policy's message last; empty for the opening.
 
         Returns:
-            The messages; none if the episode is over; or, but not as the opening, a Conversation, which replaces the one so far.
+            The messages; none if the episode is over; or a Conversation, which replaces the one so far.
         """
 
     async def close(self) -> Mapping[str, object]:
@@ -149,6 +151,7 @@ class Configurable(Protocol):
 
 
 ENVIRONMENTS: Mapping[str, str] = {
+    "agent": "rollmill.tasks.rollout.environments.agent:Agent",
     "addition": "rollmill.tasks.rollout.environments.addition:Addition",
     "calculator": "rollmill.tasks.rollout.environments.calculator:Calculator",
     "guess": "rollmill.tasks.rollout.environments.guess:Guess",
@@ -168,6 +171,11 @@ def environment_library(config: RolloutConfig) -> str:
     """
     library = config.environment.partition(":")[0]
     return library if library in LIBRARIES else ""
+
+
+def needs_worker(config: RolloutConfig) -> bool:
+    """Return True if the environment runs in worker processes alone: one of a library, or one that serves an endpoint."""
+    return bool(environment_library(config)) or config.environment == "agent"
 
 
 def make_environment(config: RolloutConfig) -> Environment:

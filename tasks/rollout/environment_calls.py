@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Protocol, get_args, runtime_checkable
 from urllib.parse import quote
@@ -62,11 +62,24 @@ def check_messages(given: object) -> tuple[Message, ...]:
 
 def check_reply(given: object) -> tuple[Message, ...] | Conversation:
     """Validate what `Episode.reply` returned: messages, or a Conversation; raises EpisodeError if it is neither, or invalid."""
-    return (
-        Conversation(check_messages(given.messages))
-        if isinstance(given, Conversation)
-        else check_messages(given)
-    )
+    if not isinstance(given, Conversation):
+        return check_messages(given)
+    tools: object = given.tools
+    if tools is not None:
+        if not _are_all(tools, Mapping):
+            raise EpisodeError(
+                f"expected a sequence of JSON schemas as tools, the environment gave {tools!r:.200}"
+            )
+        _check_json("a tool", tools)
+    return Conversation(check_messages(given.messages), given.tools)
+
+
+def check_opening(given: object, environment: Environment) -> Conversation:
+    """Return the conversation that an episode of the environment opens with, and its tools; raises EpisodeError if it is invalid."""
+    opening = check_reply(given)
+    if not isinstance(opening, Conversation):
+        return Conversation(opening, environment.tools)
+    return opening if opening.tools is not None else replace(opening, tools=environment.tools)
 
 
 def check_outcome(given: object) -> Mapping[str, object]:
@@ -212,14 +225,14 @@ async def _try_opening(environment: Environment, timeout_s: float) -> tuple[str,
         with guard_environment_code():
             episode = environment.episode(example, 0)
             try:
-                opening = check_messages(await episode.reply(()))
+                opening = check_opening(await episode.reply(()), environment)
             finally:
                 # Without an answer of the policy it may fail, as it may in a run.
                 with suppress(Exception):
                     await episode.close()
     if not callable(getattr(episode, "close", None)):
         return "its episode has no method close", None
-    return "" if opening else "the opening of its first episode has no message", episode
+    return "" if opening.messages else "the opening of its first episode has no message", episode
 
 
 @runtime_checkable

@@ -45,21 +45,23 @@ class TurnRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class TurnReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker answers to a TurnRequest: the environment's messages, and whether they replace the conversation."""
+    """What a worker answers to a TurnRequest: the environment's messages, whether they replace the conversation, and its tools."""
 
     messages: tuple[Message, ...]
     replaces: bool = False
+    tools: list[dict[str, object]] | None = None
 
     @classmethod
     def of(cls, reply: Sequence[Message] | Conversation) -> Self:
         """Return the answer that carries an episode's reply."""
         if isinstance(reply, Conversation):
-            return cls(tuple(reply.messages), replaces=True)
+            tools = None if reply.tools is None else [dict(each) for each in reply.tools]
+            return cls(tuple(reply.messages), replaces=True, tools=tools)
         return cls(tuple(reply))
 
     def reply(self) -> tuple[Message, ...] | Conversation:
         """Return the episode's reply."""
-        return Conversation(self.messages) if self.replaces else self.messages
+        return Conversation(self.messages, self.tools) if self.replaces else self.messages
 
 
 class CloseRequest(msgspec.Struct, frozen=True, tag=True):

@@ -11,9 +11,10 @@ import numpy as np
 
 from rollmill.tasks.errors import EpisodeError, ServiceError, describe_error
 from rollmill.tasks.observe.spans import span
-from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, Tools
 from rollmill.tasks.rollout.environment import Conversation, Environment, Episode, Message
 from rollmill.tasks.rollout.environment_calls import (
+    check_opening,
     check_outcome,
     check_reply,
     guard_environment_code,
@@ -187,13 +188,11 @@ class EpisodePlayer:
             await self._close(episode, draft)
 
     async def _turns(self, episode: Episode, draft: TrajectoryBuilder, deadline: Deadline) -> Status:
-        tools = self.environment.tools
-        first = await self._reply(episode, draft, deadline)
-        if isinstance(first, Conversation):
-            raise EpisodeError("the opening has no conversation to replace: return its messages")
-        draft.add_messages(first)
+        opening = check_opening(await self._reply(episode, draft, deadline), self.environment)
+        draft.segment.tools = opening.tools or ()
+        draft.add_messages(opening.messages)
         limit = self.prompt_limit or PromptLimit.below(self.max_tokens)
-        draft.add_context(limit.fit(self.tokenizer.encode(draft.messages, tools)))
+        draft.add_context(limit.fit(self.tokenizer.encode(draft.messages, draft.segment.tools)))
         while draft.n_tokens < self.max_tokens:
             sampled = await self._sample(draft, deadline)
             self._add_completion(sampled, draft, deadline)
@@ -208,17 +207,17 @@ class EpisodePlayer:
 
     def _continue(self, draft: TrajectoryBuilder, reply: tuple[Message, ...] | Conversation) -> bool:
         """Add the environment's reply to `draft`, or replace its conversation; False, without its tokens, if none could follow them."""
-        tools = self.environment.tools
         if isinstance(reply, Conversation):
+            tools = self._find_tools(reply)
             found = find_continuation(self.tokenizer, draft.segments, reply.messages, tools)
             n_tokens = found.n_prefix + len(found.added)
             if n_tokens >= self.max_tokens or not self.row_limit.allows(
                 draft.segments, found.segment, n_tokens, len(found.added)
             ):
                 return False
-            draft.continue_at(found, reply.messages)
+            draft.continue_at(found, reply.messages, tools)
             return True
-        last = draft.last_token
+        tools, last = draft.segment.tools, draft.last_token
         added = self.tokenizer.encode_reply(draft.messages, reply, tools, last_token=last)
         draft.add_messages(reply)
         if draft.n_tokens + len(added) >= self.max_tokens:
@@ -228,6 +227,9 @@ class EpisodePlayer:
             return False
         draft.add_context(added)
         return True
+
+    def _find_tools(self, reply: Conversation) -> Tools:
+        return self.environment.tools if reply.tools is None else reply.tools
 
     async def _sample(self, draft: TrajectoryBuilder, deadline: Deadline) -> SampledTokens:
         """Sample a completion of the present segment; raises _DeadlineError if the deadline came first."""

@@ -25,8 +25,8 @@ from rollmill.tasks.rollout.environment import (
     Example,
     Message,
     Split,
-    environment_library,
     make_environment,
+    needs_worker,
 )
 from rollmill.tasks.rollout.environment_calls import NO_STATE, EpisodeState
 from rollmill.tasks.rollout.environment_messages import (
@@ -50,14 +50,14 @@ async def open_environment(
 ) -> AsyncIterator[Environment]:
     """Open the configured environment: in worker processes that end with this context, or in this process.
 
-    There are `rollout.env_workers` processes. With 0 the environment is in this process; one of a library then gets one
-    process. Arguments as for `EnvironmentPool`.
+    There are `rollout.env_workers` processes. With 0 the environment is in this process; an agent or an environment of a library
+    then gets one process. Arguments as for `EnvironmentPool`.
 
     Raises:
         ConfigError: it cannot be created from these settings (in this process).
         ServiceStartError: a worker did not start; with its last log lines.
     """
-    n_workers = config.env_workers or int(bool(environment_library(config)))
+    n_workers = config.env_workers or int(needs_worker(config))
     if not n_workers:
         yield make_environment(config)
         return

@@ -30,6 +30,7 @@ class SegmentBuilder:
         routed_experts: arrays [N, layers, experts a token] of its tokens after the inherited ones.
         n_routed: tokens of its whole sequence whose experts are known.
         turns: (messages, tokens) of the whole segment after each of its completions.
+        tools: what the policy may call in it.
     """
 
     parent: int = NO_PARENT
@@ -42,6 +43,7 @@ class SegmentBuilder:
     routed_experts: list[np.ndarray] = field(default_factory=list)
     n_routed: int = 0
     turns: list[tuple[int, int]] = field(default_factory=list)
+    tools: Tools = ()
 
     @property
     def n_own(self) -> int:
@@ -170,9 +172,11 @@ def _encode(
 
     `n_common` says how many of its first messages each segment has.
     """
+    # With other tools, a template may write the same messages otherwise.
     known = [
         (n_messages, n_tokens, each)
         for each, n_same in zip(segments, n_common, strict=True)
+        if list(each.tools) == list(tools)
         for n_messages, n_tokens in each.turns
         if n_messages <= n_same
     ]

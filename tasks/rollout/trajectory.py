@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rollmill.tasks.rollout.chat_tokenizer import Tools
 from rollmill.tasks.rollout.environment import Example, Message
 from rollmill.tasks.rollout.environment_calls import NO_STATE, EpisodeState
 from rollmill.tasks.rollout.segment_builder import Continuation, SegmentBuilder
@@ -164,8 +165,8 @@ class TrajectoryBuilder:
         self.segment.messages += tuple(messages)
         self.said += [(self.number, each) for each in messages]
 
-    def continue_at(self, found: Continuation, messages: Sequence[Message]) -> None:
-        """Continue a segment, or begin a new one, with the conversation `messages`; its new tokens are context."""
+    def continue_at(self, found: Continuation, messages: Sequence[Message], tools: Tools) -> None:
+        """Continue a segment, or begin a new one, with the conversation `messages` and `tools`; its new tokens are context."""
         self.number = found.segment
         if found.segment == len(self.segments):
             parent = self.segments[found.parent] if found.n_prefix else SegmentBuilder()
@@ -180,6 +181,7 @@ class TrajectoryBuilder:
                 )
             )
         self.segment = self.segments[found.segment]
+        self.segment.tools = tools
         self.add_messages(messages[found.n_prefix_messages :])
         if len(found.added):
             self.add_context(found.added)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering_sampler import END, Answering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_environments import Compacting, Rewriting, SubAgent
@@ -16,9 +17,9 @@ from rollmill.tasks.rollout.environment import Conversation, Environment, Episod
 from rollmill.tasks.rollout.environment_messages import TurnReply, TurnRequest
 from rollmill.tasks.rollout.environment_worker import OpenEpisodes
 from rollmill.tasks.rollout.environments.addition import Addition
-from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import RolloutEnd, VerifiersEpisode
-from rollmill.tasks.rollout.environments.verifiers.wire import Wire
-from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import Wire
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode, RolloutEnd
+from rollmill.tasks.rollout.episode import EpisodePlayer
 from rollmill.tasks.rollout.segment_builder import NO_LIMIT, RowLimit
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
 from rollmill.tasks.store.segments import (
@@ -36,31 +37,6 @@ TEMPLATE = """
 {%- if add_generation_prompt %}{{ '(assistant)' }}{% endif %}
 """
 Reply = Sequence[Message] | Conversation
-END = 1
-
-
-class Answering:
-    """A sampler that says prepared texts, and keeps what it was given and the seeds. Token t is routed to expert t % 5."""
-
-    def __init__(self, tokenizer: ChatTokenizer, said: Sequence[str]) -> None:
-        self.tokenizer, self.said = tokenizer, list(said)
-        self.calls: list[tuple[list[int], list[int]]] = []
-        self.seeds: list[int] = []
-
-    async def sample(
-        self, work: TrajectoryRequest, token_ids: np.ndarray, until: float, routing_from: int | None = None
-    ) -> SampledTokens:
-        said = self.said[len(self.calls) % len(self.said)]
-        ids = np.append(self.tokenizer._ids(said), END).astype(np.int32)
-        self.calls.append((token_ids.tolist(), ids.tolist()))
-        self.seeds.append((work.seed + len(token_ids)) % (1 << 63))
-        version = len(self.calls)
-        experts: np.ndarray | None = None
-        if routing_from is not None:
-            routed = np.concatenate([token_ids, ids])[routing_from:-1] % 5
-            experts = np.repeat(routed, 6).reshape(-1, 3, 2).astype(np.uint8)
-        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        return SampledTokens(ids, logprobs, [(0, version)], "stop", "http://server", experts)
 
 
 class Scripted(Addition):
@@ -239,7 +215,6 @@ async def test_segments_end_where_the_trainer_could_not_take_more(tokenizer: Cha
     ("replies", "error"),
     [
         ([(Message("user", "1?"),), Conversation(())], "the conversation from here on has no message"),
-        ([Conversation((Message("user", "1?"),))], "the opening has no conversation to replace"),
         ([(Message("user", "1?"),), Conversation((5,))], "expected a sequence of Message with text"),  # type: ignore[arg-type]
     ],
 )
@@ -332,7 +307,7 @@ class Requesting(Addition):
                 said.append(await ask("trace", {"messages": request(said)}))
             return RolloutEnd({"reward": 1.0})
 
-        return VerifiersEpisode(run, ())
+        return RequestingEpisode(run, ())
 
 
 def user(text: str) -> Wire:

@@ -12,9 +12,9 @@ from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Conversation, Message
 from rollmill.tasks.rollout.environment_calls import read_episode_state
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
 from rollmill.tasks.rollout.environments.verifiers.verifiers_environment import Verifiers
-from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import VerifiersEpisode
 
 # The library takes eight seconds to import, and it starts further processes.
 pytestmark = pytest.mark.slow
@@ -45,12 +45,12 @@ async def house() -> AsyncIterator[Verifiers]:
     await environment.aclose()
 
 
-async def open_episode(environment: Verifiers, index: int = 0) -> tuple[VerifiersEpisode, list[Message]]:
+async def open_episode(environment: Verifiers, index: int = 0) -> tuple[RequestingEpisode, list[Message]]:
     episode = environment.episode(await environment.example("train", index), 0)
     return episode, list(await episode.reply(()))
 
 
-async def say(episode: VerifiersEpisode, messages: list[Message], text: str) -> Sequence[Message]:
+async def say(episode: RequestingEpisode, messages: list[Message], text: str) -> Sequence[Message]:
     messages.append(Message("assistant", text))
     new = await episode.reply(messages)
     messages.extend(new)

@@ -6,16 +6,16 @@ They always run in worker processes: the library takes six seconds and 200 MB to
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from aiohttp import web
-
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example, Split
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Wire
+from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode, RolloutEnd
 from rollmill.tasks.rollout.environments.verifiers.loading import (
     FIELD,
     PREFIX,
@@ -27,60 +27,7 @@ from rollmill.tasks.rollout.environments.verifiers.loading import (
     read_state_values,
     select_tasks,
 )
-from rollmill.tasks.rollout.environments.verifiers.verifiers_episode import RolloutEnd, VerifiersEpisode
-from rollmill.tasks.rollout.environments.verifiers.wire import Wire, chat_completion, completion_events
 
-# The header in which the library sends the id of a request's trace.
-SESSION_HEADER = "X-Session-ID"
-MAX_BODY_BYTES = 1 << 30
-
-Ask = Callable[[Wire], Awaitable[Wire]]
-"""Returns the policy's next message for a request; raises EpisodeError to refuse it."""
-
-
-class PolicyEndpoint:
-    """OpenAI-compatible HTTP endpoint of the policy: passes each request to the function in `asked` for its trace id."""
-
-    def __init__(self) -> None:
-        self.asked: dict[str, Ask] = {}
-        self.url = ""
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
-        application.add_routes([web.post("/v1/chat/completions", self._complete)])
-        runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        self._stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0]
-        self.url = f"http://{host}:{port}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def _complete(self, request: web.Request) -> web.Response:
-        trace = request.headers.get(SESSION_HEADER, "")
-        ask = self.asked.get(trace)
-        if ask is None:
-            return _refuse(f"no episode is open for trace {trace!r}")
-        body = await request.json()
-        try:
-            message = await ask(body)
-        except EpisodeError as error:
-            return _refuse(str(error))
-        completion = chat_completion(message, trace)
-        if body.get("stream"):
-            return web.Response(body=completion_events(completion), content_type="text/event-stream")
-        return web.json_response(completion)
-
-
-def _refuse(text: str) -> web.Response:
-    return web.json_response({"error": {"message": text, "type": "invalid_request_error"}}, status=400)
-
-
-MODEL = "policy"
 # A variable that is not set: the endpoint needs no key, and must not receive one of the user's keys.
 KEY_VARIABLE = "ROLLMILL_POLICY_API_KEY"
 
@@ -120,6 +67,7 @@ class RolloutServer:
                 return await asked(trace.id, request)
 
             known.add(trace.id)
+            # The library sends a trace's id in the header X-Session-ID.
             self._endpoint.asked[trace.id] = ask
 
         try:
@@ -142,7 +90,7 @@ class RolloutServer:
     def _context(self) -> Any:
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        client = EvalClientConfig(base_url=self._endpoint.url, api_key_var=KEY_VARIABLE)
+        client = EvalClientConfig(base_url=f"{self._endpoint.url}/v1", api_key_var=KEY_VARIABLE)
         return ModelContext(model=MODEL, client=client)
 
     async def _is_up(self) -> None:
@@ -248,7 +196,7 @@ class Verifiers:
         }
         return Example(str(data.id or data.name or data.idx), content)
 
-    def episode(self, example: Example, seed: int) -> VerifiersEpisode:
+    def episode(self, example: Example, seed: int) -> RequestingEpisode:
         """Return a new episode of a problem; `seed` is unused, since the library accepts none."""
         return self._episode(example.content["split"], example.content["index"], self.tools)
 
@@ -257,13 +205,13 @@ class Verifiers:
         for serving in self._serving.values():
             await serving.aclose()
 
-    def _episode(self, split: Any, index: Any, tools: Sequence[Wire] | None) -> VerifiersEpisode:
+    def _episode(self, split: Any, index: Any, tools: Sequence[Wire] | None) -> RequestingEpisode:
         task, serving = self._tasks[split][index], self._serving[split]
 
         async def play(asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
             return await serving.play(task, asked, self._version, self.states)
 
-        return VerifiersEpisode(play, tools)
+        return RequestingEpisode(play, tools)
 
     async def _first_tools(self) -> Sequence[Wire]:
         """Return the tools that a rollout of the first training problem offers.

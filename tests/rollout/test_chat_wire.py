@@ -6,7 +6,7 @@ import pytest
 
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environment import Message
-from rollmill.tasks.rollout.environments.verifiers.wire import (
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     assistant_message,
     chat_completion,
     completion_events,

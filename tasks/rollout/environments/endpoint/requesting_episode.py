@@ -1,8 +1,8 @@
-"""An episode that an environment of the `verifiers` library runs itself, presented as replies.
+"""An episode that somebody else's program plays by requests for completions, presented as replies.
 
-The environment's rollout runs as one task. When it requests a completion, `reply` returns the new messages of its
-conversation, or the whole conversation if the request does not begin with the one so far. The flow samples the policy's next
-message, which becomes the completion.
+The program runs as one task. When it requests a completion, `reply` returns the new messages of its conversation, or the whole
+conversation if the request does not begin with the one so far. The flow samples the policy's next message, which becomes
+the completion.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environment import Conversation, Message
-from rollmill.tasks.rollout.environments.verifiers.wire import (
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     Wire,
     assistant_message,
     continues,
@@ -28,12 +28,12 @@ CONTEXT_FULL = "maximum context length is reached: the policy's turns are over"
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
-    """How a rollout of a `verifiers` environment ended: its outcome, its error, and the state that is kept.
+    """How a program ended: its outcome, its error, and the state that is kept.
 
     Attributes:
-        outcome: reward, its components and metrics.
-        error: what failed before the environment could score the rollout; empty if nothing did.
-        state: the kept columns of the library's state.
+        outcome: JSON values that a scorer may read.
+        error: what failed before the program had an outcome; empty if nothing did.
+        state: values by column of the environment's `states`.
     """
 
     outcome: Mapping[str, object]
@@ -41,21 +41,24 @@ class RolloutEnd:
     state: Mapping[str, object] = field(default_factory=dict)
 
 
-# Runs the environment's rollout to its end; its argument is called with the trace's id and each request, and returns the
+# Runs the program to its end; its argument is called with the id of a conversation's policy and each request, and returns the
 # policy's message.
 PlayRollout: TypeAlias = Callable[[Callable[[str, Wire], Awaitable[Wire]]], Coroutine[Any, Any, RolloutEnd]]
 
 
-class VerifiersEpisode:
-    """Episode of a `verifiers` environment, which runs the rollout and requests each completion of the policy.
+class RequestingEpisode:
+    """Episode of a program that requests each completion of the policy.
 
     Args:
-        play: runs the environment's rollout to its end.
-        tools: the tools that the chat template lists; None accepts the tools of the environment.
+        play: runs the program to its end.
+        tools: the tools that the chat template lists; None: those of the first request.
+        follows_tools: True if a request may have other tools; its conversation then has these.
     """
 
-    def __init__(self, play: PlayRollout, tools: Sequence[Wire] | None) -> None:
-        self._play, self.tools = play, tools
+    def __init__(
+        self, play: PlayRollout, tools: Sequence[Wire] | None, *, follows_tools: bool = False
+    ) -> None:
+        self._play, self.tools, self._follows_tools = play, tools, follows_tools
         self._conversation: list[Wire] = []
         self._said: list[tuple[int, Wire, Message]] = []
         self._trace = ""
@@ -67,10 +70,10 @@ class VerifiersEpisode:
         self._answer: asyncio.Future[Wire] | None = None
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
-        """Return what the environment adds to the conversation or replaces it by; () when its rollout is over and scored.
+        """Return what the program adds to the conversation or replaces it by; () when it has ended.
 
         Raises:
-            EpisodeError: the environment failed, or made a request that one conversation of one policy cannot answer.
+            EpisodeError: the program failed, or made a request that one conversation of one policy cannot answer.
         """
         if self._run is None:
             self._run = asyncio.create_task(self._play(self._ask))
@@ -90,10 +93,9 @@ class VerifiersEpisode:
         return ()
 
     async def close(self) -> Mapping[str, object]:
-        """End the rollout and return the environment's outcome: reward, rewards by name, metrics, stop, version.
+        """End the program and return its outcome.
 
-        A rollout that waits for the policy is ended as if its context were full, and scored. If the environment could not score
-        it, the outcome has `error` instead of `reward`.
+        One that waits for the policy gets the error that its context is full, and may end by itself. If it failed, the outcome has `error`.
         """
         if self._run is None:
             return {}
@@ -101,7 +103,7 @@ class VerifiersEpisode:
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(EpisodeError(CONTEXT_FULL))
             elif not self._run.done():
-                return {"error": "the rollout was cancelled during the environment's turn"}
+                return {"error": "cancelled during the environment's turn"}
             await asyncio.wait({self._run})
             finished = self._run.result()
             return {**finished.outcome, **({"error": finished.error} if finished.error else {})}
@@ -121,7 +123,7 @@ class VerifiersEpisode:
     async def _ask(self, trace: str, request: Wire) -> Wire:
         try:
             self._check(trace, request)
-            reply = self._read(request["messages"])
+            reply = self._read(request["messages"], list(request.get("tools") or ()))
         except EpisodeError as error:
             if not self._asked.done():
                 self._asked.set_exception(error)
@@ -131,11 +133,13 @@ class VerifiersEpisode:
         self._asked.set_result(reply)
         return await self._answer
 
-    def _read(self, now: Sequence[Wire]) -> Sequence[Message] | Conversation:
-        """Return what the messages of a request add to the conversation, or all of them if they do not begin with it."""
+    def _read(self, now: Sequence[Wire], tools: Sequence[Wire]) -> Sequence[Message] | Conversation:
+        """Return what a request adds to the conversation, or all of it if it does not begin with it or has other tools."""
         before, messages = self._conversation, tuple(self._restore(*each) for each in enumerate(now))
-        if not continues(before, now):
-            return Conversation(messages)
+        has_other_tools = self._follows_tools and list(self.tools or ()) != tools
+        self.tools = tools if self._follows_tools else self.tools
+        if has_other_tools or not continues(before, now):
+            return Conversation(messages, self.tools if self._follows_tools else None)
         if len(now) == len(before):
             raise EpisodeError("the environment asks for a second message of the policy after the first")
         return messages[len(before) :]
@@ -158,12 +162,12 @@ class VerifiersEpisode:
         self._trace = trace
         refuse_sampling_settings(request)
         tools = request.get("tools") or []
-        if self.tools is None:
+        if self.tools is None and not self._follows_tools:
             self.tools = tools
-        if list(self.tools) != list(tools):
+        if not self._follows_tools and list(self.tools or ()) != list(tools):
             raise EpisodeError(
                 f"the environment has other tools in this episode: {_tool_names(tools)}, "
-                f"the chat template lists {_tool_names(self.tools)}"
+                f"the chat template lists {_tool_names(self.tools or ())}"
             )
 
 

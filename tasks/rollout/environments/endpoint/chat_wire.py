@@ -1,14 +1,18 @@
-"""Convert between OpenAI's chat messages, which environments of the `verifiers` library send, and ours; pure functions."""
+"""Convert between the messages of OpenAI's chat completions and ours; pure functions."""
 
 import json
 import re
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environment import Message
 from rollmill.tasks.rollout.tools import tool_calls
+
+MODEL = "policy"
+"""Name of the model in answers; a request may name any."""
 
 Wire = Mapping[str, Any]
 """A message, request or completion as JSON of OpenAI's chat completions."""
@@ -24,6 +28,15 @@ ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
 HARMLESS = frozenset({"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"})
 # Values that ask for what a server does anyway.
 AS_IF_ABSENT: Mapping[str, object] = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True}
+# Settings of programs that are written for other models: what they change is left to the run.
+LEFT_TO_THE_RUN = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "parallel_tool_calls"),
+        *("reasoning", "reasoning_effort", "thinking", "verbosity", "include", "truncation", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    }
+)
 END_OF_REASONING = "</think>"
 TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
@@ -39,7 +52,7 @@ def message_from_wire(wire: Wire) -> Message:
     """
     role = ROLES.get(str(wire.get("role")))
     if role is None:
-        raise EpisodeError(f"the environment sent a message of role {wire.get('role')!r}")
+        raise EpisodeError(f"a request has a message of role {wire.get('role')!r}, which chat templates lack")
     return Message(
         role,
         text_from_wire(wire),
@@ -61,8 +74,70 @@ def text_from_wire(wire: Wire) -> str:
     parts = [part if isinstance(part, Mapping) else {} for part in content]
     other = [str(part.get("type")) for part in parts if part.get("type") != "text"]
     if other:
-        raise EpisodeError(f"the environment sent a part of type {other[0]}; only text can be sampled from")
-    return "".join(str(part["text"]) for part in parts)
+        raise EpisodeError(f"a request has a part of type {other[0]}; only text can be sampled from")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def check_request(request: Wire) -> Wire:
+    """Return a chat request whose messages and tools have the form of OpenAI's; each answer of a tool gets the tool's name.
+
+    Raises:
+        EpisodeError: they have another form.
+    """
+    messages, tools = request.get("messages"), request.get("tools") or []
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise EpisodeError("messages is not a list of at least one {role, content}")
+    if not isinstance(tools, list) or not all(map(_is_function, tools)):
+        raise EpisodeError("tools is not a list of functions, each with type, function and its name")
+    calls = [call for each in messages for call in each.get("tool_calls") or ()]
+    names = {str(call.get("id")): str(call["function"]["name"]) for call in calls}
+    named = [
+        {"name": names[each["tool_call_id"]], **each}
+        if each["role"] == "tool" and each.get("tool_call_id") in names
+        else each
+        for each in messages
+    ]
+    return {**request, "messages": named}
+
+
+def _is_message(given: object) -> bool:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        return False
+    calls = given.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        _is_function(each) and isinstance(each["function"].get("arguments"), str) for each in calls
+    )
+
+
+def _is_function(given: object) -> bool:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def leave_sampling_to_the_run(request: Wire) -> dict[str, Any]:
+    """Return a request without the settings that the run decides, and without nulls.
+
+    Example: {"messages": [...], "temperature": 0.2, "n": 2} becomes {"messages": [...], "n": 2}.
+    """
+    return {
+        name: value for name, value in request.items() if name not in LEFT_TO_THE_RUN and value is not None
+    }
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id, such as msg_0f3c."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def write_events(events: Sequence[Wire], *, named: bool) -> bytes:
+    """Encode server-sent events; `named` writes the type of each as its name too."""
+    lines = [
+        (b"event: " + str(each["type"]).encode() + b"\n" if named else b"")
+        + b"data: "
+        + json.dumps(each).encode()
+        for each in events
+    ]
+    return b"".join(line + b"\n\n" for line in lines)
 
 
 def continues(before: Sequence[Wire], now: Sequence[Wire]) -> bool:
@@ -94,8 +169,8 @@ def refuse_sampling_settings(request: Wire) -> None:
         if name in HARMLESS or value is None or AS_IF_ABSENT.get(name, object()) == value:
             continue
         raise EpisodeError(
-            f"the environment asks for {name} = {value!r}; only `rollout` and `serve` set how the policy is "
-            "sampled: remove it from the environment's settings (rollout.environment_args)"
+            f"a request has {name} = {value!r:.200}; only `rollout` and `serve` set how the policy is sampled: remove it from "
+            "the program, or for a verifiers environment from rollout.environment_args"
         )
 
 
@@ -137,7 +212,7 @@ def chat_completion(message: Wire, request_id: str) -> dict[str, Any]:
         "id": request_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": "policy",
+        "model": MODEL,
         "choices": [{"index": 0, "message": dict(message), "finish_reason": reason}],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
@@ -154,6 +229,4 @@ def completion_events(completion: Wire) -> bytes:
         {**shared, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
         {**shared, "choices": [], "usage": completion["usage"]},
     )
-    return (
-        b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-    )
+    return write_events(chunks, named=False) + b"data: [DONE]\n\n"

@@ -1,0 +1,251 @@
+"""The environment `agent`: somebody else's program plays each episode; all that it knows is the address of an endpoint and a key.
+
+The program is a command, which gets the messages of the problem on its standard input, or an HTTP service, to which they are
+sent. Each of its requests for a completion is a turn of the policy.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Self
+
+import httpx
+
+from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.processes.python_child import SAFE_PATH
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, WarmUp, make_environment
+from rollmill.tasks.rollout.environment_calls import check_opening
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import Wire, leave_sampling_to_the_run
+from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode, RolloutEnd
+from rollmill.tasks.user_code.worker_process import select_user_variables
+
+FIELD = "rollout.agent.command"
+# Characters of a program's output that are kept for the scorer, and of its errors for the row.
+KEPT_OUTPUT, KEPT_ERRORS = 65_536, 2_000
+# Seconds between SIGTERM and SIGKILL; an episode has a few seconds to close.
+STOP_GRACE_S = 1.0
+_CHUNK_BYTES = 65_536
+
+
+class Program(Protocol):
+    """A program that plays an episode."""
+
+    async def run(self, messages: Sequence[Message], url: str, key: str) -> str:
+        """Run to the end and return the output; the program ends if this is cancelled.
+
+        Args:
+            messages: the problem's opening.
+            url: of the policy's endpoint, without a path.
+            key: API key that names the episode.
+
+        Raises:
+            EpisodeError: the program failed.
+        """
+
+
+class Agent:
+    """Environment with the problems of another one, each played by a program.
+
+    Args:
+        config: settings of rollouts.
+        program: plays the episodes.
+    """
+
+    name = "agent"
+    tools = ()
+
+    def __init__(self, config: RolloutConfig, program: Program) -> None:
+        self._program, self._host = program, config.agent.host
+        self._problems = make_environment(config.model_copy(update={"environment": config.agent.problems}))
+        self.stop = self._problems.stop
+        if isinstance(self._problems, WarmUp):
+            self.warm_up_corpus = self._problems.warm_up_corpus
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Self:
+        """Create the environment; ConfigError names a wrong setting of `rollout.agent`."""
+        agent = config.agent
+        if agent.problems == cls.name:
+            raise ConfigError(
+                "rollout.agent.problems", agent.problems, "name the environment whose problems it is given"
+            )
+        if bool(agent.command) == bool(agent.url):
+            raise ConfigError(FIELD, agent.command, "give either a command or rollout.agent.url")
+        return cls(config, Service(agent.url) if agent.url else Command.from_config(config))
+
+    def size(self, split: Split) -> int:
+        return self._problems.size(split)
+
+    async def example(self, split: Split, index: int) -> Example:
+        return await self._problems.example(split, index)
+
+    def episode(self, example: Example, seed: int) -> Episode:
+        problem = self._problems.episode(example, seed)
+
+        async def play(asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+            try:
+                return await self._play(problem, asked)
+            finally:
+                await problem.close()
+
+        return RequestingEpisode(play, None, follows_tools=True)
+
+    async def _play(self, problem: Episode, asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+        opening = check_opening(await problem.reply(()), self._problems)
+        one_at_a_time, n_requests = asyncio.Lock(), 0
+
+        async def ask(request: Wire) -> Wire:
+            nonlocal n_requests
+            async with one_at_a_time:
+                n_requests += 1
+                return await asked(self.name, leave_sampling_to_the_run(request))
+
+        async with PolicyEndpoint(self._host) as endpoint:
+            key = f"rollmill-{secrets.token_urlsafe()}"
+            endpoint.asked[key] = ask
+            try:
+                output = await self._program.run(opening.messages, endpoint.url, key)
+            except EpisodeError as error:
+                refused = f"; a request was refused: {endpoint.refusal}" if endpoint.refusal else ""
+                return RolloutEnd({}, f"{error}{refused}")
+        if not n_requests:
+            return RolloutEnd(
+                {}, f"the agent ended without a request to the endpoint; its output: {output[:500]!r}"
+            )
+        return RolloutEnd({"output": output})
+
+
+class Command:
+    """A program that is started for each episode, in a separate process group.
+
+    Args:
+        arguments: program and arguments.
+        variables: environment variables, to which those of the endpoint are added.
+    """
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        self._arguments, self._variables = arguments, variables
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Self:
+        """Read the command; ConfigError if it cannot be parsed, or its program is not found."""
+        given = config.agent.command
+        try:
+            arguments = shlex.split(given)
+        except ValueError as error:
+            raise ConfigError(FIELD, given, f"cannot be split into words as a shell does: {error}") from error
+        if not arguments or shutil.which(arguments[0]) is None:
+            raise ConfigError(FIELD, given, "its program is not found; give a path or a name on PATH")
+        variables = select_user_variables(config.env_variables)
+        # It would hide the modules beside a script of the agent.
+        variables.pop(SAFE_PATH, None)
+        return cls(arguments, variables)
+
+    async def run(self, messages: Sequence[Message], url: str, key: str) -> str:
+        environment = {
+            **self._variables,
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+        }
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._arguments,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EpisodeError(f"the agent cannot be started: {error}") from error
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        async with asyncio.TaskGroup() as streams:
+            streams.create_task(_write(stdin, write_problem(messages)))
+            output = streams.create_task(_read_end(stdout, KEPT_OUTPUT))
+            errors = streams.create_task(_read_end(stderr, KEPT_ERRORS))
+            try:
+                status = await process.wait()
+            finally:
+                # What it started, and left running, would keep its streams open.
+                await asyncio.shield(_end_group(process))
+        if status:
+            raise EpisodeError(f"the agent ended with exit status {status}: {errors.result().strip()}")
+        return output.result()
+
+
+class Service:
+    """A program that listens for episodes: each is one POST request, whose answer is the output.
+
+    The body is {"messages": [...], "base_url": ..., "api_key": ...}; the address is that for OpenAI's clients.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def run(self, messages: Sequence[Message], url: str, key: str) -> str:
+        body = {
+            "messages": json.loads(write_problem(messages)),
+            "base_url": f"{url}/v1",
+            "api_key": key,
+        }
+        try:
+            # The trajectory's deadline ends it.
+            async with httpx.AsyncClient(timeout=None) as client:
+                answer = await client.post(self._url, json=body)
+        except httpx.HTTPError as error:
+            raise EpisodeError(
+                f"no answer from rollout.agent.url = {self._url}: {type(error).__name__}: {error}"
+            ) from error
+        if not answer.is_success:
+            raise EpisodeError(
+                f"rollout.agent.url = {self._url} answered {answer.status_code}: {answer.text[:KEPT_ERRORS]}"
+            )
+        return answer.text[:KEPT_OUTPUT]
+
+
+def write_problem(messages: Sequence[Message]) -> bytes:
+    """Return what a program is given: the list of messages as JSON of OpenAI's chat completions."""
+    listed: list[dict[str, Any]] = [each.as_json() for each in messages]
+    return json.dumps(listed).encode()
+
+
+async def _write(stream: asyncio.StreamWriter, content: bytes) -> None:
+    with suppress(ConnectionError):
+        # A program need not read its input.
+        stream.write(content)
+        await stream.drain()
+    stream.close()
+
+
+async def _read_end(stream: asyncio.StreamReader, n_bytes: int) -> str:
+    """Read a stream to its end, and return the last `n_bytes` as text."""
+    kept = bytearray()
+    while chunk := await stream.read(_CHUNK_BYTES):
+        kept += chunk
+        del kept[:-n_bytes]
+    return kept.decode(errors="replace")
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    """End a process and all of its group; SIGKILL follows SIGTERM after `STOP_GRACE_S`."""
+    with suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,271 @@
+"""Programs of others play episodes: unchanged clients of OpenAI and Anthropic against the policy's endpoint."""
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from agents import TEXT_AGENTS, TOOL_AGENTS
+from aiohttp import ClientSession, web
+from answering_sampler import Answering
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
+from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.rollout.environment import Example
+from rollmill.tasks.rollout.environments.agent import Agent
+from rollmill.tasks.rollout.episode import EpisodePlayer
+from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
+
+TEMPLATE = """
+{%- if tools %}{{ '(tools)' + tools | map(attribute='function') | map(attribute='name') | join(',') + '|' }}{% endif %}
+{%- for message in messages %}{{ '(' + message.role + ')' + message.content + '<eos>|' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '(assistant)' }}{% endif %}
+"""
+EXAMPLES = Path(__file__).parents[2] / "conf" / "agents"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> ChatTokenizer:
+    folder = save_character_tokenizer(tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return ChatTokenizer.load(folder)
+
+
+def make_agent(command: str = "", **settings: str) -> Agent:
+    agent = {"command": command, "problems": "addition", **settings}
+    return Agent.from_config(RolloutConfig.model_validate({"environment": "agent", "agent": agent}))
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that gives the command of a script."""
+
+    def write(script: str) -> str:
+        (tmp_path / "script.py").write_text(script)
+        return shlex.join([sys.executable, str(tmp_path / "script.py")])
+
+    return write
+
+
+async def play(
+    tokenizer: ChatTokenizer, environment: Agent, said: Sequence[str], timeout_s: float = 120.0
+) -> tuple[Trajectory, Answering]:
+    sampler = Answering(tokenizer, said)
+    player = EpisodePlayer(environment, tokenizer, sampler, 512, timeout_s)
+    work = TrajectoryRequest("r.0.0.0", 0, 0, 0, Example("47+38", {"problem": "47+38="}), 3, 1.0)
+    return await player.play(work), sampler
+
+
+def joined(trajectory: Trajectory) -> list[tuple[str, str]]:
+    return [(each.role, each.content) for each in trajectory.messages]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", TEXT_AGENTS)
+async def test_an_unchanged_client_plays_two_turns_whose_tokens_are_those_that_were_sampled(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str], agent: str
+) -> None:
+    trajectory, sampler = await play(tokenizer, make_agent(run_python(TEXT_AGENTS[agent])), ["85", "86"])
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+    said = [("user", "47+38="), ("assistant", "85"), ("user", "+1?"), ("assistant", "86")]
+    assert joined(trajectory) == said
+    assert trajectory.outcome == {"output": "86\n"}
+    assert len(trajectory.segments) == 1
+    # The endpoint's last request had all tokens that were sampled before, bit for bit.
+    given, sampled = sampler.calls[1]
+    assert trajectory.token_ids.tolist() == [*given, *sampled]
+    assert given[: len(sampler.calls[0][0]) + 3] == [*sampler.calls[0][0], *sampler.calls[0][1]]
+    assert trajectory.loss_mask.sum() == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [*TOOL_AGENTS, "pydantic-ai"])
+async def test_tools_of_a_program_are_in_the_prompt_and_its_answers_follow_the_sampled_call(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str], agent: str
+) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>'
+    known = call.replace('"', "?").replace("{", "(").replace("}", ")").replace("_", "-")
+    example = (EXAMPLES / "pydantic_ai_agent.py").read_text()
+    environment = make_agent(run_python(TOOL_AGENTS.get(agent, example)))
+
+    # The characters of a call, which the tokenizer lacks.
+    decoded = ChatTokenizer.decode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ChatTokenizer, "decode", lambda self, ids: decoded(self, ids).replace(known, call), raising=True
+        )
+        trajectory, sampler = await play(tokenizer, environment, [known, "85"])
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+    assert joined(trajectory) == [
+        ("user", "47+38="),
+        ("assistant", call),
+        ("tool", "85"),
+        ("assistant", "85"),
+    ]
+    assert tokenizer.decode(np.array(sampler.calls[0][0])).startswith("(tools)add|(user)47+38=")
+    assert len(trajectory.segments) == 1
+    assert trajectory.token_ids.tolist() == [*sampler.calls[1][0], *sampler.calls[1][1]]
+
+
+async def test_a_shell_script_with_curl_plays_a_turn(tokenizer: ChatTokenizer) -> None:
+    trajectory, _ = await play(tokenizer, make_agent(f"bash {EXAMPLES / 'ask.sh'}"), ["85"])
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+    assert joined(trajectory) == [("user", "47+38="), ("assistant", "85")]
+    assert '"content": "85"' in str(trajectory.outcome["output"])
+
+
+REWRITING = """
+import json, os, sys, urllib.request
+def ask(path, body, key=None):
+    headers = {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"]), "Content-Type": "application/json"}
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(asked))
+def chat(*messages, **further):
+    said = ask("/chat/completions", {"messages": [{"role": "user", "content": each} for each in messages], **further})
+    return said["choices"][0]["message"]["content"]
+"""
+
+
+async def test_a_conversation_that_does_not_continue_begins_a_segment(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str]
+) -> None:
+    script = REWRITING + 'chat("1+1="), chat("2+2="), chat("2+2=")'
+    trajectory, sampler = await play(tokenizer, make_agent(run_python(script)), ["2", "4", "5"])
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+    assert len(trajectory.segments) == 3
+    assert trajectory.loss_mask.sum() == 6
+    # The same conversation again has another seed.
+    assert len(set(sampler.seeds)) == 3
+
+
+async def test_requests_at_the_same_time_are_answered_one_after_the_other(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str]
+) -> None:
+    script = REWRITING + (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(8) as pool: print(sorted(pool.map(chat, [f'{i}+{i}=' for i in range(8)])))"
+    )
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), list("01234567"))
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+    assert trajectory.outcome["output"] == f"{list('01234567')}\n"
+    assert trajectory.loss_mask.sum() == 16
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("print(5)", "the agent ended without a request to the endpoint; its output: '5"),
+        (REWRITING + "chat('1+1='); sys.exit('no such file')", "exit status 1: no such file"),
+        (REWRITING + "chat('1+1=', n=2)", "a request has n = 2; only `rollout` and `serve` set"),
+        (REWRITING + "chat('1+1=', stop=['x'])", "a request has stop"),
+        (REWRITING + "ask('/chat/completions', {'messages': 5})", "messages is not a list"),
+        (REWRITING + "ask('/chat/completions', {'messages': []})", "messages is not a list"),
+        (REWRITING + "ask('/chat/completions', 5)", "expected a JSON object, the request is int"),
+        (REWRITING + "ask('/chat/completions', {}, key='other')", "no episode is open for this API key"),
+        (REWRITING + "ask('/responses', {'input': [5]})", "an item of the input has type int"),
+        (
+            REWRITING + "ask('/responses', {'input': '1+1=', 'previous_response_id': 'resp_1'})",
+            "no response 'resp_1' was given",
+        ),
+        (
+            REWRITING + "ask('/messages', {'messages': [{'role': 'user', 'content': 5}]})",
+            "is no text and no list of blocks",
+        ),
+    ],
+)
+async def test_what_a_program_does_wrong_fails_its_trajectory_with_the_reason(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str], script: str, error: str
+) -> None:
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"])
+    assert (trajectory.status, trajectory.error_type) == ("failed", "EpisodeError")
+    assert error in trajectory.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_a_deadline_ends_the_program_and_what_it_started(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str], tmp_path: Path, *, is_silent: bool
+) -> None:
+    ask = "" if is_silent else 'chat("1+1=")\n'
+    script = REWRITING + (
+        f"{ask}import signal, subprocess, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"child = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
+    )
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"], timeout_s=4.0)
+    assert (trajectory.status, trajectory.error_type) == ("cancelled", "Deadline")
+    assert trajectory.loss_mask.sum() == (0 if is_silent else 2)
+    pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
+    assert not [
+        each for each in pids if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"
+    ]
+
+
+async def test_a_service_plays_an_episode(tokenizer: ChatTokenizer) -> None:
+    async def run(request: web.Request) -> web.Response:
+        given = await request.json()
+        headers = {"Authorization": f"Bearer {given['api_key']}"}
+        async with (
+            ClientSession(headers=headers) as client,
+            client.post(
+                f"{given['base_url']}/chat/completions", json={"messages": given["messages"]}
+            ) as said,
+        ):
+            return web.Response(text=(await said.json())["choices"][0]["message"]["content"])
+
+    application = web.Application()
+    application.add_routes([web.post("/run", run), web.post("/fail", fail)])
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    try:
+        trajectory, _ = await play(tokenizer, make_agent(url=f"http://{host}:{port}/run"), ["85"])
+        failed, _ = await play(tokenizer, make_agent(url=f"http://{host}:{port}/fail"), ["85"])
+    finally:
+        await runner.cleanup()
+    assert (trajectory.error, trajectory.status, trajectory.outcome) == ("", "complete", {"output": "85"})
+    assert joined(trajectory) == [("user", "47+38="), ("assistant", "85")]
+    assert failed.error.endswith("/fail answered 503: no room")
+    gone, _ = await play(tokenizer, make_agent(url=f"http://{host}:{port}/run"), ["85"])
+    assert "no answer from rollout.agent.url" in gone.error
+
+
+async def fail(_: web.Request) -> web.Response:
+    return web.Response(status=503, text="no room")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "remedy"),
+    [
+        ({}, "rollout.agent.command", "give either a command or rollout.agent.url"),
+        ({"command": "true", "url": "http://host"}, "rollout.agent.command", "give either"),
+        ({"command": "no-such-program"}, "rollout.agent.command", "its program is not found"),
+        ({"command": "echo 'one"}, "rollout.agent.command", "cannot be split into words"),
+        (
+            {"command": "true", "problems": "agent"},
+            "rollout.agent.problems",
+            "name the environment whose problems",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings: dict[str, str], field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as refused:
+        make_agent(**settings)
+    assert refused.value.field == field
+
+
+async def test_a_program_gets_no_secret_of_the_run(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "hidden")
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's")
+    script = REWRITING + "chat('1+1='); print(json.dumps(sorted(os.environ)), os.environ['OPENAI_API_KEY'])"
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"])
+    assert "HUB_TOKEN" not in str(trajectory.outcome)
+    assert "the user's" not in str(trajectory.outcome)
+    assert "rollmill-" in str(trajectory.outcome)
