@@ -43,8 +43,13 @@ COPY flows flows
 COPY tasks tasks
 
 
+# What a policy wrote runs in bubblewrap.
 FROM compiler AS worker
 ARG TORCH_BACKEND=cu130
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends bubblewrap \
+    && rm -rf /var/lib/apt/lists/*
 RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt '.[cluster]'
 # What `python -m` runs does not search the working directory first: its files shadow no module.
 ENV PYTHONSAFEPATH=1

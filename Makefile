@@ -77,9 +77,10 @@ clean:  ## stop the Prefect server, remove environments and caches; runs/ and mo
 	rm -rf .venv .venv-vllm .rollmill/peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find flows tasks tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# What tests start besides the environments: a browser, and what a cluster has.
+# What tests start besides the environments: sandboxes, a browser, and what a cluster has.
 test-packages:
 	@missing=""; \
+	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
 	ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || missing="$$missing postgresql"; \

@@ -9,6 +9,7 @@ RollmillError
 ├── SyncError: RequestsHeldError, ChecksumError, ParityError
 ├── RolloutError: EpisodeError (ToolError, EpisodeTimeoutError), FailedShareError
 ├── ScoreError: FailedScoresError, ScoreTimeoutError, VerdictError, JudgeUnparsableError
+├── SandboxError
 ├── WorkerError: WorkerDiedError, WorkerTimeoutError, ForeignError
 └── TrainError: BatchRefusedError, ReplayError, SkippedStepsError
 
@@ -228,6 +229,10 @@ class VerdictError(ScoreError):
 
 class JudgeUnparsableError(ScoreError):
     """A judge model's answer does not have the requested form."""
+
+
+class SandboxError(RollmillError):
+    """A sandbox cannot be started, or ended before its command did."""
 
 
 class WorkerError(RollmillError):

@@ -1,4 +1,4 @@
-"""What `rollmill doctor` looks at without starting anything: Python, compiler, disk, both environments, Prefect, GPUs."""
+"""What `rollmill doctor` looks at without starting a service: Python, compiler, disk, both environments, Prefect, sandboxes, GPUs."""
 
 import importlib.metadata
 import os
@@ -17,6 +17,8 @@ from rollmill.flows.checks.gpu_memory import LEAST_DRIVER, check_driver, check_t
 from rollmill.flows.checks.machine_needs import check_store, check_trainer
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import list_visible_gpus, read_gpus
+from rollmill.tasks.sandbox.config import SandboxConfig
+from rollmill.tasks.sandbox.sandbox import check_sandbox
 from rollmill.tasks.serve.vllm_launch import is_cpu_build
 
 Status = Literal["ok", "failed", "skipped"]
@@ -64,6 +66,7 @@ def check_machine_parts(root: str, python: str) -> Iterator[CheckResult]:
     ]
     for name, check in checks:
         yield run_check(name, check)
+    yield check_sandboxes()
     found = run_check("GPU", _check_gpus)
     if found.status == "ok" and not found.detail:
         yield CheckResult("GPU", "skipped", "none here: everything computes on the CPU")
@@ -85,6 +88,16 @@ def run_check(name: str, check: Callable[[], str]) -> CheckResult:
         return CheckResult(
             name, "failed", f"{type(error).__name__}: {error}", "`make setup` makes the environments"
         )
+
+
+def check_sandboxes() -> CheckResult:
+    """Check whether a sandbox for what a policy wrote can be started; most runs need none."""
+    try:
+        check_sandbox("score.sandbox", SandboxConfig())
+    except ConfigError as error:
+        detail = "none can be started, which the scorer code and the environment shell need"
+        return CheckResult("sandbox", "skipped", detail, error.remedy)
+    return CheckResult("sandbox", "ok", "bubblewrap can start one")
 
 
 def _check_python() -> str:

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from rollmill.tasks.config import ADDRESS, YEAR_S, StageConfig, VariablePattern, setting
 from rollmill.tasks.errors import show_value
+from rollmill.tasks.sandbox.config import SandboxConfig
 
 # Arguments of rendering that are no arguments of a template.
 _RENDERING = (
@@ -181,7 +182,6 @@ class AgentConfig(StageConfig):
         "",
         "Address of an HTTP service that plays an episode for each POST request {messages, base_url, api_key}; instead of `command`.",
         pattern=ADDRESS,
-        fixed=True,
     )
     problems: str = setting(
         "prompts", "Environment whose problems the agent is given, as for `rollout.environment`.", fixed=True
@@ -210,6 +210,10 @@ class RolloutConfig(StageConfig):
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "The data set of the environment `prompts`.")
     agent: AgentConfig = setting(AgentConfig(), "The program of the environment `agent`.")
+    sandbox: SandboxConfig = setting(
+        SandboxConfig(),
+        "Where the environment shell runs commands of the policy, and yours if it asks for it.",
+    )
     chat_template: str = setting(
         "",
         "Chat template (Jinja): the path of a file or, with a brace, the template itself; launched vLLM servers get it too. Empty: the "

@@ -156,6 +156,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "rollmill.tasks.rollout.environments.calculator:Calculator",
     "guess": "rollmill.tasks.rollout.environments.guess:Guess",
     "prompts": "rollmill.tasks.rollout.environments.prompts:Prompts",
+    "shell": "rollmill.tasks.rollout.environments.shell:Shell",
 }
 
 LIBRARIES: Mapping[str, str] = {

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from rollmill.tasks.config import ADDRESS, YEAR_S, SecretVariable, StageConfig, env_variable_setting, setting
+from rollmill.tasks.sandbox.config import SandboxConfig
 
 RUBRIC = """\
 - An attempt that reaches its goal scores well above every attempt that does not.
@@ -91,6 +92,9 @@ class ScoreConfig(StageConfig):
     )
     judge: JudgeConfig = setting(JudgeConfig(), "The LLM of the scorers judge and ruler.")
     reward_model: RewardModelConfig = setting(RewardModelConfig(), "The model of the scorer reward_model.")
+    sandbox: SandboxConfig = setting(
+        SandboxConfig(), "Where the scorer code runs programs of the policy, and yours if it asks for it."
+    )
     timeout_s: float = setting(60.0, "Time limit of one call of a scorer, in seconds.", gt=0.0, le=YEAR_S)
     workers: int = setting(1, "Worker processes for scorers that are not asynchronous.", ge=1, le=4096)
     max_in_flight: int = setting(64, "Largest number of concurrent calls of asynchronous scorers.", ge=1)

@@ -20,6 +20,7 @@ SCORERS: Mapping[str, str] = {
     "addition": "rollmill.tasks.score.scorers.built_in:AdditionScorer",
     "calculator": "rollmill.tasks.score.scorers.built_in:CalculatorScorer",
     "calculator_turns": "rollmill.tasks.score.scorers.built_in:CalculatorTurnsScorer",
+    "code": "rollmill.tasks.score.scorers.code_scorer:CodeScorer",
     "environment": "rollmill.tasks.score.scorers.built_in:EnvironmentScorer",
     "exact": "rollmill.tasks.score.scorers.built_in:ExactScorer",
     "guess": "rollmill.tasks.score.scorers.built_in:GuessScorer",

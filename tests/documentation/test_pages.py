@@ -18,6 +18,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")] 
 IDS = [page.name for page in PAGES]
 LARGEST_PICTURE_BYTES = 200_000
 PYTHON_IS_RUN_BY = {
+    "sandbox.md": "tests/sandbox/test_refusals.py",
     "README.md": "tests/flows/test_documented_commands.py",
     "algorithms.md": "tests/train/test_algorithms_documentation.py",
     "checkpoints.md": "tests/flows/test_documented_commands.py",

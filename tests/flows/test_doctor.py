@@ -11,6 +11,7 @@ from rollmill.flows.checks.machine_checks import CheckResult, check_machine_part
 from rollmill.flows.commands.doctor import compare_memory, format_result, list_transports, try_trial
 from rollmill.tasks.errors import ConfigError, SyncError, TrainError
 from rollmill.tasks.processes.gpus import VISIBLE
+from rollmill.tasks.sandbox import bubblewrap
 
 
 def results(tmp_path: Path, python: str) -> dict[str, CheckResult]:
@@ -49,6 +50,17 @@ def test_a_prefect_server_that_does_not_answer_is_named(
     found = results(tmp_path, "python")["Prefect server"]
     assert (found.status, found.detail) == ("failed", "http://127.0.0.1:9/api")
     assert "nothing answers there" in found.remedy
+
+
+def test_a_machine_without_sandboxes_passes_and_has_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    # What was found on this machine is kept.
+    bubblewrap.find_obstacle.cache_clear()
+    found = results(tmp_path, "python")["sandbox"]
+    bubblewrap.find_obstacle.cache_clear()
+    assert (found.status, "apt install bubblewrap" in found.remedy) == ("skipped", True)
 
 
 def test_a_check_that_raises_has_its_value_and_remedy() -> None:

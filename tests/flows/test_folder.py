@@ -118,7 +118,9 @@ def test_addresses_deadlines_and_settings_that_only_the_trainer_uses_may_change(
     free = {name for name, is_fixed in settings().items() if not is_fixed}
     assert {"steps", "train.lr", "train.clip_high", "evaluate.every", "store.root"} <= free
     addresses = {name for name in settings() if name.endswith(("_s", ".url", ".urls", ".port", "_env"))}
-    assert addresses - {"train.kl.urls"} <= free
+    # The time limit of a program decides its reward.
+    of_programs = {"rollout.sandbox.timeout_s", "score.sandbox.timeout_s"}
+    assert addresses - {"train.kl.urls"} - of_programs <= free
 
 
 def test_settings_that_shape_rows_and_checkpoints_may_not_change() -> None:

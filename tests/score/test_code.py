@@ -1,0 +1,215 @@
+"""The scorer `code`: what a program earns, and how it cannot earn more."""
+
+import json
+from pathlib import Path
+
+import pytest
+from sandbox_permission import needs_sandbox
+
+from rollmill.tasks.errors import ScoreError
+from rollmill.tasks.sandbox.config import SandboxConfig
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scorer import Candidate, Reward
+from rollmill.tasks.score.scorers.code_scorer import CodeScorer, find_program, read_checks
+
+CONFIG = ScoreConfig(sandbox=SandboxConfig(timeout_s=20.0))
+ADD = ("assert add(1, 2) == 3", "assert add(-1, 1) == 0")
+SUMS = ({"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5", "stdout": "9"})
+
+
+def score(program: str, config: ScoreConfig = CONFIG, **example: object) -> Reward:
+    said = f"First\n```\nnot this\n```\nthen\n```python\n{program}\n```\nDone."
+    candidate = Candidate("t", example, [{"role": "assistant", "content": said}], True)
+    return CodeScorer.from_config(config).score(candidate)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def add(a, b): return a + b", list(ADD)),
+        ("def add(a, b): return a + b", json.dumps(ADD)),
+        ("def add(a, b): return a + b", "def test_add():\n    assert add(1, 2) == 3"),
+        ("def add(a, b): return a + b", "from solution import add as plus\nassert plus(1, 2) == 3"),
+        ("def f(x): return x", "def check(candidate):\n    assert candidate([1, 2]) == [1, 2]\ncheck(f)"),
+        # Values of all kinds go there and back.
+        (
+            "def f(*x, **y): return x, y",
+            "x = [None, True, 2**100, .1, float('inf'), 1j, 'a', b'b', (1,), [[]], {1: {2}}, frozenset({3})]\n"
+            "assert f(*x, y=x) == (tuple(x), {'y': x})\n"
+            "assert [type(each) for each in f(*x)[0]] == [type(each) for each in x]",
+        ),
+        ("def f(x): x.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
+        ("def f(g, x): return [g(each) for each in x]", "assert f(lambda y: y + 1, [1, 2]) == [2, 3]"),
+        ("def f(x):\n    for i in range(x): yield i", "assert list(f(3)) == [0, 1, 2]"),
+        (
+            "def f(x): raise ValueError('no')",
+            "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'",
+        ),
+        (
+            "class Stack:\n    def __init__(self): self.all = []\n    def push(self, x): self.all.append(x)\n"
+            "    def __len__(self): return len(self.all)\n    def __getitem__(self, i): return self.all[i]",
+            "s = Stack()\nassert not s\ns.push('a')\nassert len(s) == 1 and s[0] == 'a' and s.all == ['a']\n"
+            "s.all = [1, 2]\nassert len(s) == 2",
+        ),
+    ],
+)
+def test_a_right_program_passes(program: str, tests: object) -> None:
+    reward = score(program, tests=tests)
+    assert (reward.value, reward.components["passed"]) == (1.0, 1.0)
+
+
+EQUAL_TO_ALL = """\
+class All({base}):
+    def __eq__(self, other): return True
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__
+    __hash__ = None
+def add(a, b): return All()
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+        "def add(a, b): raise SystemExit(0)",
+        "raise AssertionError",
+        "this is no Python",
+        EQUAL_TO_ALL.format(base="object"),
+        EQUAL_TO_ALL.format(base="int"),
+        EQUAL_TO_ALL.format(base="list"),
+        "def add(a, b):\n    import unittest.mock\n    return unittest.mock.ANY",
+        # The verdict's lines, wherever this process could write them.
+        "import os\nfor i in range(256):\n    try: os.write(i, b'true\\ntrue\\nend\\n')\n    except OSError: pass",
+        "import glob\nfor each in glob.glob('/proc/*/fd/*'):\n    try: open(each, 'w').write('true\\ntrue\\nend\\n')\n    except OSError: pass",
+        # The judge is its parent.
+        "import os; os.kill(os.getppid(), 9)",
+        "import os, signal; os.kill(os.getppid(), signal.SIGINT)",
+        "import os; os.kill(-1, 9)",
+        # Names that a test means to be Python's.
+        "import builtins\nbuiltins.__build_class__ = builtins.AssertionError = None",
+        "__builtins__ = {}\nAssertionError = ValueError = None",
+        # What the tests expect is in the judge's memory, which cannot be read.
+        "import os\nfor each in ('mem', 'maps', 'environ', 'fd/0'):\n    open(f'/proc/{os.getppid()}/{each}', 'rb').read()",
+        "import gc\ndef add(a, b):\n    found = [each for each in gc.get_objects() if isinstance(each, list) and 'assert' in str(each)]\n"
+        "    return 3 if found else None",
+    ],
+)
+def test_a_program_cannot_fake_that_it_passes(program: str) -> None:
+    reward = score(program, tests=[*ADD, "assert 'add' in sorted(['add'])", "assert add(2, 2) == 4"])
+    assert reward.value == 0.0
+    assert reward.components["passed"] < 1.0
+
+
+@needs_sandbox
+def test_an_answer_that_the_program_sends_by_itself_replaces_no_name_of_python() -> None:
+    """The program's process writes to the socket before its own code would: names, and answers to questions not asked yet."""
+    program = """\
+import json, os, struct
+def send(message):
+    body = json.dumps(message).encode()
+    for i in range(3, 64):
+        try: os.write(i, struct.pack(">I", len(body)) + body)
+        except OSError: pass
+names = ["add", "__builtins__", "sorted", "AssertionError"]
+send(["answer", ["returned", ["tuple", [["list", names], ["list", [["mine", 0]] * len(names)]]], ["tuple", []]]])
+for _ in range(9): send(["answer", ["returned", 3, ["tuple", []]]])
+"""
+    reward = score(
+        program, tests=["assert add(1, 2) == 3", "assert sorted([2, 1]) == [1, 2]", "assert add(2, 2) == 4"]
+    )
+    # It guessed one result, which it may; nothing else follows from that.
+    assert reward.value == 0.0
+
+
+@needs_sandbox
+def test_the_reward_is_all_or_nothing_and_the_share_a_component() -> None:
+    tests = [*ADD, "def test_a():\n    assert add(0, 0) == 0\ndef test_b():\n    assert add(5, 5) == 10"]
+    reward = score("def add(a, b): return a + b if a < 5 else 0", tests=tests)
+    assert (reward.value, reward.components["passed"]) == (0.0, 0.75)
+    half = score("print(3)", cases=SUMS)
+    assert (half.value, half.components["passed"]) == (0.0, 0.5)
+
+
+@needs_sandbox
+def test_a_program_reads_each_case_and_spaces_at_the_ends_of_lines_do_not_count() -> None:
+    reward = score("a, b = map(int, input().split())\nprint(a + b, ' \\n')", cases=json.dumps(SUMS))
+    assert (reward.value, reward.components["passed"]) == (1.0, 1.0)
+
+
+@needs_sandbox
+def test_a_right_output_with_a_failed_exit_does_not_pass() -> None:
+    assert score("print(3); raise SystemExit(1)", cases=SUMS[:1]).value == 0.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "limit"),
+    [
+        ("while True: pass", "time_limit"),
+        ("print('x' * 10**8)", "output_limit"),
+        ("import os\nos.write(2, bytes(10**7))", "output_limit"),
+        (
+            "import mmap\nx = [mmap.mmap(-1, 1 << 20) for _ in range(900)]\nfor y in x: y.write(bytes(1 << 20))",
+            "memory_limit",
+        ),
+    ],
+)
+@pytest.mark.parametrize("checks", ["cases", "tests"])
+def test_a_program_that_is_stopped_has_no_reward_and_the_reason(
+    program: str, limit: str, checks: str
+) -> None:
+    if checks == "tests" and limit == "output_limit":
+        pytest.skip("what a program prints is not read where tests call it")
+    slow = SandboxConfig(timeout_s=1.5 if limit == "time_limit" else 30.0, memory_bytes=256 << 20)
+    reward = score(program, ScoreConfig(sandbox=slow), **{checks: list(SUMS if checks == "cases" else ADD)})
+    assert reward.value == 0.0
+    assert {name for name, value in reward.components.items() if value} == {limit}
+
+
+@needs_sandbox
+def test_all_programs_of_a_candidate_together_end_before_the_scorers_time_limit() -> None:
+    """Otherwise a slow program would be a failed score, and many of them end the run."""
+    config = ScoreConfig(timeout_s=2.0, sandbox=SandboxConfig(timeout_s=10.0))
+    reward = score("import time; time.sleep(0.9); print(3)", config, cases=[SUMS[0]] * 20)
+    assert (reward.value, reward.components["time_limit"]) == (0.0, 1.0)
+
+
+@needs_sandbox
+def test_without_a_code_block_nothing_runs() -> None:
+    candidate = Candidate("t", {"tests": ADD}, [{"role": "assistant", "content": "def add(a, b): ..."}], True)
+    reward = CodeScorer.from_config(CONFIG).score(candidate)
+    assert (reward.value, reward.components["no_code"]) == (0.0, 1.0)
+
+
+def test_the_last_closed_block_is_the_program() -> None:
+    assert find_program("```\na\n```\n ```py title\nb\nc\n```  \nthen ```not one``` ") == "b\nc\n"
+    assert find_program("```python\na\n```\n```python\nnot closed") == "a\n"
+    assert find_program("`a` and ```b```") is None
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {},
+        {"tests": []},
+        {"tests": ["x"], "cases": SUMS},
+        {"tests": [1]},
+        {"cases": [{"stdin": ""}]},
+        {"cases": "x"},
+    ],
+)
+def test_an_example_without_checks_is_a_failed_score(example: dict[str, object]) -> None:
+    with pytest.raises(ScoreError, match="of the example"):
+        read_checks(example)
+
+
+def test_scores_with_different_limits_have_different_versions(tmp_path: Path) -> None:
+    versions = [
+        CodeScorer(ScoreConfig(sandbox=each)).version
+        for each in (SandboxConfig(), SandboxConfig(unsafe=True), SandboxConfig(timeout_s=5.0))
+    ]
+    assert versions[0] == versions[1] != versions[2]
