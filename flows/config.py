@@ -274,6 +274,17 @@ class RetrainConfig(StageConfig):
         "(docs/rescoring.md has the columns); empty: all of the finished steps.",
         fixed=True,
     )
+    order_by: str = setting(
+        "",
+        "Keys in SQL by which each pass draws the groups, such as `reward desc, step`; empty: in random order.",
+        fixed=True,
+    )
+    weight: str = setting(
+        "",
+        "Number in SQL to which the probability that a step draws a group is proportional, such as `reward_std`; empty: a step takes the "
+        "next groups of a pass over all.",
+        fixed=True,
+    )
 
 
 class RescoreConfig(FlowConfig):

@@ -78,6 +78,13 @@ def retrain(
             help="Condition on the stored groups to draw from, such as: step < 10 and reward_std > 0.",
         ),
     ] = "",
+    order_by: Annotated[
+        str, typer.Option(metavar="SQL", help="Order in which they are drawn, such as: reward desc.")
+    ] = "",
+    weight: Annotated[
+        str,
+        typer.Option(metavar="SQL", help="Draw them in proportion to this number, such as: reward_std."),
+    ] = "",
     overrides: Overrides = None,
     again: Again = False,
 ) -> None:
@@ -85,7 +92,8 @@ def retrain(
     from rollmill.flows.commands.new_runs import retrain_here
     from rollmill.flows.commands.stored_runs import retrain_config
 
-    config = retrain_config(origin, tuple(overrides or ()), sources or (), scores, where)
+    given = {"scores": scores, "where": where, "order_by": order_by, "weight": weight}
+    config = retrain_config(origin, tuple(overrides or ()), sources or (), given)
     retrain_here(config, name, again=again)
 
 

@@ -1,7 +1,7 @@
 """The commands `rescore`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
 
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -126,7 +126,7 @@ def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION)
 
 
 def retrain_config(
-    origin: str, overrides: Sequence[str], sources: Sequence[str] = (), scores: str = "", where: str = ""
+    origin: str, overrides: Sequence[str], sources: Sequence[str] = (), given: Mapping[str, str] | None = None
 ) -> RunConfig:
     """Return the settings of a run that trains from stored rollouts.
 
@@ -134,8 +134,7 @@ def retrain_config(
         origin: a run, whose settings are taken and whose rollouts are trained on unless `sources` names others; or a preset.
         overrides: key=value.
         sources: runs to train from.
-        scores: NAME@VERSION.
-        where: condition in SQL on the stored groups to draw from; empty: all.
+        given: further settings of `retrain` by name; empty ones are left as they are.
 
     Raises:
         ConfigError: a setting is wrong, or a source is not a run.
@@ -147,7 +146,7 @@ def retrain_config(
     else:
         values = preset_values(origin)
     chosen: dict[str, Any] = {"sources": [find_run(each).absolute for each in sources]} if sources else {}
-    chosen |= {name: given for name, given in (("scores", scores), ("where", where)) if given}
+    chosen |= {name: each for name, each in (given or {}).items() if each}
     values["retrain"] = values.get("retrain", {}) | chosen
     with name_override(folder, overrides) if folder else nullcontext():
         return validate(apply_overrides(values, overrides))

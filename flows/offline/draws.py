@@ -11,7 +11,9 @@ from typing import Self
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.retrain_sources import find_source_steps
+from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.score.group_outcomes import (
     GroupOutcome,
     RolloutOrigin,
@@ -21,7 +23,7 @@ from rollmill.tasks.score.group_outcomes import (
 )
 from rollmill.tasks.score.stored_scores import recompute_advantages
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.group_draw import StoredGroup, draw_groups
+from rollmill.tasks.store.group_draw import Order, StoredGroup, draw_groups
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
@@ -50,10 +52,12 @@ class GroupPool:
 
     Attributes:
         left_out: number of other groups, by the reason why they cannot be trained on.
+        order: in which a step draws them.
     """
 
     groups: tuple[StoredGroup, ...]
     left_out: Counter[str]
+    order: Order = "random"
 
     @classmethod
     def read(cls, config: RunConfig) -> Self:
@@ -62,23 +66,30 @@ class GroupPool:
         Raises:
             ConfigError: a source is not a run or lacks the scores, or no group can be trained on.
         """
-        groups: list[StoredGroup] = []
+        trainable: list[StoredGroup] = []
         left_out: Counter[str] = Counter()
         for group, outcomes in _all_outcomes(config):
             if any(not outcome.reason for outcome in outcomes):
-                groups.append(group)
+                trainable.append(group)
             else:
                 left_out[outcomes[0].reason] += 1
+        groups, order = _order_groups(config, trainable)
+        if n_left_out := len(trainable) - len(groups):
+            left_out["weight 0"] += n_left_out
         if not groups:
             why = ", ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none is stored"
             remedy = f"no group of the sources can be trained on ({why})"
             raise ConfigError("retrain.sources", config.retrain.sources, remedy)
-        return cls(tuple(groups), left_out)
+        return cls(tuple(groups), left_out, order)
 
     def draw(self, config: RunConfig, step: int) -> list[tuple[StoredGroup, tuple[GroupOutcome, ...]]]:
         """Draw a step's groups with their outcomes, sorted by source and step; the same seed and step draw the same groups."""
         chosen = draw_groups(
-            self.groups, seed=config.seed, step=step, groups_per_step=config.rollout.groups_per_step
+            self.groups,
+            seed=config.seed,
+            step=step,
+            groups_per_step=config.rollout.groups_per_step,
+            order=self.order,
         )
         found = []
         # Sorted by source and step, so that each stored step is read once.
@@ -87,6 +98,31 @@ class GroupPool:
             computed = _group_outcomes(RunFolder(source), source_step, config, set(wanted))
             found += [(wanted[group], outcomes) for group, outcomes in computed.items()]
         return found
+
+
+def _order_groups(config: RunConfig, groups: Sequence[StoredGroup]) -> tuple[Sequence[StoredGroup], Order]:
+    """Return groups with their places or weights, those of weight 0 left out, and the order in which a step draws them.
+
+    Raises:
+        ConfigError: retrain.order_by or retrain.weight is wrong, or both are given.
+    """
+    order_by, weight = config.retrain.order_by, config.retrain.weight
+    if order_by and weight:
+        raise ConfigError("retrain.order_by", order_by, "give either an order or retrain.weight")
+    if not order_by and not weight:
+        return groups, "random"
+    folders = list(map(find_run, config.retrain.sources))
+    frames, locations = (
+        RunFrames(folders, config.retrain.scores),
+        {each.absolute: each.location for each in folders},
+    )
+    if order_by:
+        places = frames.order_groups("retrain.order_by", order_by)
+        placed = [(each, places[locations[each.source], each.step, each.group]) for each in groups]
+        return [replace(each, place=place) for each, place in placed], "place"
+    weights = frames.weigh_groups("retrain.weight", weight)
+    weighed = [(each, weights[locations[each.source], each.step, each.group]) for each in groups]
+    return [replace(each, weight=found) for each, found in weighed if found > 0], "weight"
 
 
 def _group_outcomes(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,51 @@ async def test_groups_that_meet_a_condition_alone_are_drawn(
 ) -> None:
     pool = GroupPool.read(config_of(source, where=condition))
     assert [(each.step, each.group) for each in pool.groups] == groups
+
+
+@pytest.mark.parametrize(
+    ("order_by", "groups"),
+    [
+        ('step desc, "group"', [(1, 2), (1, 3), (0, 0), (0, 1)]),
+        ('"group" % 2 desc', [(0, 1), (1, 3), (0, 0), (1, 2)]),
+    ],
+)
+async def test_each_pass_draws_groups_in_the_given_order(
+    source: RunFolder, order_by: str, groups: list[tuple[int, int]]
+) -> None:
+    config = config_of(source, order_by=order_by, groups=1)
+    pool = GroupPool.read(config)
+    drawn = [stored for step in range(8) for stored, _ in pool.draw(config, step)]
+    assert [(each.step, each.group) for each in drawn] == groups * 2
+
+
+async def test_a_group_of_weight_0_is_never_drawn_and_counted(source: RunFolder) -> None:
+    config = config_of(source, weight='"group" % 2', groups=1)
+    pool = GroupPool.read(config)
+    assert pool.left_out["weight 0"] == 2
+    drawn = {stored.group for step in range(40) for stored, _ in pool.draw(config, step)}
+    assert drawn == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"order_by": "rewards"}, r'retrain.order_by = .*"rewards" not found'),
+        ({"order_by": "random()"}, r"retrain.order_by = .*random would choose other groups"),
+        ({"weight": "1 - step"}, None),
+        ({"weight": "-1"}, r"retrain.weight = .*it is -1.0 for group 0 of step 0"),
+        ({"weight": "null"}, r"retrain.weight = .*it is None for group"),
+        ({"weight": "1 / (step - step)"}, r"retrain.weight = .*it is (inf|None|nan)"),
+        ({"weight": "'many'"}, r"retrain.weight = .*Could not convert string"),
+        ({"weight": "0"}, r"retrain.sources = .*can be trained on \(4 weight 0\)"),
+        ({"weight": "1", "order_by": "step"}, "give either an order or retrain.weight"),
+    ],
+)
+async def test_a_wrong_order_or_weight_is_refused_by_name(
+    source: RunFolder, settings: dict[str, str], reason: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
+        GroupPool.read(config_of(source, **settings))
 
 
 async def test_a_group_without_a_score_that_meets_a_condition_is_left_out(source: RunFolder) -> None:

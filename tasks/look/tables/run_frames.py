@@ -1,5 +1,6 @@
 """Stored runs as lazy Polars frames and as SQL views: one run or several, on a disk or on S3."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -34,8 +35,8 @@ GROUP_COLUMNS: Mapping[str, str] = {
 }
 """Columns of a group, besides run, step and group, with the aggregate of its trajectories that each is."""
 _GROUPS = (
-    f'select run, step, "group", {", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())} '
-    f'from {TRAJECTORIES} group by run, step, "group"'
+    f'select location, run, step, "group", {", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())} '
+    f'from {TRAJECTORIES} group by location, run, step, "group"'
 )
 _CHANGING_FUNCTIONS = (
     "select distinct function_name from duckdb_functions() where stability <> 'CONSISTENT' order by all"
@@ -112,16 +113,50 @@ class RunFrames:
         Raises:
             ConfigError: it is no condition on these columns, or calls a function whose value changes from query to query.
         """
-        changing = self._run(field, condition, _CHANGING_FUNCTIONS, reads_files=False)["function_name"]
-        called = rf"\b(?:({'|'.join(changing)})\"?\s*\(|(current_(?:date|time|timestamp))\b)"
-        if call := re.search(called, _TEXTS_AND_COMMENTS.sub(" ", condition), re.IGNORECASE):
-            remedy = f'{call[1] or call[2]} would choose other groups each time the run is resumed; "group" % 4 = 0 chooses the same quarter'
-            raise ConfigError(field, condition, remedy)
+        self._refuse_changing(field, condition)
         query = f'select step, "group" from ({_GROUPS}) where ({condition}\n)'
         found: dict[int, set[int]] = {}
         for step, group in self._run(field, condition, query, reads_files=False).iter_rows():
             found.setdefault(step, set()).add(group)
         return found
+
+    def order_groups(self, field: str, keys: str) -> dict[tuple[str, int, int], int]:
+        """Return the place of each group, by location of its run, step and group, in the order of keys in SQL, as after `order by`.
+
+        Arguments and errors are those of `find_groups`. Groups with equal keys are in the order of location, step and group.
+        """
+        self._refuse_changing(field, keys)
+        query = f'select location, step, "group" from ({_GROUPS}) order by {keys}\n, location, step, "group"'
+        rows = self._run(field, keys, query, reads_files=False).iter_rows()
+        return {(location, step, group): place for place, (location, step, group) in enumerate(rows)}
+
+    def weigh_groups(self, field: str, weight: str) -> dict[tuple[str, int, int], float]:
+        """Return a number in SQL for each group, by location of its run, step and group.
+
+        Arguments and errors are those of `find_groups`.
+
+        Raises:
+            ConfigError: also for a number that is negative, infinite or missing.
+        """
+        self._refuse_changing(field, weight)
+        query = f'select location, step, "group", ({weight}\n)::double from ({_GROUPS}) order by all'
+        found: dict[tuple[str, int, int], float] = {}
+        for location, step, group, value in self._run(field, weight, query, reads_files=False).iter_rows():
+            if value is None or not 0.0 <= value < math.inf:
+                where = f"it is {value} for group {group} of step {step} of {location}"
+                raise ConfigError(
+                    field, weight, f"{where}; give a number of at least 0, such as coalesce(reward_std, 0)"
+                )
+            found[location, step, group] = value
+        return found
+
+    def _refuse_changing(self, field: str, given: str) -> None:
+        """Raise ConfigError if an expression calls a function whose value changes from query to query."""
+        changing = self._run(field, given, _CHANGING_FUNCTIONS, reads_files=False)["function_name"]
+        called = rf"\b(?:({'|'.join(changing)})\"?\s*\(|(current_(?:date|time|timestamp))\b)"
+        if call := re.search(called, _TEXTS_AND_COMMENTS.sub(" ", given), re.IGNORECASE):
+            remedy = f'{call[1] or call[2]} would choose other groups each time the run is resumed; "group" % 4 = 0 chooses the same quarter'
+            raise ConfigError(field, given, remedy)
 
     def sql(self, query: str) -> pl.DataFrame:
         """Run a query of DuckDB over the views `trajectories` and one for each data set but `states`.
