@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
+from rollmill.flows.environment_config import Environments, EvaluateConfig
 from rollmill.tasks.config import YEAR_S, StageConfig, setting
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.rollout.config import RolloutConfig
@@ -247,20 +248,6 @@ class FlowConfig(StageConfig):
         return values
 
 
-class EvaluateConfig(StageConfig):
-    """Settings of held-out evaluation."""
-
-    every: int = setting(
-        10,
-        "Steps between two evaluations; the first and the last version are evaluated too. 0: no evaluation, and a run that "
-        "trains from stored rollouts needs no vLLM server.",
-        ge=0,
-        basic=True,
-    )
-    n_prompts: int = setting(256, "Number of held-out prompts, the same each time.", ge=1, fixed=True)
-    scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
-
-
 class RetrainConfig(StageConfig):
     """Settings of training from stored rollouts."""
 
@@ -343,6 +330,13 @@ class RunConfig(FlowConfig):
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
     start_model: StartModelConfig = setting(StartModelConfig(), "Recipe of a small start model, made here.")
     retrain: RetrainConfig = setting(RetrainConfig(), "Stored rollouts to train from.")
+    environments: Environments = setting(
+        (),
+        "Several environments in one run: each has a name, a weight, by which a step's groups are shared, and the settings of rollout, "
+        "score and evaluate in which it differs from the run; by name, as environments.add.weight=2, or as a list. Empty: the one of "
+        "rollout.environment.",
+        fixed=True,
+    )
 
     @property
     def trajectories_per_step(self) -> int:

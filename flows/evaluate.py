@@ -18,7 +18,8 @@ from rollmill.flows.run.folder import LAST_VERSION, RunName, choose_version, run
 from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.flows.step.held_out import finish_evaluation, is_evaluated
-from rollmill.tasks.look.tables.run_tables import format_with_interval, read_held_out
+from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
+from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.serve.policy_version import PolicyVersion
 
 # A policy version as a parameter of the flow; the run form of Prefect's UI refuses smaller numbers.
@@ -59,10 +60,16 @@ async def evaluate(run_name: RunName, config: EvaluateSettings, version: Version
 
 
 def _summary(run: Run, version: int) -> str:
-    """Return a line with the held-out reward and accuracy of an evaluated policy version."""
-    (row,) = read_held_out(run.folder, version=version).to_dicts()
-    return (
-        f"version {version} of {run.folder.location}, {row['n']} held-out problems, 95 % intervals: "
-        f"reward {format_with_interval(row, 'reward')} sampled, "
-        f"accuracy {format_with_interval(row, 'greedy_accuracy')} greedy"
-    )
+    """Return a line with the held-out reward and accuracy of an evaluated policy version, and one of each of several environments."""
+    lines = []
+    for env, rows in list_held_out(run.folder):
+        row = next(each for each in rows if each["step"] == version)
+        of_env = "" if env == ALL else f" of {env}"
+        k = row["samples"]
+        passed = f", pass@{k} {format_with_interval(row, 'pass_at_k')}" if k > 1 and row["pass_at_k"] else ""
+        lines.append(
+            f"version {version} of {run.folder.location}, {row['n']} held-out problems{of_env}, 95 % intervals: "
+            f"reward {format_with_interval(row, 'reward')} sampled{passed}, "
+            f"accuracy {format_with_interval(row, 'greedy_accuracy')} greedy"
+        )
+    return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 
 from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.environment_config import may_differ
 from rollmill.flows.presets import merge_settings
 from rollmill.flows.settings import UNREAD_BY_COLLECT, settings
 from rollmill.tasks.config import StageConfig
@@ -35,7 +36,7 @@ class RunForm:
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of a deployment's parameter `config`, from which Prefect shows the form."""
         whole = self.model.model_json_schema()
-        shown = _drop(_inline(whole, whole["$defs"]), self.hidden)
+        shown = _show_overrides(_drop(_inline(whole, whole["$defs"]), self.hidden))
         basic, advanced = _select(shown, is_basic=True), _select(shown, is_basic=False)
         section = advanced | {"title": "Advanced", "description": _ABOUT_ADVANCED}
         return _number(basic | {"properties": basic["properties"] | {ADVANCED: section}})
@@ -100,6 +101,33 @@ def _drop(section: dict[str, Any], hidden: Collection[str], prefix: str = "") ->
     return section | {"properties": properties}
 
 
+def _show_overrides(shown: dict[str, Any]) -> dict[str, Any]:
+    """Return a form's JSON schema in which an environment has only what may differ from the run, without defaults.
+
+    Prefect fills in defaults, and each of them would override the run's value.
+    """
+    properties = dict(shown["properties"])
+    if entries := properties.get("environments"):
+        items = {
+            name: _drop_defaults(field, f"{name}.") if "properties" in field else field
+            for name, field in entries["items"]["properties"].items()
+        }
+        properties["environments"] = entries | {"items": entries["items"] | {"properties": items}}
+    return shown | {"properties": properties}
+
+
+def _drop_defaults(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for name, field in section["properties"].items():
+        path = f"{prefix}{name}"
+        if "properties" in field:
+            inner = _drop_defaults(field, f"{path}.")
+            properties |= {name: inner} if inner["properties"] else {}
+        elif may_differ(path):
+            properties[name] = {key: value for key, value in field.items() if key != "default"}
+    return {key: value for key, value in section.items() if key != "default"} | {"properties": properties}
+
+
 def _select(section: dict[str, Any], *, is_basic: bool) -> dict[str, Any]:
     """Return a section's JSON schema with only its basic settings, or only the others; sections left empty are omitted."""
     properties: dict[str, Any] = {}
@@ -130,7 +158,7 @@ _NOT_SAMPLED = {f"rollout.{name}" for name in ("max_staleness", "max_refill_grou
 POST_TRAIN = RunForm(RunConfig, frozenset({"retrain"}))
 COLLECT = RunForm(RunConfig, UNREAD_BY_COLLECT)
 EVALUATE = RunForm(RunConfig, frozenset({"checkpoint", "sync", "retrain", *_NOT_EVALUATED}))
-RETRAIN = RunForm(RunConfig, frozenset(_NOT_SAMPLED))
+RETRAIN = RunForm(RunConfig, frozenset({"environments", *_NOT_SAMPLED}))
 RESCORE = RunForm(RescoreConfig)
 
 FORMS = {

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.store.folders import RunFolder
@@ -33,9 +35,19 @@ def start_model_folder(config: RunConfig) -> Path:
     if config.model:
         return model_folder(config.model)
     recipe = start_model_recipe(config).model_dump()
-    recipe |= {"seed": config.seed, "environment": config.rollout.environment, "recipe": RECIPE_VERSION}
+    recipe |= {"seed": config.seed, "environment": _named_environments(config), "recipe": RECIPE_VERSION}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     return MODELS / f"start-{digest[:16]}"
+
+
+def _named_environments(config: RunConfig) -> str | dict[str, int]:
+    """Return what of a run's environments the warm-up corpus depends on: the name of the only one, or all names with their weights."""
+    if not config.environments:
+        return config.rollout.environment
+    weights: Counter[str] = Counter()
+    for entry, each in zip(config.environments, environment_configs(config).values(), strict=True):
+        weights[each.rollout.environment] += entry.weight
+    return dict(sorted(weights.items()))
 
 
 def stored_model_folder(stored: Mapping[str, Any]) -> Path:
@@ -45,7 +57,7 @@ def stored_model_folder(stored: Mapping[str, Any]) -> Path:
         ValueError: a setting that the folder depends on is missing or wrong.
     """
     # The model alone decides if it is given.
-    names = ("model",) if stored.get("model") else ("start_model", "seed")
+    names = ("model",) if stored.get("model") else ("start_model", "seed", "environments")
     values = {name: stored[name] for name in names if name in stored}
     if not stored.get("model"):
         values["rollout"] = {"environment": get_setting(stored, "rollout.environment", "")}

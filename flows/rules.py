@@ -1,9 +1,10 @@
 """The rules that settings of several stages must keep together."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs, list_altered, name_environment
 from rollmill.tasks.errors import ConfigError, show_value
 from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
@@ -19,20 +20,21 @@ MOST_STALENESS = 32
 
 def check_config(config: RunConfig) -> None:
     """Refuse settings that contradict each other; ConfigError names the first."""
-    of_stages = (
-        _model_rules,
-        _rollout_rules,
-        _serve_rules,
-        _overlong_rules,
-        _trainer_rules,
-        _reference_rules,
-    )
-    for field, is_wrong, remedy in (rule for rules in of_stages for rule in rules(config)):
-        if is_wrong:
-            raise ConfigError(field, get_setting(config.model_dump(mode="json"), field, None), remedy)
+    _check_rules(config, _environments_rules(config))
+    of_environment = (_model_rules, _rollout_rules, _overlong_rules, _reference_rules)
+    for name, each in environment_configs(config).items():
+        with name_environment(config, name):
+            _check_rules(each, (rule for rules in of_environment for rule in rules(each)))
+    _check_rules(config, [*_serve_rules(config), *_trainer_rules(config)])
     # The trainer checks its settings with these too, so they raise instead of returning errors.
     check_objective(config.train)
     check_offload(config.train)
+
+
+def _check_rules(config: RunConfig, rules: Iterable[Rule]) -> None:
+    for field, is_wrong, remedy in rules:
+        if is_wrong:
+            raise ConfigError(field, get_setting(config.model_dump(mode="json"), field, None), remedy)
 
 
 def check_sampling(config: RunConfig) -> None:
@@ -41,7 +43,7 @@ def check_sampling(config: RunConfig) -> None:
     The sampling settings of a run that trains from stored rollouts are those of its evaluations alone.
     """
     if not config.retrain.sources:
-        check_correction(config.train, config.rollout.sampling.list_altered())
+        check_correction(config.train, list_altered(config))
 
 
 def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
@@ -52,7 +54,7 @@ def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
 
     Args:
         train: settings of the trainer.
-        altered: the settings of sampling that make the two differ (`SamplingConfig.list_altered`).
+        altered: the settings of sampling that make the two differ (`list_altered`).
 
     Raises:
         ConfigError: names the setting of the trainer to change.
@@ -135,6 +137,18 @@ def list_warnings(config: RunConfig) -> list[str]:
         f"{field} = {show_value(get_setting(values, field, None))}: {what}"
         for field, is_warned, what in warnings
         if is_warned
+    ]
+
+
+def _environments_rules(config: RunConfig) -> list[Rule]:
+    """Return the rules for several environments in one run."""
+    return [
+        (
+            "environments",
+            bool(config.environments) and bool(config.retrain.sources),
+            "training from stored rollouts has the environments of its sources, in the shares in which they are stored (see "
+            "retrain.where), and evaluates the one of rollout.environment: leave this empty",
+        ),
     ]
 
 

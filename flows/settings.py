@@ -4,7 +4,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
+from rollmill.flows.environment_config import read_entries
 from rollmill.flows.presets import are_algorithms, parse_yaml, preset_values
 from rollmill.flows.rules import check_config
 from rollmill.tasks.config import ADDRESS, LINK, VARIABLE, VARIABLES, StageConfig, may_be_secret, suggest
@@ -58,6 +59,10 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of settings with `key.subkey=value` overrides applied; ConfigError for one of another form."""
     values = copy.deepcopy(values)
+    # A run stores its environments as a list; an override names one.
+    entries = values.get("environments")
+    if isinstance(entries, list) and all(isinstance(each, dict) and "name" in each for each in entries):
+        values["environments"] = {each.pop("name"): each for each in entries}
     for override in overrides:
         _apply_override(values, override)
     return values
@@ -102,9 +107,20 @@ def parse_settings(model: type[Config], values: dict[str, Any]) -> Config:
             moved = first["ctx"]
             value = HIDDEN if may_be_secret(moved["field"], moved["value"]) else moved["value"]
             raise ConfigError(moved["field"], value, moved["remedy"]) from None
-        field = ".".join(str(part) for part in first["loc"])
+        field = ".".join(_name_entries(values, first["loc"]))
         value, remedy = _mask_refused(field, first)
         raise ConfigError(field, value, f"{remedy}{_suggest(model, field, first)}") from None
+
+
+def _name_entries(values: Mapping[str, Any], parts: Sequence[int | str]) -> list[str]:
+    """Return the parts of a setting's dotted name, with an environment's name in place of its number."""
+    names = [str(part) for part in parts]
+    if parts[0] == "environments" and len(parts) > 1:
+        entries = read_entries(values["environments"])
+        entry = entries[int(parts[1])] if isinstance(entries, list | tuple) else None
+        if isinstance(entry, Mapping) and "name" in entry:
+            names[1] = str(entry["name"])
+    return names
 
 
 # By pydantic's type of error, where its own words are about Python.

@@ -4,15 +4,18 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from rollmill.flows.checks.preflight import check_machine
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs, group_shares, name_environment
 from rollmill.flows.prefect_integration.progress import count_progress, has_bar, say
 from rollmill.flows.recipe import start_model_folder, start_model_recipe
 from rollmill.flows.rules import check_config, check_sampling
@@ -62,7 +65,9 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
         if trains:
             check_sampling(config)
         if samples:
-            check_scorer(config.score, config.evaluate.scorer)
+            for name, each in environment_configs(config).items():
+                with name_environment(config, name):
+                    check_scorer(each.score, each.evaluate.scorer)
         await check_machine(config, samples=samples, trains=trains)
         # `open_run` checks this again, under the lock; a wrong setting must not cost the training of a start model first.
         await asyncio.to_thread(check_resumable, run_folder(run_name, config), config, trains=trains)
@@ -140,17 +145,28 @@ def _show_steps(advance: Callable[[int], None], steps: int) -> Callable[[int], N
 
 
 def _write_corpus(config: RunConfig, tokenizer_folder: Path, path: Path) -> None:
-    environment = make_environment(config.rollout)
-    if not isinstance(environment, WarmUp):
-        remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
-        raise ConfigError("start_model.steps", config.start_model.steps, remedy)
     tokenizer = ChatTokenizer.load(save_character_tokenizer(tokenizer_folder))
     recipe = start_model_recipe(config)
     n_examples = recipe.steps * recipe.batch_size
+    # In the shares of the environments' groups; the training shuffles them.
+    shares = replace(group_shares(config), groups_per_step=n_examples)
     examples = [
-        tokenize_conversation(tokenizer, conversation, environment.tools, environment.stop)
-        for conversation in environment.warm_up_corpus(config.seed, n_examples)
+        example
+        for at, each in enumerate(environment_configs(config).values())
+        for example in _tokenize_corpus(each, tokenizer, shares.count(at, 0))
     ]
     write_warmup_text(
         path, [token_ids for token_ids, _ in examples], [loss_mask for _, loss_mask in examples]
     )
+
+
+def _tokenize_corpus(
+    config: RunConfig, tokenizer: ChatTokenizer, n_examples: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tokens and the loss mask of each conversation of one environment's warm-up corpus."""
+    environment = make_environment(config.rollout)
+    if not isinstance(environment, WarmUp):
+        remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
+        raise ConfigError("start_model.steps", config.start_model.steps, remedy)
+    for conversation in environment.warm_up_corpus(config.seed, n_examples):
+        yield tokenize_conversation(tokenizer, conversation, environment.tools, environment.stop)

@@ -41,8 +41,10 @@ async def overlap(folder: Path, mode: Mode, seed: int, median_s: float) -> Timel
 async def _timed(run: Run, seed: int, median_s: float) -> Timeline:
     latencies, stopwatch = draw(seed, median_s), Stopwatch()
     STOPWATCH.set(stopwatch)
-    sampler = SleepingSampler(latencies, run.player.tokenizer, stopwatch)
-    planted = replace(run, player=replace(run.player, sampler=sampler))
+    (environment,) = run.environments
+    sampler = SleepingSampler(latencies, environment.player.tokenizer, stopwatch)
+    slow = replace(environment, player=replace(environment.player, sampler=sampler))
+    planted = replace(run, environments=(slow,))
     run.recording.count_start()
     collected = await collect_step(quote(planted), 0, wait_for=())
     makespan_s = stopwatch.elapsed_s()

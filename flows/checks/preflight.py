@@ -25,6 +25,7 @@ from rollmill.flows.checks.machine_needs import (
     check_vllm,
 )
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs, group_shares, name_environment
 from rollmill.flows.recipe import download_model, start_model_folder
 from rollmill.flows.rules import check_sampling
 from rollmill.tasks.config import suggest
@@ -85,13 +86,18 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     """
     if trains:
         check_sampling(config)
-    tried = _check_stages(config) if samples else None
+    tried = []
+    for at, (name, each) in enumerate(environment_configs(config).items()):
+        with name_environment(config, name):
+            if samples and (found := _check_stages(each, group_shares(config).most_per_step(at))):
+                tried.append(found)
     # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:
         _check_loss(config.train, config.start_timeout_s)
     tokenizer = _check_model(config)
-    if tried and tokenizer:
-        _check_turns(*tried, tokenizer)
+    if tokenizer:
+        for environment, episode in tried:
+            _check_turns(environment, episode, tokenizer)
     check_store(config.store.root)
     check_sinks(config.observe)
     if trains:
@@ -122,8 +128,8 @@ def _check_trainer(config: RunConfig, *, syncs: bool) -> None:
         raise ConfigError(TOKEN_ENV, "", remedy)
 
 
-def _check_stages(config: RunConfig) -> tuple[Environment, Episode] | None:
-    """Check environment and scorer; returns the environment and an episode that was tried, None for one of a library.
+def _check_stages(config: RunConfig, n_groups: int) -> tuple[Environment, Episode] | None:
+    """Check one environment, with at most `n_groups` groups a step, and its scorer; returns the environment and an episode that was tried, None for one of a library.
 
     Raises:
         ConfigError: names the setting.
@@ -135,7 +141,7 @@ def _check_stages(config: RunConfig) -> tuple[Environment, Episode] | None:
         check_environment_name(given, given.rpartition(":")[2])
         _check_library(config)
         return None
-    environment, episode = _open_environment(config)
+    environment, episode = _open_environment(config, n_groups)
     _check_overlong(config, environment, episode)
     if config.start_model.steps and not isinstance(environment, WarmUp):
         remedy = f"environment {environment.name} has no warm-up corpus; give `model` instead"
@@ -143,14 +149,14 @@ def _check_stages(config: RunConfig) -> tuple[Environment, Episode] | None:
     return environment, episode
 
 
-def _open_environment(config: RunConfig) -> tuple[Environment, Episode]:
+def _open_environment(config: RunConfig, n_groups: int) -> tuple[Environment, Episode]:
     """Create the environment and try it; ConfigError if it lacks something, or is not done within `start_timeout_s`."""
 
     def open_it() -> tuple[Environment, Episode]:
         environment = make_environment(config.rollout)
         episode = check_environment(environment, config.rollout)
         state_columns(environment)
-        check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+        check_prompts(environment, config.rollout, config.evaluate.n_prompts, n_groups)
         return environment, episode
 
     if ":" not in config.rollout.environment:

@@ -221,9 +221,14 @@ def _check_refills(stored: dict[str, Any], config: RunConfig, source: RunFolder)
     The fork would then use the numbers of the source's refill groups a second time.
     """
     before, now = get_setting(stored, REFILLS, 0), config.rollout.max_refill_groups
-    if not isinstance(before, int) or now >= before:
+    if not isinstance(before, int):
+        return
+    # Each environment has numbers for as many.
+    environments = get_setting(stored, "environments", ())
+    reserved = before * max(1, len(environments) if isinstance(environments, list) else 1)
+    if now * max(1, len(config.environments)) >= reserved:
         return
     raise RunMismatchError(
-        f"{REFILLS} = {now}: the groups that a fork of {source.location} begins with are numbered for {before} refills "
-        "a step; give at least as many"
+        f"{REFILLS} = {now}: the groups that a fork of {source.location} begins with are numbered for {reserved} refills "
+        f"a step; give at least {-(-reserved // max(1, len(config.environments)))}"
     )

@@ -101,7 +101,7 @@ class StepPhases:
         handed: list[Awaitable[None]] = []
         for place, trajectory in enumerate(column_values(group.rollouts, "trajectory_id")):
             if (routing := self._sampled.routing.get(str(trajectory))) is not None:
-                handed.append(self._collection.store_related("routing", routing))
+                handed.append(self._collection.store_related("", "routing", routing))
             row = group.rollouts.slice(place, 1)
             handed.append(self._collection.store_rollouts(row))
             self._collection.failures.see(row)
@@ -111,11 +111,12 @@ class StepPhases:
         """Score a group, and store its scores."""
         survivors = select_scorable(group.rollouts)
         self._scores[group.group] = no_rows("scores")
+        scoring = self._run.environment_of(group.group).scoring
         if not survivors.num_rows or (
-            self._run.scoring.by_group and not is_scorable_group(self._run.config, survivors)
+            scoring.by_group and not is_scorable_group(self._run.config, survivors)
         ):
             return
-        chunk = ScoreChunk(self._run.scoring, [survivors], self._sampled.step, self._collection.store_scores)
+        chunk = ScoreChunk(scoring, [survivors], self._sampled.step, self._collection.store_scores)
         scored = await chunk.score()
         await asyncio.gather(*scored.acknowledgements)
         self._scores[group.group] = scored.rows

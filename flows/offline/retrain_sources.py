@@ -14,7 +14,6 @@ from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.terms import check_scorer, resolve_terms
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps
-from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.resume import list_done_steps
 
@@ -52,9 +51,13 @@ def check_source_sampling(config: RunConfig) -> list[str]:
     """
     altered: set[str] = set()
     for source in map(find_run, config.retrain.sources):
-        # A run that is older than these settings has none.
-        stored = get_setting(read_manifest(source).config, "rollout.sampling", {})
-        altered |= {*SamplingConfig.model_validate(stored).list_altered()}
+        stored = read_manifest(source).config
+        for entry in stored.get("environments") or [{}]:
+            # A run that is older than these settings has none.
+            sampling: dict[str, object] = {}
+            for given in (stored, entry):
+                sampling |= given.get("rollout", {}).get("sampling", {})
+            altered |= {*SamplingConfig.model_validate(sampling).list_altered()}
     check_correction(config.train, sorted(altered))
     return sorted(altered)
 

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import list_altered
 from rollmill.flows.policies.sync_report import DIFFERENCE_HIGH, DIFFERENCE_MEAN
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run
@@ -192,13 +193,18 @@ class ServedRun:
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        """Take the parts from an open run; the openings are the first messages of its training problems."""
+        """Take the parts from an open run.
+
+        The openings are the first messages of the training problems of its first environment with tools, or else of its first one.
+        """
+        chosen = next((each for each in run.environments if each.environment.tools), run.environments[0])
+        limit = chosen.player.prompt_limit
         openings = Openings(
-            run.environment,
-            run.player.tokenizer,
+            chosen.environment,
+            chosen.player.tokenizer,
             max_tokens=run.config.serve.max_model_len,
-            timeout_s=run.config.rollout.env_timeout_s,
-            kept_tokens=run.player.prompt_limit.kept_tokens if run.player.prompt_limit else 0,
+            timeout_s=chosen.config.rollout.env_timeout_s,
+            kept_tokens=limit.kept_tokens if limit else 0,
         )
         return cls(run.id, run.folder, run.config, run.pool, openings)
 
@@ -217,7 +223,7 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
         else (MISMATCH, "the difference of log-probabilities")
     )
     found = [each.value for each in metrics if (each.name, each.env, each.stat) == (name, ALL, "mean")]
-    is_other = config.rollout.max_staleness or config.rollout.sampling.list_altered()
+    is_other = config.rollout.max_staleness or list_altered(config)
     if is_other or not found or found[0] <= threshold:
         return ""
     return (

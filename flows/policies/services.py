@@ -10,6 +10,7 @@ from typing import Any
 
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.settings import SETTINGS_BY_STEP, settings
 from rollmill.tasks.errors import ConfigError, ServiceDiedError, ServiceStartError
@@ -211,12 +212,17 @@ class ServerService:
             await self._warm_up()
 
     async def _warm_up(self, process: LaunchedProcess | None = None) -> None:
-        await self.client.warm_up(
-            self._config.start_timeout_s,
-            process,
-            needs_routing=self._keeps_routing,
-            further=self._config.rollout.sampling.parameters(),
-        )
+        # Environments may differ in their sampling; a second check of the same takes two short requests.
+        configs = environment_configs(self._config).values()
+        for sampling in {
+            each.rollout.sampling.model_dump_json(): each.rollout.sampling for each in configs
+        }.values():
+            await self.client.warm_up(
+                self._config.start_timeout_s,
+                process,
+                needs_routing=self._keeps_routing,
+                further=sampling.parameters(),
+            )
 
 
 async def restart(

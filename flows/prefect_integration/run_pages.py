@@ -9,11 +9,12 @@ from typing import Any
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
-from rollmill.tasks.look.tables.run_tables import format_with_interval, make_run_view, read_held_out
+from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out, make_run_view
 from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun
 from rollmill.tasks.look.terminal.markdown_escape import escape_block, escape_inline, make_table
+from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, scan
 
@@ -99,18 +100,19 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
         picture: PNG of its curves.
         viewer: address of the viewer; empty: no links to it.
     """
-    evaluations = [
-        f"| {each['step']} | {each['n']} | {format_with_interval(each, 'reward')} | "
-        f"{format_with_interval(each, 'greedy_accuracy')} |"
-        for each in read_held_out(folder).to_dicts()
-    ]
     view = make_run_view(folder)
     heading, rule, *steps = make_table(view)
     lines = [f"# {escape_inline(folder.name)}", "", escape_inline(view.title, MOST_LINE), ""]
     lines += [f"![curves](data:image/png;base64,{base64.b64encode(picture).decode()})", ""]
-    if evaluations:
+    for env, rows in list_held_out(folder):
+        evaluations = [
+            f"| {each['step']} | {each['n']} | {format_with_interval(each, 'reward')} | "
+            f"{format_with_interval(each, 'greedy_accuracy')} |"
+            for each in rows
+        ]
+        of_env = "" if env == ALL else f" of {escape_inline(env)}"
         lines += [
-            "| policy version | held-out problems | reward, sampled (95 %) | accuracy, greedy (95 %) |",
+            f"| policy version | held-out problems{of_env} | reward, sampled (95 %) | accuracy, greedy (95 %) |",
             "|---|---|---|---|",
         ]
         lines += [*evaluations[:1], *evaluations[1:][-LAST_STEPS:], ""]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import group_shares, list_altered
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.leftovers import mark_leftovers
 from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_runs, say
@@ -19,6 +20,7 @@ from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, start_
 from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
+from rollmill.flows.run.run_environment import RunEnvironment, open_environments
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
 from rollmill.flows.run.vitals import Vitals
 from rollmill.flows.settings import SETTINGS_BY_STEP, UNREAD_BY_COLLECT, find_fixed_settings
@@ -27,18 +29,9 @@ from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, span
 from rollmill.tasks.rollout.admission import Admission
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
-from rollmill.tasks.rollout.completions import PoolSampler
-from rollmill.tasks.rollout.environment import Environment
-from rollmill.tasks.rollout.environment_calls import state_columns
-from rollmill.tasks.rollout.episode import EpisodePlayer
-from rollmill.tasks.rollout.prompt_limit import PromptLimit
-from rollmill.tasks.rollout.remote_environment import open_environment
-from rollmill.tasks.rollout.segment_builder import RowLimit
-from rollmill.tasks.rollout.trajectory_requests import check_prompts
-from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.serve.server_pool import ServerPool
-from rollmill.tasks.store.environment_states import check_stored_columns
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.group_shares import GroupShares
 from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 from rollmill.tasks.store.run.step_settings import describe_setting_changes
@@ -94,8 +87,7 @@ class Run(TrainingRun):
     """An open run that samples and scores trajectories.
 
     Attributes:
-        held_out_scoring: scores held-out trajectories; the same object as `scoring` without evaluate.scorer.
-        player: plays episodes with the servers of `pool`.
+        environments: one, or several in the order of their names.
         admission: limits the trajectories in flight.
         pool: the vLLM servers that may be asked.
         task_runs: runs rollout and score tasks, as task runs in Prefect or not.
@@ -103,15 +95,26 @@ class Run(TrainingRun):
         recomputing: sends rollouts to the trainer for its log-probabilities; None with train.old_logprobs: sampler.
     """
 
-    environment: Environment
-    scoring: Scoring
-    held_out_scoring: Scoring
-    player: EpisodePlayer
+    environments: tuple[RunEnvironment, ...]
     admission: Admission
     pool: ServerPool
     task_runs: TaskRunRecorder
     redo_failed: bool = False
     recomputing: LogprobRecomputation | None = None
+
+    @property
+    def shares(self) -> GroupShares:
+        """Numbers the run's groups, and says which environment each belongs to."""
+        return group_shares(self.config)
+
+    @property
+    def scores_key(self) -> str:
+        """NAME@VERSION under which the scores of the run's steps are stored."""
+        return self.environments[0].scoring.key
+
+    def environment_of(self, group: int) -> RunEnvironment:
+        """Return the environment that a group of a step belongs to."""
+        return self.environments[self.shares.environment(group)]
 
 
 def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> OpenRun:
@@ -264,19 +267,15 @@ async def open_run(
         tokenizer = await asyncio.to_thread(
             ChatTokenizer.load, opened.model, rollout.chat_template, rollout.chat_template_kwargs
         )
-        scorings = await _open_scorings(opened, stack)
-        environment = await stack.enter_async_context(open_environment(rollout, logs=store.folder.logs))
-        if not adds and (line := describe_altered(rollout.sampling.list_altered())):
+        if not adds and (line := describe_altered(list_altered(config))):
             say(line)
-        check_stored_columns(store.folder, environment.name, state_columns(environment))
-        check_prompts(environment, rollout, config.evaluate.n_prompts)
         pool = ServerPool()
+        environments = await open_environments(
+            config, store.manifest.run, store.folder, tokenizer, pool, stack
+        )
         run = Run(
             **{each.name: getattr(opened, each.name) for each in fields(opened)},
-            environment=environment,
-            scoring=scorings[0],
-            held_out_scoring=scorings[-1],
-            player=_player(opened, environment, tokenizer, pool),
+            environments=environments,
             admission=Admission(rollout.max_in_flight),
             pool=pool,
             task_runs=TaskRunRecorder(config.observe, opened.recording),
@@ -290,44 +289,6 @@ async def open_run(
             # Here, while the store can still record how long the worker processes take to end.
             with span("closing"):
                 await stack.aclose()
-
-
-async def _open_scorings(run: TrainingRun, stack: AsyncExitStack) -> list[Scoring]:
-    """Open the scoring of training, and after it the one of held-out trajectories if these have another scorer."""
-    config = run.config
-    scorers = ["", config.evaluate.scorer] if config.evaluate.scorer else [""]
-    return [
-        await stack.enter_async_context(
-            Scoring(config.score, run.id, scorer=scorer, env_variables=config.rollout.env_variables)
-        )
-        for scorer in scorers
-    ]
-
-
-def _player(
-    run: TrainingRun, environment: Environment, tokenizer: ChatTokenizer, pool: ServerPool
-) -> EpisodePlayer:
-    """Make the player that runs the environment's episodes, with completions from the vLLM servers of `pool`."""
-    config = run.config
-    stop = tokenizer.stop_ids(environment.stop)
-    if environment.tools:
-        # Of an environment in worker processes, the tools are known only now.
-        tokenizer.check_turns("tool", environment.tools)
-    return EpisodePlayer(
-        environment=environment,
-        tokenizer=tokenizer,
-        sampler=PoolSampler(
-            pool, config.rollout, run.id, config.serve.request_timeout_s, stop_token_ids=stop
-        ),
-        max_tokens=config.serve.max_model_len,
-        prompt_limit=PromptLimit.from_config(config.rollout, config.serve.max_model_len),
-        timeout_s=config.rollout.trajectory_timeout_s,
-        row_limit=RowLimit(
-            config.train.micro_batch_tokens,
-            config.rollout.max_completion_tokens,
-            is_padded=config.train.layout == "padded",
-        ),
-    )
 
 
 def _git_commit() -> str:

@@ -3,14 +3,15 @@
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import polars as pl
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.tasks.look.tables.run_tables import read_held_out
+from rollmill.tasks.look.tables.run_tables import read_held_out, read_held_out_by_env
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.sinks.metric_sinks import EVALUATION, Point, SinkSettings, make_points
@@ -99,17 +100,26 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
 def evaluation_points(folder: RunFolder, version: int | None = None) -> Iterator[Point]:
     """Yield a point for each complete evaluation, with every column of `read_held_out` but the step: one version, or all.
 
-    Values that are not finite, and bounds that are not known, are left out.
+    Of several environments those of each follow, such as evaluation/reward/addition. Values that are not finite, and bounds that are
+    not known, are left out.
     """
+    by_env = read_held_out_by_env(folder, version).to_dicts()
+    has_several = len({row["env"] for row in by_env}) > 1
     for row in read_held_out(folder, version=version).to_dicts():
-        step = row.pop("step")
-        # TensorBoard and MLflow refuse numbers that are not finite.
-        values = {
-            f"evaluation/{name}": value
-            for name, value in row.items()
-            if value is not None and math.isfinite(value)
-        }
-        yield Point(EVALUATION, step, values)
+        values = _finite_values(row, "")
+        for other in by_env if has_several else ():
+            if other["step"] == row["step"]:
+                values |= _finite_values(other, f"/{other['env']}")
+        yield Point(EVALUATION, row["step"], values)
+
+
+def _finite_values(row: Mapping[str, Any], suffix: str) -> dict[str, float]:
+    # TensorBoard and MLflow refuse numbers that are not finite.
+    return {
+        f"evaluation/{name}{suffix}": value
+        for name, value in row.items()
+        if name not in ("step", "env") and value is not None and math.isfinite(value)
+    }
 
 
 def _step_points(folder: RunFolder) -> Iterator[Point]:

@@ -2,7 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Sequence
+from bisect import bisect_right
+from collections.abc import Awaitable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -13,6 +16,7 @@ from prefect.utilities.annotations import quote
 
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
+from rollmill.flows.run.run_environment import RunEnvironment
 from rollmill.flows.run.run_sinks import evaluation_points
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.tasks.observe.spans import span, within
@@ -22,8 +26,9 @@ from rollmill.tasks.rollout.environment_calls import fetch_problem
 from rollmill.tasks.rollout.task import RolloutChunk, StepSampler
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
 from rollmill.tasks.rollout.trajectory_requests import group_deadline, sampling_seed, split_chunks
-from rollmill.tasks.score.scoring import select_scorable
+from rollmill.tasks.score.scoring import Scoring, select_scorable
 from rollmill.tasks.store.attempts import short_id
+from rollmill.tasks.store.held_out import count_held_out
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import Rows, column_values
 from rollmill.tasks.store.schemas import make_batch
@@ -49,7 +54,7 @@ def is_due(run: TrainingRun, version: int) -> bool:
 def is_evaluated(run: TrainingRun, version: int) -> bool:
     """Return True if every held-out trajectory of a version is stored."""
     stored = read(run.folder, "evaluations", columns=["trajectory_id"], version=version)
-    return bool(stored.num_rows >= 2 * run.config.evaluate.n_prompts)
+    return bool(stored.num_rows >= sum(count_held_out(run.config.model_dump(mode="json")).values()))
 
 
 async def evaluate_version(run: Run, version: int, after: Sequence[object] = ()) -> None:
@@ -125,27 +130,47 @@ async def evaluate_held_out(
 
 
 async def plan_held_out(run: Run, version: int) -> list[TrajectoryRequest]:
-    """Return two requests for each held-out prompt, greedy and sampled; prompts and seeds are the same for all versions."""
+    """Return a greedy request for each held-out prompt, and `evaluate.samples` sampled ones, of all environments.
+
+    Prompts and seeds are the same for all versions. The prompts of an environment are numbered after those of the ones before it.
+    """
+    requests: list[TrajectoryRequest] = []
+    first = 0
+    for environment in run.environments:
+        problems = await _fetch_problems(environment)
+        config = environment.config
+        sampled = range(1, 1 + config.evaluate.samples)
+        requests += [
+            TrajectoryRequest(
+                trajectory_id=f"{run.id}.v{version}.{prompt}.{_answer_name(sample)}",
+                group=HELD_OUT_GROUP + prompt,
+                sample=sample,
+                attempt=0,
+                example=example,
+                # The same for every version, so that two evaluations differ by the policy alone.
+                seed=sampling_seed(config.seed, HELD_OUT_GROUP + prompt, max(0, sample - 1)),
+                temperature=(config.evaluate.temperature or config.rollout.temperature) if sample else 0.0,
+                missing=missing,
+            )
+            for sample in (0, *sampled)
+            for prompt, (example, missing) in enumerate(problems, first)
+        ]
+        first += len(problems)
+    return requests
+
+
+async def _fetch_problems(environment: RunEnvironment) -> list[tuple[Example, Exception | None]]:
     problems: list[tuple[Example, Exception | None]] = []
-    timeout_s = run.config.rollout.trajectory_timeout_s
-    for part in split_chunks(range(run.config.evaluate.n_prompts), PROMPTS_PER_TASK):
-        asked = (fetch_problem(run.environment, "held_out", prompt, timeout_s) for prompt in part)
+    timeout_s = environment.config.rollout.trajectory_timeout_s
+    for part in split_chunks(range(environment.config.evaluate.n_prompts), PROMPTS_PER_TASK):
+        asked = (fetch_problem(environment.environment, "held_out", prompt, timeout_s) for prompt in part)
         problems += await asyncio.gather(*asked)
-    return [
-        TrajectoryRequest(
-            trajectory_id=f"{run.id}.v{version}.{prompt}.{'greedy' if greedy else 'sampled'}",
-            group=HELD_OUT_GROUP + prompt,
-            sample=0 if greedy else 1,
-            attempt=0,
-            example=example,
-            # The same for every version, so that two evaluations differ by the policy alone.
-            seed=sampling_seed(run.config.seed, HELD_OUT_GROUP + prompt, 0),
-            temperature=0.0 if greedy else run.config.rollout.temperature,
-            missing=missing,
-        )
-        for greedy in (True, False)
-        for prompt, (example, missing) in enumerate(problems)
-    ]
+    return problems
+
+
+def _answer_name(sample: int) -> str:
+    """Return the end of a held-out trajectory's id. Example: samples 0 to 2 are greedy, sampled and sampled2."""
+    return "greedy" if not sample else "sampled" if sample == 1 else f"sampled{sample}"
 
 
 @task(
@@ -164,26 +189,50 @@ async def evaluate_prompts(
     run, requests, tickets, failures = work
     async with asyncio.TaskGroup() as scoring:
 
-        def score_and_store(rollouts: Rows) -> Awaitable[None]:
+        def score_and_store(scorer: Scoring, rollouts: Rows) -> Awaitable[None]:
             # At once and not when the chunk is sampled: after a kill, what is stored is not sampled again.
-            return scoring.create_task(_score_and_store(run, version, rollouts, failures))
+            return scoring.create_task(_score_and_store(run, scorer, version, rollouts, failures))
 
-        sampler = StepSampler(
-            run.player, run.admission, run.id, version, store_rollouts=score_and_store, on_lost=failures.see
-        )
-        # Held-out prompts form no group: each has its own time limit alone.
-        await RolloutChunk(sampler, requests, tickets, group_deadline(math.inf)).sample()
+        async with asyncio.TaskGroup() as sampling:
+            for environment, places in _by_environment(run, requests):
+                sampler = StepSampler(
+                    environment.player,
+                    run.admission,
+                    run.id,
+                    version,
+                    store_rollouts=partial(score_and_store, environment.held_out_scoring),
+                    on_lost=failures.see,
+                    env=environment.name,
+                )
+                own = [requests[place] for place in places], [tickets[place] for place in places]
+                # Held-out prompts form no group: each has its own time limit alone.
+                chunk = RolloutChunk(sampler, *own, group_deadline(math.inf))
+                sampling.create_task(chunk.sample())
     for each in requests:
         run.pool.forget(each.group)
     return Completed(message=f"{len(requests)} trajectories")
 
 
-async def _score_and_store(run: Run, version: int, rollouts: Rows, failures: FailureWatch) -> None:
+def _by_environment(
+    run: Run, requests: Sequence[TrajectoryRequest]
+) -> Iterator[tuple[RunEnvironment, list[int]]]:
+    """Yield each environment of some held-out requests, with the places of its requests."""
+    ends = list(accumulate(each.config.evaluate.n_prompts for each in run.environments))
+    found: dict[int, list[int]] = {}
+    for place, request in enumerate(requests):
+        found.setdefault(bisect_right(ends, request.group - HELD_OUT_GROUP), []).append(place)
+    for at, places in found.items():
+        yield run.environments[at], places
+
+
+async def _score_and_store(
+    run: Run, scoring: Scoring, version: int, rollouts: Rows, failures: FailureWatch
+) -> None:
     """Score rollouts and store each with its score, or its error, in the data set `evaluations`."""
     ids = column_values(rollouts, "trajectory_id")
     # Others of the chunk are scored concurrently, and spans of one lane must not overlap.
     with within(lane=f"evaluate.{version}/{short_id(str(ids[0]))}"), span("scoring"):
-        scores = await run.held_out_scoring.score(select_scorable(rollouts), step=version)
+        scores = await scoring.score(select_scorable(rollouts), step=version)
     failures.see(scores)
     by_id = {row["trajectory_id"]: row for row in scores.to_pylist()}
     nothing = {"reward": math.nan, "components": "{}", "error_type": "", "error": ""}

@@ -10,7 +10,7 @@ import polars as pl
 
 from rollmill.tasks.errors import FailedShareError
 from rollmill.tasks.look.tables.view import escape_controls
-from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
@@ -29,7 +29,7 @@ class FailureWatch:
         n_planned: trajectories of the step.
         max_share: share of them that may fail.
         logger: gives the logger of the task run, or flow run, that saw the failure.
-        uncounted: types of errors that do not count for the share; they are logged as others.
+        uncounted: gives the types of errors of a group that do not count for the share; they are logged as others.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class FailureWatch:
         n_planned: int,
         max_share: float,
         logger: Callable[[], logging.Logger | logging.LoggerAdapter[logging.Logger]],
-        uncounted: Collection[str] = (),
+        uncounted: Callable[[int], Collection[str]] = lambda group: (),
     ) -> None:
         self._step, self._n_planned, self._max_share, self._logger = step, n_planned, max_share, logger
         self._uncounted = uncounted
@@ -51,14 +51,14 @@ class FailureWatch:
         Raises:
             FailedShareError: more failed than the share allows; says what failed most.
         """
-        for row in rows.select(COLUMNS).to_pylist():
+        for row in rows.select([*COLUMNS, "group"]).to_pylist():
             if row["status"] not in LOST:
                 continue
             if is_new:
                 # An error may quote what a model wrote, with terminal escapes.
                 said = (escape_controls(str(row[column])) for column in COLUMNS)
                 self._logger().warning("trajectory %s %s: %s: %s", *said)
-            if row["status"] in FAILED and row["error_type"] not in self._uncounted:
+            if row["status"] in FAILED and row["error_type"] not in self._uncounted(row["group"]):
                 self._kinds[row["error_type"]] += 1
                 # One example a kind: thousands of failures usually have the same cause.
                 self._examples.setdefault(row["error_type"], row["error"])
@@ -91,7 +91,7 @@ ROLLOUT_COLUMNS = (
     "error_type",
 )
 SCORE_COLUMNS = ("trajectory_id", "subgroup", "status", "error_type")
-GROUP_COLUMNS = ("group", "subgroup", "reason", "reward_mean")
+GROUP_COLUMNS = ("group", "subgroup", "env", "reason", "reward_mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +172,26 @@ def find_drops(stored: StoredStepRows, *, train_truncated: bool = True) -> pl.Da
     return fates.select("env", "cause", "n_tokens").collect()
 
 
-def drop_metrics(fates: pl.DataFrame) -> list[Metric]:
-    """Compute metrics of the rows of `find_drops`: counts and share lost, counts by cause and length, mean lengths."""
+def drop_metrics(fates: pl.DataFrame, env: str = ALL) -> list[Metric]:
+    """Compute metrics of the rows of `find_drops`: counts and share lost, counts by cause and length, mean lengths.
+
+    `env` is the environment that all rows are of.
+    """
     lost = fates.filter(pl.col("cause") != KEPT)
     metrics = [
-        Metric("drops/trajectories", "all", "value", float(len(lost))),
-        Metric("drops/share", "all", "value", len(lost) / max(1, len(fates))),
+        Metric("drops/trajectories", env, "value", float(len(lost))),
+        Metric("drops/share", env, "value", len(lost) / max(1, len(fates))),
     ]
     metrics += [
-        Metric(f"drops/cause_{cause}", "all", "value", float(n))
+        Metric(f"drops/cause_{cause}", env, "value", float(n))
         for cause, n in lost["cause"].value_counts(sort=True).rows()
     ]
     for name, rows in (("kept", fates.filter(pl.col("cause") == KEPT)), ("lost", lost)):
         mean = rows["n_tokens"].cast(pl.Float64).mean()
         if isinstance(mean, float):
-            metrics.append(Metric(f"drops/{name}_tokens", "all", "mean", mean))
+            metrics.append(Metric(f"drops/{name}_tokens", env, "mean", mean))
         metrics += [
-            Metric(f"drops/{name}_up_to_{edge}_tokens", "all", "value", float(n))
+            Metric(f"drops/{name}_up_to_{edge}_tokens", env, "value", float(n))
             for edge, n in _by_length(rows["n_tokens"].to_list())
         ]
     return metrics

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import polars as pl
@@ -14,11 +14,12 @@ from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.private_prefect import release_finished_tasks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
+from rollmill.flows.run.run_environment import scoring_metrics
 from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import CollectedStep
-from rollmill.tasks.look.tables.run_tables import format_with_interval, read_held_out
+from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
 from rollmill.tasks.look.tables.view import count_noun
-from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.observe.sinks.metric_sinks import make_points
 from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock
@@ -36,9 +37,8 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
     from rollmill.tasks.look.terminal.plot import plot_run
 
     console = Console()
-    evaluations = read_held_out(folder).to_dicts()
-    if evaluations:
-        console.print(_before_and_after(evaluations[0], evaluations[-1]))
+    for env, rows in list_held_out(folder):
+        console.print(_before_and_after(env, rows[0], rows[-1]))
     dataset = "rollouts" if list_steps(folder, "rollouts") else "batches"
     lines = {
         "curves": str(plot_run(folder)),
@@ -50,13 +50,17 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
         console.print(f"  {value}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _before_and_after(before: dict[str, object], after: dict[str, object]) -> Table:
-    table = Table(title="held-out problems, with 95 % intervals", title_justify="left")
+def _before_and_after(env: str, before: Mapping[str, object], after: Mapping[str, object]) -> Table:
+    of_env = "" if env == ALL else f" of {env}"
+    table = Table(title=f"held-out problems{of_env}, with 95 % intervals", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("policy version", str(before["step"]), str(after["step"]))
     table.add_row("problems", str(before["n"]), str(after["n"]))
-    for name, key in (("reward, sampled", "reward"), ("accuracy, greedy", "greedy_accuracy")):
+    values = {"reward, sampled": "reward", "accuracy, greedy": "greedy_accuracy"}
+    if before["samples"] != 1 and before["pass_at_k"] is not None:
+        values[f"pass@{before['samples']}"] = "pass_at_k"
+    for name, key in values.items():
         table.add_row(name, format_with_interval(before, key), format_with_interval(after, key))
     return table
 
@@ -76,49 +80,70 @@ async def report_step(
     """Store a step's metrics, and show its reward, lost trajectories and time on the terminal and in Prefect's UI."""
     step = collected.step
     with span("measuring"):
-        reward, measured, dropped = await asyncio.to_thread(_measure, run, step)
-    measured |= {
+        measured, dropped = await asyncio.to_thread(_measure, run, step)
+    reward, n_tokens = (
+        next(each.value for each in measured if (each.name, each.env) == (name, ALL))
+        for name in ("rollout/reward", "rollout/tokens")
+    )
+    values = {
         "time/rollouts_and_scores_s": collected.seconds,
         "observe/sink_failures_so_far": float(run.sinks.n_failures if run.sinks else 0),
         "store/compaction_failures_so_far": float(run.compactor.n_failed),
     }
-    if isinstance(run.environment, RemoteEnvironment):
-        measured["rollout/env_restarts_so_far"] = float(run.environment.restarts)
-    limit = run.player.prompt_limit
-    cut = f"{limit.n_cut} prompts cut so far" if limit and limit.n_cut else ""
-    if limit and limit.keeps_end:
-        measured["rollout/cut_prompts_so_far"] = float(limit.n_cut)
-    own = [Metric(name, "all", "value", value) for name, value in measured.items()]
-    services = [*run.scoring.metrics(), *run.pool.metrics()]
-    await store_step(run, step, [*metrics, *own, *services, *drop_metrics(dropped)], clock)
+    remote = [
+        each.environment for each in run.environments if isinstance(each.environment, RemoteEnvironment)
+    ]
+    if remote:
+        values["rollout/env_restarts_so_far"] = float(sum(each.restarts for each in remote))
+    limits = [each.player.prompt_limit for each in run.environments if each.player.prompt_limit]
+    n_cut = sum(each.n_cut for each in limits)
+    cut = f"{n_cut} prompts cut so far" if n_cut else ""
+    if any(each.keeps_end for each in limits):
+        values["rollout/cut_prompts_so_far"] = float(n_cut)
+    own = [*measured, *(Metric(name, ALL, "value", value) for name, value in values.items())]
+    services = [*scoring_metrics(run.environments), *run.pool.metrics()]
+    await store_step(run, step, [*metrics, *own, *services], clock)
     run.progress.step_done(
         step,
         reward=reward,
-        tokens_per_s=measured["rollout/tokens"] / collected.seconds,
+        tokens_per_s=n_tokens / collected.seconds,
         seconds=clock.elapsed_s,
         dropped=", ".join(filter(None, (drop_line(dropped), cut))),
     )
-    run.artifacts.step_done(step, run.scoring.key, collected.task_run_id)
+    run.artifacts.step_done(step, run.scores_key, collected.task_run_id)
     # Prefect keeps what ended task runs returned until the flow ends, and memory would grow with each step.
     release_finished_tasks()
 
 
-def _measure(run: Run, step: int) -> tuple[float, dict[str, float], pl.DataFrame]:
-    """Compute a step's mean reward (NaN without any), its metrics by name, and the rows of `find_drops`."""
-    stored = StoredStepRows.read(run.folder, step, run.scoring.key)
+def _measure(run: Run, step: int) -> tuple[list[Metric], pl.DataFrame]:
+    """Compute a step's metrics, of each environment too if there are several, and the rows of `find_drops`."""
+    stored = StoredStepRows.read(run.folder, step, run.scores_key)
     refills = group_numbers([each for each in read_plan(run.folder, step) if each.reason == "refill"])
-    rollouts, reasons = stored.rollouts, stored.groups["reason"]
-    rewards = stored.groups["reward_mean"].drop_nans()
-    reward = float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan
+    fates = find_drops(stored, train_truncated=run.config.score.train_truncated)
+    metrics = [*_measure_rows(stored.rollouts, stored.groups, refills, ALL), *drop_metrics(fates)]
+    names = [each.name for each in run.environments]
+    for env in names if len(names) > 1 else ():
+        of_env = pl.col("env") == env
+        rows = stored.rollouts.filter(of_env), stored.groups.filter(of_env)
+        metrics += [*_measure_rows(*rows, refills, env), *drop_metrics(fates.filter(of_env), env)]
+    return metrics, fates
+
+
+def _measure_rows(
+    rollouts: pl.DataFrame, groups: pl.DataFrame, refills: Sequence[int], env: str
+) -> Iterator[Metric]:
+    """Yield the metrics of some rollouts and groups of a step under the label `env`."""
+    rewards, reasons = groups["reward_mean"].drop_nans(), groups["reason"]
     measured = {
-        "rollout/reward": reward,
+        "rollout/reward": float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan,
         "rollout/tokens": float(rollouts["n_completion_tokens"].sum()),
         "rollout/failed": float((rollouts["status"] == "failed").sum()),
+        "rollout/groups": float(groups["group"].n_unique()),
         "rollout/groups_trained": float((reasons == "").sum()),
-        "rollout/refill_groups": float(len(refills)),
+        "rollout/refill_groups": float(rollouts.filter(pl.col("group").is_in(refills))["group"].n_unique()),
         "rollout/refill_trajectories": float(rollouts["group"].is_in(refills).sum()),
     }
-    return reward, measured, find_drops(stored, train_truncated=run.config.score.train_truncated)
+    yield from (Metric(name, env, "value", value) for name, value in measured.items())
 
 
 async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:

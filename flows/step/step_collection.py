@@ -8,8 +8,9 @@ Refills.next_group              a further group in place of one that cannot be t
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from prefect import task
@@ -87,9 +88,12 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
     rollout = run.config.rollout
     n_planned = len(plan.groups) * rollout.group_size
-    uncounted = {LongPromptError.__name__} if rollout.long_prompts == "drop" else set()
     failures = FailureWatch(
-        step, n_planned, rollout.max_failed_share, logger=get_run_logger, uncounted=uncounted
+        step,
+        n_planned,
+        rollout.max_failed_share,
+        logger=get_run_logger,
+        uncounted=partial(_list_uncounted, run),
     )
     for group in plan.groups:
         for rows in (group.rollouts, group.scores):
@@ -108,6 +112,12 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         say(lacking)
     seconds = time.perf_counter() - started
     return CollectedStep(step, outcomes, seconds, collection.few_left_ns, task_run.id or "")
+
+
+def _list_uncounted(run: Run, group: int) -> Collection[str]:
+    """Return the types of errors of a group that do not count for rollout.max_failed_share."""
+    drops = run.environment_of(group).config.rollout.long_prompts == "drop"
+    return (LongPromptError.__name__,) if drops else ()
 
 
 class StepCollection:
@@ -139,16 +149,24 @@ class StepCollection:
         self.outcomes: list[GroupOutcome] = []
         self.begun_ns = 0
         self.ended_ns: list[int] = []
-        self.sampler = StepSampler(
-            player=run.player,
-            admission=run.admission,
-            run=run.id,
-            step=step,
-            store_rollouts=self.store_rollouts,
-            store_related=self.store_related,
-            keeps_routing=run.config.rollout.keep_routing,
-            on_lost=failures.see,
-        )
+        self._samplers = {
+            each.name: StepSampler(
+                player=each.player,
+                admission=run.admission,
+                run=run.id,
+                step=step,
+                store_rollouts=self.store_rollouts,
+                store_related=partial(self.store_related, each.name),
+                keeps_routing=run.config.rollout.keep_routing,
+                on_lost=failures.see,
+                env=each.name,
+            )
+            for each in run.environments
+        }
+
+    def sampler(self, group: int) -> StepSampler:
+        """Return what samples the trajectories of a group: that of its environment."""
+        return self._samplers[self.run.environment_of(group).name]
 
     def note_end(self, tickets: Sequence[SlotTicket]) -> None:
         """Record that a group has ended now, and when its trajectories got their slots."""
@@ -178,14 +196,17 @@ class StepCollection:
         """Store rollouts; the result is done once they are stored."""
         return self.run.store.writer.append("rollouts", rows, step=self.step)
 
-    def store_related(self, dataset: str, rows: Rows) -> Awaitable[None]:
-        """Store rows of another data set that belong to rollouts, such as `states`; the result is done once they are stored."""
-        env = {"env": self.run.environment.name} if dataset == "states" else {}
-        return self.run.store.writer.append(dataset, rows, **env, step=self.step)
+    def store_related(self, env: str, dataset: str, rows: Rows) -> Awaitable[None]:
+        """Store rows of another data set that belong to rollouts of an environment, such as `states`.
+
+        The result is done once they are stored.
+        """
+        partition = {"env": env} if dataset == "states" else {}
+        return self.run.store.writer.append(dataset, rows, **partition, step=self.step)
 
     def store_scores(self, rows: Rows) -> Awaitable[None]:
         """Store scores, and count the failures among them; the result is done once they are stored."""
-        stored = self.run.store.writer.append("scores", rows, scorer=self.run.scoring.key, step=self.step)
+        stored = self.run.store.writer.append("scores", rows, scorer=self.run.scores_key, step=self.step)
         self.failures.see(rows)
         return stored
 
@@ -196,6 +217,7 @@ class GroupCollection:
     def __init__(self, collection: StepCollection, plan: GroupPlan) -> None:
         self._run, self._step, self._group = collection.run, collection.step, plan.group
         self._collection, self._plan = collection, plan
+        self._environment = collection.run.environment_of(plan.group)
         self._rollouts, self._scores = [plan.rollouts], [plan.scores]
         # States of the rollout tasks that ended, which a group's score follows in Prefect's graph.
         self._rolled: list[State[Any]] = []
@@ -205,7 +227,7 @@ class GroupCollection:
 
     async def collect(self) -> None:
         """Sample and score what is missing of the group, wait until it is stored, and compute its advantages."""
-        run, by_group = self._run, self._run.scoring.by_group
+        run, by_group = self._run, self._environment.scoring.by_group
         with within(lane=str(self._group)):
             with span("environment"):
                 requests = await self._plan_requests()
@@ -242,11 +264,12 @@ class GroupCollection:
         self, requests: Sequence[TrajectoryRequest], tickets: Sequence[SlotTicket]
     ) -> list[RolloutWork]:
         """Split the group's requests and slots into one chunk for each rollout task, and start the group's time limit."""
-        config = self._run.config.rollout
+        config = self._environment.config.rollout
         deadline = group_deadline(GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s)
         size = config.trajectories_per_task
         parts = zip(split_chunks(requests, size), split_chunks(tickets, size), strict=True)
-        return [RolloutChunk(self._collection.sampler, work, granted, deadline) for work, granted in parts]
+        sampler = self._collection.sampler(self._group)
+        return [RolloutChunk(sampler, work, granted, deadline) for work, granted in parts]
 
     async def rollout_then_score(self, chunk: RolloutWork, label: str) -> None:
         """Sample a chunk of the group once its first trajectory has a slot, and score it as soon as it is sampled.
@@ -274,7 +297,7 @@ class GroupCollection:
                         concurrent.create_task(run.reference.ask(self._step, rollouts))
                     if run.recomputing is not None:
                         concurrent.create_task(self._recompute_once_stored(sampled))
-                if rollouts.num_rows and not run.scoring.by_group:
+                if rollouts.num_rows and not self._environment.scoring.by_group:
                     with span("recording"):
                         await recorder.count_task_run()
                         scored = await recorder.score(
@@ -301,7 +324,7 @@ class GroupCollection:
             self._keep_scores(label, await scored.aresult())
 
     def _score_chunk(self, rollouts: Rows) -> ScoreChunk:
-        return ScoreChunk(self._run.scoring, [rollouts], self._step, self._collection.store_scores)
+        return ScoreChunk(self._environment.scoring, [rollouts], self._step, self._collection.store_scores)
 
     def _keep_scores(self, label: str, scored: ScoredChunk) -> None:
         self._summaries[f"score {label}"] = scored.summary
@@ -326,14 +349,15 @@ class GroupCollection:
 
     async def _plan_requests(self) -> list[TrajectoryRequest]:
         """Fetch the group's problem from the environment, and return a request for each trajectory that is to be sampled."""
-        config = self._run.config
+        config = self._environment.config
         if not self._plan.to_sample:
             return []
         return await plan_group_requests(
-            self._run.environment,
+            self._environment.environment,
             run=self._run.id,
             seed=config.seed,
             group=self._group,
+            problem=self._run.shares.problem(self._group),
             attempts=self._plan.to_sample,
             temperature=config.rollout.temperature,
             timeout_s=config.rollout.trajectory_timeout_s,

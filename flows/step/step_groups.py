@@ -1,6 +1,7 @@
 """The groups of a step: its plan, refills in place of groups that cannot be trained on, their outcomes, and its batch."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,7 +22,6 @@ from rollmill.tasks.store.run.group_ranges import (
     count_refills,
     ensure_plan,
     make_plan_rows,
-    plan_refill,
 )
 from rollmill.tasks.store.run.step_plan import GroupPlan, StepPlan, StoredStep, plan_step
 from rollmill.tasks.store.stored_batch import read_batch_digest
@@ -33,7 +33,9 @@ class Refills:
     A group that cannot be trained on (no spread in reward, too few survivors, ...) is replaced by a further group, as in
     DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476, section 3.2); a step has at most `rollout.max_refill_groups`.
     The plan has one refill for each untrainable group, refills included, in any order. So a process that resumes a step
-    and computes its outcomes again plans the same number, and appends only those that a killed process had not.
+    and computes its outcomes again plans the same number, and appends only those that a killed process had not. A refill is of the
+    environment of the group that it replaces; which environments get the refills of a step that needs more than the limit depends on
+    whose groups end first.
 
     Args:
         run: the run.
@@ -45,7 +47,7 @@ class Refills:
     def __init__(self, run: Run, step: int, ranges: Sequence[GroupRange], *, is_closed: bool) -> None:
         self._run, self._step, self._ranges = run, step, list(ranges)
         self._most = 0 if is_closed else run.config.rollout.max_refill_groups
-        self._n_planned, self._n_untrainable = count_refills(ranges), 0
+        self._n_untrainable: Counter[int] = Counter()
 
     async def next_group(self, outcomes: Sequence[GroupOutcome]) -> int | None:
         """Plan a further group if none of these outcomes can be trained on; return its number, or None if none is planned.
@@ -55,13 +57,16 @@ class Refills:
         """
         if any(not outcome.reason for outcome in outcomes):
             return None
-        self._n_untrainable += 1
+        shares = self._run.shares
+        environment = shares.environment(outcomes[0].group)
+        self._n_untrainable[environment] += 1
+        refills = [each for each in self._ranges if each.reason == "refill"]
+        n_planned = sum(shares.environment(each.first) == environment for each in refills)
         # A killed process may have planned refills that this one has not counted yet; these are used first.
-        if self._n_planned >= min(self._most, self._n_untrainable):
+        if len(refills) >= self._most or n_planned >= self._n_untrainable[environment]:
             return None
-        refill = plan_refill(self._ranges)
+        refill = shares.plan_refill(self._ranges, outcomes[0].group)
         self._ranges.append(refill)
-        self._n_planned += refill.n
         await self._run.store.writer.append(
             "plans", make_plan_rows(self._run.id, self._step, [refill]), step=self._step
         )
@@ -74,22 +79,14 @@ class Refills:
         if not self._most or n_trained >= n_wanted:
             return ""
         return (
-            f"step {self._step}: after {self._n_planned} refills, of rollout.max_refill_groups = {self._most}, "
+            f"step {self._step}: after {count_refills(self._ranges)} refills, of rollout.max_refill_groups = {self._most}, "
             f"{n_trained} of {n_wanted} groups can be trained on"
         )
 
 
 async def plan_ranges(run: Run, step: int) -> Sequence[GroupRange]:
     """Return the stored ranges of a step's group numbers, refills included; plan and store the first if there is none."""
-    rollout = run.config.rollout
-    return await ensure_plan(
-        run.folder,
-        run.store.writer,
-        run=run.id,
-        step=step,
-        groups_per_step=rollout.groups_per_step,
-        max_refill_groups=rollout.max_refill_groups,
-    )
+    return await ensure_plan(run.folder, run.store.writer, run.shares.plan(step), run=run.id, step=step)
 
 
 async def plan_groups(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
@@ -102,13 +99,13 @@ async def plan_groups(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
         return plan
     # Stored outcomes are kept as they are, so a redone trajectory would not change them.
     await _remove_groups(run, "groups", plan.redone, step=step)
-    if run.scoring.by_group:
-        await _remove_groups(run, "scores", plan.redone, scorer=run.scoring.key, step=step)
+    if by_group := [each for each in plan.redone if run.environment_of(each).scoring.by_group]:
+        await _remove_groups(run, "scores", by_group, scorer=run.scores_key, step=step)
     return await asyncio.to_thread(_plan, run, step, groups)
 
 
 def _plan(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
-    stored = StoredStep.read(run.folder, step, run.scoring.key)
+    stored = StoredStep.read(run.folder, step, run.scores_key)
     return plan_step(groups, run.config.rollout.group_size, stored, redo_failed=run.redo_failed)
 
 
@@ -122,11 +119,12 @@ async def store_group_outcomes(
     run: Run, step: int, plan: GroupPlan, rollouts: Rows, scores: Rows, duration_s: float
 ) -> tuple[GroupOutcome, ...]:
     """Compute the advantages of a group whose rows are all stored, and store its outcomes unless they are stored."""
+    environment = run.environment_of(plan.group)
     compute = partial(
         compute_advantages,
-        run.config.score,
+        environment.config.score,
         group=plan.group,
-        env=run.environment.name,
+        env=environment.name,
         expected=run.config.rollout.group_size,
         survivors=survivors_from_rows(rollouts, scores),
         dropped=rows_where(scores, "status", "dropped").num_rows,
@@ -144,7 +142,7 @@ async def store_batch(run: Run, step: int, outcomes: Sequence[GroupOutcome]) -> 
     """Select the trajectories that the step is trained on, and store them as its batch; return the batch's digest."""
     with span("storing"):
         settled = await asyncio.to_thread(compute_batch_advantages, run.config.score, outcomes)
-        rows = batch_rows(run.id, step, settled, run.scoring.key)
+        rows = batch_rows(run.id, step, settled, run.scores_key)
         await run.store.writer.append("batches", rows, step=step)
         # From the stored rows and not from memory: the trainer compares the digest with what it reads.
         return await asyncio.to_thread(read_batch_digest, run.folder, step)

@@ -132,6 +132,7 @@ class StepSampler:
         store_related: passes rows of the named data set to the writer; called for a rollout before `store_rollouts` is.
         keeps_routing: True to store which experts the tokens were routed to.
         on_lost: called with each row that failed or was cancelled, in the task that sampled it; what it raises ends that task.
+        env: name of the environment in the rows; empty: that of the player's environment.
     """
 
     player: EpisodePlayer
@@ -142,9 +143,11 @@ class StepSampler:
     store_related: StoreRelatedRows | None = None
     keeps_routing: bool = False
     on_lost: Callable[[Rows], None] = lambda lost: None
+    env: str = ""
     _together: RowBatcher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.env = self.env or self.player.environment.name
         self._together = RowBatcher(self._make_rows, self.store_rollouts)
 
     async def sample(
@@ -194,7 +197,7 @@ class StepSampler:
         return row
 
     def _make_rows(self, trajectories: Sequence[Trajectory]) -> Rows:
-        return rollout_rows(self.run, self.step, self.player.environment.name, trajectories)
+        return rollout_rows(self.run, self.step, self.env, trajectories)
 
     async def _make_related_rows(self, trajectory: Trajectory) -> dict[str, Rows]:
         """Return a trajectory's rows of the data sets `routing` and `states`, by data set, if it has any."""
@@ -206,7 +209,7 @@ class StepSampler:
             )
         if columns := state_columns(environment):
             rows["states"] = state_row(
-                environment.name,
+                self.env,
                 columns,
                 run=self.run,
                 step=self.step,

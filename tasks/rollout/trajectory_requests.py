@@ -18,17 +18,18 @@ from rollmill.tasks.store.run.step_plan import Attempt
 Item = TypeVar("Item")
 
 
-@lru_cache(maxsize=2)
+# A step may have groups of two epochs, of each of several environments.
+@lru_cache(maxsize=8)
 def _epoch_order(seed: int, epoch: int, n_examples: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 0x0DE5]).permutation(n_examples)
 
 
-def example_index(seed: int, group: int, n_examples: int) -> int:
-    """Return the problem index of a group: each problem occurs once an epoch, in an order reshuffled each epoch.
+def example_index(seed: int, number: int, n_examples: int) -> int:
+    """Return the index of an environment's problem with this number: each occurs once an epoch, in an order reshuffled each epoch.
 
-    Group numbers that are reserved for refills count: the problem of a refill that no step needed is skipped in that epoch.
+    Refills that no step needed count: their problems are skipped in that epoch.
     """
-    epoch, place = divmod(group, n_examples)
+    epoch, place = divmod(number, n_examples)
     return int(_epoch_order(seed, epoch, n_examples)[place])
 
 
@@ -38,20 +39,28 @@ def sampling_seed(seed: int, group: int, sample: int) -> int:
     return int(state[0]) << 31 | int(state[1]) >> 1
 
 
-def check_prompts(environment: Environment, rollout: RolloutConfig, n_held_out: int) -> None:
+def check_prompts(
+    environment: Environment, rollout: RolloutConfig, n_held_out: int, n_groups: int | None = None
+) -> None:
     """Refuse an environment with too few problems for a step with all refills, or for the evaluation.
+
+    `n_groups` is the largest number of groups that it has of a step; None: all.
 
     Raises:
         ConfigError: names the setting and the number of problems.
     """
     train, held_out = environment.size("train"), environment.size("held_out")
-    if rollout.groups_per_step > train:
-        remedy = f"environment {environment.name} has {train} training problems; ask for at most that many"
+    n_groups = rollout.groups_per_step if n_groups is None else n_groups
+    if n_groups > train:
+        share = "" if n_groups == rollout.groups_per_step else f", and its share of a step is {n_groups}"
+        remedy = (
+            f"environment {environment.name} has {train} training problems{share}; ask for at most that many"
+        )
         raise ConfigError("rollout.groups_per_step", rollout.groups_per_step, remedy)
-    if rollout.groups_per_step + rollout.max_refill_groups > train:
+    if n_groups + rollout.max_refill_groups > train:
         remedy = (
             f"environment {environment.name} has {train} training problems, of which rollout.groups_per_step takes "
-            f"{rollout.groups_per_step} a step; ask for at most {train - rollout.groups_per_step} refills"
+            f"{n_groups} a step; ask for at most {train - n_groups} refills"
         )
         raise ConfigError("rollout.max_refill_groups", rollout.max_refill_groups, remedy)
     if n_held_out > held_out:
@@ -68,15 +77,18 @@ async def plan_group_requests(
     attempts: Sequence[Attempt],
     temperature: float,
     timeout_s: float,
+    problem: int | None = None,
 ) -> list[TrajectoryRequest]:
     """Create the sampling requests for a group's trajectories; they depend on the arguments only.
 
+    `problem` is the number of the environment's problems before the group's (`GroupShares.problem`); None: that of groups.
     If the environment does not give the problem within `timeout_s` seconds, the requests have `missing` set.
 
     Example: run "ab", group 7 and the first attempts of samples 0 and 3 give the trajectory ids "ab.7.0.0" and
     "ab.7.3.0".
     """
-    index = example_index(seed, group, environment.size("train"))
+    number = group if problem is None else problem
+    index = example_index(seed, number, environment.size("train"))
     example, missing = await fetch_problem(environment, "train", index, timeout_s)
     return [
         TrajectoryRequest(

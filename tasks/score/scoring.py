@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -15,7 +15,7 @@ from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.spans import NS, current_lane, span, within
 from rollmill.tasks.score.call_slots import CallSlots
 from rollmill.tasks.score.config import ScoreConfig
-from rollmill.tasks.score.score_function import ScoreFunction
+from rollmill.tasks.score.score_function import ScoreFunction, settings_version
 from rollmill.tasks.score.score_worker_pool import ScoreWorkerPool
 from rollmill.tasks.score.scorer import CandidateText
 from rollmill.tasks.score.terms import ScorerTerm, resolve_terms, sum_verdicts
@@ -193,6 +193,16 @@ def select_scorable(rollouts: Rows) -> Rows:
     return rows_where_in(rollouts, "status", SCORABLE_STATUSES)
 
 
+def combined_key(keys: Mapping[str, str]) -> str:
+    """Return the NAME@VERSION of scores by the scorers of several environments, whose NAME@VERSION are given by environment.
+
+    Example: {"a": "exact@1", "b": "exact@1"} gives "exact@1"; with two scorers it is "environments@", followed by a digest of all.
+    """
+    if len(set(keys.values())) == 1:
+        return next(iter(keys.values()))
+    return f"environments@{settings_version(sorted(keys.items()))}"
+
+
 class Scoring:
     """Runs the configured scorers: asynchronous ones on the event loop, others in processes that end with this context.
 
@@ -200,7 +210,7 @@ class Scoring:
     within `start_timeout_s`; it has the environment variables of `select_user_variables`, and those that `env_variables` names.
 
     Attributes:
-        key: NAME@VERSION of the scorer.
+        key: NAME@VERSION of the scorer, under which its scores are stored.
         by_group: True if the scorer needs a group's survivors together.
 
     Raises:
@@ -269,8 +279,13 @@ class Scoring:
                 if self._scorer.is_sum
                 else by_part[0]
             )
-        scorer = (self._scorer.name, self._scorer.version)
-        return score_rows(self._run, step, scorer, rollouts, verdicts)
+        name, _, version = self.key.rpartition("@")
+        return score_rows(self._run, step, (name, version), rollouts, verdicts)
+
+    def stored_as(self, key: str) -> Self:
+        """Have later scores stored under another NAME@VERSION; returns the same object."""
+        self.key = key
+        return self
 
     def metrics(self) -> list[Metric]:
         """Return the peaks of pending and running calls, and the worker restarts and timeouts, since the last call."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
+from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -284,6 +285,12 @@ def list_steps(folder: RunFolder, dataset: str, **partition: PartitionValue) -> 
     """
     keys = open_files(folder).keys(f"{partition_pattern(dataset, partition)}/*.arrow")
     return sorted({step for key in keys if (step := step_from_key(key)) is not None})
+
+
+def list_state_environments(folder: RunFolder) -> list[str]:
+    """List the environments with rows in the data set `states`, each of which has other columns; sorted."""
+    keys = open_files(folder).keys("states/env=*/step=*/*.arrow")
+    return sorted({unquote(key.split("/")[1].removeprefix("env=")) for key in keys})
 
 
 def list_scorers(folder: RunFolder) -> list[str]:

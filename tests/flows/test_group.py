@@ -267,8 +267,8 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_with_that
     score = {"train_truncated": False}
     async with open_planned_run(tmp_path, TruncatedSampler(1, 2), PlannedScoring(), score=score) as run:
         (outcome,) = await collect_group(run)
-        fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key), train_truncated=False)
-        assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))) == ""
+        fates = find_drops(StoredStepRows.read(run.folder, 0, run.scores_key), train_truncated=False)
+        assert drop_line(find_drops(StoredStepRows.read(run.folder, 0, run.scores_key))) == ""
     assert [survivor.sample for survivor, *_ in outcome.trained] == [0, 3]
     assert drop_line(fates) == "2 lost (2 truncated)"
 
@@ -276,7 +276,7 @@ async def test_truncated_trajectories_that_are_not_trained_on_are_lost_with_that
 async def test_a_step_without_lost_trajectories_reports_none(tmp_path: Path) -> None:
     async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring()) as run:
         await collect_group(run)
-        fates = find_drops(StoredStepRows.read(run.folder, 0, run.scoring.key))
+        fates = find_drops(StoredStepRows.read(run.folder, 0, run.scores_key))
     assert drop_line(fates) == ""
     assert {metric.name: metric.value for metric in drop_metrics(fates)}["drops/kept_tokens"] == 2.0
 

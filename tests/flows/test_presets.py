@@ -11,6 +11,7 @@ from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import find_excess, plan_needs
 from rollmill.flows.checks.memory_report import imagine_gpus
 from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.environments import environment_configs
 from rollmill.flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError
@@ -22,7 +23,7 @@ from rollmill.tasks.train.engine.memory_plan import MODELS
 
 @pytest.mark.parametrize("preset", sorted(each.stem for each in PRESETS.glob("*.yaml")))
 def test_every_preset_loads_and_its_scorer_is_there(preset: str) -> None:
-    assert resolve_terms(load(preset).score)
+    assert all(resolve_terms(each.score) for each in environment_configs(load(preset)).values())
 
 
 @pytest.mark.parametrize("algorithm", sorted(each.stem for each in ALGORITHMS.glob("*.yaml")))
@@ -60,11 +61,11 @@ def test_an_algorithm_alone_is_refused_with_a_preset_to_join_it_to() -> None:
         load("dapo")
 
 
-@pytest.mark.parametrize("preset", ["quickstart", "calculator"])
+@pytest.mark.parametrize("preset", ["quickstart", "calculator", "mixed"])
 def test_presets_that_need_nothing_have_enough_problems(preset: str) -> None:
-    config = load(preset)
-    environment = make_environment(config.rollout)
-    check_prompts(environment, config.rollout, config.evaluate.n_prompts)
+    for config in environment_configs(load(preset)).values():
+        environment = make_environment(config.rollout)
+        check_prompts(environment, config.rollout, config.evaluate.n_prompts)
 
 
 def gsm8k(folder: Path, name: str, n_rows: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 import pytest
-from planned_run import PlannedSampler, PlannedScoring, open_planned_run
+from planned_run import PlannedSampler, PlannedScoring, open_planned_run, with_sampler
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.prefect_integration.recording import Recording
@@ -154,8 +154,7 @@ async def run_planted(folder: Path, plants: Plants) -> AsyncIterator[Run]:
         run.pool.admit(client)
         sampler = PoolSampler(run.pool, run.config.rollout, run.id, 30.0)
         try:
-            player = replace(run.player, sampler=sampler)
-            yield replace(run, player=player, recording=slow_recording(plants))
+            yield replace(with_sampler(run, sampler), recording=slow_recording(plants))
         finally:
             control.stop()
 

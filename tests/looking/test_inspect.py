@@ -37,11 +37,14 @@ def test_a_run_is_shown_by_step_with_its_totals(rollmill: Command) -> None:
     assert [round(row["reward"], 3) for row in shown["by_step"]] == [0.438, 0.55, 0.644]
     # Wilson's interval of two right answers of two.
     accuracy = {"greedy_accuracy": 1.0, "greedy_accuracy_low": 0.342, "greedy_accuracy_high": 1.0}
+    one = {"n": 2, "samples": 1}
+    half = {"pass_at_k": 0.5, "pass_at_k_low": 0.095, "pass_at_k_high": 0.905}
+    whole = {"pass_at_k": 1.0, "pass_at_k_low": 0.342, "pass_at_k_high": 1.0}
     assert [
         {name: value and round(value, 3) for name, value in row.items()} for row in shown["held_out"]
     ] == [
-        {"step": 0, "n": 2, "reward": 0.55, "reward_low": None, "reward_high": None, **accuracy},
-        {"step": 3, "n": 2, "reward": 1.0, "reward_low": 0.342, "reward_high": 1.0, **accuracy},
+        {"step": 0, **one, "reward": 0.55, "reward_low": None, "reward_high": None, **accuracy, **half},
+        {"step": 3, **one, "reward": 1.0, "reward_low": 0.342, "reward_high": 1.0, **accuracy, **whole},
     ]
 
 

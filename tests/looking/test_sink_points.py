@@ -14,8 +14,10 @@ def test_an_evaluation_has_its_number_of_problems_and_intervals_as_far_as_they_a
     accuracy = {"greedy_accuracy": 1.0, "greedy_accuracy_low": 0.342, "greedy_accuracy_high": 1.0}
     rewards = {"reward": 1.0, "reward_low": 0.342, "reward_high": 1.0}
     assert (first.marker, first.step, last.step) == (EVALUATION, 0, 3)
-    assert first.values == named({"n": 2, "reward": 0.55} | accuracy)
-    assert last.values == named({"n": 2} | rewards | accuracy)
+    half = {"pass_at_k": 0.5, "pass_at_k_low": 0.095, "pass_at_k_high": 0.905}
+    whole = {"pass_at_k": 1.0, "pass_at_k_low": 0.342, "pass_at_k_high": 1.0}
+    assert first.values == named({"n": 2, "samples": 1, "reward": 0.55} | accuracy | half)
+    assert last.values == named({"n": 2, "samples": 1} | rewards | accuracy | whole)
 
 
 def named(values: dict[str, float]) -> dict[str, object]:

@@ -91,7 +91,7 @@ async def test_a_dropped_prompt_is_logged_and_stored_and_does_not_count_for_the_
     rows = rollout_rows("ab", 0, "echo", [failed])
     with pytest.raises(FailedShareError, match="1 times LongPromptError"):
         FailureWatch(0, 2, 0.4, logging.getLogger).see(rows)
-    watch = FailureWatch(0, 2, 0.4, logging.getLogger, uncounted={"LongPromptError"})
+    watch = FailureWatch(0, 2, 0.4, logging.getLogger, uncounted=lambda group: {"LongPromptError"})
     caplog.clear()
     watch.see(rows)
     assert watch.n_failed == 0

@@ -4,17 +4,20 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from prefect.client.schemas.objects import State
 
+from rollmill.flows.environments import environment_configs
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.progress import RunProgress
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
 from rollmill.flows.run.live_run import Run
+from rollmill.flows.run.run_environment import RunEnvironment
 from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.observe.metrics import Metric
@@ -148,7 +151,7 @@ async def open_planned_run(
     folder: Path,
     sampler: PlannedSampler,
     scoring: Any,
-    environment: Environment | None = None,
+    environment: Environment | Mapping[str, Environment] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Run]:
     """A run without services."""
@@ -164,7 +167,8 @@ async def open_planned_run(
         by_step=SETTINGS_BY_STEP,
     )
     tokenizer = ChatTokenizer.load(save_character_tokenizer(folder / "model"))
-    environment, recording = environment or Addition(), Recording()
+    recording = Recording()
+    made = {name: _choose(environment, name) for name in environment_configs(config)}
     try:
         async with (
             store.writer,
@@ -175,17 +179,24 @@ async def open_planned_run(
                 model=folder / "model",
                 store=store,
                 compactor=compactor,
-                environment=environment,
-                scoring=scoring,
-                held_out_scoring=scoring,
-                player=EpisodePlayer(
-                    environment,
-                    tokenizer,
-                    sampler,
-                    max_tokens=256,
-                    timeout_s=config.rollout.trajectory_timeout_s,
-                    cut_grace_s=0.1,
-                    prompt_limit=PromptLimit.from_config(config.rollout, 256),
+                environments=tuple(
+                    RunEnvironment(
+                        name=name or made[name].name,
+                        config=own,
+                        environment=made[name],
+                        scoring=scoring,
+                        held_out_scoring=scoring,
+                        player=EpisodePlayer(
+                            made[name],
+                            tokenizer,
+                            sampler,
+                            max_tokens=256,
+                            timeout_s=own.rollout.trajectory_timeout_s,
+                            cut_grace_s=0.1,
+                            prompt_limit=PromptLimit.from_config(own.rollout, 256),
+                        ),
+                    )
+                    for name, own in environment_configs(config).items()
                 ),
                 admission=Admission(config.rollout.max_in_flight),
                 pool=ServerPool(),
@@ -196,6 +207,16 @@ async def open_planned_run(
             )
     finally:
         store.close()
+
+
+def _choose(environment: Environment | Mapping[str, Environment] | None, name: str) -> Environment:
+    return environment[name] if isinstance(environment, Mapping) else environment or Addition()
+
+
+def with_sampler(run: Run, sampler: Any) -> Run:
+    """The run, whose environments' requests go to another sampler."""
+    environments = [replace(each, player=replace(each.player, sampler=sampler)) for each in run.environments]
+    return replace(run, environments=tuple(environments))
 
 
 def diary(run: Run) -> list[str]:

@@ -14,10 +14,9 @@ from rollmill.tasks.store.run.group_ranges import (
     ensure_plan,
     group_numbers,
     make_plan_rows,
-    plan_groups,
-    plan_refill,
     read_plan,
 )
+from rollmill.tasks.store.run.group_shares import GroupShares
 from rollmill.tasks.store.run.resume import (
     ResumePoint,
     find_resume_point,
@@ -33,7 +32,8 @@ RowMaker = Callable[..., pa.RecordBatch]
 def test_the_plans_of_all_steps_number_the_groups_without_gap_or_overlap(
     steps: int, groups_per_step: int
 ) -> None:
-    plans = [plan_groups(step, groups_per_step) for step in range(steps)]
+    shares = GroupShares(groups_per_step=groups_per_step)
+    plans = [shares.plan(step) for step in range(steps)]
     assert group_numbers(plans) == tuple(range(steps * groups_per_step))
 
 
@@ -41,11 +41,12 @@ def test_the_plans_of_all_steps_number_the_groups_without_gap_or_overlap(
 def test_no_group_belongs_to_two_steps_for_any_number_of_refills(
     groups_per_step: int, max_refill_groups: int, taken: list[int]
 ) -> None:
+    shares = GroupShares((1,), groups_per_step, max_refill_groups)
     every: list[int] = []
     for step, n in enumerate(taken):
-        ranges = [plan_groups(step, groups_per_step, max_refill_groups)]
+        ranges = [shares.plan(step)]
         for _ in range(min(n, max_refill_groups)):
-            ranges.append(plan_refill(ranges))
+            ranges.append(shares.plan_refill(ranges, ranges[0].first))
         assert count_refills(ranges) == min(n, max_refill_groups)
         every += group_numbers(ranges)
     assert every == sorted(set(every))
@@ -54,10 +55,10 @@ def test_no_group_belongs_to_two_steps_for_any_number_of_refills(
 async def test_a_stored_plan_and_its_refills_are_used_and_not_made_again(folder: RunFolder) -> None:
     assert read_plan(folder, 3) == ()
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
-        first = await ensure_plan(folder, writer, run="r", step=3, groups_per_step=2)
+        first = await ensure_plan(folder, writer, GroupRange(6, 2), run="r", step=3)
         assert first == (GroupRange(6, 2),)
         await writer.append("plans", make_plan_rows("r", 3, [GroupRange(100, 1, "refill")]), step=3)
-        again = await ensure_plan(folder, writer, run="r", step=3, groups_per_step=99)
+        again = await ensure_plan(folder, writer, GroupRange(297, 99), run="r", step=3)
     assert again == (GroupRange(6, 2), GroupRange(100, 1, "refill"))
     assert group_numbers(again) == (6, 7, 100)
 

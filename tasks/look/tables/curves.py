@@ -1,12 +1,12 @@
 """A run's curves by step, and the six charts of them that `rollmill plot` and the viewer draw."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import polars as pl
 
-from rollmill.tasks.look.tables.run_tables import read_held_out
+from rollmill.tasks.look.tables.run_tables import read_held_out, read_held_out_by_env
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import Scan, scan
 
@@ -26,6 +26,7 @@ class Curves:
             (quantiles over the groups).
         by_env: env, reward.
         held_out: reward (sampled), greedy_accuracy, and the bounds of their 95 % intervals; step is the policy version.
+        held_out_by_env: env, and the columns of held_out.
         entropy: entropy in nats.
         staleness: mean and max over the step's trajectories: policy versions between the start of a trajectory and its
             training.
@@ -36,6 +37,7 @@ class Curves:
     groups: pl.DataFrame
     by_env: pl.DataFrame
     held_out: pl.DataFrame
+    held_out_by_env: pl.DataFrame
     entropy: pl.DataFrame
     staleness: pl.DataFrame
     drops: pl.DataFrame
@@ -63,6 +65,7 @@ def read_curves(folder: RunFolder, scan: Scan = scan) -> Curves:
         .sort("env", "step")
         .collect(),
         held_out=read_held_out(folder, scan=scan),
+        held_out_by_env=read_held_out_by_env(folder, scan=scan),
         entropy=_by_step(
             metrics.filter(pl.col("name") == _ENTROPY).select("step", pl.col("value").alias("entropy"))
         ),
@@ -158,7 +161,7 @@ def list_charts(curves: Curves) -> list[Chart]:
     reward = [
         _band(groups, "reward", BLUE),
         _band(held_out, "reward", ORANGE, "held out, 95 %"),
-        *_rewards_by_env(curves.by_env),
+        *_rewards_by_env(curves),
     ]
     reward.append(_series("training", BLUE, groups, "reward"))
     reward.append(_series("held out", ORANGE, held_out, "reward", "marked"))
@@ -190,14 +193,15 @@ def _band(rows: pl.DataFrame, name: str, colour: str, label: str = "10 to 90 %")
     return Series(label, colour, rows.select("step", *ends), "band")
 
 
-def _rewards_by_env(by_env: pl.DataFrame) -> list[Series]:
-    envs = by_env["env"].unique(maintain_order=True).to_list()
-    if len(envs) < 2:
-        return []
-    return [
-        _series(env, HUES[(3 + at) % len(HUES)], by_env.filter(env=env), "reward", "thin")
-        for at, env in enumerate(envs)
-    ]
+def _rewards_by_env(curves: Curves) -> Iterator[Series]:
+    """Yield the lines of each environment, training and held out in one colour, if there are several."""
+    by_env, held_out = curves.by_env, curves.held_out_by_env
+    envs = sorted({*by_env["env"], *held_out["env"]})
+    for at, env in enumerate(envs if len(envs) > 1 else ()):
+        colour = HUES[(3 + at) % len(HUES)]
+        yield _series(env, colour, by_env.filter(pl.col("env") == env), "reward", "thin")
+        rows = held_out.filter(pl.col("env") == env)
+        yield _series(f"{env}, held out", colour, rows, "reward", "marked")
 
 
 def _drops_by_cause(curves: Curves) -> list[Series]:

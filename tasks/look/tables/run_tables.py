@@ -9,8 +9,10 @@ from rollmill.tasks.errors import ShardError
 from rollmill.tasks.look.tables.selection import Selection, check_known, scan_partitions, select_partitions
 from rollmill.tasks.look.tables.trajectory_table import make_trajectories_view
 from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_uniform, limit_notes, order_rows
+from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.held_out import count_held_out
 from rollmill.tasks.store.reader import Scan, list_steps, scan
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
@@ -46,14 +48,21 @@ GROUP_COLUMNS = (
 )
 VERSION_COLUMNS = (
     Column("step", header="version"),
+    Column("env", rank=1),
     Column("n", rank=1, header="problems"),
+    Column("samples", rank=3, header="k"),
     Column("reward", header="reward, sampled"),
     Column("reward_low", rank=2, header="from"),
     Column("reward_high", rank=2, header="to"),
     Column("greedy_accuracy", header="accuracy, greedy"),
     Column("greedy_accuracy_low", rank=2, header="from"),
     Column("greedy_accuracy_high", rank=2, header="to"),
+    Column("pass_at_k", rank=3, header="pass@k, sampled"),
+    Column("pass_at_k_low", rank=4, header="from"),
+    Column("pass_at_k_high", rank=4, header="to"),
 )
+OF_SEVERAL_SAMPLES = ("samples", "pass_at_k", "pass_at_k_low", "pass_at_k_high")
+"""Columns of a version that are not shown with one sampled answer to each problem."""
 Z = 1.959963984540054
 """Quantile 0.975 of the standard normal distribution: intervals are of 95 %."""
 MIN_NORMAL = 30
@@ -152,43 +161,86 @@ def make_versions_view(folder: RunFolder, selection: Selection) -> View:
     """Return the table of held-out mean reward and greedy accuracy by policy version."""
     if selection.env:
         check_known("--env", selection.env, scan(folder, "evaluations", ["env"]).collect()["env"])
-    frame = read_held_out(folder, selection.env)
+    frame = _read_versions(folder, selection.env)
     if asked := select_partitions(folder, "evaluations", "version", selection.steps):
         frame = frame.filter(pl.col("step").is_in(asked))
     shown = _order_and_limit(frame, VERSION_COLUMNS, selection)
     title = f"{folder.location}: held out{selection.env and f', {selection.env}'}, with 95 % intervals"
-    return View({"held_out": shown}, title, VERSION_COLUMNS, shown, limit_notes(len(shown), len(frame)))
+    columns = drop_uniform(VERSION_COLUMNS, shown, ("env",))
+    if frame["samples"].eq(1).all():
+        columns = [column for column in columns if column.name not in OF_SEVERAL_SAMPLES]
+    return View({"held_out": shown}, title, columns, shown, limit_notes(len(shown), len(frame)))
+
+
+def _read_versions(folder: RunFolder, env: str) -> pl.DataFrame:
+    """Return the held-out table: of one environment; or of all together, after them those of each if there are several."""
+    by_env = read_held_out_by_env(folder)
+    if env:
+        return by_env.filter(pl.col("env") == env)
+    if by_env["env"].n_unique() < 2:
+        return by_env
+    whole = read_held_out(folder).with_columns(pl.lit(ALL).alias("env")).select(by_env.columns)
+    return pl.concat([whole, by_env]).sort("step", maintain_order=True)
 
 
 def read_held_out(
     folder: RunFolder, env: str = "", version: int | None = None, scan: Scan = scan
 ) -> pl.DataFrame:
-    """Read each complete evaluation, oldest first: columns step (policy version), n (problems), reward (sampled mean), greedy_accuracy.
+    """Read each complete evaluation, oldest first, over all environments or of one.
 
-    Both values have the bounds of a 95 % interval, `_low` and `_high`: a share's by Wilson's score (Wilson, Probable Inference, 1927),
-    and so that of a mean of rewards 0 and 1; another mean's by its standard error, null with fewer than 30 problems, for which the
-    mean is not nearly normal. They are of one or all versions and environments. A trajectory that could not be scored counts as
-    reward 0; accuracy is the share of full rewards (1).
+    Columns are step (policy version), n (problems), samples (sampled answers to each problem, k), reward (mean over problems of the
+    mean of their k sampled answers, avg@k), greedy_accuracy, and pass_at_k: the share of problems of which a sampled answer has the
+    full reward; null where environments differ in k. These have the bounds of a 95 % interval, `_low` and `_high`: a share's by
+    Wilson's score (Wilson, Probable Inference, 1927), and so that of a mean of rewards 0 and 1; another mean's by its standard error,
+    null with fewer than 30 problems, for which the mean is not nearly normal. A trajectory that could not be scored counts as reward
+    0; accuracy is the share of full rewards (1).
     """
+    return _read_held_out(folder, version, scan, env=env, by=()).sort("step").collect()
+
+
+def read_held_out_by_env(folder: RunFolder, version: int | None = None, scan: Scan = scan) -> pl.DataFrame:
+    """Read each complete evaluation of each environment: a column env, and those of `read_held_out`."""
+    return _read_held_out(folder, version, scan, by=("env",)).sort("step", "env").collect()
+
+
+def list_held_out(folder: RunFolder) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return the rows of `read_held_out` under "all" if there are any, and those of each environment if there are several."""
+    whole = read_held_out(folder).to_dicts()
+    by_env = read_held_out_by_env(folder)
+    names = by_env["env"].unique().sort().to_list()
+    each = [(env, by_env.filter(pl.col("env") == env).to_dicts()) for env in names] if len(names) > 1 else []
+    return [(ALL, whole), *each] if whole else []
+
+
+def _read_held_out(
+    folder: RunFolder, version: int | None, scan: Scan, *, env: str = "", by: Sequence[str]
+) -> pl.LazyFrame:
     sampled, greedy = pl.col("greedy").not_(), pl.col("greedy")
-    rewards = pl.col("reward").fill_nan(0.0)
     # A full reward that is a sum of parts may be a little less than 1.
-    is_right = rewards >= FULL_REWARD - 1e-9
-    n_prompts = read_manifest(folder).config.get("evaluate", {}).get("n_prompts", 0)
+    is_right = pl.col("reward") >= FULL_REWARD - 1e-9
+    n_rows = sum(count_held_out(read_manifest(folder).config).values())
     partition = {} if version is None else {"version": version}
-    return (
-        scan(folder, "evaluations", ["policy_version", "env", "greedy", "reward"], **partition)
-        # An evaluation that was interrupted has fewer rows than one sampled and one greedy answer to each prompt.
-        .with_columns(pl.len().over("policy_version").alias("n"))
-        .filter((pl.col("n") == 2 * n_prompts) & (pl.lit(not env) | (pl.col("env") == env)))
-        .group_by(pl.col("policy_version").cast(pl.Int64).alias("step"))
-        .agg(
-            sampled.sum().cast(pl.Int64).alias("n"),
-            *_mean_with_interval(rewards.filter(sampled)),
-            *_share_with_interval("greedy_accuracy", is_right.filter(greedy)),
-        )
-        .sort("step")
-        .collect()
+    rows = (
+        scan(folder, "evaluations", ["policy_version", "env", "group", "greedy", "reward"], **partition)
+        .with_columns(pl.col("reward").fill_nan(0.0))
+        # An evaluation that was interrupted has fewer rows than a greedy answer and the sampled ones to each prompt.
+        .with_columns(pl.len().over("policy_version").alias("n_rows"))
+        .filter((pl.col("n_rows") == n_rows) & (pl.lit(not env) | (pl.col("env") == env)))
+    )
+    by_prompt = rows.group_by(pl.col("policy_version").cast(pl.Int64).alias("step"), *by, "group").agg(
+        sampled.sum().cast(pl.Int64).alias("samples"),
+        pl.col("reward").filter(sampled).mean(),
+        is_right.filter(greedy).any().alias("greedy"),
+        is_right.filter(sampled).any().alias("pass"),
+    )
+    passed = _share_with_interval("pass_at_k", pl.col("pass"))
+    is_same = pl.col("samples").min() == pl.col("samples").max()
+    return by_prompt.group_by("step", *by).agg(
+        pl.len().cast(pl.Int64).alias("n"),
+        pl.col("samples").max(),
+        *_mean_with_interval(pl.col("reward")),
+        *_share_with_interval("greedy_accuracy", pl.col("greedy")),
+        *(pl.when(is_same).then(each).alias(each.meta.output_name()) for each in passed),
     )
 
 
@@ -246,7 +298,8 @@ def _read_step_metrics(folder: RunFolder, scan: Scan, *, trains: bool) -> pl.Dat
     wanted = {"lost": "drops/trajectories", "seconds": "time/step_s"}
     value = pl.col("value").filter
     return (
-        scan(folder, "metrics", ["step", "name", "value"])
+        scan(folder, "metrics", ["step", "name", "env", "value"])
+        .filter(pl.col("env") == ALL)
         .group_by("step")
         .agg(
             (pl.col("name") == ("train/updated" if trains else wanted["seconds"])).any().alias("done"),

@@ -24,23 +24,6 @@ class GroupRange:
     reason: Reason = "plan"
 
 
-def plan_groups(step: int, groups_per_step: int, max_refill_groups: int = 0) -> GroupRange:
-    """Return the groups that a step plans; the numbers between them and the next step's are reserved for refills.
-
-    Example: step 3 of 32 groups each begins at group 96; with at most 8 refills a step at group 120, and the groups
-    152 to 159 are its refills, if it needs any.
-    """
-    return GroupRange(step * (groups_per_step + max_refill_groups), groups_per_step)
-
-
-def plan_refill(ranges: Sequence[GroupRange]) -> GroupRange:
-    """Return the next refill of a step: one group, numbered after all groups planned so far.
-
-    Example: the plan (120, 32) is followed by (152, 1), and that by (153, 1).
-    """
-    return GroupRange(max(each.first + each.n for each in ranges), 1, "refill")
-
-
 def count_refills(ranges: Sequence[GroupRange]) -> int:
     """Count the refill groups in a plan."""
     return sum(each.n for each in ranges if each.reason == "refill")
@@ -70,17 +53,10 @@ def read_plan(folder: RunFolder, step: int) -> tuple[GroupRange, ...]:
 
 
 async def ensure_plan(
-    folder: RunFolder,
-    writer: RunWriter,
-    *,
-    run: str,
-    step: int,
-    groups_per_step: int,
-    max_refill_groups: int = 0,
+    folder: RunFolder, writer: RunWriter, planned: GroupRange, *, run: str, step: int
 ) -> tuple[GroupRange, ...]:
-    """Return the stored plan of a step; if there is none, plan the step and wait until the plan is stored."""
+    """Return the stored plan of a step; if there is none, store `planned` as its plan, and wait until it is stored."""
     if stored := await asyncio.to_thread(read_plan, folder, step):
         return stored
-    ranges = (plan_groups(step, groups_per_step, max_refill_groups),)
-    await writer.append("plans", make_plan_rows(run, step, ranges), step=step)
-    return ranges
+    await writer.append("plans", make_plan_rows(run, step, [planned]), step=step)
+    return (planned,)

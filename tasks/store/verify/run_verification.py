@@ -22,6 +22,7 @@ from rollmill.tasks.store.folders import (
     checkpoint_key,
     step_from_key,
 )
+from rollmill.tasks.store.held_out import count_held_out
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.lock import is_written_to
@@ -248,8 +249,7 @@ def find_incomplete_evaluation(version: VersionView) -> Iterator[Finding]:
     where, n_unique = version.run.folder.dataset("evaluations", version=version.version), len(set(ids))
     if n_unique < len(ids):
         yield Finding(where, f"{len(ids) - n_unique} rows are there twice", RESTORE)
-    # Each held-out prompt is sampled twice: once greedily, once at the run's temperature.
-    n_expected = 2 * version.run.settings.evaluate.n_prompts
+    n_expected = sum(count_held_out(version.run.manifest.config).values())
     # Tables leave out an evaluation of another number of rows.
     if n_unique != n_expected:
         yield Finding(where, f"{n_unique} of {n_expected} held-out trajectories are there", RESTORE)

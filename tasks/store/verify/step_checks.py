@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from rollmill.tasks.errors import ShardError, StoreError
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.reader import list_state_environments, read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES
 from rollmill.tasks.store.segments import LINEAR, SEGMENT_COLUMNS, find_fault, read_segments
@@ -81,9 +81,13 @@ def find_rows_without_rollout(step: StepView) -> Iterator[Finding]:
     if step.batch is not None:
         trained = set(step.batch["trajectory_id"])
         ids[step.where("batches")] = set(step.own_batch_rows()["trajectory_id"])
-        for dataset in ("routing", "states"):
-            rows = read(step.run.folder, dataset, ["trajectory_id"], step=step.step)
-            ids[step.where(dataset)] = set(rows["trajectory_id"].to_pylist())
+        related = [
+            ("routing", {}),
+            *(("states", {"env": env}) for env in list_state_environments(step.run.folder)),
+        ]
+        for dataset, partition in related:
+            rows = read(step.run.folder, dataset, ["trajectory_id"], **partition, step=step.step)
+            ids.setdefault(step.where(dataset), set()).update(rows["trajectory_id"].to_pylist())
     for where, table in step.token_rows.items():
         # Rows of trained trajectories are looked up with the batch, since another step or run may have sampled them.
         ids[where] = set(table["trajectory_id"].to_pylist()) - trained
