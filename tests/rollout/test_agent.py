@@ -186,6 +186,20 @@ async def test_what_a_program_does_wrong_fails_its_trajectory_with_the_reason(
 
 
 @pytest.mark.slow
+async def test_what_a_program_leaves_running_ends_with_its_episode(
+    tokenizer: ChatTokenizer, tmp_path: Path, run_python: Callable[[str], str]
+) -> None:
+    script = REWRITING + (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nprint(chat('1+1='))"
+    )
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"])
+    assert (trajectory.error, trajectory.status, trajectory.outcome) == ("", "complete", {"output": "2\n"})
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_silent", [True, False])
 async def test_a_deadline_ends_the_program_and_what_it_started(
     tokenizer: ChatTokenizer, run_python: Callable[[str], str], tmp_path: Path, *, is_silent: bool
@@ -193,7 +207,7 @@ async def test_a_deadline_ends_the_program_and_what_it_started(
     ask = "" if is_silent else 'chat("1+1=")\n'
     script = REWRITING + (
         f"{ask}import signal, subprocess, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"child = subprocess.Popen(['sleep', '600'])\n"
+        f"child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
     )
     trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"], timeout_s=4.0)

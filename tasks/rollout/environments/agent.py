@@ -10,14 +10,13 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 import httpx
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.processes.python_child import SAFE_PATH
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, WarmUp, make_environment
@@ -124,7 +123,7 @@ class Agent:
 
 
 class Command:
-    """A program that is started for each episode, in a separate process group.
+    """A program that is started for each episode; it ends with the episode, and so does all that it started.
 
     Args:
         arguments: program and arguments.
@@ -157,34 +156,35 @@ class Command:
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
         }
-        pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._arguments,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EpisodeError(f"the agent cannot be started: {error}") from error
-        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        async with asyncio.TaskGroup() as streams:
-            streams.create_task(_write(stdin, write_problem(messages)))
-            output = streams.create_task(_read_end(stdout, KEPT_OUTPUT))
-            errors = streams.create_task(_read_end(stderr, KEPT_ERRORS))
+        problem, (output, said), (errors, complained) = _hold(write_problem(messages)), os.pipe(), os.pipe()
+        given = (problem, said, complained)
+        redirect = f'exec "$@" </proc/self/fd/{problem} >/proc/self/fd/{said} 2>/proc/self/fd/{complained}'
+        with os.fdopen(output, "rb", 0) as output_pipe, os.fdopen(errors, "rb", 0) as errors_pipe:
             try:
-                status = await process.wait()
+                # It ends all that the program started, in whatever session.
+                process = LaunchedProcess.start(
+                    "agent",
+                    ["sh", "-c", redirect, "sh", *self._arguments],
+                    log=None,
+                    env=environment,
+                    stop_grace_s=STOP_GRACE_S,
+                    pass_fds=given,
+                )
+            except OSError as error:
+                raise EpisodeError(f"the agent cannot be started: {error}") from error
             finally:
-                # What it started, and left running, would keep its streams open.
-                await asyncio.shield(_end_group(process))
+                for descriptor in given:
+                    os.close(descriptor)
+            async with asyncio.TaskGroup() as streams:
+                last_output = streams.create_task(_read_end(output_pipe, KEPT_OUTPUT))
+                last_errors = streams.create_task(_read_end(errors_pipe, KEPT_ERRORS))
+                try:
+                    status = await process.wait()
+                finally:
+                    await asyncio.shield(process.stop())
         if status:
-            raise EpisodeError(f"the agent ended with exit status {status}: {errors.result().strip()}")
-        return output.result()
+            raise EpisodeError(f"the agent ended with exit status {status}: {last_errors.result().strip()}")
+        return last_output.result()
 
 
 class Service:
@@ -223,29 +223,24 @@ def write_problem(messages: Sequence[Message]) -> bytes:
     return json.dumps(listed).encode()
 
 
-async def _write(stream: asyncio.StreamWriter, content: bytes) -> None:
-    with suppress(ConnectionError):
-        # A program need not read its input.
-        stream.write(content)
-        await stream.drain()
-    stream.close()
+def _hold(content: bytes) -> int:
+    """Return the descriptor of a file in memory with this content."""
+    descriptor = os.memfd_create("problem")
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    return descriptor
 
 
-async def _read_end(stream: asyncio.StreamReader, n_bytes: int) -> str:
-    """Read a stream to its end, and return the last `n_bytes` as text."""
-    kept = bytearray()
-    while chunk := await stream.read(_CHUNK_BYTES):
-        kept += chunk
-        del kept[:-n_bytes]
+async def _read_end(pipe: IO[bytes], n_bytes: int) -> str:
+    """Read a pipe to its end, and return the last `n_bytes` as text."""
+    stream, kept = asyncio.StreamReader(), bytearray()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    try:
+        while chunk := await stream.read(_CHUNK_BYTES):
+            kept += chunk
+            del kept[:-n_bytes]
+    finally:
+        transport.close()
     return kept.decode(errors="replace")
-
-
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """End a process and all of its group; SIGKILL follows SIGTERM after `STOP_GRACE_S`."""
-    with suppress(ProcessLookupError):
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
