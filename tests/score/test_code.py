@@ -89,6 +89,8 @@ def add(a, b): return All()
         "import os; os.kill(os.getppid(), 9)",
         "import os, signal; os.kill(os.getppid(), signal.SIGINT)",
         "import os; os.kill(-1, 9)",
+        # Its first two calls give a test that passes and one that does not, the third ends the judge.
+        "import os\ncalls = []\ndef add(a, b):\n    calls.append(1)\n    if len(calls) == 3: os.kill(os.getppid(), 9)\n    return 3",
         # Names that a test means to be Python's.
         "import builtins\nbuiltins.__build_class__ = builtins.AssertionError = None",
         "__builtins__ = {}\nAssertionError = ValueError = None",
@@ -106,23 +108,43 @@ def test_a_program_cannot_fake_that_it_passes(program: str) -> None:
 
 @needs_sandbox
 def test_an_answer_that_the_program_sends_by_itself_replaces_no_name_of_python() -> None:
-    """The program's process writes to the socket before its own code would: names, and answers to questions not asked yet."""
+    """Its process answers before it is asked: that it defines `sorted`, and then always 3, so that all that is sorted is equal."""
     program = """\
 import json, os, struct
-def send(message):
-    body = json.dumps(message).encode()
+def send(value):
+    body = json.dumps(["answer", ["returned", value, ["tuple", []]]]).encode()
     for i in range(3, 64):
         try: os.write(i, struct.pack(">I", len(body)) + body)
         except OSError: pass
-names = ["add", "__builtins__", "sorted", "AssertionError"]
-send(["answer", ["returned", ["tuple", [["list", names], ["list", [["mine", 0]] * len(names)]]], ["tuple", []]]])
-for _ in range(9): send(["answer", ["returned", 3, ["tuple", []]]])
+names = ["sorted", "add"]
+send(["tuple", [["list", names], ["list", [["mine", 0]] * len(names)]]])
+for _ in range(9): send(3)
 """
-    reward = score(
-        program, tests=["assert add(1, 2) == 3", "assert sorted([2, 1]) == [1, 2]", "assert add(2, 2) == 4"]
-    )
-    # It guessed one result, which it may; nothing else follows from that.
-    assert reward.value == 0.0
+    # The answers are taken: it may guess a result.
+    assert score(program, tests="assert add(1, 2) == 3").value == 1.0
+    assert score(program, tests="assert sorted([2, 1]) == sorted([9])").value == 0.0
+
+
+@needs_sandbox
+def test_a_program_does_not_find_what_is_expected_in_the_judges_memory() -> None:
+    program = """\
+import ctypes, os, re
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+def search(pid):
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for line in maps:
+            place, rights = line.split()[:2]
+            if rights == "rw-p":
+                first, last = (int(each, 16) for each in place.split("-"))
+                memory.seek(first)
+                if found := re.search(rb"EXPECTED(\\d+)", memory.read(last - first)):
+                    return int(found[1])
+def own(x): return search(os.getpid())
+def add(a, b): return search(os.getppid())
+"""
+    # It finds what is in its own memory, here the argument.
+    assert score(program, tests="assert own('EXPECTED17') == 17").value == 1.0
+    assert score(program, tests="assert add(1, 2) == 918273645 # EXPECTED918273645").value == 0.0
 
 
 @needs_sandbox
@@ -174,8 +196,10 @@ def test_a_program_that_is_stopped_has_no_reward_and_the_reason(
 def test_all_programs_of_a_candidate_together_end_before_the_scorers_time_limit() -> None:
     """Otherwise a slow program would be a failed score, and many of them end the run."""
     config = ScoreConfig(timeout_s=2.0, sandbox=SandboxConfig(timeout_s=10.0))
-    reward = score("import time; time.sleep(0.9); print(3)", config, cases=[SUMS[0]] * 20)
-    assert (reward.value, reward.components["time_limit"]) == (0.0, 1.0)
+    slow = score("import time; time.sleep(3); print(3)", config, cases=SUMS[:1])
+    many = score("import time; time.sleep(0.9); print(3)", config, cases=[SUMS[0]] * 20)
+    for reward in (slow, many):
+        assert (reward.value, reward.components["time_limit"]) == (0.0, 1.0)
 
 
 @needs_sandbox

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
@@ -46,6 +47,8 @@ class StubVllmServer:
         asked: every completion that it was asked for, in order.
         most: how many of those it answers for now, and holds the others back; None: all.
         events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version, score.
+        answers: texts that it answers with, one of them for each seed.
+        closing: what it answers to a prompt that has the seed's answer already; empty: the same again.
     """
 
     model: Path
@@ -53,6 +56,8 @@ class StubVllmServer:
     asked: list[Asked] = field(default_factory=list)
     most: int | None = None
     events: list[str] = field(default_factory=list)
+    answers: Sequence[str] = ANSWERS
+    closing: str = ""
     _version: str = "start"
 
     def name(self, version: str) -> None:
@@ -62,7 +67,8 @@ class StubVllmServer:
     def serve(self, port: int) -> ControlServer:
         """Answer at a loopback port, on a thread."""
         app, tokenizer = FastAPI(), ChatTokenizer.load(self.model)
-        answers = [tokenizer.encode_answer(answer).tolist() for answer in ANSWERS]
+        answers = [tokenizer.encode_answer(answer).tolist() for answer in self.answers]
+        closing = tokenizer.encode_answer(self.closing).tolist()
 
         @app.get("/health")
         async def health() -> None:
@@ -100,7 +106,10 @@ class StubVllmServer:
             await asyncio.sleep(self.rollout_s)
             while self.most is not None and number > self.most:  # noqa: ASYNC110 - set by another thread
                 await asyncio.sleep(LOOK_AGAIN_S)
-            return _completion(answers[sampling["seed"] % len(answers)], version)
+            chosen = sampling["seed"] % len(answers)
+            if self.closing and self.answers[chosen] in tokenizer.decode(np.array(body["token_ids"])):
+                return _completion(closing, version)
+            return _completion(answers[chosen], version)
 
         self._add_weights(app)
         return ControlServer(app, "127.0.0.1", port)
