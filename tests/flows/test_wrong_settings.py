@@ -290,6 +290,23 @@ def test_a_fork_may_have_more_refills_than_its_source_and_not_fewer(
             assert fork_config(run.folder, overrides).rollout.max_refill_groups == refills
 
 
+@pytest.mark.parametrize(("refills", "is_refused"), [(5, True), (6, False)])
+def test_a_fork_with_fewer_environments_needs_as_many_numbers_for_refills(
+    tmp_path: Path, refills: int, is_refused: bool
+) -> None:
+    given = (f"store.root={tmp_path}", "model=m", "start_model.steps=0", "rollout.max_refill_groups=2")
+    overrides = [
+        *("environments=[]", "rollout.environment=guess", "score.scorer=guess"),
+        f"rollout.max_refill_groups={refills}",
+    ]
+    with open_run(tmp_path / "run", load("mixed", given).model_dump(mode="json")) as run:
+        if is_refused:
+            with pytest.raises(RunMismatchError, match="numbered for 6 refills a step; give at least 6"):
+                fork_config(run.folder, overrides)
+        else:
+            assert fork_config(run.folder, overrides).rollout.max_refill_groups == refills
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value", "instead"),
     [("observe", "viewer_url", "x y", "http://h:1"), ("train", "command_timeout_s", 1e9, "60")],
