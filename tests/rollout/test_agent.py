@@ -1,9 +1,11 @@
 """Programs of others play episodes: unchanged clients of OpenAI and Anthropic against the policy's endpoint."""
 
+import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,7 +19,7 @@ from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example
 from rollmill.tasks.rollout.environments.agent import Agent
-from rollmill.tasks.rollout.episode import EpisodePlayer
+from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
 
 TEMPLATE = """
@@ -56,8 +58,11 @@ async def play(
 ) -> tuple[Trajectory, Answering]:
     sampler = Answering(tokenizer, said)
     player = EpisodePlayer(environment, tokenizer, sampler, 512, timeout_s)
-    work = TrajectoryRequest("r.0.0.0", 0, 0, 0, Example("47+38", {"problem": "47+38="}), 3, 1.0)
-    return await player.play(work), sampler
+    return await player.play(make_work()), sampler
+
+
+def make_work() -> TrajectoryRequest:
+    return TrajectoryRequest("r.0.0.0", 0, 0, 0, Example("47+38", {"problem": "47+38="}), 3, 1.0)
 
 
 def joined(trajectory: Trajectory) -> list[tuple[str, str]]:
@@ -153,6 +158,27 @@ async def test_requests_at_the_same_time_are_answered_one_after_the_other(
     assert (trajectory.error, trajectory.status) == ("", "complete")
     assert trajectory.outcome["output"] == f"{list('01234567')}\n"
     assert trajectory.loss_mask.sum() == 16
+
+
+async def test_a_client_that_gives_up_and_asks_again_gets_a_new_answer(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str]
+) -> None:
+    class Slow(Answering):
+        """Answers its first request after the client has given up, and the others at once."""
+
+        async def sample(self, *arguments: Any, **further: Any) -> SampledTokens:
+            if not self.calls:
+                await asyncio.sleep(2.0)
+            return await super().sample(*arguments, **further)
+
+    script = REWRITING.replace("urlopen(asked)", "urlopen(asked, timeout=patience)") + (
+        "patience = 0.5\ntry: chat('1+1=')\nexcept TimeoutError: patience = 60\nprint(chat('1+1='))"
+    )
+    player = EpisodePlayer(make_agent(run_python(script)), tokenizer, Slow(tokenizer, ["2", "3"]), 512, 60.0)
+    trajectory = await player.play(make_work())
+    assert (trajectory.error, trajectory.status, trajectory.outcome) == ("", "complete", {"output": "3\n"})
+    assert joined(trajectory) == [("user", "1+1="), ("assistant", "2"), ("assistant", "3")]
+    assert trajectory.loss_mask.sum() == 4
 
 
 @pytest.mark.parametrize(

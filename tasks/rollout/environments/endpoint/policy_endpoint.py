@@ -15,6 +15,8 @@ Ask = Callable[[Wire], Awaitable[Wire]]
 """Returns the policy's next message for a chat request; raises EpisodeError to refuse it."""
 
 MAX_BODY_BYTES = 1 << 30
+# Seconds in which requests of a client that is still connected may end.
+SHUTDOWN_TIMEOUT_S = 0.5
 
 
 class PolicyEndpoint:
@@ -49,7 +51,9 @@ class PolicyEndpoint:
                 web.get("/v1/models", self._list_models),
             ]
         )
-        runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        )
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, self._host, 0).start()

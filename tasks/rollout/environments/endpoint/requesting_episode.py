@@ -68,6 +68,10 @@ class RequestingEpisode:
             asyncio.get_running_loop().create_future()
         )
         self._answer: asyncio.Future[Wire] | None = None
+        # Cleared while the policy is sampled, also for a client that has given up.
+        self._is_free = asyncio.Event()
+        self._is_free.set()
+        self._is_over = False
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         """Return what the program adds to the conversation or replaces it by; () when it has ended.
@@ -77,13 +81,16 @@ class RequestingEpisode:
         """
         if self._run is None:
             self._run = asyncio.create_task(self._play(self._ask))
-        elif self._answer is not None and not self._answer.done():
+        elif self._answer is not None:
             said = assistant_message(messages[-1].content, self._turn)
             self._said.append((len(self._conversation), said, messages[-1]))
             self._conversation.append(said)
             self._asked = asyncio.get_running_loop().create_future()
             self._turn += 1
-            self._answer.set_result(said)
+            # A client that gave up waiting, and may ask again, gets no answer.
+            if not self._answer.done():
+                self._answer.set_result(said)
+            self._is_free.set()
         await asyncio.wait((self._run, self._asked), return_when=asyncio.FIRST_COMPLETED)
         if self._asked.done():
             return self._asked.result()
@@ -99,6 +106,8 @@ class RequestingEpisode:
         """
         if self._run is None:
             return {}
+        self._is_over = True
+        self._is_free.set()
         try:
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(EpisodeError(CONTEXT_FULL))
@@ -123,6 +132,9 @@ class RequestingEpisode:
     async def _ask(self, trace: str, request: Wire) -> Wire:
         try:
             self._check(trace, request)
+            if not self._is_free.is_set():
+                await self._is_free.wait()
+                self._check(trace, request)
             reply = self._read(request["messages"], list(request.get("tools") or ()))
         except EpisodeError as error:
             if not self._asked.done():
@@ -130,6 +142,7 @@ class RequestingEpisode:
             raise
         self._conversation = list(request["messages"])
         self._answer = asyncio.get_running_loop().create_future()
+        self._is_free.clear()
         self._asked.set_result(reply)
         return await self._answer
 
@@ -153,6 +166,8 @@ class RequestingEpisode:
         return max(reversed(said), key=lambda each: each[0])[1] if said else message_from_wire(wire)
 
     def _check(self, trace: str, request: Wire) -> None:
+        if self._is_over:
+            raise EpisodeError(CONTEXT_FULL)
         if self._answer is not None and not self._answer.done():
             raise EpisodeError("the environment asks for two completions at the same time")
         if self._trace not in ("", trace):
