@@ -1,6 +1,7 @@
 """Programs of others play episodes: unchanged clients of OpenAI and Anthropic against the policy's endpoint."""
 
 import asyncio
+import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,12 @@ from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example
 from rollmill.tasks.rollout.environments.agent import Agent
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
+    Wire,
+    leave_sampling_to_the_run,
+    refuse_sampling_settings,
+)
+from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
 
@@ -188,11 +195,17 @@ async def test_a_client_that_gives_up_and_asks_again_gets_a_new_answer(
         (REWRITING + "chat('1+1='); sys.exit('no such file')", "exit status 1: no such file"),
         (REWRITING + "chat('1+1=', n=2)", "a request has n = 2; only `rollout` and `serve` set"),
         (REWRITING + "chat('1+1=', stop=['x'])", "a request has stop"),
-        (REWRITING + "ask('/chat/completions', {'messages': 5})", "messages is not a list"),
-        (REWRITING + "ask('/chat/completions', {'messages': []})", "messages is not a list"),
-        (REWRITING + "ask('/chat/completions', 5)", "expected a JSON object, the request is int"),
+        (
+            REWRITING + "ask('/chat/completions', {'messages': 5})",
+            "Expected `array`, got `int` - at `$.messages`",
+        ),
+        (REWRITING + "ask('/chat/completions', {'messages': []})", "length >= 1 - at `$.messages`"),
+        (
+            REWRITING + "ask('/chat/completions', 5)",
+            "the request is no JSON object: Expected `object`, got `int`",
+        ),
         (REWRITING + "ask('/chat/completions', {}, key='other')", "no episode is open for this API key"),
-        (REWRITING + "ask('/responses', {'input': [5]})", "an item of the input has type int"),
+        (REWRITING + "ask('/responses', {'input': [5]})", "Expected `object`, got `int` - at `$.input[0]`"),
         (
             REWRITING + "ask('/responses', {'input': '1+1=', 'previous_response_id': 'resp_1'})",
             "no response 'resp_1' was given",
@@ -309,3 +322,57 @@ async def test_a_program_gets_no_secret_of_the_run(
     assert "HUB_TOKEN" not in str(trajectory.outcome)
     assert "the user's" not in str(trajectory.outcome)
     assert "rollmill-" in str(trajectory.outcome)
+
+
+USER = {"role": "user", "content": "1+1="}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}),
+        ("chat/completions", {"messages": [{"content": "5"}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}),
+        ("chat/completions", {"messages": [USER, {"role": "tool", "content": "5", "tool_call_id": [1]}]}),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
+        ("chat/completions", {"messages": [USER], "tools": 5}),
+        ("chat/completions", {"messages": [USER], "tools": [{"type": "function"}]}),
+        ("chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}),
+        ("chat/completions", b"[" * 200_000),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+        ("chat/completions", b"\xff"),
+        ("responses", {}),
+        ("responses", {"input": "1", "text": "abc"}),
+        ("responses", {"input": "1", "previous_response_id": [1]}),
+        ("responses", {"input": "1", "tools": 5}),
+        ("responses", {"input": "1", "tools": [{"type": "web_search"}]}),
+        ("responses", {"input": "1", "instructions": 5}),
+        ("responses", {"input": [{"role": "user", "content": 5}]}),
+        ("responses", {"input": [{"type": "function_call_output", "output": "5", "call_id": 5}]}),
+        ("responses", {"input": [{"type": "function_call"}]}),
+        ("messages", {"messages": 5}),
+        ("messages", {"messages": [{"role": "system", "content": "5"}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": 5}]}]}),
+        ("messages", {"messages": [USER], "tools": [5]}),
+        ("messages", {"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]}),
+        ("messages", {"messages": [USER], "tool_choice": {"type": "any"}}),
+        ("messages", {"messages": [USER], "stop_sequences": ["x"]}),
+    ],
+)
+async def test_a_request_that_cannot_be_answered_is_refused_and_the_endpoint_goes_on(
+    path: str, body: object
+) -> None:
+    async def ask(request: Wire) -> Wire:
+        refuse_sampling_settings(leave_sampling_to_the_run(request))
+        return {"role": "assistant", "content": "2"}
+
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    async with PolicyEndpoint() as endpoint, ClientSession(headers={"x-api-key": "key"}) as client:
+        endpoint.asked["key"] = ask
+        async with client.post(f"{endpoint.url}/v1/{path}", data=data) as answer:
+            assert answer.status == 400, await answer.text()
+            assert endpoint.refusal in (await answer.json())["error"]["message"]
+        good = {"input": "1+1="} if path == "responses" else {"messages": [USER]}
+        async with client.post(f"{endpoint.url}/v1/{path}", json=good) as answer:
+            assert answer.status == 200, await answer.text()

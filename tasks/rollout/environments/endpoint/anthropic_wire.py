@@ -4,11 +4,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rollmill.tasks.errors import EpisodeError
-from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Wire, new_id, write_events
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
+    MODEL,
+    Wire,
+    check_form,
+    new_id,
+    write_events,
+)
 
 CONVERTED = frozenset({"system", "messages", "tools", "tool_choice"})
 THOUGHTS = ("thinking", "redacted_thinking")
+
+
+class _Request(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
 
 
 def chat_request(body: Wire) -> dict[str, Any]:
@@ -17,25 +32,22 @@ def chat_request(body: Wire) -> dict[str, Any]:
     Raises:
         EpisodeError: it asks for something other than text and tools of the program.
     """
-    given = body.get("messages")
-    if not isinstance(given, list):
-        raise EpisodeError("messages is not a list of {role, content}")
+    check_form(body, _Request)
     system = [{"role": "system", "content": _join_texts(body["system"])}] if body.get("system") else []
     rest = {name: value for name, value in body.items() if name not in CONVERTED}
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    kind = (body.get("tool_choice") or {}).get("type")
     return {
         **rest,
         **({} if kind is None else {"tool_choice": kind}),
-        "messages": [*system, *(each for message in given for each in _chat_messages(message))],
+        "messages": [*system, *(each for message in body["messages"] for each in _chat_messages(message))],
         "tools": [_chat_tool(each) for each in body.get("tools") or ()],
     }
 
 
-def _chat_messages(message: object) -> list[dict[str, Any]]:
+def _chat_messages(message: Wire) -> list[dict[str, Any]]:
     """Convert one message, whose answers of tools become messages before its text."""
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(message, Mapping) or role not in ("user", "assistant"):
+    role = message.get("role")
+    if role not in ("user", "assistant"):
         raise EpisodeError(f"a message is no {{role: user or assistant, content}}: {message!r:.200}")
     blocks = _list_blocks(message.get("content"))
     texts = [each for each in blocks if each.get("type") not in ("tool_use", "tool_result", *THOUGHTS)]
@@ -66,7 +78,9 @@ def _join_texts(content: object) -> str:
     blocks = _list_blocks(content)
     if other := [str(each.get("type")) for each in blocks if each.get("type") != "text"]:
         raise EpisodeError(f"a request has a block of type {other[0]}; only text can be sampled from")
-    return "".join(str(each.get("text", "")) for each in blocks)
+    if not all(isinstance(each.get("text"), str) for each in blocks):
+        raise EpisodeError(f"a block has no text: {blocks!r:.200}")
+    return "".join(each["text"] for each in blocks)
 
 
 def _chat_call(block: Wire) -> dict[str, Any]:
@@ -74,8 +88,8 @@ def _chat_call(block: Wire) -> dict[str, Any]:
     return {"id": block.get("id"), "type": "function", "function": function}
 
 
-def _chat_tool(tool: object) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
+def _chat_tool(tool: Wire) -> dict[str, Any]:
+    if (tool.get("type") or "custom") != "custom":
         raise EpisodeError(f"a request has the tool {tool!r:.200}; only tools of the program can be called")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     described = {"description": tool["description"]} if tool.get("description") else {}

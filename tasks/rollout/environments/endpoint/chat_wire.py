@@ -5,7 +5,9 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environment import Message
@@ -78,19 +80,60 @@ def text_from_wire(wire: Wire) -> str:
     return "".join(str(part.get("text", "")) for part in parts)
 
 
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+
+
+class _ChatRequest(msgspec.Struct):
+    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
+    tools: list[_Tool] | None = None
+
+
+def check_form(request: object, form: type[msgspec.Struct]) -> None:
+    """Refuse a request whose fields have other types than those of `form`; fields that it lacks are not looked at.
+
+    Raises:
+        EpisodeError: names the first wrong field.
+    """
+    try:
+        msgspec.convert(request, form)
+    except msgspec.ValidationError as error:
+        raise EpisodeError(f"a request is wrong: {error}") from error
+
+
 def check_request(request: Wire) -> Wire:
     """Return a chat request whose messages and tools have the form of OpenAI's; each answer of a tool gets the tool's name.
 
     Raises:
         EpisodeError: they have another form.
     """
-    messages, tools = request.get("messages"), request.get("tools") or []
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise EpisodeError("messages is not a list of at least one {role, content}")
-    if not isinstance(tools, list) or not all(map(_is_function, tools)):
-        raise EpisodeError("tools is not a list of functions, each with type, function and its name")
+    check_form(request, _ChatRequest)
+    messages = request["messages"]
     calls = [call for each in messages for call in each.get("tool_calls") or ()]
-    names = {str(call.get("id")): str(call["function"]["name"]) for call in calls}
+    names = {call.get("id"): call["function"]["name"] for call in calls}
     named = [
         {"name": names[each["tool_call_id"]], **each}
         if each["role"] == "tool" and each.get("tool_call_id") in names
@@ -98,20 +141,6 @@ def check_request(request: Wire) -> Wire:
         for each in messages
     ]
     return {**request, "messages": named}
-
-
-def _is_message(given: object) -> bool:
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        return False
-    calls = given.get("tool_calls") or []
-    return isinstance(calls, list) and all(
-        _is_function(each) and isinstance(each["function"].get("arguments"), str) for each in calls
-    )
-
-
-def _is_function(given: object) -> bool:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def leave_sampling_to_the_run(request: Wire) -> dict[str, Any]:

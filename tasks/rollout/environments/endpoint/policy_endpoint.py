@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
+import msgspec
 from aiohttp import web
 
 from rollmill.tasks.errors import EpisodeError
@@ -76,6 +77,7 @@ class PolicyEndpoint:
     async def _respond(self, request: web.Request) -> web.Response:
         try:
             body, ask = await self._read(request)
+            responses_wire.check_request(body)
             before = self._find_response(body)
             said = await ask(chat_wire.check_request(responses_wire.chat_request(body, before)))
             response = responses_wire.response(said, body)
@@ -122,12 +124,9 @@ class PolicyEndpoint:
                 "no episode is open for this API key: use the one that the program was started with"
             )
         try:
-            body = await request.json()
-        except ValueError as error:
-            raise EpisodeError(f"the request is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise EpisodeError(f"expected a JSON object, the request is {type(body).__name__}")
-        return body, ask
+            return msgspec.json.decode(await request.read(), type=dict[str, Any]), ask
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+            raise EpisodeError(f"the request is no JSON object: {error}") from error
 
 
 def _find_name(headers: Mapping[str, str]) -> str:

@@ -4,12 +4,33 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rollmill.tasks.errors import EpisodeError
-from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Wire, new_id, write_events
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
+    MODEL,
+    Wire,
+    check_form,
+    new_id,
+    write_events,
+)
 
 # Fields that are converted here, or that keep what is not kept: a response lives as long as its episode.
 CONVERTED = frozenset({"input", "instructions", "tools", "text", "previous_response_id", "store"})
 PLAIN_TEXT = {"type": "text"}
+
+
+class _Request(msgspec.Struct):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+def check_request(body: Wire) -> None:
+    """Refuse a request of another form than OpenAI's responses; raises EpisodeError."""
+    check_form(body, _Request)
 
 
 def chat_request(body: Wire, before: Sequence[Wire] = ()) -> dict[str, Any]:
@@ -31,12 +52,12 @@ def chat_request(body: Wire, before: Sequence[Wire] = ()) -> dict[str, Any]:
     rest = {name: value for name, value in body.items() if name not in CONVERTED}
     return {
         **rest,
-        "messages": [*system, *before, *input_messages(body.get("input"))],
+        "messages": [*system, *before, *input_messages(body["input"])],
         "tools": [_chat_tool(each) for each in body.get("tools") or ()],
     }
 
 
-def input_messages(given: object) -> list[dict[str, Any]]:
+def input_messages(given: str | Sequence[Wire]) -> list[dict[str, Any]]:
     """Convert the input of a request, a text or a list of items, to chat messages.
 
     Example: "47+38=" is [{"role": "user", "content": "47+38="}].
@@ -46,11 +67,9 @@ def input_messages(given: object) -> list[dict[str, Any]]:
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list):
-        raise EpisodeError(f"input is {type(given).__name__}: give a text or a list of items")
     messages: list[dict[str, Any]] = []
     for item in given:
-        kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
+        kind = item.get("type") or "message"
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _join_parts(item.get("content"))})
         elif kind == "function_call":
@@ -80,8 +99,8 @@ def _join_parts(content: object) -> object:
     ]
 
 
-def _chat_tool(tool: object) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+def _chat_tool(tool: Wire) -> dict[str, Any]:
+    if tool.get("type") != "function":
         raise EpisodeError(
             f"a request has the tool {tool!r:.200}; only functions of the program can be called"
         )
