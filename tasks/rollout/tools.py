@@ -2,15 +2,14 @@
 
 import inspect
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from rollmill.tasks.errors import ToolError
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +28,20 @@ def tool_calls(said: str) -> list[ToolCall]:
 
     Example: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` gives ToolCall("add", {"a": 1}).
     """
-    calls = []
-    for text in _CALL.findall(said):
+    return [call for _, _, call in find_calls(said) if call is not None]
+
+
+def find_calls(said: str) -> Iterator[tuple[int, int, ToolCall | None]]:
+    """Yield (begin, end, call) of each block of a tool call in a policy's message, as indices into it; None for a malformed one."""
+    begin = said.find(_BEGIN)
+    while begin >= 0 and (end := said.find(_END, begin)) >= 0:
         try:
-            calls.append(_to_call(text))
-        except msgspec.DecodeError:
+            call = _to_call(said[begin + len(_BEGIN) : end].strip())
+        except (msgspec.DecodeError, RecursionError):
             # The policy's mistake: the environment sees that there is no call.
-            continue
-    return calls
+            call = None
+        yield begin, end + len(_END), call
+        begin = said.find(_BEGIN, end)
 
 
 async def run_tool(tool: Callable[..., object], call: ToolCall) -> str:

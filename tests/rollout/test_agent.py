@@ -154,6 +154,17 @@ async def test_a_conversation_that_does_not_continue_begins_a_segment(
     assert len(set(sampler.seeds)) == 3
 
 
+async def test_the_key_names_the_episode_whatever_session_a_client_has() -> None:
+    async def ask(request: Wire) -> Wire:
+        return {"role": "assistant", "content": "2"}
+
+    headers = {"Authorization": "Bearer key", "X-Session-ID": "of the client"}
+    async with PolicyEndpoint() as endpoint, ClientSession(headers=headers) as client:
+        endpoint.asked["key"] = ask
+        async with client.post(f"{endpoint.url}/v1/chat/completions", json={"messages": [USER]}) as answer:
+            assert answer.status == 200, await answer.text()
+
+
 async def test_requests_at_the_same_time_are_answered_one_after_the_other(
     tokenizer: ChatTokenizer, run_python: Callable[[str], str]
 ) -> None:

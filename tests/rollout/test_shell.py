@@ -1,5 +1,6 @@
 """The environment `shell`: commands in a sandbox that lasts as long as the episode, and whose end is graded."""
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,17 @@ async def test_a_task_that_is_not_done_has_no_reward(command: str) -> None:
     episode = await begin("sum-5", config)
     await say(episode, call(command))
     assert (await episode.close())["reward"] == 0.0
+
+
+@needs_sandbox
+async def test_a_check_that_blocks_ends_before_the_limit_of_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollmill.tasks.rollout.environments.shell.CHECK_S", 0.2)
+    episode = await begin("sum-5")
+    await say(episode, call("mkfifo answer.txt"))
+    async with asyncio.timeout(CONFIG.sandbox.timeout_s / 2):
+        assert (await episode.close())["reward"] == 0.0
 
 
 @needs_sandbox

@@ -10,9 +10,11 @@ from rollmill.tasks.errors import ToolError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Message, make_environment
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import assistant_message
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
 from rollmill.tasks.rollout.tools import ToolCall, run_tool, tool_calls
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
+from rollmill.tasks.score.scorers.code_scorer import find_program
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 CALL = '<tool_call>\n{"name": "price", "arguments": {"fruit": "FRUIT"}}\n</tool_call>'
@@ -92,3 +94,12 @@ async def test_a_tool_that_raises_is_a_failed_row_with_its_error_type(
     assert (trajectory.status, trajectory.error_type) == ("failed", "ToolError")
     assert trajectory.error == "tool price raised KeyError: 'FRUIT'"
     assert len(trajectory.turns) == 1
+
+
+def test_many_calls_that_are_not_closed_are_read_in_linear_time() -> None:
+    """A regular expression took minutes of CPU for these."""
+    said = "<tool_call>\n" * 200_000
+    assert tool_calls(said) == []
+    assert assistant_message(said, 0)["content"] == said
+    assert find_program("```python\n" * 200_000) is None
+    assert tool_calls(f"<tool_call>{'[' * 100_000}</tool_call>") == []

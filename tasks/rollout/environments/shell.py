@@ -21,6 +21,8 @@ SHELL = ("bash", "-c")
 CHECKS = ("check", "files")
 SHOWN_CHARACTERS = 4000
 """Characters of a command's output that the policy is shown: half of them from the beginning, half from the end."""
+CHECK_S = 4.0
+"""Seconds in which a task is checked: an episode has five to close (EpisodePlayer.cut_grace_s)."""
 REPLY_SHARE = 0.8
 """Share of rollout.env_timeout_s that the commands of one message may take together."""
 
@@ -138,15 +140,21 @@ class ShellEpisode:
         return self._sandbox
 
     async def _is_done(self) -> bool:
-        """Return True if the task's check succeeds and all its files have their content."""
+        """Return True if the task's check succeeds and all its files have their content, within CHECK_S seconds."""
         if self._stopped:
             return False
+        deadline = time.monotonic() + CHECK_S
+
+        async def run(*command: str) -> Finished:
+            # What the policy left may block, such as a named pipe in place of a file.
+            return await sandbox.run(command, b"", max(0.1, deadline - time.monotonic()))
+
         sandbox, check, files = await self._open(), self._task.get("check"), self._task.get("files")
-        if check and not (await sandbox.run([*SHELL, str(check)])).has_succeeded:
+        if check and not (await run(*SHELL, str(check))).has_succeeded:
             return False
         expected = json.loads(files) if isinstance(files, str) else files
         for path, content in (expected if isinstance(expected, Mapping) else {}).items():
-            done = await sandbox.run(["cat", "--", path])
+            done = await run("cat", "--", path)
             if not done.has_succeeded or done.stdout != str(content).encode():
                 return False
         return True

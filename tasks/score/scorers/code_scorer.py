@@ -23,7 +23,7 @@ CALL_SHARE = 0.8
 """Share of score.timeout_s that programs of one candidate may take together: a slow program has reward 0, and is no failed score."""
 LIMITS = ("time", "memory", "output", "files")
 # A language's name and further words may follow the fence.
-_BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_OPENING, _CLOSING = re.compile(r"[ \t]*```[^`]*"), re.compile(r"[ \t]*```[ \t]*")
 
 
 class CodeScorer:
@@ -106,8 +106,16 @@ def find_program(answer: str) -> str | None:
 
     A block begins and ends with a line of three backticks.
     """
-    blocks = _BLOCK.findall(answer)
-    return blocks[-1][1] if blocks else None
+    found: str | None = None
+    inside: list[str] | None = None
+    for line in answer.split("\n"):
+        if inside is None:
+            inside = [] if _OPENING.fullmatch(line) else None
+        elif _CLOSING.fullmatch(line):
+            found, inside = "".join(inside), None
+        else:
+            inside.append(f"{line}\n")
+    return found
 
 
 def read_checks(example: Mapping[str, object]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -1,7 +1,6 @@
 """Convert between the messages of OpenAI's chat completions and ours; pure functions."""
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ import msgspec
 
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environment import Message
-from rollmill.tasks.rollout.tools import tool_calls
+from rollmill.tasks.rollout.tools import find_calls
 
 MODEL = "policy"
 """Name of the model in answers; a request may name any."""
@@ -40,7 +39,6 @@ LEFT_TO_THE_RUN = frozenset(
     }
 )
 END_OF_REASONING = "</think>"
-TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
 def message_from_wire(wire: Wire) -> Message:
@@ -214,15 +212,13 @@ def assistant_message(text: str, turn: int) -> dict[str, Any]:
     """
     reasoning, thinks, said = text.rpartition(END_OF_REASONING)
     calls: list[dict[str, Any]] = []
-
-    def extract_calls(block: re.Match[str]) -> str:
-        called = tool_calls(block[0])
-        for call in called:
+    content, rest = "", 0
+    for begin, end, call in find_calls(said):
+        if call is not None:
             function = {"name": call.name, "arguments": json.dumps(call.arguments)}
             calls.append({"id": f"call_{turn}_{len(calls)}", "type": "function", "function": function})
-        return "" if called else block[0]
-
-    content = TOOL_CALL.sub(extract_calls, said)
+            content, rest = content + said[rest:begin], end
+    content += said[rest:]
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thinks:
         message |= {
