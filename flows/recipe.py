@@ -11,6 +11,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
+from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.model_folders import MODELS, is_hub_name, model_folder
 from rollmill.tasks.store.run.immutable_settings import get_setting
@@ -43,11 +44,16 @@ def start_model_folder(config: RunConfig) -> Path:
 def _named_environments(config: RunConfig) -> str | dict[str, int]:
     """Return what of a run's environments the warm-up corpus depends on: the name of the only one, or all names with their weights."""
     if not config.environments:
-        return config.rollout.environment
+        return _corpus(config.rollout)
     weights: Counter[str] = Counter()
     for entry, each in zip(config.environments, environment_configs(config).values(), strict=True):
-        weights[each.rollout.environment] += entry.weight
+        weights[_corpus(each.rollout)] += entry.weight
     return dict(sorted(weights.items()))
+
+
+def _corpus(rollout: RolloutConfig) -> str:
+    """Return the name of the environment whose warm-up corpus a start model learns: for an agent, that of its problems."""
+    return rollout.agent.problems if rollout.environment == "agent" else rollout.environment
 
 
 def stored_model_folder(stored: Mapping[str, Any]) -> Path:
@@ -60,7 +66,10 @@ def stored_model_folder(stored: Mapping[str, Any]) -> Path:
     names = ("model",) if stored.get("model") else ("start_model", "seed", "environments")
     values = {name: stored[name] for name in names if name in stored}
     if not stored.get("model"):
-        values["rollout"] = {"environment": get_setting(stored, "rollout.environment", "")}
+        values["rollout"] = {
+            "environment": get_setting(stored, "rollout.environment", ""),
+            "agent": get_setting(stored, "rollout.agent", {}),
+        }
     return start_model_folder(RunConfig.model_validate(values))
 
 

@@ -17,7 +17,7 @@ from prefect.utilities.schema_tools.validation import validate as validate_form
 from rollmill.flows.environments import environment_configs, group_shares, list_altered
 from rollmill.flows.forms import FORMS
 from rollmill.flows.post_train import post_train
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.recipe import start_model_folder, stored_model_folder
 from rollmill.flows.rules import check_sampling
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.run.run_sinks import evaluation_points
@@ -38,6 +38,7 @@ from rollmill.tasks.score.scoring import combined_key
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.group_ranges import GroupRange, group_numbers, read_plan
 from rollmill.tasks.store.verify.run_verification import verify_run
+from tests.stubs.toy_settings import toy_config
 
 ENVIRONMENTS = {
     "a": {"weight": 2, "rollout": {"temperature": 0.5}},
@@ -128,6 +129,14 @@ def test_a_start_model_depends_on_the_environments_and_their_weights() -> None:
     }
     assert len(folders) == 3
     assert start_model_folder(mixed("environments.guess.rollout.temperature=0.5")) in folders
+
+
+def test_an_agents_start_model_is_that_of_its_problems() -> None:
+    alone = toy_config({"rollout": {"environment": "guess"}})
+    played = toy_config({"rollout": {"environment": "agent", "agent": {"problems": "guess"}}})
+    assert start_model_folder(played) == start_model_folder(alone)
+    assert stored_model_folder(played.model_dump(mode="json")) == start_model_folder(alone)
+    assert start_model_folder(toy_config({})) != start_model_folder(alone)
 
 
 def test_scores_of_several_scorers_have_one_key_of_all() -> None:

@@ -371,7 +371,7 @@ USER = {"role": "user", "content": "1+1="}
         ("messages", {"messages": [USER], "stop_sequences": ["x"]}),
     ],
 )
-async def test_a_request_that_cannot_be_answered_is_refused_and_the_endpoint_goes_on(
+async def test_a_request_that_cannot_be_answered_is_refused_and_the_next_one_is_answered(
     path: str, body: object
 ) -> None:
     async def ask(request: Wire) -> Wire:

@@ -130,7 +130,7 @@ class PolicyEndpoint:
 
 
 def _list_names(headers: Mapping[str, str]) -> list[str]:
-    """List what may name the episode of a request; a client may send a session's id of its own too."""
+    """List what may name the episode of a request; a client may send the id of another session too."""
     key = headers.get("Authorization", "").removeprefix("Bearer ")
     return [headers.get("X-Session-ID", ""), headers.get("x-api-key", ""), key]
 
