@@ -165,6 +165,32 @@ async def test_the_key_names_the_episode_whatever_session_a_client_has() -> None
             assert answer.status == 200, await answer.text()
 
 
+async def test_a_program_may_continue_after_a_refused_request_and_one_that_asks_for_nothing_special(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str]
+) -> None:
+    script = REWRITING + (
+        "for wrong in ({'n': 2}, {'stop': ['x']}, {'user': 'x' * (3 << 20)}):\n"
+        "    try: chat('1+1=', **wrong)\n    except urllib.error.HTTPError: continue\n    sys.exit('answered')\n"
+        "plain = {'logprobs': False, 'stop': [], 'response_format': {'type': 'text'}, 'logit_bias': {}, 'min_p': 0.1}\n"
+        "print(chat('1+1=', **plain))"
+    )
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"])
+    assert (trajectory.error, trajectory.status, trajectory.outcome) == ("", "complete", {"output": "2\n"})
+
+
+async def test_a_truncated_episode_stays_truncated_if_its_program_does_not_end(
+    tokenizer: ChatTokenizer, run_python: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.tasks.rollout.environments.endpoint.requesting_episode.CLOSE_S", 0.2)
+    script = REWRITING + (
+        "import time\nchat('1+1=')\ntry: chat('1+1=', 'x' * 90)\nexcept OSError: time.sleep(600)"
+    )
+    sampler = Answering(tokenizer, ["2"])
+    player = EpisodePlayer(make_agent(run_python(script)), tokenizer, sampler, 90, 60.0)
+    trajectory = await player.play(make_work())
+    assert (trajectory.error, trajectory.status) == ("", "truncated")
+
+
 async def test_requests_at_the_same_time_are_answered_one_after_the_other(
     tokenizer: ChatTokenizer, run_python: Callable[[str], str]
 ) -> None:

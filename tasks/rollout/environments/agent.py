@@ -27,10 +27,12 @@ from rollmill.tasks.rollout.environments.endpoint.requesting_episode import Requ
 from rollmill.tasks.user_code.worker_process import select_user_variables
 
 FIELD = "rollout.agent.command"
-# Characters of a program's output that are kept for the scorer, and of its errors for the row.
+# Bytes at the end of a program's output that are kept for the scorer, and of its errors for the row.
 KEPT_OUTPUT, KEPT_ERRORS = 65_536, 2_000
 # Seconds between SIGTERM and SIGKILL; an episode has a few seconds to close.
 STOP_GRACE_S = 1.0
+# The flow tokenizes a conversation in its event loop, a megabyte in about a second.
+MAX_REQUEST_BYTES = 2 << 20
 _CHUNK_BYTES = 65_536
 
 
@@ -95,7 +97,7 @@ class Agent:
             finally:
                 await problem.close()
 
-        return RequestingEpisode(play, None, follows_tools=True)
+        return RequestingEpisode(play, None, is_agent=True)
 
     async def _play(self, problem: Episode, asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
         opening = check_opening(await problem.reply(()), self._problems)
@@ -107,7 +109,7 @@ class Agent:
                 n_requests += 1
                 return await asked(self.name, leave_sampling_to_the_run(request))
 
-        async with PolicyEndpoint(self._host) as endpoint:
+        async with PolicyEndpoint(self._host, MAX_REQUEST_BYTES) as endpoint:
             key = f"rollmill-{secrets.token_urlsafe()}"
             endpoint.asked[key] = ask
             try:
@@ -204,17 +206,24 @@ class Service:
         }
         try:
             # The trajectory's deadline ends it.
-            async with httpx.AsyncClient(timeout=None) as client:
-                answer = await client.post(self._url, json=body)
+            async with (
+                httpx.AsyncClient(timeout=None) as client,
+                client.stream("POST", self._url, json=body) as answer,
+            ):
+                kept = bytearray()
+                async for chunk in answer.aiter_bytes():
+                    kept += chunk
+                    del kept[:-KEPT_OUTPUT]
         except httpx.HTTPError as error:
             raise EpisodeError(
                 f"no answer from rollout.agent.url = {self._url}: {type(error).__name__}: {error}"
             ) from error
+        output = kept.decode(errors="replace")
         if not answer.is_success:
             raise EpisodeError(
-                f"rollout.agent.url = {self._url} answered {answer.status_code}: {answer.text[:KEPT_ERRORS]}"
+                f"rollout.agent.url = {self._url} answered {answer.status_code}: {output[-KEPT_ERRORS:]}"
             )
-        return answer.text[:KEPT_OUTPUT]
+        return output
 
 
 def write_problem(messages: Sequence[Message]) -> bytes:

@@ -32,12 +32,15 @@ AS_IF_ABSENT: Mapping[str, object] = {"n": 1, "tool_choice": "auto", "parallel_t
 # Settings of programs that are written for other models: what they change is left to the run.
 LEFT_TO_THE_RUN = frozenset(
     {
-        *("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"),
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
         *("max_tokens", "max_completion_tokens", "max_output_tokens", "parallel_tool_calls"),
         *("reasoning", "reasoning_effort", "thinking", "verbosity", "include", "truncation", "service_tier"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     }
 )
+# Values that ask for text.
+PLAIN: Mapping[str, object] = {"response_format": {"type": "text"}, "modalities": ["text"]}
 END_OF_REASONING = "</think>"
 
 
@@ -142,12 +145,14 @@ def check_request(request: Wire) -> Wire:
 
 
 def leave_sampling_to_the_run(request: Wire) -> dict[str, Any]:
-    """Return a request without the settings that the run decides, and without nulls.
+    """Return a request without the settings that the run decides, and without those that ask for nothing.
 
-    Example: {"messages": [...], "temperature": 0.2, "n": 2} becomes {"messages": [...], "n": 2}.
+    Example: {"messages": [...], "temperature": 0.2, "logprobs": False, "n": 2} becomes {"messages": [...], "n": 2}.
     """
     return {
-        name: value for name, value in request.items() if name not in LEFT_TO_THE_RUN and value is not None
+        name: value
+        for name, value in request.items()
+        if value and name not in LEFT_TO_THE_RUN and PLAIN.get(name) != value
     }
 
 

@@ -15,7 +15,6 @@ from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Wire
 Ask = Callable[[Wire], Awaitable[Wire]]
 """Returns the policy's next message for a chat request; raises EpisodeError to refuse it."""
 
-MAX_BODY_BYTES = 1 << 30
 # Seconds in which requests of a client that is still connected may end.
 SHUTDOWN_TIMEOUT_S = 0.5
 
@@ -27,6 +26,7 @@ class PolicyEndpoint:
 
     Args:
         host: address that it listens on.
+        max_bytes: of a request; a longer one is refused.
 
     Attributes:
         asked: function that answers the requests of an episode, by the episode's name.
@@ -34,16 +34,16 @@ class PolicyEndpoint:
         refusal: why it refused a request last; empty if it refused none.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", max_bytes: int = 1 << 30) -> None:
         self.asked: dict[str, Ask] = {}
         self.url = self.refusal = ""
-        self._host = host
+        self._host, self._max_bytes = host, max_bytes
         # Conversation up to each response of the responses API, without instructions.
         self._responses: dict[str, list[Wire]] = {}
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application = web.Application(client_max_size=self._max_bytes)
         application.add_routes(
             [
                 web.post("/v1/chat/completions", self._complete),
@@ -125,6 +125,8 @@ class PolicyEndpoint:
             )
         try:
             return msgspec.json.decode(await request.read(), type=dict[str, Any]), ask
+        except web.HTTPRequestEntityTooLarge as error:
+            raise EpisodeError(f"the request has more than {self._max_bytes} bytes") from error
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
             raise EpisodeError(f"the request is no JSON object: {error}") from error
 

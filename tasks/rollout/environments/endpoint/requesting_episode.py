@@ -25,6 +25,9 @@ from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
 # Ends a rollout without an error: the library's harnesses treat a full context as the end of a budget.
 CONTEXT_FULL = "maximum context length is reached: the policy's turns are over"
 
+CLOSE_S = 2.0
+"""Seconds in which an agent may end by itself; ending it takes another second or two, and an episode has five to close."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
@@ -52,13 +55,12 @@ class RequestingEpisode:
     Args:
         play: runs the program to its end.
         tools: the tools that the chat template lists; None: those of the first request.
-        follows_tools: True if a request may have other tools; its conversation then has these.
+        is_agent: True for a program that was not written for this: its requests may have other tools, which its conversation then has, a
+            request that cannot be answered is refused without ending the episode, and it has CLOSE_S seconds to end.
     """
 
-    def __init__(
-        self, play: PlayRollout, tools: Sequence[Wire] | None, *, follows_tools: bool = False
-    ) -> None:
-        self._play, self.tools, self._follows_tools = play, tools, follows_tools
+    def __init__(self, play: PlayRollout, tools: Sequence[Wire] | None, *, is_agent: bool = False) -> None:
+        self._play, self.tools, self._is_agent = play, tools, is_agent
         self._conversation: list[Wire] = []
         self._said: list[tuple[int, Wire, Message]] = []
         self._trace = ""
@@ -113,7 +115,9 @@ class RequestingEpisode:
                 self._answer.set_exception(EpisodeError(CONTEXT_FULL))
             elif not self._run.done():
                 return {"error": "cancelled during the environment's turn"}
-            await asyncio.wait({self._run})
+            ended, _ = await asyncio.wait({self._run}, timeout=CLOSE_S if self._is_agent else None)
+            if not ended:
+                return {"error": f"the agent did not end within {CLOSE_S:g} s of its last turn"}
             finished = self._run.result()
             return {**finished.outcome, **({"error": finished.error} if finished.error else {})}
         finally:
@@ -137,7 +141,7 @@ class RequestingEpisode:
                 self._check(trace, request)
             reply = self._read(request["messages"], list(request.get("tools") or ()))
         except EpisodeError as error:
-            if not self._asked.done():
+            if not self._is_agent and not self._asked.done():
                 self._asked.set_exception(error)
             raise
         self._conversation = list(request["messages"])
@@ -149,10 +153,10 @@ class RequestingEpisode:
     def _read(self, now: Sequence[Wire], tools: Sequence[Wire]) -> Sequence[Message] | Conversation:
         """Return what a request adds to the conversation, or all of it if it does not begin with it or has other tools."""
         before, messages = self._conversation, tuple(self._restore(*each) for each in enumerate(now))
-        has_other_tools = self._follows_tools and list(self.tools or ()) != tools
-        self.tools = tools if self._follows_tools else self.tools
+        has_other_tools = self._is_agent and list(self.tools or ()) != tools
+        self.tools = tools if self._is_agent else self.tools
         if has_other_tools or not continues(before, now):
-            return Conversation(messages, self.tools if self._follows_tools else None)
+            return Conversation(messages, self.tools if self._is_agent else None)
         if len(now) == len(before):
             raise EpisodeError("the environment asks for a second message of the policy after the first")
         return messages[len(before) :]
@@ -177,9 +181,9 @@ class RequestingEpisode:
         self._trace = trace
         refuse_sampling_settings(request)
         tools = request.get("tools") or []
-        if self.tools is None and not self._follows_tools:
+        if self.tools is None and not self._is_agent:
             self.tools = tools
-        if not self._follows_tools and list(self.tools or ()) != list(tools):
+        if not self._is_agent and list(self.tools or ()) != list(tools):
             raise EpisodeError(
                 f"the environment has other tools in this episode: {_tool_names(tools)}, "
                 f"the chat template lists {_tool_names(self.tools or ())}"
