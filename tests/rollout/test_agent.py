@@ -262,6 +262,30 @@ async def test_what_a_program_does_wrong_fails_its_trajectory_with_the_reason(
 
 
 @pytest.mark.slow
+async def test_a_program_that_kills_its_supervisor_fails_at_once_and_says_so(
+    tokenizer: ChatTokenizer, tmp_path: Path, run_python: Callable[[str], str]
+) -> None:
+    script = REWRITING + (
+        "import subprocess, time\nchat('1+1=')\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nos.kill(os.getppid(), 9)\ntime.sleep(600)"
+    )
+    trajectory, _ = await play(tokenizer, make_agent(run_python(script)), ["2"])
+    psutil.Process(int((tmp_path / "pid").read_text())).kill()
+    assert (trajectory.status, trajectory.error_type) == ("failed", "EpisodeError")
+    assert "the agent's supervisor was ended by signal 9" in trajectory.error
+
+
+async def test_a_proxy_is_not_between_a_program_and_the_endpoint(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "other.host")
+    trajectory, _ = await play(tokenizer, make_agent(f"bash {EXAMPLES / 'ask.sh'}"), ["85"])
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+
+
+@pytest.mark.slow
 async def test_what_a_program_leaves_running_ends_with_its_episode(
     tokenizer: ChatTokenizer, tmp_path: Path, run_python: Callable[[str], str]
 ) -> None:

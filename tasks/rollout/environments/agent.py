@@ -12,6 +12,7 @@ import shlex
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Any, Protocol, Self
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -157,6 +158,11 @@ class Command:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
+            # Clients of all kinds read one or the other.
+            **{
+                name: _join(self._variables.get(name, ""), urlsplit(url).hostname or "")
+                for name in ("NO_PROXY", "no_proxy")
+            },
         }
         problem, (output, said), (errors, complained) = _hold(write_problem(messages)), os.pipe(), os.pipe()
         given = (problem, said, complained)
@@ -184,6 +190,14 @@ class Command:
                     status = await process.wait()
                 finally:
                     await asyncio.shield(process.stop())
+                    # A process that killed its supervisor may keep them open.
+                    await asyncio.wait({last_output, last_errors}, timeout=STOP_GRACE_S)
+                    last_output.cancel()
+                    last_errors.cancel()
+        if status < 0:
+            raise EpisodeError(
+                f"the agent's supervisor was ended by signal {-status}; what the agent started may still run"
+            )
         if status:
             raise EpisodeError(f"the agent ended with exit status {status}: {last_errors.result().strip()}")
         return last_output.result()
@@ -230,6 +244,10 @@ def write_problem(messages: Sequence[Message]) -> bytes:
     """Return what a program is given: the list of messages as JSON of OpenAI's chat completions."""
     listed: list[dict[str, Any]] = [each.as_json() for each in messages]
     return json.dumps(listed).encode()
+
+
+def _join(hosts: str, host: str) -> str:
+    return f"{hosts},{host}" if hosts else host
 
 
 def _hold(content: bytes) -> int:
