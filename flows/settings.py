@@ -63,9 +63,22 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     entries = values.get("environments")
     if isinstance(entries, list) and all(isinstance(each, dict) and "name" in each for each in entries):
         values["environments"] = {each.pop("name"): each for each in entries}
+    known = values.get("environments")
+    names = list(known) if isinstance(known, dict) else []
     for override in overrides:
         _apply_override(values, override)
+    if names and isinstance(changed := values["environments"], dict):
+        for name in set(changed) - set(names):
+            _check_new_environment(name, changed[name], names)
     return values
+
+
+def _check_new_environment(name: str, entry: object, known: Sequence[str]) -> None:
+    """Refuse an environment that overrides add to others without saying which it is: its name is misspelt; raises ConfigError."""
+    rollout = entry.get("rollout") if isinstance(entry, dict) else None
+    if not isinstance(rollout, dict) or "environment" not in rollout:
+        remedy = f"the run has the environments {', '.join(known)}{suggest(name, known)}; a further one needs its rollout.environment"
+        raise ConfigError(f"environments.{name}", "", remedy)
 
 
 def validate(values: dict[str, Any]) -> RunConfig:

@@ -64,6 +64,9 @@ def rescore_config(
     if scorer:
         # A scorer by name replaces a weighted sum of scorers.
         values["score"] = values["score"] | {"scorer": scorer, "sum": []}
+    if stored.get("environments") and not scorer and not values["score"].get("scorer"):
+        remedy = "the environments of the run have different scorers, which cannot score its rows again together; name one for all rows"
+        raise ConfigError("--scorer", "", remedy)
     values |= _parse_steps(steps) | ({"evaluations": True} if evaluations else {})
     values |= {"redo_failed": True} if redo_failed else {}
     values["store"] = values["store"] | {"root": store_root(folder)}

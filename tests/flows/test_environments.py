@@ -88,11 +88,14 @@ def test_a_scorer_of_an_environment_takes_the_place_of_the_runs_sum() -> None:
         ("environments.guess.evaluate.every=2", "evaluate.every is the same for all environments"),
         ("environments.guess.rollout.temprature=2", "no such setting; did you mean rollout.temperature"),
         ("environments.guess.weight=0", r"environments\.guess\.weight = 0"),
-        ("environments.all.weight=1", "all is the name in metrics of all environments"),
-        ("environments.x/y.weight=1", r"environments\.x/y\.name = 'x/y'"),
+        ("environments.all.rollout.environment=guess", "all is the name in metrics of all environments"),
+        ("environments.x/y.rollout.environment=guess", r"environments\.x/y\.name = 'x/y'"),
         ("environments=[{name: a},{name: a}]", "a is given twice"),
-        ("environments.x.score.judge.url=http://a:b@c", r"environments\.x\.score\.judge\.url = '\*\*\*'"),
-        ("environments.x.weight=1", r"environments\.x\.rollout\.prompts\.path = ''"),
+        (
+            "environments.guess.score.judge.url=http://a:b@c",
+            r"environments\.guess\.score\.judge\.url = '\*\*\*'",
+        ),
+        ("environments.x.rollout.environment=prompts", r"environments\.x\.rollout\.prompts\.path = ''"),
         ("environments.guess.score.scorer=", r"environments\.guess\.score\.scorer = ''"),
         ("environments.guess.rollout.max_completion_tokens=256", r"environments\.guess\.rollout\.max_comp"),
         ("retrain.sources=[runs/a]", "environments = .*: training from stored rollouts"),
@@ -129,6 +132,17 @@ def test_a_start_model_depends_on_the_environments_and_their_weights() -> None:
     }
     assert len(folders) == 3
     assert start_model_folder(mixed("environments.guess.rollout.temperature=0.5")) in folders
+
+
+@pytest.mark.parametrize("run", [(), ("rollout.environment=addition", "score.scorer=addition")])
+def test_a_misspelt_environment_is_no_further_one(run: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="did you mean guess") as refused:
+        mixed(*run, "environments.gues.weight=4")
+    assert refused.value.field == "environments.gues"
+    further = mixed(
+        "environments.more.rollout.environment=addition", "environments.more.score.scorer=addition"
+    )
+    assert [each.name for each in further.environments][-1] == "more"
 
 
 def test_an_agents_start_model_is_that_of_its_problems() -> None:
