@@ -59,6 +59,90 @@ def test_a_right_program_passes(program: str, tests: object) -> None:
     assert (reward.value, reward.components["passed"]) == (1.0, 1.0)
 
 
+IN_UNITTEST = """\
+import unittest
+class TestAdd(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): cls.three = 3
+    def setUp(self): self.one = 1
+    def test_1(self): self.assertEqual(add(self.one, 2), self.three)
+    def test_2(self):
+        with self.subTest(): self.assertEqual(add(1, 1), 2)
+if __name__ == "__main__":
+    unittest.main()
+"""
+IN_PYTEST = """\
+class TestAdd:
+    def setup_method(self): self.one = 1
+    def test_1(self): assert add(self.one, 2) == 3
+    async def test_2(self): assert add(1, 1) == 2
+"""
+ASYNCHRONOUS = """\
+import asyncio
+async def test_1():
+    await asyncio.sleep(0)
+    assert add(1, 2) == 3
+async def test_2(): assert add(1, 1) == 2
+"""
+ASYNCHRONOUS_UNITTEST = """\
+from unittest import IsolatedAsyncioTestCase
+class Checks(IsolatedAsyncioTestCase):
+    async def test_1(self): self.assertEqual(add(1, 2), 3)
+    async def test_2(self): self.assertEqual(add(1, 1), 2)
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("def add(a, b): return a + b", 1.0),
+        ("def add(a, b): return 3", 0.5),
+        ("def other(): pass", 0.0),
+        ("def add(a, b):\n    import os\n    os._exit(0)", 0.0),
+    ],
+)
+@pytest.mark.parametrize("tests", [IN_UNITTEST, IN_PYTEST, ASYNCHRONOUS, ASYNCHRONOUS_UNITTEST])
+def test_classes_and_asynchronous_functions_of_tests_are_run(tests: str, program: str, passed: float) -> None:
+    reward = score(program, tests=tests)
+    assert (reward.value, reward.components["passed"]) == (float(passed == 1.0), passed)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def test_1():\n    yield\n    assert add(1, 2) == 0",
+        "import unittest\nclass T(unittest.TestCase):\n    @unittest.skip('')\n    def test_1(self): self.assertEqual(add(1, 2), 3)",
+        "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): raise OSError\n    def test_1(self): pass",
+        "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def tearDownClass(cls): raise OSError\n    def test_1(self): pass",
+        "from unittest import TestCase\nclass T(TestCase):\n    def checks(self): assert add(1, 2) == 0",
+    ],
+    ids=["generator", "skipped", "class not set up", "class not torn down", "no method of a test"],
+)
+def test_tests_that_did_not_run_have_not_passed(tests: str) -> None:
+    assert score("def add(a, b): return a + b", tests=tests).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "",
+        "import math",
+        "METADATA = {}\ndef check(candidate):\n    assert candidate(1, 2) == 3",
+        "import sys\nsys.setrecursionlimit(10**6)\ndef check(candidate):\n    assert candidate(1, 2) == 3",
+        "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+        "async def check():\n    assert add(1, 2) == 3",
+        "class Checks:\n    def test_1(self): assert add(1, 2) == 3",
+        "class TestAdd:\n    def check(self): assert add(1, 2) == 3",
+        "check = lambda: add(1, 2)",
+    ],
+)
+def test_tests_that_run_nothing_are_a_failed_score(tests: str) -> None:
+    with pytest.raises(ScoreError, match=r"run nothing: `tests` of the example, text 1.*check\(NAME\)"):
+        read_checks({"tests": [ADD[0], tests]})
+
+
 EQUAL_TO_ALL = """\
 class All({base}):
     def __eq__(self, other): return True

@@ -8,21 +8,25 @@ dicts, ...) and returns plain ones, so that a program cannot return something th
 the judge's memory or output, because the judge is not dumpable; it can only end it, and then the tests have not passed.
 """
 
+import ast
 import builtins
 import ctypes
+import inspect
 import json
 import os
 import socket
 import struct
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 LENGTH = struct.Struct(">I")
 MESSAGE_BYTES = 16 << 20
 MODULE = "solution"
 """Module that tests may import the program's names from."""
+TESTS = "tests"
+"""Module that tests see themselves as."""
 _PR_SET_DUMPABLE = 4
 _PLAIN = (type(None), bool, str)
 # Of what a program defines: names that a test would otherwise mean are its own.
@@ -295,23 +299,26 @@ def _answer(what: str, values: Any, named: Any) -> object:
 
 
 def run_tests(program: Program, tests: list[str], report: Callable[[bool], object]) -> None:
-    """Run tests, and report of each whether it passed. Functions `test_...` that a text defines are a test each, otherwise the text is."""
+    """Run tests, and report of each whether it passed: functions and classes of tests that a text defines, otherwise the text."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     vars(module).update(program.names)
     for text in tests:
-        namespace: dict[str, Any] = {**program.names, "__name__": "tests"}
-        has_run = passes(exec, text, namespace)
-        functions = [
-            each
-            for name, each in namespace.items()
-            if name.startswith("test_") and isinstance(each, types.FunctionType)
-        ]
-        if not has_run or not functions:
-            report(has_run)
-            continue
-        for function in functions:
-            report(passes(function))
+        namespace: dict[str, Any] = {**program.names, "__name__": TESTS}
+        has_run, n_found = passes(exec, text, namespace), 0
+        for name, each in list(namespace.items()) if has_run else ():
+            if name.startswith("test_") and isinstance(each, types.FunctionType):
+                found = [passes(run_function, each)]
+            elif isinstance(each, type) and each.__module__ == TESTS:
+                found = list(run_class(each))
+            else:
+                continue
+            n_found += len(found)
+            for has_passed in found:
+                report(has_passed)
+        if not n_found:
+            # A text that defines no test that is known here, and checks nothing itself, has not passed.
+            report(has_run and checks_at_once(text))
 
 
 def passes(test: Callable[..., object], *arguments: object) -> bool:
@@ -321,6 +328,112 @@ def passes(test: Callable[..., object], *arguments: object) -> bool:
     except (Exception, SystemExit, ProgramEndedError):  # noqa: BLE001 - a test that did not pass
         return False
     return True
+
+
+def run_function(function: Callable[[], object]) -> None:
+    """Run a function that is a test, to its end if it is asynchronous."""
+    made = function()
+    if inspect.iscoroutine(made):
+        # Imported here, because it takes 50 ms.
+        import asyncio
+
+        asyncio.run(made)
+    elif inspect.isgenerator(made) or inspect.isasyncgen(made):
+        raise TypeError("a test that yields has not run")
+
+
+def run_class(kind: type) -> Iterator[bool]:
+    """Run the tests of a class and yield of each whether it passed; nothing if it is no class of tests."""
+    unittest: Any = sys.modules.get("unittest")
+    if unittest is not None and issubclass(kind, unittest.TestCase):
+        yield from _run_cases(unittest, kind)
+    elif kind.__name__.startswith("Test"):
+        for name in dir(kind):
+            if name.startswith("test_"):
+                yield passes(_run_method, kind, name)
+
+
+def _run_cases(unittest: Any, kind: type) -> Iterator[bool]:
+    names = unittest.defaultTestLoader.getTestCaseNames(kind)
+    passed: list[object] = []
+
+    class Result(unittest.TestResult):  # type: ignore[misc]
+        def addSuccess(self, test: object) -> None:  # noqa: N802 - of unittest
+            passed.append(test)
+
+        def addExpectedFailure(self, test: object, err: object) -> None:  # noqa: N802 - of unittest
+            passed.append(test)
+
+    result = Result()
+    # The suite runs what is for a class, such as setUpClass. A test that is skipped has not passed.
+    unittest.TestSuite(map(kind, names)).run(result)
+    for number in range(len(names)):
+        yield number < len(passed)
+    if len(passed) == len(names) and not result.wasSuccessful():
+        yield False
+
+
+def _run_method(kind: type, name: str) -> None:
+    made = kind()
+    getattr(made, "setup_method", bool)()
+    try:
+        run_function(getattr(made, name))
+    finally:
+        getattr(made, "teardown_method", bool)()
+
+
+def runs_nothing(text: str) -> bool:
+    """Return True if tests are Python that checks nothing: definitions that nothing calls, and no functions or classes of tests."""
+    try:
+        defined = list(_walk_at_once(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # It raises when it is run.
+        return False
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for each in defined:
+        if isinstance(each, functions) and each.name.startswith("test_"):
+            return False
+        if isinstance(each, ast.ClassDef) and any(
+            "Test" in name for name in (each.name[:4], *map(ast.unparse, each.bases))
+        ):
+            # A class without a test of its own has those of its bases, if it has some.
+            own = [of.name for of in each.body if isinstance(of, functions)]
+            if each.bases or any(name.startswith("test_") for name in own):
+                return False
+    return not checks_at_once(text)
+
+
+def checks_at_once(text: str) -> bool:
+    """Return True if a text has, outside of definitions, an assert, a raise, or a call that concerns more than imported modules."""
+    tree = ast.parse(text)
+    other = set(dir(builtins)) - {"exec", "eval"}
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Import):
+            other |= {(of.asname or of.name).partition(".")[0] for of in each.names if of.name != MODULE}
+        elif isinstance(each, ast.ImportFrom) and each.module != MODULE:
+            other |= {of.asname or of.name for of in each.names}
+    for each in _walk_at_once(tree):
+        if isinstance(each, ast.Assert | ast.Raise):
+            return True
+        if isinstance(each, ast.Call) and any(
+            isinstance(of, ast.Name) and of.id not in other for of in ast.walk(each)
+        ):
+            return True
+    return False
+
+
+def _walk_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs when a text runs: not what is in functions and classes, nor after `if __name__ == "__main__"`."""
+    for each in ast.iter_child_nodes(node):
+        yield each
+        if isinstance(each, ast.If) and any(
+            isinstance(of, ast.Name) and of.id == "__name__" for of in ast.walk(each.test)
+        ):
+            for of in each.orelse:
+                yield of
+                yield from _walk_at_once(of)
+        elif not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _walk_at_once(each)
 
 
 def start_program() -> socket.socket:

@@ -42,7 +42,7 @@ class CodeScorer:
         self._sandbox, self._limit_s = config.sandbox, CALL_SHARE * config.timeout_s
         # Slow programs pass with a longer time limit, so scores with different limits differ in their version.
         limits = config.sandbox.model_dump(mode="json", exclude={"unsafe"})
-        self.version = settings_version(["1", limits])
+        self.version = settings_version(["2", limits])
         self._runner = asyncio.Runner()
 
     @classmethod
@@ -55,7 +55,7 @@ class CodeScorer:
         """Run the candidate's program and return its reward.
 
         Raises:
-            ScoreError: the example has neither tests nor cases, or they are malformed.
+            ScoreError: the example has neither tests nor cases, they are malformed, or tests run nothing.
             SandboxError: no sandbox could be started.
         """
         tests, cases = read_checks(candidate.example)
@@ -122,7 +122,7 @@ def read_checks(example: Mapping[str, object]) -> tuple[list[str], list[tuple[st
     """Return the tests and the cases of an example; one of them is not empty.
 
     Raises:
-        ScoreError: it has neither or both, or they are malformed.
+        ScoreError: it has neither or both, they are malformed, or tests run nothing.
     """
     tests, cases = _parse(example.get("tests") or []), _parse(example.get("cases") or [])
     tests = [tests] if isinstance(tests, str) else tests
@@ -135,6 +135,12 @@ def read_checks(example: Mapping[str, object]) -> tuple[list[str], list[tuple[st
     if bool(tests) == bool(cases):
         names = ", ".join(sorted(example)) or "none"
         raise ScoreError(f"expected `tests` or `cases` among the fields of the example, there are: {names}")
+    for number, text in enumerate(tests):
+        if code_judge.runs_nothing(text):
+            raise ScoreError(
+                f"the tests run nothing: `tests` of the example, text {number}, only defines {text!r:.200}; call what it defines, such as "
+                "check(NAME), or write asserts outside of functions, functions test_..., or classes of unittest.TestCase or Test..."
+            )
     return list(tests), [(each["stdin"], each["stdout"]) for each in cases]
 
 
