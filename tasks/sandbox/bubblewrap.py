@@ -206,6 +206,8 @@ def sandbox_command(
         elif top.is_dir():
             words += ["--ro-bind", str(top), str(top)]
     words += ["--proc", "/proc", "--dev", "/dev"]
+    # Zeros as from /dev/zero, of which a shared mapping would be memory that no limit counts.
+    words += ["--dev-bind", "/dev/full", "/dev/zero"]
     for size, place in ((config.memory_bytes, HOME), (SHARED_BYTES, "/dev/shm")):
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", place]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--clearenv"]

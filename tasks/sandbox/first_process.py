@@ -10,6 +10,7 @@ The commands are not trusted. They cannot send signals to process 1 of their nam
 not dumpable.
 """
 
+import _socket
 import ctypes
 import errno
 import math
@@ -33,6 +34,8 @@ LIMITS = ("", "time", "memory", "output", "files")
 # Milliseconds between two looks at memory and files, which the kernel does not report by itself.
 LOOK_MS = 20
 MAX_OPEN_FILES = 256
+# Address space of a process beyond its memory. Without a limit the kernel's tables of pages that are only read have none.
+ADDRESS_BYTES = 16 << 30
 # Lower than the priority of this process, so that a hundred busy ones do not keep it from ending them.
 NICENESS = 10
 CANNOT_RUN = 127
@@ -147,7 +150,7 @@ def _become(words: list[bytes], streams: tuple[int, int, int], timeout_s: float)
         os._exit(CANNOT_RUN)
 
 
-def find_excess(memory_bytes: int, max_files: int) -> str:
+def find_excess(memory_bytes: int, max_files: int, buffer_bytes: int) -> str:
     """Return which of memory and files is used beyond its limit in this sandbox; empty if none is."""
     if os.getpid() != 1:
         return ""
@@ -155,7 +158,25 @@ def find_excess(memory_bytes: int, max_files: int) -> str:
         found = os.statvfs(place)
         if found.f_files - found.f_ffree > max_files:
             return "files"
-    return "memory" if sum(map(read_memory, list_processes())) > memory_bytes else ""
+    used = sum(map(read_memory, list_processes())) + count_sockets() * buffer_bytes
+    return "memory" if used > memory_bytes else ""
+
+
+def count_sockets() -> int:
+    """Return the number of sockets of this sandbox, those included that are closed and hold what is not read yet."""
+    with open("/proc/net/sockstat", "rb") as statistics:  # noqa: PTH123 - as below
+        return int(statistics.readline().split()[2])
+
+
+def read_buffer() -> int:
+    """Return the bytes that a socket may hold; the filter of system calls refuses to change it.
+
+    They are memory of no process, so every socket counts with all of them.
+    """
+    made = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    size = int(made.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF))
+    made.close()
+    return size
 
 
 def list_processes() -> list[int]:
@@ -168,14 +189,14 @@ def list_processes() -> list[int]:
 
 
 def read_memory(pid: int) -> int:
-    """Return the bytes of memory of a process that are no file's, swapped ones included; 0 if it has ended."""
+    """Return the bytes of memory of a process that are no file's, swapped ones and its tables of pages included; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123 - as above
             text = status.read()
     except OSError:
         return 0
     total = 0
-    for name in (b"\nRssAnon:", b"\nRssShmem:", b"\nVmSwap:"):
+    for name in (b"\nRssAnon:", b"\nRssShmem:", b"\nVmSwap:", b"\nVmPTE:"):
         place = text.find(name)
         if place >= 0:
             total += int(text[place + len(name) : text.index(b"kB", place)])
@@ -227,6 +248,7 @@ def give_up_rights(uid: int, memory_bytes: int, max_processes: int) -> None:
         # The kernel counts the processes of a user, of a namespace of users where there is one. This process is one more.
         limit(resource.RLIMIT_NPROC, max_processes + 1)
     limit(resource.RLIMIT_DATA, memory_bytes)
+    limit(resource.RLIMIT_AS, memory_bytes + ADDRESS_BYTES)
     limit(resource.RLIMIT_FSIZE, memory_bytes)
     limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     limit(resource.RLIMIT_CORE, 0)
@@ -260,12 +282,13 @@ def main() -> None:
     """Handle requests until the end of standard input."""
     uid, memory_bytes, max_processes, max_files, output_bytes = map(int, sys.argv[1:])
     give_up_rights(uid, memory_bytes, max_processes)
+    buffer_bytes = read_buffer()
     while True:
         timeout_s, n_words, n_stdin = REQUEST.unpack(read_exactly(REQUEST.size))
         words = read_exactly(n_words).split(b"\0")
         stdin = read_exactly(n_stdin)
         command = Command(words, stdin, timeout_s, output_bytes)
-        command.wait(lambda: find_excess(memory_bytes, max_files))
+        command.wait(lambda: find_excess(memory_bytes, max_files, buffer_bytes))
         *answer, out, err = command.finish()
         write_all(ANSWER.pack(*answer, len(out), len(err)) + out + err)
 

@@ -31,8 +31,8 @@ async def run(*command: str, config: SandboxConfig = CONFIG) -> Finished:
 
 
 async def python(program: str, config: SandboxConfig = CONFIG) -> Finished:
-    if "fork" in program and "bytearray" not in program:
-        # A page that forked processes share counts for each of them.
+    if "fork" in program and "sleep" not in program:
+        # Those that sleep take memory. A page that forked processes share counts for each of them.
         config = config.model_copy(update={"memory_bytes": 1024 * MIB})
     return await run("python3", "-I", "-S", "-c", program, config=config)
 
@@ -60,13 +60,32 @@ def nothing_is_left() -> Iterator[None]:
             "x[::4096] = bytes(len(x) >> 12)\ntime.sleep(60)",
             "memory",
         ),
-        # Shared memory belongs to no limit of a process.
+        # The kernel's tables of pages that are only read, and of which each is the same page of zeros.
         (
-            "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 20)); x[-1].write(bytes(1 << 20))",
+            "import mmap, os, time\nfor i in range(3): os.fork()\nn = 15 << 30\n"
+            "x = mmap.mmap(-1, n, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)\n"
+            "x.madvise(mmap.MADV_NOHUGEPAGE)\nfor i in range(0, n, 2 << 20): x[i]\ntime.sleep(60)",
+            "memory",
+        ),
+        # What is in sockets is memory of no process.
+        (
+            "import os, socket, time\nfor i in range(3): os.fork()\nx = []\nfor i in range(100):\n x += socket.socketpair()\n"
+            " x[-1].setblocking(False)\n try:\n  while True: x[-1].send(bytes(65536))\n except BlockingIOError: pass\n"
+            "time.sleep(60)",
+            "memory",
+        ),
+        # Nor are those that nobody has accepted, and that are closed.
+        (
+            "import socket, time\na = socket.socket(socket.AF_UNIX)\na.bind('x')\na.listen(4096)\nfor i in range(2000):\n"
+            " b = socket.socket(socket.AF_UNIX)\n b.connect('x')\n b.setblocking(False)\n"
+            " try:\n  while True: b.send(bytes(65536))\n except BlockingIOError: b.close()\ntime.sleep(60)",
             "memory",
         ),
     ],
-    ids=["loop", "fork bomb", "stdout", "stderr", "files", "shared files", "processes", "shared memory"],
+    ids=[
+        *("loop", "fork bomb", "stdout", "stderr", "files", "shared files", "processes", "tables of pages"),
+        *("sockets", "closed sockets"),
+    ],
 )
 async def test_a_program_that_takes_too_much_is_stopped(program: str, limit: str) -> None:
     config = CONFIG.model_copy(update={"timeout_s": 2.0 if limit == "time" else 30.0})
@@ -92,6 +111,19 @@ async def test_a_program_that_takes_too_much_is_stopped(program: str, limit: str
         ("import os; os.kill(1, 0); open('/proc/1/environ').read()", "PermissionError"),
         ("import os; os.listdir('/proc/1/fd')", "PermissionError"),
         ("import os; os.memfd_create('x')", "Function not implemented"),
+        # Pages of shared memory that a process gives up count for none and stay.
+        ("import mmap; mmap.mmap(-1, 1 << 20)", "Function not implemented"),
+        ("import mmap, os; mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)", "No such device"),
+        ("import mmap; mmap.mmap(-1, 32 << 30, mmap.MAP_PRIVATE, mmap.PROT_READ)", "Cannot allocate memory"),
+        (
+            "import socket as s; s.socketpair()[0].setsockopt(s.SOL_SOCKET, s.SO_SNDBUF, 1 << 20)",
+            "Function not implemented",
+        ),
+        (
+            "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.semget(0, 32000, 0o600)\n"
+            "raise OSError(os.strerror(ctypes.get_errno()))",
+            "Function not implemented",
+        ),
         ("import os; os.setuid(0)", "PermissionError"),
         ("import os; os.chroot('/tmp')", "PermissionError"),
         ("import resource as r; r.setrlimit(r.RLIMIT_NPROC, (9999, 9999))", "ValueError"),
@@ -104,6 +136,31 @@ async def test_what_is_not_allowed_fails(program: str, error: str) -> None:
     finished = await python(program)
     assert (finished.status, finished.stopped_by) == (1, "")
     assert error in finished.stderr.decode()
+
+
+ORDINARY = """\
+import asyncio, mmap, multiprocessing, threading
+async def say():
+    process = await asyncio.create_subprocess_exec("head", "-c", "3", "/dev/zero", stdout=-1)
+    return (await process.communicate())[0]
+def double(x): return 2 * x
+assert asyncio.run(say()) == bytes(3)
+context = multiprocessing.get_context("fork")
+with context.Pool(2) as pool: assert pool.map(double, [1, 2]) == [2, 4]
+value = context.Value("i", 0)
+def add():
+    with value.get_lock(): value.value += 1
+workers = [kind(target=add) for kind in (threading.Thread, context.Process) for _ in range(2)]
+for each in workers: each.start()
+for each in workers: each.join()
+mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).write(b"x")
+print(value.value)
+"""
+
+
+async def test_asyncio_threads_and_forked_processes_work() -> None:
+    finished = await python(ORDINARY)
+    assert (finished.stdout, finished.stderr, finished.stopped_by) == (b"4\n", b"", "")
 
 
 async def test_further_namespaces_are_refused() -> None:
