@@ -357,7 +357,7 @@ def _run_cases(unittest: Any, kind: type) -> Iterator[bool]:
     names = unittest.defaultTestLoader.getTestCaseNames(kind)
     passed: list[object] = []
 
-    class Result(unittest.TestResult):  # type: ignore[misc]
+    class Result(unittest.TestResult):  # type: ignore[misc] # the judge imports unittest as an object
         def addSuccess(self, test: object) -> None:  # noqa: N802 - of unittest
             passed.append(test)
 
