@@ -34,5 +34,5 @@ class SandboxConfig(StageConfig):
     )
     unsafe: bool = setting(
         False,
-        "Run code and commands of the model as you, with your files and the network, where the kernel forbids sandboxes.",
+        "Run code and commands of the model without a sandbox: under your user, with your files and the network.",
     )

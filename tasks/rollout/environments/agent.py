@@ -1,4 +1,4 @@
-"""The environment `agent`: somebody else's program plays each episode; all that it knows is the address of an endpoint and a key.
+"""The environment `agent`: a program plays each episode; it knows only the address of an endpoint and a key.
 
 The program is a command, which gets the messages of the problem on its standard input, or an HTTP service, to which they are
 sent. Each of its requests for a completion is a turn of the policy.
@@ -184,23 +184,27 @@ class Command:
                 for descriptor in given:
                     os.close(descriptor)
             async with asyncio.TaskGroup() as streams:
-                last_output = streams.create_task(_read_end(output_pipe, KEPT_OUTPUT))
-                last_errors = streams.create_task(_read_end(errors_pipe, KEPT_ERRORS))
+                last_output, last_errors = bytearray(), bytearray()
+                reading = {
+                    streams.create_task(_read_end(output_pipe, last_output, KEPT_OUTPUT)),
+                    streams.create_task(_read_end(errors_pipe, last_errors, KEPT_ERRORS)),
+                }
                 try:
                     status = await process.wait()
                 finally:
                     await asyncio.shield(process.stop())
                     # A process that killed its supervisor may keep them open.
-                    await asyncio.wait({last_output, last_errors}, timeout=STOP_GRACE_S)
-                    last_output.cancel()
-                    last_errors.cancel()
+                    await asyncio.wait(reading, timeout=STOP_GRACE_S)
+                    for each in reading:
+                        each.cancel()
         if status < 0:
             raise EpisodeError(
                 f"the agent's supervisor was ended by signal {-status}; what the agent started may still run"
             )
         if status:
-            raise EpisodeError(f"the agent ended with exit status {status}: {last_errors.result().strip()}")
-        return last_output.result()
+            text = last_errors.decode(errors="replace").strip()
+            raise EpisodeError(f"the agent ended with exit status {status}: {text}")
+        return last_output.decode(errors="replace")
 
 
 class Service:
@@ -258,9 +262,9 @@ def _hold(content: bytes) -> int:
     return descriptor
 
 
-async def _read_end(pipe: IO[bytes], n_bytes: int) -> str:
-    """Read a pipe to its end, and return the last `n_bytes` as text."""
-    stream, kept = asyncio.StreamReader(), bytearray()
+async def _read_end(pipe: IO[bytes], kept: bytearray, n_bytes: int) -> None:
+    """Read a pipe to its end; `kept` always has the last `n_bytes` so far."""
+    stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), pipe
     )
@@ -270,4 +274,3 @@ async def _read_end(pipe: IO[bytes], n_bytes: int) -> str:
             del kept[:-n_bytes]
     finally:
         transport.close()
-    return kept.decode(errors="replace")

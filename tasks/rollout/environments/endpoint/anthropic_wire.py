@@ -19,7 +19,7 @@ CONVERTED = frozenset({"system", "messages", "tools", "tool_choice"})
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
-class _Request(msgspec.Struct):
+class _MessagesRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -32,7 +32,7 @@ def chat_request(body: Wire) -> dict[str, Any]:
     Raises:
         EpisodeError: it asks for something other than text and tools of the program.
     """
-    check_form(body, _Request)
+    check_form(body, _MessagesRequest)
     system = [{"role": "system", "content": _join_texts(body["system"])}] if body.get("system") else []
     rest = {name: value for name, value in body.items() if name not in CONVERTED}
     kind = (body.get("tool_choice") or {}).get("type")

@@ -20,7 +20,7 @@ CONVERTED = frozenset({"input", "instructions", "tools", "text", "previous_respo
 PLAIN_TEXT = {"type": "text"}
 
 
-class _Request(msgspec.Struct):
+class _ResponsesRequest(msgspec.Struct):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -30,7 +30,7 @@ class _Request(msgspec.Struct):
 
 def check_request(body: Wire) -> None:
     """Refuse a request of another form than OpenAI's responses; raises EpisodeError."""
-    check_form(body, _Request)
+    check_form(body, _ResponsesRequest)
 
 
 def chat_request(body: Wire, before: Sequence[Wire] = ()) -> dict[str, Any]:
