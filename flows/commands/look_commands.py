@@ -44,6 +44,12 @@ def inspect(
             "--trajectories", help="One row per trajectory; the default with --group, --status, --reward."
         ),
     ] = False,
+    costs: Annotated[
+        bool,
+        typer.Option(
+            "--costs", help="Seconds of servers, ranks and scorers, by what became of the trajectories."
+        ),
+    ] = False,
     step: Steps = "",
     group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
     status: Statuses = "",
@@ -65,14 +71,15 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show steps, groups or trajectories, filtered and sorted."""
+    """Show steps, groups, trajectories or costs, filtered and sorted."""
     from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.tables.cost_view import select_costs_view
     from rollmill.tasks.look.tables.run_tables import select_view
     from rollmill.tasks.look.tables.selection import Interval, Selection, parse_level, parse_names
     from rollmill.tasks.look.terminal.output import print_json, print_view
 
     selection = Selection(
-        level=parse_level(steps=steps, groups=groups, trajectories=trajectories),
+        level=parse_level(steps=steps, groups=groups, trajectories=trajectories, costs=costs),
         steps=Interval.parse("--step", step) if step else None,
         group=group,
         status=parse_names("--status", status),
@@ -83,7 +90,7 @@ def inspect(
         sort=sort,
         limit=0 if limit is None and as_json else limit,
     )
-    shown = select_view(find_run(run), selection)
+    shown = (select_costs_view if costs else select_view)(find_run(run), selection)
     if as_json:
         print_json(shown.values)
     else:

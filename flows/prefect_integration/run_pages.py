@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.tables.cost_view import make_costs_view
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out, make_run_view
@@ -68,9 +69,8 @@ class StepPage:
         Raises:
             ConfigError: the step has no spans.
         """
-        return _tables(
-            make_ledger_views(self.folder.name, read_ledger(self.folder, Interval(self.step, self.step)))
-        )
+        ledger = read_ledger(self.folder, Interval(self.step, self.step))
+        return _tables([*make_ledger_views(self.folder.name, ledger), make_costs_view(self.folder, ledger)])
 
     def time_placeholder(self) -> str:
         """Return the text shown instead of the tables of where time went until the step has ended."""
@@ -150,7 +150,8 @@ def _describe_run_time(folder: RunFolder) -> list[str]:
         return []
     ledger = read_ledger(folder, most=TIMED_STEPS)
     name = folder.name if len(steps) <= TIMED_STEPS else f"{folder.name}, its last steps"
-    return [_tables(make_ledger_views(name, replace(ledger, ends=ledger.ends.clear())))]
+    views = make_ledger_views(name, replace(ledger, ends=ledger.ends.clear()))
+    return [_tables([*views, make_costs_view(folder, ledger)])]
 
 
 def _tables(views: Iterable[View]) -> str:

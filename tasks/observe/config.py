@@ -40,3 +40,8 @@ class ObserveConfig(StageConfig):
         "OpenTelemetry receiver, such as http://127.0.0.1:4318, that gets each step's spans too, by OTLP over HTTP "
         "(pip install 'rollmill[otel]'); empty: none.",
     )
+    price_per_hour: float = setting(
+        0.0,
+        "Price of one hour of a vLLM server, and of a rank of the trainer, in any currency; costs are then shown in it too.",
+        ge=0.0,
+    )

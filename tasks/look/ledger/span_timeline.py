@@ -161,6 +161,31 @@ def overlap(start: Ints, end: Ints, cell_start: Ints, cell_end: Ints) -> tuple[I
     return which, cell, np.maximum(start[which], cell_start[cell]), np.minimum(end[which], cell_end[cell])
 
 
+def process_line(timeline: SpanTimeline, process: str) -> Pieces:
+    """Merge a process's lanes into one: work precedes waits, waits precede idle time, and lane `main` others of equal rank."""
+    lanes = sorted(
+        (at for at, (owner, _) in enumerate(timeline.lanes) if owner == process),
+        key=lambda at: (timeline.lanes[at][1] != MAIN, at),
+    )
+    pieces = timeline.pieces
+    of_lane = [pieces.take(slice(*np.searchsorted(pieces.lane, [lane, lane + 1]))) for lane in lanes]
+    if len(of_lane) == 1:
+        return of_lane[0]
+    names = timeline.spans["name"]
+    edges = np.unique(np.concatenate([*(each.start for each in of_lane), *(each.end for each in of_lane)]))
+    best, rank = np.full(len(edges), -1), np.full(len(edges), 3)
+    for each in of_lane:
+        at = np.searchsorted(each.start, edges, side="right") - 1
+        is_open = (at >= 0) & (edges < each.end[at])
+        name = names[each.span[at]]
+        # Lanes are in order of precedence: of two with equal rank, the earlier one owns the instant.
+        own = np.where(name == IDLE, 2, name.str.starts_with(WAIT))
+        is_better = is_open & (own < rank)
+        best, rank = np.where(is_better, each.span[at], best), np.where(is_better, own, rank)
+    held = np.flatnonzero(best >= 0)
+    return Pieces(np.full(len(held), lanes[0]), best[held], edges[held], edges[held + 1])
+
+
 def _pieces(spans: pl.DataFrame) -> Pieces:
     """Compute for each lane and instant the innermost open span, as disjoint pieces.
 

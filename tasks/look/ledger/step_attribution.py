@@ -7,6 +7,7 @@ import polars as pl
 
 from rollmill.tasks.look.ledger.coverage import count_processes, list_gaps, measure_coverage
 from rollmill.tasks.look.ledger.critical_path import find_critical_paths
+from rollmill.tasks.look.ledger.server_shares import share_servers
 from rollmill.tasks.look.ledger.span_timeline import (
     CONTAINERS,
     FLOW,
@@ -18,11 +19,11 @@ from rollmill.tasks.look.ledger.span_timeline import (
     UNATTRIBUTED,
     WAIT,
     Ints,
-    Pieces,
     SpanTimeline,
     build_timeline,
     is_server,
     overlap,
+    process_line,
     use_from_lane,
 )
 
@@ -188,6 +189,7 @@ class Ledger:
             with the earlier ones.
         trajectories: columns step, lane, name, us, end; see `attribute_trajectories`.
         episodes: what groups, trajectories and evaluations did; see `collect_episodes`.
+        server_shares: what each trajectory used of the servers' time; see `share_servers`.
         ends: columns part (`start`, `end`), name, cause, us; see `attribute_run_ends`.
     """
 
@@ -197,6 +199,7 @@ class Ledger:
     there: pl.DataFrame
     trajectories: pl.DataFrame
     episodes: pl.DataFrame
+    server_shares: pl.DataFrame
     ends: pl.DataFrame
 
 
@@ -224,6 +227,7 @@ def build_ledger(rows: pl.DataFrame, steps: list[int] | None = None) -> Ledger:
         there=count_processes(lengths, reported),
         trajectories=attribute_trajectories(timeline),
         episodes=episodes,
+        server_shares=share_servers(timeline, episodes),
         ends=attribute_run_ends(rows),
     )
 
@@ -298,28 +302,3 @@ def _idle_owners(pieces: pl.DataFrame, process: str, path: pl.DataFrame) -> pl.D
         is_other=False,
         us=pl.Series(end - start, dtype=pl.Int64),
     )
-
-
-def process_line(timeline: SpanTimeline, process: str) -> Pieces:
-    """Merge a process's lanes into one: work precedes waits, waits precede idle time, and lane `main` others of equal rank."""
-    lanes = sorted(
-        (at for at, (owner, _) in enumerate(timeline.lanes) if owner == process),
-        key=lambda at: (timeline.lanes[at][1] != MAIN, at),
-    )
-    pieces = timeline.pieces
-    of_lane = [pieces.take(slice(*np.searchsorted(pieces.lane, [lane, lane + 1]))) for lane in lanes]
-    if len(of_lane) == 1:
-        return of_lane[0]
-    names = timeline.spans["name"]
-    edges = np.unique(np.concatenate([*(each.start for each in of_lane), *(each.end for each in of_lane)]))
-    best, rank = np.full(len(edges), -1), np.full(len(edges), 3)
-    for each in of_lane:
-        at = np.searchsorted(each.start, edges, side="right") - 1
-        is_open = (at >= 0) & (edges < each.end[at])
-        name = names[each.span[at]]
-        # Lanes are in order of precedence: of two with equal rank, the earlier one owns the instant.
-        own = np.where(name == IDLE, 2, name.str.starts_with(WAIT))
-        is_better = is_open & (own < rank)
-        best, rank = np.where(is_better, each.span[at], best), np.where(is_better, own, rank)
-    held = np.flatnonzero(best >= 0)
-    return Pieces(np.full(len(held), lanes[0]), best[held], edges[held], edges[held + 1])

@@ -16,8 +16,8 @@ from rollmill.tasks.look.ledger.span_timeline import (
     build_timeline,
     is_trainer,
     overlap,
+    process_line,
 )
-from rollmill.tasks.look.ledger.step_attribution import process_line
 
 STEP, PATH = "the step", "critical path"
 # Most ranks and servers with a lane, so that the chart fits a screen; with more, the first of both kinds, half each.

@@ -9,17 +9,21 @@ import polars as pl
 from polars.io.plugins import register_io_source
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.ledger.step_attribution import Ledger
+from rollmill.tasks.look.tables.costs import SCHEMA as COST_SCHEMA
+from rollmill.tasks.look.tables.costs import measure_costs
 from rollmill.tasks.look.tables.scores import resolve_scorer
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
-from rollmill.tasks.store.reader import list_scorers, list_shards, scan
+from rollmill.tasks.store.reader import list_scorers, list_shards, list_steps, scan
 from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
 from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema
 
-TRAJECTORIES = "trajectories"
-VIEWS = (TRAJECTORIES, *sorted(SCHEMAS))
-"""Names that a query may read from: the joined trajectories, and each data set as it is stored."""
+TRAJECTORIES, COSTS = "trajectories", "costs"
+VIEWS = (TRAJECTORIES, COSTS, *sorted(SCHEMAS))
+"""Names that a query may read from: the joined trajectories, what they cost, and each data set as it is stored."""
 
 GROUP_COLUMNS: Mapping[str, str] = {
     "env": "any_value(env)",
@@ -92,6 +96,28 @@ class RunFrames:
             group_reason: why its group is not in the batch; empty if it is, null if the step has not ended.
         """
         return pl.concat([self._join(folder) for folder in self.folders])
+
+    @property
+    def costs(self) -> pl.LazyFrame:
+        """What each trajectory cost, in seconds of servers, ranks and scorers, and what no trajectory used; see `measure_costs`.
+
+        The sums of server_s and trainer_s are the seconds of the run's finished steps times the number of servers, and of ranks. A run
+        without spans has no rows.
+        """
+        schema = {"location": pl.String(), **COST_SCHEMA}
+        found = [
+            self.measure_costs(folder, read_ledger(folder))
+            for folder in self.folders
+            if list_steps(folder, "spans")
+        ]
+        return pl.concat([pl.DataFrame(schema=schema), *found]).lazy()
+
+    def measure_costs(self, folder: RunFolder, ledger: Ledger) -> pl.DataFrame:
+        """Return what trajectories cost in the steps of a ledger, which is of this run."""
+        names = ("rollouts", "batches", "evaluations")
+        rollouts, batches, evaluations = (_scan(folder, name, {}) for name in names)
+        costs = measure_costs(ledger, rollouts, self._join(folder), batches, evaluations)
+        return costs.select(pl.lit(folder.location).alias("location"), pl.all())
 
     def dataset(self, name: str, **partition: PartitionValue) -> pl.LazyFrame:
         """Return the rows of a data set as they are stored, or of some of its partitions; zero rows if nothing is.
@@ -178,7 +204,8 @@ class RunFrames:
             with duckdb.connect(config={"enable_external_access": str(reads_files)}) as connection:
                 # Listing the files of a data set takes time: only those that the query may read are registered.
                 for name in sorted(set(VIEWS) & set(re.findall(r"\w+", query.lower()))):
-                    rows = self.trajectories if name == TRAJECTORIES else self.dataset(name)
+                    joined = {TRAJECTORIES: lambda: self.trajectories, COSTS: lambda: self.costs}
+                    rows = joined[name]() if name in joined else self.dataset(name)
                     connection.register(name, rows)
                 result = connection.sql(query)
                 found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()

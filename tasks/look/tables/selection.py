@@ -10,7 +10,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import Scan, list_steps, scan
 
-Level: TypeAlias = Literal["steps", "groups", "trajectories"]
+Level: TypeAlias = Literal["steps", "groups", "trajectories", "costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Selection:
 
     @property
     def resolved_level(self) -> Level:
-        """The kind of rows to show, steps, groups or trajectories: as selected, or as the other options imply."""
+        """The kind of rows to show: as selected, or as the other options imply."""
         if self.level:
             return self.level
         if self.group is not None or self.status or self.reward or self.scorer:
@@ -85,16 +85,18 @@ class Selection:
         return "steps"
 
     def check(self) -> None:
-        """Raise ConfigError if an option does not apply to the selected kind of rows: steps, groups or trajectories."""
+        """Raise ConfigError if an option does not apply to the selected kind of rows."""
         level = self.resolved_level
         if level == "groups" and self.evaluations:
             raise ConfigError(
                 "--groups", "--evaluations", "held-out trajectories have no groups; leave one out"
             )
+        if level == "costs" and self.evaluations:
+            raise ConfigError("--costs", "--evaluations", "evaluations are among the costs; leave one out")
         of_rows = {"--status": self.status, "--reward": self.reward, "--group": self.group is not None}
         for option, value in of_rows.items():
-            if level == "steps" and value:
-                raise ConfigError(option, "--steps", "is of trajectories and groups; leave --steps out")
+            if level in ("steps", "costs") and value:
+                raise ConfigError(option, f"--{level}", f"is of trajectories and groups; leave --{level} out")
         if self.scorer and (level != "trajectories" or self.evaluations):
             raise ConfigError("--scorer", self.scorer, "is of --trajectories that were not held out")
 
@@ -162,9 +164,14 @@ def format_ranges(numbers: list[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in found)
 
 
-def parse_level(*, steps: bool, groups: bool, trajectories: bool) -> Level | None:
-    """Return the one of the three kinds of rows that is True; None if none is; raise ConfigError if several are."""
-    named: dict[Level, bool] = {"steps": steps, "groups": groups, "trajectories": trajectories}
+def parse_level(*, steps: bool, groups: bool, trajectories: bool, costs: bool) -> Level | None:
+    """Return the one of the kinds of rows that is True; None if none is; raise ConfigError if several are."""
+    named: dict[Level, bool] = {
+        "steps": steps,
+        "groups": groups,
+        "trajectories": trajectories,
+        "costs": costs,
+    }
     asked = [level for level, is_asked in named.items() if is_asked]
     if len(asked) > 1:
         raise ConfigError(f"--{asked[1]}", f"--{asked[0]}", "give one of them")

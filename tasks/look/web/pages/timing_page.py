@@ -7,6 +7,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.ledger.run_ledger import read_step_spans, select_finished, select_steps
 from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 from rollmill.tasks.look.ledger.step_timeline import StepTimeline, lay_out_step
+from rollmill.tasks.look.tables.cost_view import make_costs_view
 from rollmill.tasks.look.tables.ledger_tables import make_ledger_views
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun, escape_controls
@@ -34,13 +35,13 @@ def render_timing(source: RunData, query: Query) -> Component:
         steps = select_steps(source.folder, asked)[0 if asked else -MOST_STEPS :]
     except ConfigError as error:
         return html.Section([_render_head(known, []), render_problem(describe_error(error))])
-    ledger, timeline = source.derive(
+    ledger, timeline, costs = source.derive(
         ("timing", tuple(steps)), source.parts(), lambda: _read_ledger(source, steps)
     )
     which = f"steps {steps[0]} to {steps[-1]}; a single step also has a timeline and its critical path"
     if len(steps) == 1:
         which = f"step {steps[0]}; the rows of its first table add up to it"
-    views = [view for view in make_ledger_views(source.folder.name, ledger) if view.rows]
+    views = [view for view in (*make_ledger_views(source.folder.name, ledger), costs) if view.rows]
     return html.Section(
         [
             _render_head(known, steps),
@@ -51,10 +52,11 @@ def render_timing(source: RunData, query: Query) -> Component:
     )
 
 
-def _read_ledger(source: RunData, steps: list[int]) -> tuple[Ledger, StepTimeline | None]:
+def _read_ledger(source: RunData, steps: list[int]) -> tuple[Ledger, StepTimeline | None, View]:
     spans = read_step_spans(source.folder, steps)
     ledger = build_ledger(spans, select_finished(spans, steps))
-    return ledger, lay_out_step(spans, steps[0], ledger.path) if len(steps) == 1 else None
+    timeline = lay_out_step(spans, steps[0], ledger.path) if len(steps) == 1 else None
+    return ledger, timeline, make_costs_view(source.folder, ledger)
 
 
 def _render_head(known: list[int], steps: list[int]) -> Component:
